@@ -1,0 +1,310 @@
+"""Every setting of a run and its default: the only home of defaults.
+
+Hydra composes the files of ``conf/`` over these dataclasses (``nemo_edo.configuration``); the files hold differences
+only. Checks that need no files, weights or devices stand in ``__post_init__`` and name the key as a user writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
+PAPER_ALPHA = 1e-3
+
+
+def _require(condition: bool, key: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{key} is {value!r}, expected {expected}")
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, key, value, "one of " + ", ".join(allowed))
+
+
+def _positive(owner: object, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        _require(value > 0, f"{section}.{name}", value, "a number above 0")
+
+
+@dataclass
+class GRPOLossConfig:
+    """The ED-GRPO objective (``losses.grpo_loss``). ``alpha = 0`` is GRPO."""
+
+    clip_low: float = 0.2
+    """The ratio's lower bound is 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio's upper bound is 1 + clip_high (DAPO: 0.28)."""
+    dual_clip: Optional[float] = None
+    """For negative advantages the surrogate is at least dual_clip * A (a number above 1)."""
+    beta: float = 0.04
+    """Weight of the KL to the reference policy."""
+    kl_estimator: str = "k3"
+    aggregation: str = "seq-mean-token-mean"
+    norm_length: Optional[int] = None
+    """The constant length of ``seq-mean-token-sum-norm`` (Dr.GRPO), required by it."""
+    alpha: Optional[float] = None
+    """Weight of the exploration term in units of beta; null: the paper's 1e-3, unless
+    ``exploration_coefficient`` is given."""
+    exploration_coefficient: Optional[float] = None
+    """Replaces the product alpha * beta, so that beta = 0 need not switch exploration off."""
+    log_ratio_floor: Optional[float] = None
+    """A floor (below 0) under each token's log-ratio in the exploration term. Ours, not the paper's: off by default."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.clip_low < 1, "grpo.clip_low", self.clip_low, "a number in [0, 1)")
+        _require(self.clip_high >= 0, "grpo.clip_high", self.clip_high, "a number of at least 0")
+        _require(self.dual_clip is None or self.dual_clip > 1, "grpo.dual_clip", self.dual_clip, "null or a number > 1")
+        _require(self.beta >= 0, "grpo.beta", self.beta, "a number of at least 0")
+        _one_of("grpo.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _one_of("grpo.aggregation", self.aggregation, AGGREGATIONS)
+        needs_length = self.aggregation == "seq-mean-token-sum-norm"
+        _require(not needs_length or (self.norm_length or 0) > 0, "grpo.norm_length", self.norm_length,
+                 "a number above 0 with aggregation seq-mean-token-sum-norm")
+        if self.alpha is not None and self.exploration_coefficient is not None:
+            raise ValueError(
+                f"grpo.alpha ({self.alpha}) and grpo.exploration_coefficient ({self.exploration_coefficient}) are "
+                "both given; the coefficient replaces alpha * beta, so set one of them to null"
+            )
+        if self.alpha is None and self.exploration_coefficient is None:
+            self.alpha = PAPER_ALPHA
+        floor = self.log_ratio_floor
+        _require(floor is None or floor < 0, "grpo.log_ratio_floor", floor, "null or a number below 0")
+
+    @property
+    def exploration_weight(self) -> float:
+        """The factor in front of the exploration term: alpha * beta, or the coefficient that replaces it."""
+        if self.exploration_coefficient is not None:
+            return self.exploration_coefficient
+        return self.alpha * self.beta
+
+
+@dataclass
+class OptimizerConfig:
+    """Megatron-core's Adam, with its learning-rate schedule."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: str = "constant"
+    """constant, linear or cosine; the decay runs over the whole of the training."""
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Global gradient norm; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "optimizer", "lr", "adam_eps")
+        _one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"a number in [0, lr = {self.lr}]")
+        for name in ("warmup_steps", "weight_decay", "clip_grad"):
+            _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "a number of at least 0")
+
+
+@dataclass
+class ModelConfig:
+    """Where the policy comes from: a Hugging Face folder, or an architecture with random weights."""
+
+    path: Optional[str] = None
+    """A folder with config.json, a tokenizer and safetensors weights."""
+    architecture: Optional[dict[str, Any]] = None
+    """Where ``path`` is null: the fields of a Hugging Face config, ``model_type`` among them."""
+    tokenizer: Optional[str] = None
+    """A folder with the tokenizer; null: the model's own, or the built-in task's."""
+    seq_length: int = 1024
+    """The longest sequence, prompt and response together, in tokens."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "model", "seq_length")
+        if self.architecture is not None and "model_type" not in self.architecture:
+            raise ValueError("model.architecture has no model_type (for example qwen2)")
+
+
+@dataclass
+class PrecisionConfig:
+    dtype: str = "fp32"
+    """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
+
+    def __post_init__(self) -> None:
+        _one_of("precision.dtype", self.dtype, ("fp32", "bf16"))
+
+
+@dataclass
+class ParallelismConfig:
+    """Megatron's splits. The data-parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    use_distributed_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "parallelism", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+@dataclass
+class ArithmeticConfig:
+    """The built-in task: sum a few numbers, merging any two of those left in each step (``data.arithmetic``)."""
+
+    num_operands: int = 4
+    max_operand: int = 9
+    warmup_problems: int = 4096
+    train_problems: int = 128
+    test_problems: int = 256
+    weak_fact_share: float = 0.3
+    """Share of the addition facts that the warm-up data mostly gets wrong."""
+    weak_fact_accuracy: float = 0.3
+    """How often the warm-up data has a weak fact right."""
+    step_noise: float = 0.15
+    """Share of the warm-up data's other steps whose result is wrong."""
+    seed: int = 0
+    """Of the problems, apart from the run's seed: runs with other seeds see the same problems."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_operands >= 2, "data.arithmetic.num_operands", self.num_operands, "at least 2")
+        _positive(self, "data.arithmetic", "max_operand", "warmup_problems", "train_problems", "test_problems")
+        for name in ("weak_fact_share", "weak_fact_accuracy", "step_noise"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"data.arithmetic.{name}", value, "a number in [0, 1]")
+
+
+@dataclass
+class DataConfig:
+    """Problem files in GSM8K's JSONL format. All three null: the built-in task writes them into the run folder."""
+
+    warmup: Optional[str] = None
+    """Solutions for the supervised warm-up; null: ``train``."""
+    train: Optional[str] = None
+    test: Optional[str] = None
+    prompt: str = "{question}\n"
+    """The text that precedes a response; {question} is replaced."""
+    on_bad_rows: str = "error"
+    """error: the first bad rows stop the run; skip: they are left out and counted."""
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
+        _require("{question}" in self.prompt, "data.prompt", self.prompt, "a text that contains {question}")
+        if (self.train is None) != (self.test is None) or (self.warmup is not None and self.train is None):
+            raise ValueError("data.train and data.test: give both, or neither for the built-in task")
+
+
+@dataclass
+class SamplingConfig:
+    """How an iteration's responses are drawn."""
+
+    samples_per_prompt: int = 10
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        _positive(self, "sampling", "samples_per_prompt", "temperature", "max_new_tokens")
+        _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
+
+
+@dataclass
+class GenerationConfig:
+    backend: str = "megatron"
+    max_batch_size: int = 512
+    """Sequences decoded at a time on one data-parallel rank."""
+
+    def __post_init__(self) -> None:
+        _one_of("generation.backend", self.backend, ("megatron",))
+        _positive(self, "generation", "max_batch_size")
+
+
+@dataclass
+class SFTConfig:
+    """The supervised warm-up. ``steps = 0`` leaves it out."""
+
+    steps: int = 0
+    batch_size: int = 128
+    micro_batch_size: int = 8
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 0, "sft.steps", self.steps, "a number of at least 0")
+        _positive(self, "sft", "batch_size", "micro_batch_size")
+
+
+@dataclass
+class GRPOConfig(GRPOLossConfig):
+    """GRPO and ED-GRPO: the loss, the advantages and the loop around them."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of an entropy bonus, the plain rival of the exploration term."""
+    advantage_scale: str = "std"
+    advantage_baseline: str = "mean"
+    iterations: int = 3
+    """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
+    epochs: int = 1
+    """Passes over an iteration's samples."""
+    minibatch_size: int = 512
+    """Responses of one optimizer step, over all data-parallel ranks."""
+    micro_batch_size: int = 8
+    """Responses of one forward pass on one rank: memory and speed, never the result."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.entropy_coefficient >= 0, "grpo.entropy_coefficient", self.entropy_coefficient, "at least 0")
+        _one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
+        _one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
+        _positive(self, "grpo", "iterations", "epochs", "minibatch_size", "micro_batch_size")
+
+
+@dataclass
+class EvaluationConfig:
+    """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
+
+    samples: int = 10
+    """Responses for each problem and rollout, at temperature 1: votes are taken over them, pass@k goes up to it."""
+    rollouts: int = 3
+    """Independent sets of ``samples`` responses, averaged."""
+    every: int = 0
+    """A short evaluation (greedy, and one rollout) before every so many iterations, for the curves; 0: none."""
+    bootstrap: int = 2000
+    """Resamples of the problems for the 95 % intervals."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "evaluation", "samples", "rollouts", "bootstrap")
+        _require(self.every >= 0, "evaluation.every", self.every, "a number of at least 0")
+
+
+@dataclass
+class RunConfig:
+    """A run: an optional warm-up, then one training of the policy for each arm, each from the same start."""
+
+    name: str = "run"
+    """The run's folder is ``output_dir/name``."""
+    output_dir: str = "runs"
+    seed: int = 42
+    threads: Optional[int] = None
+    """CPU threads of each process; null: torch's choice (torchrun sets one)."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Variants trained from the same start: for each, its name and its differences from ``grpo``. Empty: one arm,
+    ``policy``, with ``grpo`` as it is."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})
+    """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
+        _require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
+        if (self.model.path is None) == (self.model.architecture is None):
+            raise ValueError("model.path and model.architecture: give exactly one of them (the other null)")
+        needed = self.sampling.max_new_tokens + 1
+        _require(self.model.seq_length >= needed, "model.seq_length", self.model.seq_length,
+                 f"room for a prompt and sampling.max_new_tokens = {self.sampling.max_new_tokens} tokens")

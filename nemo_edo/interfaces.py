@@ -1,0 +1,46 @@
+"""What the parts know of each other: Protocols, so that an algorithm never sees Megatron or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout, TrainingBatch
+
+
+class GenerationEngine(Protocol):
+    """Draws responses from the current weights of a policy."""
+
+    policy_version: int
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+        """One rollout for each request, in the order of the requests."""
+
+
+class Scorer(Protocol):
+    """Judges responses."""
+
+    def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
+        """One scored rollout for each rollout, in order. ``problems`` holds every problem that they name."""
+
+
+class WeightSync(Protocol):
+    """Brings a trained policy's weights to the generation engine (refit)."""
+
+    def push(self, version: int) -> None:
+        """After it returns, the engine samples from the trainer's weights and stamps ``version`` on rollouts."""
+
+
+class Policy(Protocol):
+    """A trainable policy. Every data-parallel rank is handed the same global batch and takes its own share."""
+
+    def train_step(self, batch: TrainingBatch) -> dict[str, float]:
+        """One optimizer step on the global batch; returns global means of the loss and its metrics."""
+
+    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the batch's tokens and exact entropies (nats), each [B, T], of the current weights."""
+
+    def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
+        """[B, T] log-probabilities under the reference policy."""

@@ -1,0 +1,112 @@
+"""The records that parts hand to each other: one frozen dataclass for each hand-over.
+
+Dimensions: B sequences, S tokens of a padded sequence, T = S - 1 next-token positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a problems file, with the place it came from so that errors can name it."""
+
+    id: str
+    """Stable name, unique within the file: ``<file stem>-<line>``."""
+    question: str
+    solution: str
+    """The reference chain of thought, final-answer line included (the text that SFT learns)."""
+    answer: str
+    """The final answer in canonical form (``data.answers.canonical_number``)."""
+    source: str
+    """``path:line`` of the row."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn. ``temperature=0`` is greedy decoding."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to draw. The seed alone fixes its random numbers, whatever shares its batch."""
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response with the sampler's view of it."""
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    """Sampled tokens, the stop token included where the response ended by itself."""
+    response_logprobs: tuple[float, ...]
+    """Natural log-probabilities of ``response_ids`` under the sampling distribution (pi_gen)."""
+    text: str
+    """The response decoded without special tokens."""
+    finished: bool
+    """True if a stop token ended it, False if it ran into ``max_new_tokens``."""
+    policy_version: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    rollout: Rollout
+    reward: float
+    answer: str | None
+    """The final answer found in the text, in canonical form; None if there is none."""
+    well_formed: bool
+    """Finished, with exactly one final-answer line, and that at the end."""
+    reason: str
+    """Why the reward is what it is, in words."""
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Sequences ready for the policy: prompt and response, right-padded.
+
+    Position t of a ``[B, T]`` tensor speaks of token ``tokens[:, t + 1]``, the one predicted at t.
+    Padding carries mask 0 everywhere; a row that is all padding contributes nothing.
+    """
+
+    tokens: Tensor
+    """[B, S] int64, prompt then response then padding."""
+    mask: Tensor
+    """[B, T] float32, 1 where the predicted token is a response token that counts."""
+    advantages: Tensor | None = None
+    """[B] float32, one for each response (policy-gradient training)."""
+    old_logprobs: Tensor | None = None
+    """[B, T] float32, under the frozen policy that produced the samples (pi_old)."""
+    ref_logprobs: Tensor | None = None
+    """[B, T] float32, under the reference policy."""
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are set, by name."""
+        present = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in present.items() if value is not None}
+
+    def rows(self, index: Tensor | slice) -> TrainingBatch:
+        """The given rows of every field."""
+        return replace(self, **{name: value[index] for name, value in self.tensors().items()})
+
+    def to(self, device: torch.device) -> TrainingBatch:
+        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
