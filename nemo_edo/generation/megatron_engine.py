@@ -1,0 +1,217 @@
+"""Sampling in the trainer's own process, from the very weights that are trained.
+
+Batched decoding with megatron-core's KV cache. Three things make it cheaper than a plain loop: requests with the same
+prompt share its prefill, only the last position's logits are computed, and rows that have ended leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from tqdm import tqdm
+
+from nemo_edo.generation.sampling import choose_tokens, request_uniforms
+from nemo_edo.megatron.build import BuiltModel
+from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
+
+COMPACT_BELOW = 0.8
+"""Ended rows leave the cache when fewer than this share of its rows go on: a copy of the cache against their cost."""
+
+
+class MegatronEngine:
+    """A GenerationEngine over a Megatron model, split as the model is. Pipeline stages pass hidden states on."""
+
+    def __init__(
+        self,
+        built: BuiltModel,
+        *,
+        stop_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        max_batch_size: int,
+        device: torch.device,
+        progress: bool = False,
+    ) -> None:
+        if len(built.chunks) != 1:
+            raise ValueError("in-process generation cannot use virtual pipeline stages")
+        self.policy_version = 0
+        self._model = built.chunks[0]
+        self._vocab_size = built.vocab_size
+        self._stop_ids = torch.tensor(sorted(stop_ids), device=device)
+        self._decode = decode
+        self._max_batch_size = max_batch_size
+        self._device = device
+        self._progress = progress
+        config = get_model_config(self._model)
+        self._wrapper_config = InferenceWrapperConfig(
+            hidden_size=config.hidden_size,
+            params_dtype=config.params_dtype,
+            inference_batch_times_seqlen_threshold=-1,  # decode steps are never split over the pipeline
+            padded_vocab_size=built.vocab_size,
+        )
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+        """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        mine = list(requests)[rank::ranks]
+        # Rows of a batch advance together, so prompts of like length go together.
+        order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
+        rollouts: list[Rollout | None] = [None] * len(mine)
+        was_training = self._model.training
+        with tqdm(total=len(mine), desc="generate", disable=not self._progress, leave=False) as bar:
+            for start in range(0, len(order), self._max_batch_size):
+                places = order[start : start + self._max_batch_size]
+                for place, rollout in zip(places, self._batch([mine[i] for i in places], sampling), strict=True):
+                    rollouts[place] = rollout
+                bar.update(len(places))
+        self._model.train(was_training)
+        return _interleave(_gather(rollouts), len(requests))
+
+    @torch.inference_mode()
+    def _batch(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+        decoding = _Decoding(requests, sampling, self._device)
+        step = self._prefill(decoding)
+        for position in range(decoding.prefix, decoding.length):
+            tokens, log_probs = self._choose(step, decoding, position, sampling)
+            decoding.record(position, tokens, log_probs, self._stop_ids)
+            if decoding.done or position + 1 == decoding.length:
+                break
+            if decoding.alive.float().mean() < COMPACT_BELOW:
+                decoding.compact()
+            step = self._forward(decoding, decoding.last[:, None], position)
+        return [self._rollout(request, *decoding.response(row)) for row, request in enumerate(requests)]
+
+    def _prefill(self, decoding: _Decoding) -> Tensor | None:
+        """Runs the prompts' common length once for each different prompt, then gives every row its cache."""
+        prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
+        context = StaticInferenceContext(max_batch_size=len(prefixes), max_sequence_length=decoding.length)
+        decoding.wrapper = GPTInferenceWrapper(self._model, self._wrapper_config, context)
+        decoding.wrapper.prep_model_for_inference()
+        logits = self._forward(decoding, prefixes, 0)
+        decoding.select_cache(owner)
+        return None if logits is None else logits[owner]
+
+    def _forward(self, decoding: _Decoding, tokens: Tensor, position: int) -> Tensor | None:
+        """[B, V] logits of the last token, on the last pipeline stage; None on the others."""
+        positions = torch.arange(position, position + tokens.shape[1], device=self._device).expand_as(tokens)
+        logits = decoding.wrapper.run_one_forward_step(
+            {"tokens": tokens, "position_ids": positions, "attention_mask": None}
+        )
+        return None if logits is None else logits[:, -1, : self._vocab_size]
+
+    def _choose(self, logits: Tensor | None, decoding: _Decoding, position: int, sampling: SamplingParams):
+        """The next token of each row and its log-probability, the same on every pipeline stage."""
+        if logits is not None:
+            tokens, log_probs = choose_tokens(logits, decoding.uniforms_at(position), sampling)
+        else:
+            tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self._device)
+            log_probs = torch.empty(len(decoding.rows), device=self._device)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            for tensor in (tokens, log_probs):
+                torch.distributed.broadcast(tensor, src=last, group=group)
+        return tokens, log_probs
+
+    def _rollout(self, request: GenerationRequest, ids: list[int], log_probs: list[float], finished: bool) -> Rollout:
+        text_ids = ids[:-1] if finished else ids
+        return Rollout(
+            problem_id=request.problem_id,
+            sample_index=request.sample_index,
+            prompt_ids=request.prompt_ids,
+            response_ids=tuple(ids),
+            response_logprobs=tuple(log_probs),
+            text=self._decode(text_ids),
+            finished=finished,
+            policy_version=self.policy_version,
+            seed=request.seed,
+        )
+
+
+class _Decoding:
+    """A batch on its way: all rows are at the same position; rows with longer prompts read these until they end.
+
+    ``rows`` names the request of each row of the cache; responses are kept by request.
+    """
+
+    def __init__(self, requests: list[GenerationRequest], sampling: SamplingParams, device: torch.device) -> None:
+        lengths = [len(request.prompt_ids) for request in requests]
+        self.prefix = min(lengths)
+        self.length = max(lengths) + sampling.max_new_tokens
+        self.max_new_tokens = sampling.max_new_tokens
+        padded = [request.prompt_ids + (0,) * (max(lengths) - n) for request, n in zip(requests, lengths, strict=True)]
+        self.prompts = torch.tensor(padded, device=device)
+        self.prompt_lengths = torch.tensor(lengths, device=device)
+        self.uniforms = request_uniforms([request.seed for request in requests], sampling.max_new_tokens).to(device)
+        self.tokens = torch.zeros(len(requests), sampling.max_new_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(len(requests), sampling.max_new_tokens, device=device)
+        self.response_lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.rows = torch.arange(len(requests), device=device)
+        self.alive = torch.ones(len(requests), dtype=torch.bool, device=device)
+        self.last = self.prompts[:, self.prefix - 1]
+        self.wrapper: GPTInferenceWrapper | None = None
+
+    @property
+    def done(self) -> bool:
+        return not bool(self.alive.any())
+
+    def uniforms_at(self, position: int) -> Tensor:
+        """Each row's random number for the token at ``position`` (any number where it still reads its prompt)."""
+        return self.uniforms[self.rows, self._response_index(position).clamp(0, self.max_new_tokens - 1)]
+
+    def record(self, position: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
+        """Takes the chosen tokens for ``position``, or the prompt's own where a prompt reaches that far."""
+        index = self._response_index(position)
+        reading = index < 0
+        if reading.any():
+            tokens = torch.where(reading, self.prompts[self.rows, min(position, self.prompts.shape[1] - 1)], tokens)
+        writing = self.alive & ~reading
+        rows, index = self.rows[writing], index[writing]
+        self.tokens[rows, index] = tokens[writing]
+        self.log_probs[rows, index] = log_probs[writing]
+        self.response_lengths[rows] = index + 1
+        stop = torch.isin(tokens[writing], stop_ids)
+        self.stopped[rows] = stop
+        self.alive[writing] = ~stop & (index + 1 < self.max_new_tokens)
+        self.last = tokens
+
+    def compact(self) -> None:
+        """Drops the rows that have ended."""
+        keep = self.alive.nonzero().squeeze(-1)
+        self.select_cache(keep)
+        self.rows, self.last, self.alive = self.rows[keep], self.last[keep], self.alive[keep]
+
+    def select_cache(self, rows: Tensor) -> None:
+        context = self.wrapper.inference_context
+        for layer, (keys, values) in context.key_value_memory_dict.items():
+            context.key_value_memory_dict[layer] = (keys[:, rows], values[:, rows])
+        context.max_batch_size = len(rows)
+
+    def response(self, request: int) -> tuple[list[int], list[float], bool]:
+        length = int(self.response_lengths[request])
+        tokens, log_probs = self.tokens[request, :length], self.log_probs[request, :length]
+        return tokens.tolist(), log_probs.tolist(), bool(self.stopped[request])
+
+    def _response_index(self, position: int) -> Tensor:
+        return position - self.prompt_lengths[self.rows]
+
+
+def _gather(rollouts: list[Rollout]) -> list[list[Rollout]]:
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return [rollouts]
+    shares: list[list[Rollout] | None] = [None] * group.size()
+    torch.distributed.all_gather_object(shares, rollouts, group=group)
+    return shares
+
+
+def _interleave(shares: list[list[Rollout]], total: int) -> list[Rollout]:
+    """Undoes the dealing of requests to ranks: request i went to rank i modulo the number of ranks."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(total)]

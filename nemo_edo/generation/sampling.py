@@ -1,0 +1,51 @@
+"""Choosing the next token, by random numbers that belong to the request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_edo.types import SamplingParams
+
+
+def request_uniforms(seeds: Sequence[int], length: int) -> Tensor:
+    """[B, length] float32 uniforms in [0, 1): row b depends on ``seeds[b]`` alone (a Philox counter each).
+
+    So a request draws the same response whatever else is in its batch, and on whichever rank it runs.
+    """
+    rows = [np.random.Generator(np.random.Philox(key=seed)).random(length, dtype=np.float32) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
+
+
+def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Draws a token for each row by inverting the cumulative distribution at its uniform number.
+
+    logits: [B, V]; uniforms: [B] in [0, 1). Temperature 0 takes the most likely token (the first of equals).
+    Returns (tokens [B] int64, log-probabilities [B] float32). The log-probability is that of the
+    temperature-scaled softmax over the whole vocabulary, before any top-p cut: what a trainer recomputes.
+    """
+    log_probs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
+    if sampling.temperature == 0:
+        tokens = log_probs.argmax(dim=-1)
+    elif sampling.top_p < 1:
+        probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
+        before = probs.cumsum(dim=-1) - probs
+        kept = probs.masked_fill(before >= sampling.top_p, 0.0)  # the first token always stays
+        tokens = order.gather(-1, _invert(kept, uniforms)[:, None]).squeeze(-1)
+    else:
+        tokens = _invert(log_probs.exp(), uniforms)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index whose cumulative probability exceeds the uniform's share of the total: never one of
+    probability zero."""
+    cumulative = probs.cumsum(dim=-1)
+    target = uniforms.to(probs.device)[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    # Rounding can carry a target to the very total: it then belongs to the last token that has any probability.
+    last = (cumulative >= cumulative[:, -1:]).int().argmax(dim=-1)
+    return torch.minimum(index, last)

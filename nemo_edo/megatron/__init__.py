@@ -1,0 +1,1 @@
+"""Adapters to megatron-core and Megatron-Bridge. Nothing here holds maths."""

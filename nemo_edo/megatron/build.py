@@ -1,0 +1,161 @@
+"""A Hugging Face folder to a Megatron-core model and back, through Megatron-Bridge."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
+
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.errors import UserError
+from nemo_edo.megatron import platform
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Kernels that exist for CUDA only, and what stands in for them elsewhere.
+WITHOUT_CUDA = {
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "cross_entropy_loss_fusion": False,
+}
+
+
+@dataclass
+class BuiltModel:
+    """A Megatron model (one chunk for each virtual pipeline stage) and the bridge that it came through."""
+
+    chunks: list[MegatronModule]
+    bridge: object
+    vocab_size: int
+    """Rows of the output layer that are tokens; further rows are padding."""
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises UserError where a Hugging Face folder cannot be trained: before any time is spent on it."""
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise UserError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{config_file} is not valid JSON: {error}") from error
+    from megatron.bridge import AutoBridge
+
+    supported = AutoBridge.list_supported_models()
+    architectures = config.get("architectures") or []
+    if not set(architectures) & set(supported):
+        raise UserError(
+            f"{config_file}: architectures {architectures} are not supported by Megatron-Bridge; "
+            f"supported are {', '.join(supported)}"
+        )
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise UserError(f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); copy the model's own there")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no *.safetensors weights")
+
+
+def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None:
+    """Megatron's process groups for this world, and its random-number tracker."""
+    world = torch.distributed.get_world_size()
+    model_ranks = parallelism.tensor_model_parallel_size * parallelism.pipeline_model_parallel_size
+    if world % model_ranks:
+        raise UserError(
+            f"{world} processes cannot be split into tensor_model_parallel_size "
+            f"{parallelism.tensor_model_parallel_size} x pipeline_model_parallel_size "
+            f"{parallelism.pipeline_model_parallel_size}: start a multiple of {model_ranks} processes"
+        )
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def build_model(
+    folder: Path, parallelism: ParallelismConfig, precision: PrecisionConfig, device: torch.device, *, train: bool = True
+) -> BuiltModel:
+    """The model of a Hugging Face folder with its weights, split as Megatron's process groups say.
+
+    train: wrap it in Megatron's DistributedDataParallel, as its optimizer needs.
+    """
+    from megatron.bridge import AutoBridge
+
+    dtype = DTYPES[precision.dtype]
+    bridge = AutoBridge.from_hf_pretrained(str(folder), torch_dtype=dtype)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    _configure(provider, parallelism, dtype, device)
+    _check_splits(provider, parallelism)
+    provider.finalize()
+    chunks = provider.provide_distributed_model(
+        ddp_config=_ddp_config(parallelism),
+        wrap_with_ddp=train,
+        bf16=precision.dtype == "bf16",
+        use_cpu_initialization=device.type == "cpu",
+        data_parallel_random_init=False,
+    )
+    return BuiltModel(chunks=chunks, bridge=bridge, vocab_size=bridge.hf_pretrained.config.vocab_size)
+
+
+def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, device: torch.device) -> None:
+    provider.tensor_model_parallel_size = parallelism.tensor_model_parallel_size
+    provider.pipeline_model_parallel_size = parallelism.pipeline_model_parallel_size
+    provider.params_dtype = provider.pipeline_dtype = dtype
+    provider.bf16 = dtype is torch.bfloat16
+    provider.fp16 = False
+    provider.attention_dropout = provider.hidden_dropout = 0.0
+    provider.should_pad_vocab = True
+    provider.make_vocab_size_divisible_by = 1  # padded to a multiple of the tensor-parallel size, no further
+    # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
+    # micro-batches and data-parallel ranks, and divides by nothing.
+    provider.calculate_per_token_loss = True
+    if device.type == "cpu":
+        for name, value in WITHOUT_CUDA.items():
+            setattr(provider, name, value)
+        provider.transformer_layer_spec = get_gpt_layer_local_spec(
+            normalization=provider.normalization, qk_layernorm=provider.qk_layernorm
+        )
+
+
+def _check_splits(provider, parallelism: ParallelismConfig) -> None:
+    tensor, pipeline = parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
+    groups = provider.num_query_groups or provider.num_attention_heads
+    for what, size in (("attention heads", provider.num_attention_heads), ("query groups", groups)):
+        if size % tensor:
+            raise UserError(f"parallelism.tensor_model_parallel_size {tensor} does not divide the model's {size} {what}")
+    if provider.num_layers % pipeline:
+        raise UserError(
+            f"parallelism.pipeline_model_parallel_size {pipeline} does not divide the model's {provider.num_layers} layers"
+        )
+
+
+def _ddp_config(parallelism: ParallelismConfig) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallelism.use_distributed_optimizer,
+        check_for_nan_in_grad=False,  # its check reads a CUDA flag; forward_backward.py checks the loss instead
+    )
+
+
+def export_hf_folder(model: BuiltModel, out: Path) -> None:
+    """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it."""
+    model.bridge.save_hf_pretrained(model.chunks, str(out), show_progress=False)
+
+
+def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | None) -> torch.device:
+    """Everything between a fresh process and ``build_model``."""
+    device = platform.enter(threads)
+    platform.init_process_group(device)
+    initialize_parallel_state(parallelism, seed)
+    return device

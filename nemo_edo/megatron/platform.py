@@ -1,0 +1,196 @@
+"""The machine under Megatron: CUDA with NCCL, or CPU cores with gloo.
+
+megatron-core 0.16 assumes CUDA in about ten places. On a machine without it, ``enter`` answers each of them with an
+adaptation below; on a machine with CUDA it changes nothing. It is called once, explicitly, before a model is built,
+and nothing else in the package asks which machine it runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Collection
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_entered: torch.device | None = None
+
+
+def enter(threads: int | None = None, *, without: Collection[str] = ()) -> torch.device:
+    """Makes this process ready for Megatron and returns the device that models live on. Later calls change nothing.
+
+    threads: CPU threads of this process; None leaves torch's choice (torchrun sets OMP_NUM_THREADS=1).
+    without: names of adaptations to leave out, for the tests that show what each is needed for.
+    """
+    global _entered
+    if _entered is not None:
+        return _entered
+    if torch.cuda.is_available():
+        _entered = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_entered)
+        return _entered
+    unknown = set(without) - ADAPTATIONS.keys()
+    if unknown:
+        raise ValueError(f"unknown adaptations {sorted(unknown)}, known are {sorted(ADAPTATIONS)}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    for name, adapt in ADAPTATIONS.items():
+        if name not in without:
+            adapt()
+    _entered = torch.device("cpu")
+    return _entered
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend for a device that ``enter`` returned."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def init_process_group(device: torch.device) -> None:
+    """torch.distributed over torchrun's environment, or a world of one process where there is none."""
+    if torch.distributed.is_initialized():
+        return
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend(device))
+    else:  # a store in memory: no port that could be taken
+        torch.distributed.init_process_group(backend(device), store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+# --- the adaptations ----------------------------------------------------------------------------------------------
+
+
+def _current_device() -> None:
+    """Megatron allocates on ``torch.cuda.current_device()``, an index that only CUDA knows."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.set_device = lambda device: None
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Rewrites what the pipeline schedules and the optimizers ask of CUDA by name."""
+
+    def __init__(self, rewrite: Callable) -> None:
+        super().__init__()
+        self.rewrite = rewrite
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.rewrite(func, args, kwargs or {})
+
+
+def _device_argument() -> None:
+    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``."""
+
+    def rewrite(func, args, kwargs):
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*args, **kwargs)
+
+    _CpuForCuda(rewrite).__enter__()
+
+
+def _tensor_type() -> None:
+    """The fp32 and mixed-precision optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'."""
+    names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+
+    def rewrite(func, args, kwargs):
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return names.get(result, result)
+        return result
+
+    _CpuForCuda(rewrite).__enter__()
+
+
+def _synchronize() -> None:
+    """Point-to-point communication waits for the GPU after each exchange."""
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _random_state() -> None:
+    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's stands in for it."""
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+class _NoStream:
+    """Stands in for a CUDA stream where there is only one order of execution."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+
+def _streams() -> None:
+    """Bridge wraps models for data parallelism on a side stream."""
+    torch.cuda.Stream = _NoStream
+    torch.cuda.current_stream = lambda device=None: _NoStream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _contiguous_scatter() -> None:
+    """gloo's scatter sends the wrong memory, without an error, for chunks that are not contiguous; Bridge scatters
+    column chunks of row-parallel weights so."""
+    scatter = torch.distributed.scatter
+
+    def contiguous_scatter(tensor, scatter_list=None, *args, **kwargs):
+        chunks = scatter_list and [chunk.contiguous() for chunk in scatter_list]
+        return scatter(tensor, chunks, *args, **kwargs)
+
+    torch.distributed.scatter = contiguous_scatter
+
+
+class _StandIn(types.ModuleType):
+    """A module whose lower-case attributes are modules and whose others are layers, none of which is ever used."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _StandIn(f"{self.__name__}.{name}") if name.islower() else type(name, (torch.nn.Module,), {})
+        setattr(self, name, value)
+        return value
+
+
+def _bridge_import() -> None:
+    """Megatron-Bridge imports Transformer Engine at import, for LoRA layers of a kind that only GPUs have.
+
+    Stand-in modules serve that one import and are taken out again. megatron-core's modules look for Transformer
+    Engine when they are imported: those that models are built of come first, so that they see that it is absent.
+    """
+    for module in ("gpt.gpt_layer_specs", "gpt.experimental_attention_variant_module_specs", "mamba.mamba_layer_specs"):
+        importlib.import_module(f"megatron.core.models.{module}")
+
+    if "transformer_engine" in sys.modules:
+        return
+    stand_ins = {"transformer_engine": _StandIn("transformer_engine")}
+    stand_ins["transformer_engine.pytorch"] = stand_ins["transformer_engine"].pytorch
+    sys.modules.update(stand_ins)
+    try:
+        import megatron.bridge  # noqa: F401
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+ADAPTATIONS: dict[str, Callable[[], None]] = {
+    "current_device": _current_device,
+    "device_argument": _device_argument,
+    "tensor_type": _tensor_type,
+    "synchronize": _synchronize,
+    "random_state": _random_state,
+    "streams": _streams,
+    "contiguous_scatter": _contiguous_scatter,
+    "bridge_import": _bridge_import,
+}
