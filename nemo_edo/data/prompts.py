@@ -1,0 +1,88 @@
+"""Problems as token ids: prompts for generation, and prompt-solution pairs for supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nemo_edo.errors import UserError
+from nemo_edo.types import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenIds = tuple[int, ...]
+
+
+def render_prompt(template: str, question: str) -> str:
+    """The template with ``{question}`` replaced; other braces stay as they are."""
+    return template.replace("{question}", question)
+
+
+def encode_prompts(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, template: str, *, max_prompt_tokens: int
+) -> dict[str, TokenIds]:
+    """Prompt token ids by problem id.
+
+    What the tokenizer puts in front by itself (Llama's BOS) is kept: a template must not write it a second time.
+    ``max_prompt_tokens`` is what the context has left beside the response.
+
+    Raises UserError (a ValueError) if a prompt is longer, or holds text that the tokenizer does not know.
+    """
+    prompts = {problem.id: _encode(render_prompt(template, problem.question), tokenizer, problem, special=True)
+               for problem in problems}
+    _require_fit(
+        problems, [len(prompts[problem.id]) for problem in problems], limit=max_prompt_tokens, what="prompt",
+        room="that model.seq_length leaves beside sampling.max_new_tokens",
+        remedy="raise model.seq_length, lower sampling.max_new_tokens",
+    )
+    return prompts
+
+
+def encode_solutions(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, template: str, seq_length: int
+) -> list[tuple[TokenIds, TokenIds]]:
+    """(prompt ids, solution ids with the end-of-sequence token) of each problem, in order.
+
+    Prompt and solution are encoded apart, so that the prompt's tokens are the ones that generation sees.
+
+    Raises UserError (a ValueError) if prompt and solution together exceed ``seq_length`` tokens, the tokenizer has no
+    end-of-sequence token, or does not know the text.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
+    pairs = []
+    for problem in problems:
+        prompt = _encode(render_prompt(template, problem.question), tokenizer, problem, special=True)
+        solution = _encode(problem.solution, tokenizer, problem, special=False)
+        pairs.append((prompt, (*solution, tokenizer.eos_token_id)))
+    _require_fit(
+        problems, [len(prompt) + len(solution) for prompt, solution in pairs], limit=seq_length,
+        what="prompt with its solution", room="of model.seq_length", remedy="raise model.seq_length",
+    )
+    return pairs
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase, problem: Problem, *, special: bool) -> TokenIds:
+    ids = tuple(tokenizer.encode(text, add_special_tokens=special))
+    # GPT-2 and its kin name one token both "unknown" and "end": only a token of its own means unknown text.
+    if tokenizer.unk_token_id != tokenizer.eos_token_id and tokenizer.unk_token_id in ids:
+        raise UserError(
+            f"{problem.source}: the tokenizer {tokenizer.name_or_path!r} does not know a part of {text!r}; "
+            "set model.path to a folder whose tokenizer covers the data"
+        )
+    return ids
+
+
+def _require_fit(
+    problems: Sequence[Problem], lengths: list[int], *, limit: int, what: str, room: str, remedy: str
+) -> None:
+    """Raises UserError if a length exceeds the limit; it names the longest, whose length settles the new limit."""
+    if not problems or max(lengths) <= limit:
+        return
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    too_long = sum(length > limit for length in lengths)
+    raise UserError(
+        f"{problems[longest].source}: the {what} has {lengths[longest]} tokens, more than the {limit} {room}; "
+        f"{remedy}, or leave the row out ({too_long} of {len(lengths)} rows are too long, this one is the longest)"
+    )

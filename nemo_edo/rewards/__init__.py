@@ -1,0 +1,1 @@
+"""Scorers: they turn responses into rewards. Import from the modules."""

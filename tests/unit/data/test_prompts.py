@@ -1,0 +1,84 @@
+import pytest
+
+from nemo_edo.config import ArithmeticConfig
+from nemo_edo.data.arithmetic_model import write_tokenizer
+from nemo_edo.data.prompts import encode_prompts, encode_solutions, render_prompt
+from nemo_edo.types import Problem
+
+TEMPLATE = "{question}\n"
+
+
+def problem(line: int, question: str, solution: str = "1 + 2 = 3\n#### 3") -> Problem:
+    return Problem(f"train-{line}", question, solution, "3", f"data/train.jsonl:{line}")
+
+
+SHORT, LONG, LONGER = (problem(1, "1 + 2"), problem(2, "1 + 2 + 3"), problem(3, "1 + 2 + 3 + 4"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), ArithmeticConfig())
+
+
+def test_template_replaces_the_question_and_leaves_other_braces():
+    assert render_prompt("{a} {question} {}{{", "x {question} {y}") == "{a} x {question} {y} {}{{"
+
+
+def test_prompts_are_the_encoded_template_by_id(tokenizer):
+    prompts = encode_prompts([SHORT, LONG], tokenizer, TEMPLATE, max_prompt_tokens=6)
+    assert list(prompts) == ["train-1", "train-2"]
+    assert tokenizer.decode(prompts["train-1"]) == "1 + 2\n"
+    assert len(prompts["train-2"]) == 6
+
+
+def test_special_tokens_of_the_tokenizer_lead_the_prompt_but_not_the_response(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    leading = write_tokenizer(tmp_path, ArithmeticConfig())
+    leading.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", leading.pad_token_id)]
+    )
+    prompt = encode_prompts([SHORT], leading, TEMPLATE, max_prompt_tokens=9)["train-1"]
+    pair = encode_solutions([SHORT], leading, TEMPLATE, 99)[0]
+    assert prompt == pair[0]
+    assert prompt[0] == leading.pad_token_id
+    assert leading.pad_token_id not in pair[1]
+
+
+def test_too_long_prompts_name_the_longest_row_the_limit_and_the_keys(tokenizer):
+    with pytest.raises(ValueError, match=r"^data/train.jsonl:3: the prompt has 8 tokens, more than the 5 ") as error:
+        encode_prompts([SHORT, LONGER, LONG], tokenizer, TEMPLATE, max_prompt_tokens=5)
+    for part in ("model.seq_length", "sampling.max_new_tokens", "2 of 3 rows"):
+        assert part in str(error.value)
+
+
+def test_solutions_end_in_the_end_of_sequence_token(tokenizer):
+    [(prompt, response)] = encode_solutions([SHORT], tokenizer, TEMPLATE, 99)
+    assert tokenizer.decode(prompt) == "1 + 2\n"
+    assert tokenizer.decode(response) == "1 + 2 = 3\n#### 3<eos>"
+    assert len(prompt) + len(response) == 4 + 9
+
+
+def test_solution_fits_exactly_at_the_sequence_length_and_not_one_below(tokenizer):
+    assert len(encode_solutions([SHORT], tokenizer, TEMPLATE, 13)) == 1
+    with pytest.raises(ValueError, match=r"prompt with its solution has 13 tokens, more than the 12"):
+        encode_solutions([SHORT], tokenizer, TEMPLATE, 12)
+
+
+def test_text_unknown_to_the_tokenizer_is_an_error_that_names_the_row(tokenizer):
+    with pytest.raises(ValueError, match=r"train.jsonl:7: the tokenizer .* does not know .*model.path"):
+        encode_prompts([problem(7, "How many?")], tokenizer, TEMPLATE, max_prompt_tokens=99)
+    with pytest.raises(ValueError, match=r"train.jsonl:8: the tokenizer"):
+        encode_solutions([problem(8, "1 + 2", "It is 3.\n#### 3")], tokenizer, TEMPLATE, 99)
+
+
+def test_tokenizer_without_an_end_token_is_an_error(tmp_path):
+    endless = write_tokenizer(tmp_path, ArithmeticConfig())
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        encode_solutions([SHORT], endless, TEMPLATE, 99)
+
+
+def test_no_problems_are_no_prompts(tokenizer):
+    assert encode_prompts([], tokenizer, TEMPLATE, max_prompt_tokens=1) == {}
+    assert encode_solutions([], tokenizer, TEMPLATE, 1) == []
