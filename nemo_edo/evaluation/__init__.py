@@ -1,0 +1,1 @@
+"""What a policy can do on the test problems, and how arms compare."""

@@ -1,0 +1,89 @@
+"""One self-contained HTML file for a run: no request leaves the page, whatever the responses in it contain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from nemo_edo.evaluation.charts import all_charts
+from nemo_edo.evaluation.comparison import Comparison, main_metrics, metric_name
+from nemo_edo.evaluation.conclusions import conclusions, direction
+from nemo_edo.evaluation.run_record import RunRecord, compare_run, read_run, setting
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_report(run_folder: Path) -> Path:
+    """Read the run folder and write ``report.html`` into it; returns its path.
+
+    Raises UserError naming the file, and the line or key, where an input is missing or malformed.
+    """
+    record = read_run(run_folder)
+    comparison = compare_run(record)
+    path = run_folder / "report.html"
+    path.write_text(render(record, comparison), encoding="utf-8")
+    return path
+
+
+def render(record: RunRecord, comparison: Comparison) -> str:
+    """The page. Everything is escaped except plotly's own script and the charts that plotly wrote."""
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+                              trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"metric_name": metric_name, "settings_number": _settings_number,
+                            "duration": _duration, "verdict": _verdict, "direction": direction, "reading": _reading}
+    charts, undrawn = all_charts(record, comparison)
+    main = main_metrics(comparison.metrics)
+    return environment.get_template("report.html.j2").render(
+        record=record, comparison=comparison, facts=_facts(record, comparison), conclusions=conclusions(comparison),
+        main_metrics=main,
+        shown_metrics=[*main, *(m for m in comparison.metrics if m in ("well_formed", "response_length"))],
+        charts=charts, undrawn=undrawn, plotly_js=Markup(get_plotlyjs()), Markup=Markup,
+        labels=comparison.labels)
+
+
+def _facts(record: RunRecord, comparison: Comparison) -> dict[str, str]:
+    """What was run, and on how much of what."""
+    data, architecture = setting(record, "data"), setting(record, "model.architecture")
+    if setting(record, "model.path"):
+        model = str(setting(record, "model.path"))
+    else:
+        model = ", ".join(f"{key} {value}" for key, value in architecture.items()
+                          if key in ("model_type", "num_hidden_layers", "hidden_size"))
+    built_in = setting(record, "data.train") is None
+    training = f"{data['arithmetic']['train_problems']} problems of the built-in task" if built_in else data["train"]
+    samples, rollouts = setting(record, "evaluation.samples"), setting(record, "evaluation.rollouts")
+    return {
+        "Seed": str(record.summary["seed"]),
+        "Model": model,
+        "Training": f"{training}, {setting(record, 'sampling.samples_per_prompt')} responses each an iteration",
+        "Warm-up": f"{setting(record, 'sft.steps')} supervised steps",
+        "Test": f"{comparison.problems} problems, greedy and {rollouts} x {samples} responses each",
+        "Duration": _duration(record.summary["time"]["total_s"]),
+        "Versions": ", ".join(f"{name} {version}" for name, version in record.summary["versions"].items()),
+    }
+
+
+def _settings_number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _reading(value: float | None) -> str:
+    return "none" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def _verdict(response: Mapping[str, Any]) -> str:
+    if response["reward"] >= 1:
+        return "correct"
+    return "incorrect" if response["reward"] <= 0 else f"reward {response['reward']:g}"

@@ -1,0 +1,102 @@
+"""Evaluation of a policy on the test problems: accuracy greedy and voted, pass@k, diversity, entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_edo.config import EvaluationConfig
+from nemo_edo.data.batching import build_batch, minibatches
+from nemo_edo.evaluation.comparison import Evaluation
+from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
+from nemo_edo.metrics import distinct_n, pass_at_k
+from nemo_edo.test_time import expected_vote_score
+from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
+
+Sums = dict[str, tuple[float, float]]
+"""metric -> (sum, count) on one problem."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates whatever policy the engine holds. Sampling is at temperature 1, over the whole vocabulary."""
+
+    policy: Policy
+    engine: GenerationEngine
+    scorer: Scorer
+    problems: Sequence[Problem]
+    prompts: Mapping[str, tuple[int, ...]]
+    config: EvaluationConfig
+    max_new_tokens: int
+    pad_id: int
+
+    def evaluate(self, arm: str, requests: Sequence[GenerationRequest], rollouts: int) -> tuple[Evaluation, list[ScoredRollout]]:
+        """``requests``: for each problem in order, ``rollouts`` x ``config.samples`` of them.
+
+        Metrics, each a sum and a count for each problem:
+        greedy_accuracy (one greedy response); accuracy (share of sampled responses that are right); vote@N (expected
+        score of the majority vote over N = ``config.samples`` responses, averaged over rollouts); pass@k (unbiased,
+        over all samples); distinct_4 (among a problem's N responses, averaged over rollouts); entropy (exact, mean
+        over the response positions of the first rollout); well_formed; response_length (tokens).
+
+        Returns the evaluation and the first rollout's scored responses, for the report's examples.
+        """
+        samples = self.config.samples
+        each = rollouts * samples
+        greedy = self._scored(requests[::each], SamplingParams(0.0, 1.0, self.max_new_tokens))
+        scored = self._scored(requests, SamplingParams(1.0, 1.0, self.max_new_tokens))
+        of_problem = minibatches(scored, each)
+        first = [item for responses in of_problem for item in responses[:samples]]
+        rows = [
+            {**_metrics(problem, minibatches(responses, samples), answer), "entropy": entropy}
+            for problem, responses, answer, entropy in zip(
+                self.problems, of_problem, greedy, self._entropies(first, samples), strict=True
+            )
+        ]
+        return _evaluation(arm, self.problems, rows), first
+
+    def _scored(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[ScoredRollout]:
+        return self.scorer.score(self.engine.generate(requests, sampling), self.problems)
+
+    def _entropies(self, scored: Sequence[ScoredRollout], samples: int) -> list[tuple[float, float]]:
+        """(sum of entropies, tokens) of each problem's responses."""
+        batch = build_batch([(s.rollout.prompt_ids, s.rollout.response_ids) for s in scored], pad_id=self.pad_id)
+        _, entropies = self.policy.log_probs(batch)
+        sums = (entropies * batch.mask).sum(dim=1).reshape(-1, samples).sum(dim=1)
+        counts = batch.mask.sum(dim=1).reshape(-1, samples).sum(dim=1)
+        return list(zip(sums.tolist(), counts.tolist(), strict=True))
+
+
+def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout) -> Sums:
+    responses = [item for rollout in rollouts for item in rollout]
+    correct = sum(int(item.reward == 1) for item in responses)
+    samples = len(rollouts[0])
+
+    def over_rollouts(values: list[float]) -> tuple[float, float]:
+        return sum(values) / len(values), 1.0
+
+    def over_responses(values: list[float]) -> tuple[float, float]:
+        return float(sum(values)), float(len(responses))
+
+    return {
+        "greedy_accuracy": (greedy.reward, 1.0),
+        "accuracy": over_responses([item.reward for item in responses]),
+        f"vote@{samples}": over_rollouts(
+            [expected_vote_score([item.answer for item in rollout], problem.answer) for rollout in rollouts]
+        ),
+        **{f"pass@{k}": (pass_at_k(len(responses), correct, k), 1.0) for k in range(1, samples + 1)},
+        "distinct_4": over_rollouts(
+            [distinct_n([item.rollout.response_ids for item in rollout], n=4) for rollout in rollouts]
+        ),
+        "well_formed": over_responses([float(item.well_formed) for item in responses]),
+        "response_length": over_responses([float(len(item.rollout.response_ids)) for item in responses]),
+    }
+
+
+def _evaluation(arm: str, problems: Sequence[Problem], rows: Sequence[Sums]) -> Evaluation:
+    metrics = {
+        name: (np.array([row[name][0] for row in rows]), np.array([row[name][1] for row in rows])) for name in rows[0]
+    }
+    return Evaluation(arm, tuple(problem.id for problem in problems), metrics)
