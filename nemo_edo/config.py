@@ -68,17 +68,22 @@ class GRPOLossConfig:
                 f"grpo.alpha ({self.alpha}) and grpo.exploration_coefficient ({self.exploration_coefficient}) are "
                 "both given; the coefficient replaces alpha * beta, so set one of them to null"
             )
-        if self.alpha is None and self.exploration_coefficient is None:
-            self.alpha = PAPER_ALPHA
         floor = self.log_ratio_floor
         _require(floor is None or floor < 0, "grpo.log_ratio_floor", floor, "null or a number below 0")
+
+    @property
+    def effective_alpha(self) -> Optional[float]:
+        """alpha with its default; None where a coefficient replaces alpha * beta."""
+        if self.exploration_coefficient is not None:
+            return None
+        return PAPER_ALPHA if self.alpha is None else self.alpha
 
     @property
     def exploration_weight(self) -> float:
         """The factor in front of the exploration term: alpha * beta, or the coefficient that replaces it."""
         if self.exploration_coefficient is not None:
             return self.exploration_coefficient
-        return self.alpha * self.beta
+        return self.effective_alpha * self.beta
 
 
 @dataclass
@@ -112,9 +117,8 @@ class ModelConfig:
     path: Optional[str] = None
     """A folder with config.json, a tokenizer and safetensors weights."""
     architecture: Optional[dict[str, Any]] = None
-    """Where ``path`` is null: the fields of a Hugging Face config, ``model_type`` among them."""
-    tokenizer: Optional[str] = None
-    """A folder with the tokenizer; null: the model's own, or the built-in task's."""
+    """Where ``path`` is null: the fields of a Hugging Face config, ``model_type`` among them; the weights are random
+    and the tokenizer is the built-in task's."""
     seq_length: int = 1024
     """The longest sequence, prompt and response together, in tokens."""
 

@@ -55,7 +55,7 @@ class Rollout:
     response_ids: tuple[int, ...]
     """Sampled tokens, the stop token included where the response ended by itself."""
     response_logprobs: tuple[float, ...]
-    """Natural log-probabilities of ``response_ids`` under the sampling distribution (pi_gen)."""
+    """Natural log-probabilities of ``response_ids`` under pi_gen: at the sampling temperature, before any top-p cut."""
     text: str
     """The response decoded without special tokens."""
     finished: bool
@@ -69,7 +69,7 @@ class ScoredRollout:
     rollout: Rollout
     reward: float
     answer: str | None
-    """The final answer found in the text, in canonical form; None if there is none."""
+    """The final answer found in the text, in canonical form; None if there is none, or the response did not finish."""
     well_formed: bool
     """Finished, with exactly one final-answer line, and that at the end."""
     reason: str

@@ -1,0 +1,1 @@
+"""The paper's algorithms over Protocols: nothing here knows Megatron, a server or a file format."""

@@ -1,0 +1,166 @@
+"""What the model classes share: ModelPT around a Megatron policy, with NeMo-Aligner's life cycle."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from nemo.core.classes import ModelPT
+from nemo.utils.app_state import AppState
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.interfaces import GenerationEngine
+from nemo_edo.losses import LossTerm
+from nemo_edo.megatron.build import build_model, device_and_groups
+from nemo_edo.megatron.policy import MegatronPolicy
+from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
+from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
+
+
+def model_config(
+    folder: Path | str,
+    *,
+    parallelism: ParallelismConfig,
+    precision: PrecisionConfig,
+    seed: int,
+    training: object,
+    temperature: float = 1.0,
+    threads: int | None = None,
+) -> DictConfig:
+    """The ``cfg`` of a model class. ``training``: an SFTConfig or GRPOConfig, as the class needs."""
+    sections = {"parallelism": parallelism, "precision": precision, "training": training}
+    return OmegaConf.create(
+        {
+            "folder": str(folder),
+            "seed": seed,
+            "threads": threads,
+            "temperature": temperature,
+            **{name: OmegaConf.structured(value) for name, value in sections.items()},
+        }
+    )
+
+
+class MegatronGPTModel(ModelPT):
+    """A GPT model of Megatron-core, trained by Megatron's optimizer and schedule.
+
+    A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. Batches are global:
+    every data-parallel rank is handed the same one.
+    """
+
+    training_config: type
+
+    def __init__(self, cfg: DictConfig, trainer=None) -> None:
+        super().__init__(cfg, trainer)
+        parallelism, precision = ParallelismConfig(**cfg.parallelism), PrecisionConfig(**cfg.precision)
+        self.settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.training_config), cfg.training))
+        self.platform_device = device_and_groups(parallelism, cfg.seed, cfg.threads)
+        # ModelPT lets every rank take part in save_to only where NeMo knows of model parallelism.
+        AppState().model_parallel_size = (
+            parallelism.tensor_model_parallel_size * parallelism.pipeline_model_parallel_size
+        )
+        self.built = build_model(Path(cfg.folder), parallelism, precision, self.platform_device)
+        self.model = torch.nn.ModuleList(self.built.chunks)
+        self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device)
+        self.temperature = cfg.temperature
+        self.engine: GenerationEngine | None = None
+
+    # --- the loss, given by the subclass ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch) -> tuple[LossTerm, dict[str, LossTerm]]:
+        """Loss term and metrics of a micro-batch from its log-probabilities and entropies [b, T]."""
+
+    @abstractmethod
+    def loss_count(self, batch: TrainingBatch) -> float:
+        """The count of the loss term over a whole global batch, known before its backward pass."""
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def start_training(self, total_steps: int, optimizer: OptimizerConfig | None = None) -> None:
+        """A fresh Megatron optimizer and a schedule over ``total_steps`` (default: ``cfg.training.optimizer``)."""
+        self.policy.reset_optimizer(optimizer or self.settings.optimizer, total_steps)
+
+    def prepare_for_training_step(self) -> None:
+        self.model.train()
+        self.policy.zero_grad()
+
+    def get_loss_and_metrics(self, batch: TrainingBatch, forward_only: bool) -> tuple[float, dict[str, float]]:
+        """Global means of the loss and its metrics; accumulates gradients unless ``forward_only``."""
+        metrics = self.policy.forward_backward(
+            batch,
+            self.loss,
+            loss_count=self.loss_count(batch),
+            micro_batch_size=self.settings.micro_batch_size,
+            temperature=self.temperature,
+            forward_only=forward_only,
+        )
+        return metrics["loss"], metrics
+
+    def finish_training_step(self) -> dict[str, float]:
+        """Takes the optimizer step; returns "grad_norm" (before clipping) and "lr"."""
+        return self.policy.apply_gradients()
+
+    def train_step(self, batch: TrainingBatch) -> dict[str, float]:
+        """The three above in a row: ``interfaces.Policy``."""
+        self.prepare_for_training_step()
+        _, metrics = self.get_loss_and_metrics(batch, forward_only=False)
+        return {**metrics, **self.finish_training_step()}
+
+    def prepare_for_validation_step(self) -> None:
+        self.model.eval()
+
+    @torch.no_grad()
+    def validation_step(self, batch: TrainingBatch) -> dict[str, float]:
+        return self.get_loss_and_metrics(batch, forward_only=True)[1]
+
+    def finish_validation_step(self) -> None:
+        self.model.train()
+
+    # --- inference -------------------------------------------------------------------------------------------------
+
+    def prepare_for_inference(self) -> None:
+        if self.engine is None:
+            raise RuntimeError("no generation engine: set model.engine (factory.py builds one) before inference")
+        self.model.eval()
+
+    def infer(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+        """One rollout for each request, from the current weights."""
+        return self.engine.generate(requests, sampling)
+
+    def finish_inference(self) -> None:
+        self.model.train()
+
+    def get_inference_log_probs(self, batch: TrainingBatch) -> Tensor:
+        """[B, T] log-probabilities of the batch's tokens under the current weights."""
+        return self.log_probs(batch)[0]
+
+    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and exact entropies, each [B, T]: ``interfaces.Policy``."""
+        return self.policy.log_probs(
+            batch, micro_batch_size=self.settings.micro_batch_size, temperature=self.temperature
+        )
+
+    # --- NeMo ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def restore_from(cls, restore_path: str, *args, save_restore_connector=None, **kwargs):
+        connector = save_restore_connector or MegatronSaveRestoreConnector()
+        return super().restore_from(restore_path, *args, save_restore_connector=connector, **kwargs)
+
+    def save_to(self, save_path: str) -> None:
+        self._save_restore_connector = MegatronSaveRestoreConnector()
+        super().save_to(save_path)
+
+    @classmethod
+    def list_available_models(cls) -> list:
+        return []  # pretrained weights come as Hugging Face folders
+
+    def setup_training_data(self, train_data_config) -> None:
+        """Batches are handed to ``train_step``; the model owns no loader."""
+
+    def setup_validation_data(self, val_data_config) -> None:
+        """Batches are handed to ``validation_step``; the model owns no loader."""

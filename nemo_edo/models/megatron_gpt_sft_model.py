@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from torch import Tensor
+
+from nemo_edo.config import SFTConfig
+from nemo_edo.losses import LossTerm, reduction_count, sft_loss
+from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+from nemo_edo.types import TrainingBatch
+
+
+class MegatronGPTSFTModel(MegatronGPTModel):
+    """Supervised fine-tuning: the negative log-likelihood of response tokens, a mean over tokens."""
+
+    training_config = SFTConfig
+
+    def loss(self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch) -> tuple[LossTerm, dict[str, LossTerm]]:
+        return sft_loss(log_probs, batch.mask), {}
+
+    def loss_count(self, batch: TrainingBatch) -> float:
+        return float(reduction_count(batch.mask, "token-mean"))
