@@ -1,0 +1,65 @@
+"""The exploration term of EDO: away from the policy that produced the samples.
+
+E_{y~pi_old}[log pi_theta - log pi_old], estimated on samples of pi_old, is -KL(pi_old || pi_theta). Multiplied by
+alpha * beta it is *added* to a minimised loss (the paper's reward-biasing objective, J* up to a constant, negated).
+
+The samples stay fixed: no gradient flows through sampling, and no score function or ratio multiplies the term. Its
+expected gradient is zero while pi_theta equals pi_old (with a constant denominator), so it acts over the later,
+off-policy steps of an iteration. Without the floor it is unbounded below. The floor is ours, not the paper's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_edo.losses.term import LossTerm, per_token, reduce_tokens, without_padding
+
+
+def exploration_term(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    reduction: str,
+    log_ratio_floor: float | None = None,
+    weights: Tensor | None = None,
+    norm_length: float | None = None,
+) -> LossTerm:
+    """log pi_theta - log pi_old of sampled tokens, reduced as ``reduce_tokens`` says (sums and counts are there).
+
+    logprobs: [B, T] natural log-probabilities under pi_theta; the gradient flows through these alone.
+    old_logprobs: [B, T] under pi_old, the frozen policy that produced the samples.
+    mask: [B, T], 1 where a response token counts.
+    log_ratio_floor: nats, below 0. A token whose log-ratio is below it has the floor as value and gradient zero.
+    weights: [B] or [B, T] factors on tokens, used as constants: truncated ratios pi_old/mu for samples of another
+        policy mu. They do not enter the count.
+    Raises ValueError for shapes that differ, NaN or infinity at a valid token, and a floor of 0 or above.
+    """
+    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs, old_logprobs=old_logprobs.detach())
+    log_ratio = logprobs - old_logprobs
+    if log_ratio_floor is not None:
+        _check_floor(log_ratio_floor)
+        log_ratio = log_ratio.clamp(min=log_ratio_floor)  # clamp's gradient is exactly zero below its minimum
+    if weights is not None:
+        (weights,) = without_padding(mask, weights=per_token(weights.detach(), mask))
+        log_ratio = weights * log_ratio
+    return reduce_tokens(log_ratio, mask, reduction, norm_length)
+
+
+def floor_share(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, log_ratio_floor: float | None) -> LossTerm:
+    """How much of the term the floor has switched off: valid tokens with a log-ratio below it; count = valid tokens.
+
+    Arguments and errors as for ``exploration_term``; without a floor the share is 0. Has no gradient.
+    """
+    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs.detach(), old_logprobs=old_logprobs.detach())
+    if log_ratio_floor is None:
+        return reduce_tokens(torch.zeros_like(logprobs), mask, "token-mean")
+    _check_floor(log_ratio_floor)
+    below = logprobs - old_logprobs < log_ratio_floor
+    return reduce_tokens(below.to(logprobs.dtype), mask, "token-mean")
+
+
+def _check_floor(log_ratio_floor: float) -> None:
+    if not log_ratio_floor < 0:
+        raise ValueError(f"log_ratio_floor is {log_ratio_floor}, expected None or a number below 0 (nats)")

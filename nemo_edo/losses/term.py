@@ -1,0 +1,128 @@
+"""A loss as a sum and the number that it is to be divided by, and the reductions that make one from token values.
+
+Dimensions: B sequences, T response tokens of a padded sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("seq-sum", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerm:
+    """A sum, and the count that the global sum is divided by once all micro-batches and ranks have been added."""
+
+    sum: Tensor
+    """Scalar, differentiable."""
+    count: Tensor | float
+    """Sequences, tokens or pairs: whatever the reduction's docstring says."""
+
+    def mean(self) -> Tensor:
+        """sum / count. No samples at all (0/0) give 0, with gradient zero."""
+        count = torch.as_tensor(self.count, dtype=self.sum.dtype, device=self.sum.device)
+        nothing = (count == 0) & (self.sum == 0)
+        return self.sum / (count + nothing)
+
+    def __add__(self, other: LossTerm) -> LossTerm:
+        """The same quantity over both sets of samples: two micro-batches, or two ranks."""
+        return LossTerm(self.sum + other.sum, self.count + other.count)
+
+    def scaled(self, factor: float) -> LossTerm:
+        return LossTerm(self.sum * factor, self.count)
+
+    def plus(self, other: LossTerm, weight: float) -> LossTerm:
+        """This loss plus ``weight`` times another one over the same samples. Raises ValueError if the counts differ."""
+        if self.count != other.count:
+            raise ValueError(
+                f"plus() combines terms of the same samples, but the counts are {self.count} and {other.count}; "
+                "use one reduction and one mask for both"
+            )
+        return LossTerm(self.sum + weight * other.sum, self.count)
+
+    def detached(self) -> LossTerm:
+        """The value without its graph, for metrics."""
+        return LossTerm(self.sum.detach(), self.count)
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Raises ValueError, with the name, if any value is NaN or infinite."""
+    if not torch.isfinite(values).all():
+        raise ValueError(f"{name} has NaN or infinite values at positions that count (mask 1); all must be finite")
+
+
+def valid_tokens(mask_BT: Tensor) -> Tensor:
+    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional or holds anything but 0 and 1."""
+    if mask_BT.ndim != 2:
+        raise ValueError(f"mask has shape {tuple(mask_BT.shape)}, expected [B, T]")
+    valid_BT = mask_BT != 0
+    if not (mask_BT == valid_BT).all():
+        raise ValueError("mask has values other than 0 and 1")
+    return valid_BT
+
+
+def per_token(values: Tensor, mask_BT: Tensor) -> Tensor:
+    """A [B] tensor as [B, T], the same value at every token of its sequence; any other tensor as it is."""
+    return values[:, None].expand(mask_BT.shape) if values.shape == mask_BT.shape[:1] else values
+
+
+def without_padding(mask_BT: Tensor, **tensors_BT: Tensor) -> list[Tensor]:
+    """The named [B, T] tensors, in order, with exact zeros where the mask is 0.
+
+    ``torch.where`` comes before any arithmetic, so that whatever padding holds (NaN, infinity) reaches neither values
+    nor gradients. Raises ValueError, naming the argument, for a tensor that has not the mask's shape, or that is not
+    finite where the mask is 1.
+    """
+    valid_BT = valid_tokens(mask_BT)
+    clean = []
+    for name, tensor_BT in tensors_BT.items():
+        if tensor_BT.shape != mask_BT.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor_BT.shape)}, but mask has {tuple(mask_BT.shape)}")
+        clean.append(torch.where(valid_BT, tensor_BT, 0.0))
+        require_finite(name, clean[-1])
+    return clean
+
+
+def reduction_count(mask_BT: Tensor, reduction: str) -> Tensor:
+    """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values.
+
+    Scalar int64: valid tokens for "token-mean"; else sequences with at least one valid token.
+    Raises ValueError for an unknown reduction or an invalid mask.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
+    valid_BT = valid_tokens(mask_BT)
+    return valid_BT.sum() if reduction == "token-mean" else valid_BT.any(dim=1).sum()
+
+
+def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_length: float | None = None) -> LossTerm:
+    """Adds up token values where the mask is 1; a sequence without such a token contributes nothing.
+
+    ============================  ================================================  =========
+    reduction                     sum                                               count
+    ============================  ================================================  =========
+    "seq-sum"                     over sequences of the sum over tokens             sequences
+    "seq-mean-token-mean"         over sequences of the mean over their tokens      sequences
+    "token-mean"                  over all tokens                                   tokens
+    "seq-mean-token-sum-norm"     over all tokens, divided by ``norm_length``       sequences
+    ============================  ================================================  =========
+
+    norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
+    reductions do not read it.
+    Raises ValueError for shapes that differ, NaN or infinity at a valid token, an unknown reduction or no norm_length.
+    """
+    count = reduction_count(mask_BT, reduction)
+    (values_BT,) = without_padding(mask_BT, values_BT=values_BT)
+    sums_B = values_BT.sum(dim=1)
+    if reduction == "seq-mean-token-mean":
+        lengths_B = valid_tokens(mask_BT).sum(dim=1)
+        sums_B = sums_B / lengths_B.clamp(min=1)  # an empty sequence: 0 / 1
+    elif reduction == "seq-mean-token-sum-norm":
+        if norm_length is None or norm_length <= 0:
+            raise ValueError(f"norm_length is {norm_length}, expected a number above 0 with {reduction!r}")
+        sums_B = sums_B / norm_length
+    return LossTerm(sums_B.sum(), count)

@@ -1,0 +1,129 @@
+"""Confidence intervals: over problems by the bootstrap, over seeds by Student's t."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True)
+class Interval:
+    mean: float
+    """The estimate itself, from all of the data."""
+    low: float
+    high: float
+
+
+def bootstrap_ratio(
+    sums_P: ArrayLike, counts_P: ArrayLike, *, resamples: int, seed: int, level: float = 0.95
+) -> Interval:
+    """sum(sums) / sum(counts) with its percentile bootstrap over problems (Efron and Tibshirani 1993, section 13.3).
+
+    sums_P, counts_P: for each problem, for example correct responses and responses. A resample that happens to hold
+    counts of zero only has no ratio and is left out.
+    Raises ValueError for shapes that differ, values that are not finite, negative counts, or counts that add up to 0.
+    """
+    sums, counts = _ratio_data(sums_P, counts_P)
+    weights = _problem_weights(len(sums), resamples, seed)
+    return _percentiles(sums.sum() / counts.sum(), _ratios(weights, sums, counts), level)
+
+
+def paired_bootstrap(
+    sums_a: ArrayLike,
+    counts_a: ArrayLike,
+    sums_b: ArrayLike,
+    counts_b: ArrayLike,
+    *,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+) -> Interval:
+    """The ratio of a minus that of b; each resample draws the same problems for both. Otherwise ``bootstrap_ratio``."""
+    (sums_a, counts_a), (sums_b, counts_b) = _ratio_data(sums_a, counts_a), _ratio_data(sums_b, counts_b)
+    if len(sums_a) != len(sums_b):
+        raise ValueError(f"a has {len(sums_a)} problems and b {len(sums_b)}, expected the same problems in both")
+    weights = _problem_weights(len(sums_a), resamples, seed)
+    difference = _ratios(weights, sums_a, counts_a) - _ratios(weights, sums_b, counts_b)
+    return _percentiles(sums_a.sum() / counts_a.sum() - sums_b.sum() / counts_b.sum(), difference, level)
+
+
+def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+    """Mean of independent values, one for each seed, with Student's t interval; from one value the ends are NaN.
+
+    Raises ValueError for no values, values that are not finite, or a level outside (0, 1).
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if data.ndim != 1 or data.size == 0 or not np.isfinite(data).all():
+        raise ValueError(f"values are {values!r}, expected at least one number, all finite")
+    mean = float(data.mean())
+    if data.size == 1:
+        _check_level(level)
+        return Interval(mean, math.nan, math.nan)
+    half = student_t_quantile(level, data.size - 1) * float(data.std(ddof=1)) / math.sqrt(data.size)
+    return Interval(mean, mean - half, mean + half)
+
+
+def student_t_quantile(level: float, degrees: int) -> float:
+    """The t with P(|T| <= t) = level for Student's t with an integer number of degrees of freedom, at least 1.
+
+    With theta = atan(t / sqrt(degrees)), that probability is a finite series in cos(theta) (Abramowitz and Stegun
+    1964, 26.7.3 and 26.7.4), which grows with theta: bisected on (0, pi / 2).
+    """
+    _check_level(level)
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):  # halves the width to below a double's resolution
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability_within(middle, degrees) < level else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _probability_within(theta: float, degrees: int) -> float:
+    """P(|T| <= sqrt(degrees) * tan(theta))."""
+    cosine_squared, odd = math.cos(theta) ** 2, degrees % 2
+    term = math.cos(theta) if odd else 1.0
+    series = 0.0
+    for step in range(1, degrees // 2 + 1):  # odd: cos + 2/3 cos^3 + 2/3 4/5 cos^5 ...; even: 1 + 1/2 cos^2 + ...
+        series += term
+        term *= cosine_squared * (2 * step - 1 + odd) / (2 * step + odd)
+    inside = math.sin(theta) * series
+    return 2 / math.pi * (theta + inside) if odd else inside
+
+
+def _ratio_data(sums_P: ArrayLike, counts_P: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    sums, counts = np.asarray(sums_P, dtype=np.float64), np.asarray(counts_P, dtype=np.float64)
+    if sums.ndim != 1 or sums.shape != counts.shape:
+        raise ValueError(f"sums {sums.shape} and counts {counts.shape} must both have one entry for each problem")
+    if not (np.isfinite(sums).all() and np.isfinite(counts).all()):
+        raise ValueError("sums and counts must be finite")
+    if (counts < 0).any() or counts.sum() == 0:
+        raise ValueError("counts must be at least 0 and not all 0")
+    return sums, counts
+
+
+def _problem_weights(num_problems: int, resamples: int, seed: int) -> np.ndarray:
+    """[R, P]: how often each resample holds each problem."""
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}, expected at least 1")
+    probabilities = np.full(num_problems, 1 / num_problems)
+    return np.random.default_rng(seed).multinomial(num_problems, probabilities, size=resamples)
+
+
+def _ratios(weights_RP: np.ndarray, sums_P: np.ndarray, counts_P: np.ndarray) -> np.ndarray:
+    """[R] ratios, NaN where a resample's counts add up to 0."""
+    totals_R = weights_RP @ counts_P
+    return np.divide(weights_RP @ sums_P, totals_R, out=np.full(len(totals_R), np.nan), where=totals_R > 0)
+
+
+def _percentiles(estimate: float, resampled_R: np.ndarray, level: float) -> Interval:
+    _check_level(level)
+    low, high = np.nanquantile(resampled_R, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(estimate), float(low), float(high))
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}, expected a number between 0 and 1, for example 0.95")

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_edo.losses import kl_per_token
+
+few = settings(max_examples=25, deadline=None, derandomize=True)
+log_probabilities = st.floats(-40, 0, width=32)
+
+
+@few
+@given(log_p=log_probabilities, log_q=log_probabilities)
+def test_each_estimator_is_its_formula(log_p, log_q):
+    x, y = torch.tensor([log_p], dtype=torch.float64), torch.tensor([log_q], dtype=torch.float64)
+    d = x - y
+    torch.testing.assert_close(kl_per_token(x, y, "k1"), d)
+    torch.testing.assert_close(kl_per_token(x, y, "k2"), d**2 / 2)
+    torch.testing.assert_close(kl_per_token(x, y, "k3"), torch.exp(-d) - 1 + d, rtol=1e-12, atol=1e-14)
+
+
+@few
+@given(seed=st.integers(0, 2**32 - 1), size=st.floats(-8, 1))
+def test_k3_is_never_negative_in_single_precision(seed, size):
+    d = 10**size * torch.randn(10_000, generator=torch.Generator().manual_seed(seed))
+    assert (kl_per_token(d, torch.zeros_like(d), "k3") >= 0).all()
+
+
+def _expected_gradient(logits, ref_logits, estimator):
+    log_p, log_q = logits.log_softmax(0), ref_logits.log_softmax(0)
+    return torch.autograd.grad((log_p.detach().exp() * kl_per_token(log_p, log_q, estimator)).sum(), logits)[0]
+
+
+@few
+@given(seed=st.integers(0, 2**32 - 1))
+def test_expected_gradients_descend_the_kl_that_the_docstring_names(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits, ref_logits = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    log_p, log_q = logits.log_softmax(0), ref_logits.log_softmax(0)
+    reverse = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)[0]
+    forward = torch.autograd.grad((log_q.exp() * (log_q - log_p)).sum(), logits)[0]
+    torch.testing.assert_close(_expected_gradient(logits, ref_logits, "k1"), torch.zeros(5, dtype=torch.float64))
+    torch.testing.assert_close(_expected_gradient(logits, ref_logits, "k2"), reverse)
+    torch.testing.assert_close(_expected_gradient(logits, ref_logits, "k3"), forward)
+
+
+@few
+@given(seed=st.integers(0, 2**32 - 1))
+def test_k1_and_k3_are_unbiased_for_the_reverse_kl(seed):
+    generator = torch.Generator().manual_seed(seed)
+    log_p, log_q = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((log_p.exp() * kl_per_token(log_p, log_q, estimator)).sum(), kl)
+
+
+def test_the_reference_gets_no_gradient():
+    x, y = torch.randn(2, 3).requires_grad_(), torch.randn(2, 3).requires_grad_()
+    kl_per_token(x, y, "k2").sum().backward()
+    assert y.grad is None and x.grad is not None
+
+
+def test_arguments_that_do_not_fit_are_errors():
+    with pytest.raises(ValueError, match=r"ref_logprobs has shape \(3,\), but logprobs \(2, 3\)"):
+        kl_per_token(torch.zeros(2, 3), torch.zeros(3), "k1")
+    with pytest.raises(ValueError, match="estimator is 'k4'"):
+        kl_per_token(torch.zeros(2), torch.zeros(2), "k4")

@@ -1,0 +1,117 @@
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from nemo_edo.metrics import Interval, bootstrap_ratio, mean_interval, paired_bootstrap
+from nemo_edo.metrics.intervals import student_t_quantile
+
+
+def test_the_bootstrap_of_a_mean_agrees_with_the_normal_closed_form():
+    values = np.random.default_rng(0).normal(size=800)
+    interval = bootstrap_ratio(values, np.ones(800), resamples=4000, seed=1)
+    half = NormalDist().inv_cdf(0.975) * values.std() / math.sqrt(800)
+    assert interval.mean == pytest.approx(values.mean())
+    assert interval.low == pytest.approx(values.mean() - half, abs=0.05 * half)
+    assert interval.high == pytest.approx(values.mean() + half, abs=0.05 * half)
+
+
+def test_about_ninety_five_percent_of_intervals_cover_the_true_ratio():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for trial in range(300):
+        counts = rng.integers(1, 20, size=100)
+        sums = rng.binomial(counts, 0.3)
+        interval = bootstrap_ratio(sums, counts, resamples=300, seed=trial)
+        covered += interval.low <= 0.3 <= interval.high
+    assert 0.91 <= covered / 300 <= 0.98  # standard error .013
+
+
+def test_the_estimate_is_the_ratio_of_sums_and_not_the_mean_of_ratios():
+    assert bootstrap_ratio([1, 1], [1, 9], resamples=10, seed=0).mean == pytest.approx(0.2)
+
+
+def test_a_lower_level_gives_a_narrower_interval():
+    sums, counts = np.random.default_rng(0).normal(size=50), np.ones(50)
+    wide, narrow = (bootstrap_ratio(sums, counts, resamples=500, seed=0, level=level) for level in (0.95, 0.5))
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def test_pairing_removes_what_both_have_in_common():
+    rng = np.random.default_rng(0)
+    difficulty, ones = rng.normal(scale=10, size=200), np.ones(200)
+    a, b = difficulty + rng.normal(size=200) + 0.5, difficulty + rng.normal(size=200)
+    paired = paired_bootstrap(a, ones, b, ones, resamples=2000, seed=0)
+    half = NormalDist().inv_cdf(0.975) * (a - b).std() / math.sqrt(200)
+    assert paired.mean == pytest.approx((a - b).mean())
+    assert paired.high - paired.low == pytest.approx(2 * half, rel=0.1)
+
+
+def test_a_set_paired_with_itself_has_no_difference_at_all():
+    sums, counts = [1, 0, 3], [4, 4, 5]
+    assert paired_bootstrap(sums, counts, sums, counts, resamples=50, seed=0) == Interval(0.0, 0.0, 0.0)
+
+
+def test_the_seed_fixes_the_interval():
+    sums, counts = np.random.default_rng(0).normal(size=30), np.ones(30)
+    first, again, other = (bootstrap_ratio(sums, counts, resamples=100, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_resamples_without_any_count_are_left_out():
+    interval = bootstrap_ratio([1.0, 0.0], [2.0, 0.0], resamples=100, seed=0)  # a quarter holds the empty problem only
+    assert interval == Interval(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("sums", "counts", "options", "message"),
+    [
+        ([1.0, 2.0], [1.0], {}, r"sums \(2,\) and counts \(1,\)"),
+        ([math.nan], [1.0], {}, "must be finite"),
+        ([1.0], [-1.0], {}, "at least 0 and not all 0"),
+        ([0.0], [0.0], {}, "at least 0 and not all 0"),
+        ([1.0], [1.0], {"resamples": 0}, "resamples is 0"),
+        ([1.0], [1.0], {"level": 95}, "level is 95"),
+    ],
+)
+def test_data_without_a_ratio_are_errors(sums, counts, options, message):
+    with pytest.raises(ValueError, match=message):
+        bootstrap_ratio(sums, counts, **{"resamples": 10, "seed": 0, **options})
+
+
+def test_pairs_of_different_problem_sets_are_an_error():
+    with pytest.raises(ValueError, match="a has 2 problems and b 1"):
+        paired_bootstrap([1, 1], [1, 1], [1], [1], resamples=10, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("level", "degrees", "t"),  # Abramowitz and Stegun 1964, table 26.10
+    [
+        (0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 4, 2.776), (0.95, 9, 2.262), (0.95, 30, 2.042),
+        (0.99, 1, 63.657), (0.99, 2, 9.925), (0.99, 5, 4.032), (0.50, 7, 0.711),
+    ],
+)
+def test_t_quantiles_are_those_of_the_printed_table(level, degrees, t):
+    assert student_t_quantile(level, degrees) == pytest.approx(t, abs=5.1e-4)
+
+
+def test_t_quantiles_tend_to_the_normal_ones():
+    assert student_t_quantile(0.95, 100_000) == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-4)
+
+
+def test_the_mean_over_three_seeds_has_its_t_interval():
+    half = 4.302653 / math.sqrt(3)  # standard deviation 1
+    interval = mean_interval([1.0, 2.0, 3.0])
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((2.0, 2 - half, 2 + half), abs=1e-5)
+
+
+def test_one_seed_has_a_mean_and_no_interval():
+    interval = mean_interval([0.7])
+    assert interval.mean == 0.7 and math.isnan(interval.low) and math.isnan(interval.high)
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan], [[1.0, 2.0]]])
+def test_values_without_a_mean_are_errors(values):
+    with pytest.raises(ValueError, match="values are"):
+        mean_interval(values)
