@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,18 +49,22 @@ class Data:
         return max(len(prompt) for prompt in self.prompts.values())
 
 
-def write_builtin_files(cfg: RunConfig, run: RunFolder) -> None:
-    """The built-in task's problem files and a model with random weights, where the config names none of its own."""
+def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True) -> None:
+    """The built-in task's problem files and a model with random weights, where the config names none of its own.
+
+    Without ``weights``, all that ``load_data`` needs.
+    """
     from nemo_edo.data.arithmetic import write_dataset
     from nemo_edo.data.arithmetic_model import write_base_model
 
     if cfg.data.train is None:
         write_dataset(run.data, cfg.data.arithmetic)
     if cfg.model.path is None:
+        hf_config = write_base_model(run.base, cfg.model.architecture, cfg.data.arithmetic)
+    if cfg.model.path is None and weights:
         import torch
         from transformers import AutoModelForCausalLM
 
-        hf_config = write_base_model(run.base, cfg.model.architecture, cfg.data.arithmetic)
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
@@ -67,6 +72,19 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder) -> None:
 
 def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
     return Path(cfg.model.path) if cfg.model.path is not None else run.base
+
+
+def load_checked_data(cfg: RunConfig, run: RunFolder, num_arms: int) -> Data:
+    """The run's data before its folder is touched: the built-in files come from a scratch folder.
+
+    Raises UserError for whatever in the data, or for want of disk space, would stop the run later.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        builtin = RunFolder(Path(scratch))
+        write_builtin_files(cfg, builtin, weights=False)
+        data = load_data(cfg, builtin)
+    check_space(cfg, run, data, num_arms)
+    return data
 
 
 def load_data(cfg: RunConfig, run: RunFolder) -> Data:
@@ -161,7 +179,10 @@ def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path, Path, Path]:
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # what tokenizers raises for a damaged file is an Exception of no narrower class
+        raise UserError(f"the tokenizer of {folder} cannot be loaded ({error}); copy the model's own there") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {folder} names no eos_token; responses could not end")
     return tokenizer

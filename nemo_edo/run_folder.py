@@ -39,7 +39,7 @@ class RunFolder:
             return
         if not (self.path / "config.yaml").is_file():
             raise UserError(f"{self.path} exists and holds no config.yaml of a run; choose another name=...")
-        there, here = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")), yaml.safe_load(config)
+        there, here = _read_mapping(self.path / "config.yaml"), yaml.safe_load(config)
         different = sorted(_differences(there, here))
         if different:
             key = different[0]
@@ -48,9 +48,9 @@ class RunFolder:
                 f"{_at(here, key)!r} here ({len(different)} settings differ); choose another name=..., or remove it"
             )
 
-    def create(self, config: str) -> Path | None:
-        """Makes the folder with its config. One of an earlier run of the same config is kept under a numbered name,
-        which is returned."""
+    def create(self) -> Path | None:
+        """Makes the folder, empty. One of an earlier run of the same config is kept under a numbered name, which is
+        returned."""
         earlier = None
         if self.path.exists() and any(self.path.iterdir()):
             number = 1
@@ -58,8 +58,10 @@ class RunFolder:
                 number += 1
             self.path.rename(earlier)
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(config, encoding="utf-8")
         return earlier
+
+    def write_config(self, config: str) -> None:
+        (self.path / "config.yaml").write_text(config, encoding="utf-8")
 
     def write_json(self, name: str, value: Any) -> None:
         path = self.path / name
@@ -91,11 +93,25 @@ class MetricsLog:
             return
         elapsed = round(time.monotonic() - self._start, 3)
         line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": elapsed}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except ValueError as error:
+            raise FloatingPointError(f"{kind} of arm {arm} has a number that is not finite: {values}") from error
+        self._file.write(text + "\n")
         self._file.flush()
         index = self._lines[arm, kind] = self._lines.get((arm, kind), -1) + 1
         numbers = {f"{arm}/{kind}/{name}": value for name, value in values.items() if isinstance(value, float)}
         self._log_numbers(numbers, values.get("step", index))
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no config of a run ({error}); choose another name=...") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no config of a run: it is not a mapping; choose another name=...")
+    return config
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:

@@ -25,7 +25,7 @@ from nemo_edo.evaluation.report import write_report
 from nemo_edo.evaluation.run import Evaluator
 from nemo_edo.evaluation.run_record import compare_run, read_run
 from nemo_edo.megatron import checkpoint, platform
-from nemo_edo.megatron.build import export_hf_folder
+from nemo_edo.megatron.build import device_and_groups, export_hf_folder
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.refit.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
@@ -75,7 +75,8 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     folder, cfg = _open(run, overrides)
     trained = arm_configs(cfg)
     names = [arm] if arm else [WARMUP, *trained]
-    _require_arm(names[0], {WARMUP: None, **trained}, folder)
+    for name in names:
+        _require_arm(name, [WARMUP, *trained], folder)
     platform.init_process_group(platform.enter(cfg.threads))
     data = factory.load_data(cfg, folder)
     log = MetricsLog(folder.path / "metrics.jsonl", log_numbers(None), writes=_is_main())
@@ -98,7 +99,7 @@ def export(run: Path, out: Path, arm: str | None) -> None:
         if len(arms) != 1 and len(own) != 1:
             raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")
         arm = own[0] if own else next(iter(arms))
-    _require_arm(arm, {WARMUP: None, **arms}, folder)
+    _require_arm(arm, [WARMUP, *arms], folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
     model = factory.build_model(cfg, folder, arms.get(arm, cfg.grpo))
@@ -116,22 +117,23 @@ def _prepare(cfg: RunConfig) -> Job:
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     config = resolved_yaml(cfg)
     folder.check_free(config)
-    platform.init_process_group(platform.enter(cfg.threads))
+    device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
     factory.check_model(cfg)
-    data = factory.load_data(cfg, folder) if cfg.data.train is not None and cfg.model.path is not None else None
+    data = factory.load_checked_data(cfg, folder, len(arms))
     is_main = _is_main()
     torch.distributed.barrier()  # every rank has looked at the folder before it changes
     if is_main:
-        earlier = folder.create(config)
+        earlier = folder.create()
         if earlier:
             print(f"the earlier run of this config is kept as {earlier}")
+    torch.distributed.barrier()
+    trainer = start_tracking(cfg.exp_manager, folder.path)  # first: it moves away the files that it finds
+    if is_main:
+        folder.write_config(config)
         factory.write_builtin_files(cfg, folder)
     torch.distributed.barrier()
-    data = data or factory.load_data(cfg, folder)
-    factory.check_space(cfg, folder, data, len(arms))
     if is_main and data.skipped_rows:
         print(f"{data.skipped_rows} bad rows of the problems files were left out")
-    trainer = start_tracking(cfg.exp_manager, folder.path)
     log = MetricsLog(folder.path / "metrics.jsonl", log_numbers(trainer), writes=is_main)
     return Job(cfg, arms, folder, data, trainer, log, is_main)
 

@@ -1,21 +1,43 @@
-"""NeMo's experiment manager: TensorBoard, W&B or MLflow by its own config."""
+"""NeMo's experiment manager (TensorBoard, W&B or MLflow by its own config), and what libraries say meanwhile."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+CHATTY = ("megatron", "nv_one_logger", "lightning.pytorch", "transformers", "nemo_logger")
+"""Loggers that report every optimizer and bucket they set up; their warnings stay."""
+
+
+def quiet_libraries() -> None:
+    """Leaves the terminal to the run's own lines: called before the libraries are imported."""
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Said a dozen times by megatron-core on import; ``megatron/platform.py`` is about that very case.
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed", category=UserWarning)
 
 
 def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
     """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for. It trains nothing itself."""
-    trainer = pl.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
+    import lightning.pytorch as pl
+    from nemo.utils import logging as nemo_logging
+    from nemo.utils.exp_manager import exp_manager
+
+    nemo_logging.setLevel(nemo_logging.ERROR)  # among its warnings: that the folder, which is ours, exists
+    trainer = pl.Trainer(
+        accelerator="auto", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=1
+    )
     config = {"explicit_log_dir": str(folder), "create_checkpoint_callback": False, **settings}
     exp_manager(trainer, OmegaConf.create(config))
+    nemo_logging.setLevel(nemo_logging.WARNING)
     return trainer
 
 

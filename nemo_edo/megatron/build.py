@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import platform
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -93,18 +98,20 @@ def build_model(
     from megatron.bridge import AutoBridge
 
     dtype = DTYPES[precision.dtype]
-    bridge = AutoBridge.from_hf_pretrained(str(folder), torch_dtype=dtype)
+    bridge = AutoBridge.from_hf_pretrained(str(folder), dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=True)
     _configure(provider, parallelism, dtype, device)
     _check_splits(provider, parallelism)
     provider.finalize()
-    chunks = provider.provide_distributed_model(
-        ddp_config=_ddp_config(parallelism),
-        wrap_with_ddp=train,
-        bf16=precision.dtype == "bf16",
-        use_cpu_initialization=device.type == "cpu",
-        data_parallel_random_init=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
+        chunks = provider.provide_distributed_model(
+            ddp_config=_ddp_config(parallelism),
+            wrap_with_ddp=train,
+            bf16=precision.dtype == "bf16",
+            use_cpu_initialization=device.type == "cpu",
+            data_parallel_random_init=False,
+        )
+    logger.debug("Megatron-Bridge: %s", said.getvalue())
     return BuiltModel(chunks=chunks, bridge=bridge, vocab_size=bridge.hf_pretrained.config.vocab_size)
 
 
@@ -150,7 +157,9 @@ def _ddp_config(parallelism: ParallelismConfig) -> DistributedDataParallelConfig
 
 def export_hf_folder(model: BuiltModel, out: Path) -> None:
     """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it."""
-    model.bridge.save_hf_pretrained(model.chunks, str(out), show_progress=False)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        model.bridge.save_hf_pretrained(model.chunks, str(out), show_progress=False)
+    logger.debug("Megatron-Bridge: %s", said.getvalue())
 
 
 def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | None) -> torch.device:

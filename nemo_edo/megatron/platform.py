@@ -41,6 +41,7 @@ def enter(threads: int | None = None, *, without: Collection[str] = ()) -> torch
     for name, adapt in ADAPTATIONS.items():
         if name not in without:
             adapt()
+    _cpu_for_cuda.__enter__()
     _entered = torch.device("cpu")
     return _entered
 
@@ -70,41 +71,35 @@ def _current_device() -> None:
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Rewrites what the pipeline schedules and the optimizers ask of CUDA by name."""
+    """Rewrites what Megatron asks of CUDA by name. One mode serves two adaptations: each costs every torch call."""
 
-    def __init__(self, rewrite: Callable) -> None:
-        super().__init__()
-        self.rewrite = rewrite
+    device_argument = tensor_type = False
+    type_names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self.rewrite(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if self.device_argument:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+        result = func(*args, **kwargs)
+        if self.tensor_type and func is torch.Tensor.type and isinstance(result, str):
+            return self.type_names.get(result, result)
+        return result
+
+
+_cpu_for_cuda = _CpuForCuda()
 
 
 def _device_argument() -> None:
     """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``."""
-
-    def rewrite(func, args, kwargs):
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        return func(*args, **kwargs)
-
-    _CpuForCuda(rewrite).__enter__()
+    _cpu_for_cuda.device_argument = True
 
 
 def _tensor_type() -> None:
     """The fp32 and mixed-precision optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'."""
-    names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
-
-    def rewrite(func, args, kwargs):
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):
-            return names.get(result, result)
-        return result
-
-    _CpuForCuda(rewrite).__enter__()
+    _cpu_for_cuda.tensor_type = True
 
 
 def _synchronize() -> None:

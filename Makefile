@@ -1,0 +1,44 @@
+# One environment in $(VENV), installed once: its stamp is named after what it was installed from.
+PYTHON ?= python3.11
+VENV ?= .venv
+PIP_VERSION := 26.1
+
+KEY := $(shell cat requirements/*.txt pyproject.toml | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.installed-$(KEY)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+# More threads than one for each process only fight over the cores of a small machine.
+TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+.PHONY: env quickstart test test-unit lint clean
+
+env: $(STAMP)
+
+# The stamp is written last, so that an install that was broken off is begun anew.
+$(STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here. Install Python 3.11 \
+	(Debian 12: apt-get install python3.11 python3.11-venv), or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments. \
+	Install its venv module (Debian 12: apt-get install python3.11-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install pip==$(PIP_VERSION)
+	$(PIP) install -r requirements/base.txt -r requirements/test.txt
+	$(PIP) install --no-deps -r requirements/no-deps.txt
+	$(PIP) install --no-deps --editable .
+	touch $@
+
+quickstart: env
+	$(VENV)/bin/nemo-edo train --config-name quickstart
+
+# Every suite below tests/; the last lines say what this machine could not run, and why (tests/conftest.py).
+test: env
+	$(TEST)
+
+test-unit: env
+	$(TEST) tests/unit
+
+lint: env
+	$(VENV)/bin/ruff check
+
+clean:
+	rm -rf $(VENV) dist

@@ -1,0 +1,275 @@
+"""Composes a run's configuration: the files of ``conf/`` and a command line's overrides (Hydra), on ``config``'s types.
+
+Hydra composes without the types, so that files may hold differences only and an override may name any key. The types
+are checked here, where the source of a value is still known: each error is one line that names the full key, the file
+and line or the override that it comes from, and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from nemo_edo.config import GRPOConfig, RunConfig
+from nemo_edo.errors import UserError
+
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+DEFAULT = "a default of nemo_edo/config.py"
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be run, in one line: the key, where it stands, and what would be right."""
+
+
+def shipped_config_dir() -> Path:
+    """``conf/``: inside the package where it is installed from a wheel, at the root of a source checkout."""
+    package = Path(__file__).parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def compose_run(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> RunConfig:
+    """The checked configuration of a run.
+
+    ``config_name`` names a file of ``config_dir`` (``None``: the shipped ``conf/``) without its ``.yaml``;
+    ``overrides`` are in Hydra's syntax. Groups that ``config_dir`` lacks come from the shipped ``conf/``. Raises
+    ``ConfigError``.
+    """
+    folders = [Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir()]
+    _require_config(config_name, folders[0])
+    values, sources = _compose(config_name, overrides, folders)
+    plain = OmegaConf.to_container(values)
+    _check_keys(plain, _schema_keys(RunConfig), "", sources.place)
+    missing = [f"{key} ({sources.place(key)})" for key in _missing(plain)]
+    if missing:
+        raise ConfigError(f"a value is needed for {', '.join(missing)}; on the command line: KEY=VALUE")
+    cfg = _typed(RunConfig, values, "", sources.place)
+    _arm_configs(cfg, sources.place)
+    return cfg
+
+
+def arm_configs(cfg: RunConfig) -> dict[str, GRPOConfig]:
+    """The GRPO settings of each arm by name: ``cfg.grpo`` with the arm's differences; without arms, one ``policy``.
+
+    Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run`` has checked that already).
+    """
+    return _arm_configs(cfg, lambda key: f"arms.{key.split('.')[1]}")
+
+
+def resolved_yaml(cfg: RunConfig) -> str:
+    """Every setting of the run as YAML. As a config file it composes to the same ``RunConfig``."""
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+
+
+def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, GRPOConfig]:
+    if not cfg.arms:
+        return {"policy": cfg.grpo}
+    arms = {}
+    for name, differences in cfg.arms.items():
+        prefix = f"arms.{name}."
+        _check_keys(differences, _schema_keys(GRPOConfig, prefix), prefix, place)
+        arms[name] = _typed(cfg.grpo, OmegaConf.create(differences), prefix, place)
+    return arms
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What a configuration was composed from, to tell where a key was set."""
+
+    overrides: list[Override]
+    """Those that set values, in the order of the command line."""
+    files: list[tuple[Path, str]]
+    """Each file with its package (the key that its content stands under), in the order in which they were merged."""
+
+    def place(self, key: str) -> str:
+        """``command line: OVERRIDE`` or ``FILE:LINE``, whichever set the key last; else that it is a default."""
+        for override in reversed(self.overrides):
+            if f"{key}.".startswith(f"{override.key_or_group}."):
+                return f"command line: {override.input_line}"
+        for path, package in reversed(self.files):
+            line = _line_of(path, key, package)
+            if line:
+                return f"{_shown(path)}:{line}"
+        return DEFAULT
+
+
+def _compose(config_name: str, overrides: list[str], folders: list[Path]) -> tuple[DictConfig, _Sources]:
+    """The composed values, not yet typed, and their sources."""
+    parsed = _parse(overrides)
+    setters = [override for override in parsed if not _is_choice(override, folders)]
+    # ++ sets a key whether or not a file has it: the files hold differences from config.py only.
+    lines = [f"++{o.input_line}" if o in setters and o.type is OverrideType.CHANGE else o.input_line for o in parsed]
+    lines.append(f"hydra.searchpath=[file://{folders[1]}]")
+    try:
+        with initialize_config_dir(str(folders[0]), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            defaults = loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults
+            values = compose(config_name, lines)
+    except MissingConfigException as error:
+        raise ConfigError(_missing_choice(error, overrides)) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise ConfigError(f"{_shown(Path(mark.name))}:{mark.line + 1}: invalid YAML: {error.problem}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    files = [_file_of(default, folders) for default in defaults if default.config_path.partition("/")[0] != "hydra"]
+    return values, _Sources([o for o in setters if o.type is not OverrideType.DEL], files)
+
+
+def _parse(overrides: list[str]) -> list[Override]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except OverrideParseException as error:
+        raise ConfigError(f"command line: {error.override}: not of Hydra's form KEY=VALUE") from error
+    for override in parsed:
+        if override.is_sweep_override():
+            raise ConfigError(f"command line: {override.input_line}: write a list as [a,b], quote a text with commas")
+        if override.key_or_group.partition(".")[0] in ("", "hydra"):
+            raise ConfigError(f"command line: {override.input_line}: names no setting of a run")
+    return parsed
+
+
+def _is_choice(override: Override, folders: list[Path]) -> bool:
+    """Whether the override chooses a group's file (``data=gsm8k``), as Hydra tells them apart."""
+    is_group = any((folder / override.key_or_group).is_dir() for folder in folders)
+    return is_group and not isinstance(override.value(), dict)
+
+
+def _file_of(default: ResultDefault, folders: list[Path]) -> tuple[Path, str]:
+    candidates = [folder / f"{default.config_path}.yaml" for folder in folders]
+    return next(path for path in candidates if path.is_file()), default.package
+
+
+def _require_config(config_name: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"no config named {config_name}: {_shown(folder)} is not a folder")
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if config_name not in names:
+        raise ConfigError(f"no config named {config_name} in {_shown(folder)}{_choices(config_name, names)}")
+
+
+def _missing_choice(error: MissingConfigException, overrides: list[str]) -> str:
+    group, _, choice = error.missing_cfg_file.rpartition("/")
+    place = next((f"command line: {line}" for line in overrides if line.lstrip("+") == f"{group}={choice}"), "defaults")
+    return f"{place}: no config {choice} in group {group}{_choices(choice, error.options or [])}"
+
+
+def _choices(name: str, names: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"{hint} (there are: {', '.join(names)})"
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _line_of(path: Path, key: str, package: str) -> int | None:
+    """The line of a YAML file that sets the key, if the file does."""
+    if package and not key.startswith(f"{package}."):
+        return None
+    node, line = yaml.compose(path.read_text(encoding="utf-8")), None
+    for part in key[len(package) :].lstrip(".").split("."):
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        found = ((name.start_mark.line + 1, value) for name, value in entries if name.value == part)
+        line, node = next(found, (None, None))
+    return line
+
+
+def _schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
+    """The type of every setting and section of a dataclass by its full key; a section's type is its dataclass."""
+    keys = {}
+    for name, hint in get_type_hints(schema).items():
+        keys[prefix + name] = hint
+        if is_dataclass(hint):
+            keys |= _schema_keys(hint, f"{prefix}{name}.")
+    return keys
+
+
+def _check_keys(values: dict, keys: dict[str, Any], prefix: str, place: Callable[[str], str]) -> None:
+    """Every key is known, and every section a mapping."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key not in keys:
+            raise ConfigError(f"unknown key {key} ({place(key)}); the nearest known key is {_nearest(key, keys)}")
+        if is_dataclass(keys[key]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{key} is {value!r}, expected a section with keys of its own ({place(key)})")
+            _check_keys(value, keys, f"{key}.", place)
+
+
+def _missing(values: dict, prefix: str = "") -> list[str]:
+    """The full keys whose value is ``???``."""
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _missing(value, f"{prefix}{name}.")
+        elif value == "???":
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _nearest(key: str, keys: dict[str, Any]) -> str:
+    """A known key of the same last name (``grpo.lr`` means ``grpo.optimizer.lr``), else one of the same section, and
+    of those the one most alike."""
+    section, _, name = key.rpartition(".")
+
+    def likeness(known: str) -> tuple[bool, bool, float]:
+        known_section, _, known_name = known.rpartition(".")
+        return known_name == name, known_section == section, difflib.SequenceMatcher(None, key, known).ratio()
+
+    return max(keys, key=likeness)
+
+
+def _typed(schema: Any, values: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:
+    """The dataclass (or the instance that the values change) with the values, converted and checked."""
+    keys = _schema_keys(schema if isinstance(schema, type) else type(schema), prefix)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+        return OmegaConf.to_object(merged)
+    except InterpolationResolutionError as error:
+        key = f"{prefix}{error.full_key}"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]} ({place(key)})") from error
+    except OmegaConfBaseException as error:
+        key, given = f"{prefix}{error.full_key}", OmegaConf.to_container(values)
+        for part in error.full_key.split("."):
+            given = given[part]
+        raise ConfigError(f"{key} is {given!r}, expected {_type_name(keys.get(key, dict))} ({place(key)})") from error
+    except ValueError as error:
+        raise _failed_check(str(error), keys, prefix, merged, place) from error
+
+
+def _failed_check(
+    message: str, keys: dict[str, Any], prefix: str, merged: DictConfig, place: Callable[[str], str]
+) -> ConfigError:
+    """A dataclass's own check with its place. Its message begins with the key, but a check knows an arm as ``grpo``
+    and an optimizer as ``optimizer``: the settings of that name and value are sought."""
+    message = message.replace("grpo.", prefix) if prefix else message
+    named = message.split(" ", 1)[0].rstrip(":")
+    alike = [key for key in keys if f".{key}".endswith(f".{named}")]
+    same_value = [key for key in alike if f" is {OmegaConf.select(merged, key.removeprefix(prefix))!r}," in message]
+    found = same_value or alike
+    places = {place(key) for key in found} - {DEFAULT}
+    full = found[0] if len(found) == 1 else named
+    return ConfigError(f"{full}{message[len(named):]} ({' or '.join(sorted(places)) or place(prefix.rstrip('.'))})")
+
+
+def _type_name(hint: Any) -> str:
+    """``Optional[float]`` in words: a number or null."""
+    if get_origin(hint) is Union:
+        return " or ".join(_type_name(part) for part in get_args(hint))
+    return TYPE_NAMES.get(hint, "a mapping")

@@ -1,0 +1,51 @@
+"""A scripted engine: tries an algorithm, a scorer or an evaluation without a model, and serves the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
+
+
+class ScriptedEngine:
+    """A GenerationEngine whose responses a function writes.
+
+    ``script(request, sampling)`` is the whole text of a response, which ends by itself unless it has more than
+    ``max_new_tokens`` tokens, the stop token included. ``encode`` and ``decode`` are a tokenizer's, without special
+    tokens; every token gets the natural log-probability ``log_prob``.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[GenerationRequest, SamplingParams], str],
+        *,
+        encode: Callable[[str], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+        stop_id: int,
+        log_prob: float = 0.0,
+    ) -> None:
+        self.policy_version = 0
+        self._script = script
+        self._encode = encode
+        self._decode = decode
+        self._stop_id = stop_id
+        self._log_prob = log_prob
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+        return [self._rollout(request, sampling) for request in requests]
+
+    def _rollout(self, request: GenerationRequest, sampling: SamplingParams) -> Rollout:
+        whole = (*self._encode(self._script(request, sampling)), self._stop_id)
+        ids = whole[: sampling.max_new_tokens]
+        finished = len(ids) == len(whole)
+        return Rollout(
+            problem_id=request.problem_id,
+            sample_index=request.sample_index,
+            prompt_ids=request.prompt_ids,
+            response_ids=ids,
+            response_logprobs=(self._log_prob,) * len(ids),
+            text=self._decode(ids[:-1] if finished else ids),
+            finished=finished,
+            policy_version=self.policy_version,
+            seed=request.seed,
+        )
