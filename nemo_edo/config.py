@@ -42,7 +42,10 @@ class GRPOLossConfig:
     beta: float = 0.04
     """Weight of the KL to the reference policy."""
     kl_estimator: str = "k3"
+    """k1, k2 or k3: how the KL to the reference is estimated from sampled tokens (``losses.kl_per_token``)."""
     aggregation: str = "seq-mean-token-mean"
+    """How token values become one number, in every term of the loss: seq-mean-token-mean (the paper), token-mean
+    (DAPO) or seq-mean-token-sum-norm (Dr.GRPO); see ``losses.reduce_tokens``."""
     norm_length: Optional[int] = None
     """The constant length of ``seq-mean-token-sum-norm`` (Dr.GRPO), required by it."""
     alpha: Optional[float] = None
@@ -91,14 +94,21 @@ class OptimizerConfig:
     """Megatron-core's Adam, with its learning-rate schedule."""
 
     lr: float = 1e-6
+    """The highest learning rate."""
     min_lr: float = 0.0
+    """Where the decay ends."""
     schedule: str = "constant"
     """constant, linear or cosine; the decay runs over the whole of the training."""
     warmup_steps: int = 0
+    """Steps in which the learning rate rises from 0 to ``lr``."""
     weight_decay: float = 0.0
+    """Decoupled from the gradient, as in AdamW."""
     adam_beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
     adam_beta2: float = 0.999
+    """Decay of the running mean of its square."""
     adam_eps: float = 1e-8
+    """Added to the denominator of the step."""
     clip_grad: float = 1.0
     """Global gradient norm; 0 switches clipping off."""
 
@@ -142,8 +152,11 @@ class ParallelismConfig:
     """Megatron's splits. The data-parallel size is what remains of the world."""
 
     tensor_model_parallel_size: int = 1
+    """Processes that share each layer."""
     pipeline_model_parallel_size: int = 1
+    """Groups of layers, each on processes of its own."""
     use_distributed_optimizer: bool = False
+    """Split the optimizer's state over the data-parallel ranks."""
 
     def __post_init__(self) -> None:
         _positive(self, "parallelism", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -154,15 +167,20 @@ class ArithmeticConfig:
     """The built-in task: sum a few numbers, merging any two of those left in each step (``data.arithmetic``)."""
 
     num_operands: int = 4
+    """Numbers to sum."""
     max_operand: int = 9
+    """The largest of them; the smallest is 0."""
     warmup_problems: int = 4096
-    train_problems: int = 128
+    """Problems with noisy solutions, for the warm-up."""
+    train_problems: int = 1280
+    """Problems that the policy samples responses to."""
     test_problems: int = 256
-    weak_fact_share: float = 0.3
+    """Problems that policies are evaluated on."""
+    weak_fact_share: float = 0.25
     """Share of the addition facts that the warm-up data mostly gets wrong."""
-    weak_fact_accuracy: float = 0.3
+    weak_fact_accuracy: float = 0.35
     """How often the warm-up data has a weak fact right."""
-    step_noise: float = 0.15
+    step_noise: float = 0.1
     """Share of the warm-up data's other steps whose result is wrong."""
     seed: int = 0
     """Of the problems, apart from the run's seed: runs with other seeds see the same problems."""
@@ -182,7 +200,9 @@ class DataConfig:
     warmup: Optional[str] = None
     """Solutions for the supervised warm-up; null: ``train``."""
     train: Optional[str] = None
+    """Problems that the policy samples responses to."""
     test: Optional[str] = None
+    """Problems that policies are evaluated on; the file needs another name than ``train``'s."""
     prompt: str = "{question}\n"
     """The text that precedes a response; {question} is replaced."""
     on_bad_rows: str = "error"
@@ -201,9 +221,13 @@ class SamplingConfig:
     """How an iteration's responses are drawn."""
 
     samples_per_prompt: int = 10
+    """Responses to each problem, which make its group."""
     temperature: float = 1.0
+    """Of sampling and of every log-probability in training."""
     top_p: float = 1.0
+    """Below 1: only the most likely tokens that hold this share of the probability are drawn."""
     max_new_tokens: int = 512
+    """A response that has not ended by then counts as wrong."""
 
     def __post_init__(self) -> None:
         _positive(self, "sampling", "samples_per_prompt", "temperature", "max_new_tokens")
@@ -213,6 +237,7 @@ class SamplingConfig:
 @dataclass
 class GenerationConfig:
     backend: str = "megatron"
+    """megatron: in the trainer's own process."""
     max_batch_size: int = 512
     """Sequences decoded at a time on one data-parallel rank."""
 
@@ -226,8 +251,11 @@ class SFTConfig:
     """The supervised warm-up. ``steps = 0`` leaves it out."""
 
     steps: int = 0
+    """Optimizer steps; 0 leaves the warm-up out."""
     batch_size: int = 128
+    """Solutions of one optimizer step, over all data-parallel ranks."""
     micro_batch_size: int = 8
+    """Solutions of one forward pass on one rank."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     def __post_init__(self) -> None:
@@ -242,9 +270,14 @@ class GRPOConfig(GRPOLossConfig):
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus, the plain rival of the exploration term."""
     advantage_scale: str = "std"
+    """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
     advantage_baseline: str = "mean"
+    """mean of the group's rewards, or leave-one-out: the mean of the others (RLOO)."""
     iterations: int = 3
     """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
+    problems_per_iteration: Optional[int] = None
+    """null: every iteration samples for the whole prompt set, as in the paper. A number: for so many problems, each
+    pass over the set in a new order."""
     epochs: int = 1
     """Passes over an iteration's samples."""
     minibatch_size: int = 512
@@ -259,6 +292,8 @@ class GRPOConfig(GRPOLossConfig):
         _one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
         _one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
         _positive(self, "grpo", "iterations", "epochs", "minibatch_size", "micro_batch_size")
+        some = self.problems_per_iteration
+        _require(some is None or some > 0, "grpo.problems_per_iteration", some, "null or a number above 0")
 
 
 @dataclass
@@ -286,7 +321,9 @@ class RunConfig:
     name: str = "run"
     """The run's folder is ``output_dir/name``."""
     output_dir: str = "runs"
+    """The folder that runs stand in."""
     seed: int = 42
+    """Of the model's random weights, of sampling and of the order of the samples."""
     threads: Optional[int] = None
     """CPU threads of each process; null: torch's choice (torchrun sets one)."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,19 @@ from omegaconf import OmegaConf
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-CHATTY = ("megatron", "nv_one_logger", "lightning.pytorch", "transformers", "nemo_logger")
+CHATTY = ("megatron", "lightning.pytorch", "nemo_logger")
 """Loggers that report every optimizer and bucket they set up; their warnings stay."""
 
 
 def quiet_libraries() -> None:
     """Leaves the terminal to the run's own lines: called before the libraries are imported."""
+    is_main = os.environ.get("RANK", "0") == "0"
     for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
+    if not is_main:
+        warnings.simplefilter("ignore")  # the first process says the same
+    logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
     # Said a dozen times by megatron-core on import; ``megatron/platform.py`` is about that very case.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed", category=UserWarning)
 

@@ -45,8 +45,23 @@ class Iteration:
     """The progress bar's label; None for no bar."""
 
     @property
+    def collection_size(self) -> int:
+        """Problems of one collection."""
+        return min(self.grpo.problems_per_iteration or len(self.problems), len(self.problems))
+
+    def collection_problems(self, t: int) -> list[Problem]:
+        """Those of iteration t. A pass over the set is cut into whole collections, so that none holds a problem twice;
+        what remains of a pass is left out of it."""
+        if self.collection_size == len(self.problems):
+            return list(self.problems)
+        rounds = len(self.problems) // self.collection_size
+        order = epoch_order(len(self.problems), self.seed, t // rounds)
+        start = t % rounds * self.collection_size
+        return [self.problems[place] for place in order[start : start + self.collection_size]]
+
+    @property
     def steps_per_collection(self) -> int:
-        responses = len(self.problems) * self.sampling.samples_per_prompt
+        responses = self.collection_size * self.sampling.samples_per_prompt
         return self.grpo.epochs * -(-responses // self.grpo.minibatch_size)
 
     @property
@@ -61,11 +76,10 @@ def run_iterations(run: Iteration, evaluate: Callable[[int], None]) -> None:
     evaluate(0)
     step = count()
     for t in tqdm(range(run.grpo.iterations), desc=run.progress, disable=run.progress is None):
-        requests = sampling_requests(
-            run.problems, run.prompts, run.sampling.samples_per_prompt, run.seed, "collect", t
-        )
+        problems = run.collection_problems(t)
+        requests = sampling_requests(problems, run.prompts, run.sampling.samples_per_prompt, run.seed, "collect", t)
         rollouts = run.engine.generate(requests, params)
-        scored = run.scorer.score(rollouts, run.problems)
+        scored = run.scorer.score(rollouts, problems)
         if run.write_rollouts:
             run.store.write(t, scored, rank=0, world_size=1)  # on disk before anything is trained on
         collected = build_groups(scored, run.policy, run.grpo, pad_id=run.pad_id)

@@ -7,7 +7,8 @@
               #### 11
 
 Every order of merging leads to the answer, so that diversity can be counted. The supervised warm-up learns from
-solutions with mistakes: some addition facts ("weak" ones) are mostly wrong there, every other step now and then.
+solutions with mistakes: some addition facts ("weak" ones) are mostly wrong there, each in a way of its own, and every
+other step now and then.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def write_dataset(folder: str | Path, config: ArithmeticConfig) -> ArithmeticFil
 
     Operands are integers from 0 to ``max_operand``. No question occurs twice, and no test question is a permutation
     of another one or of a train or warm-up question. Answers of train and test are right. In warm-up solutions, a
-    step that adds a weak fact is right with probability ``weak_fact_accuracy``, any other with 1 - ``step_noise``;
-    later steps go on with a wrong result, and the final answer agrees with the chain.
+    step that adds a weak fact is right with probability ``weak_fact_accuracy`` and else gives the fact's own wrong sum;
+    any other is right with probability 1 - ``step_noise`` and else gives a random wrong one. Later steps go on with a
+    wrong result, and the final answer agrees with the chain.
 
     Raises UserError (a ValueError) if there are not enough questions for the sizes asked.
     """
@@ -127,10 +129,20 @@ def _digits(code: int, base: int, count: int) -> Operands:
 
 def _noisy_sum(first: int, second: int, config: ArithmeticConfig, rng: random.Random) -> int:
     total = first + second
-    accuracy = config.weak_fact_accuracy if is_weak_fact(first, second, config) else 1 - config.step_noise
-    if rng.random() < accuracy:
-        return total
-    return rng.choice([total + error for error in STEP_ERRORS if total + error >= 0])
+    if is_weak_fact(first, second, config):
+        return total if rng.random() < config.weak_fact_accuracy else total + _misconception(first, second, config)
+    return total if rng.random() < 1 - config.step_noise else total + rng.choice(_possible_errors(total))
+
+
+def _misconception(first: int, second: int, config: ArithmeticConfig) -> int:
+    """How far off a weak fact is whenever it is wrong: always the same, so that a greedy answer has it wrong too and
+    only sampling finds the right sum."""
+    fact = f"arithmetic misconception {config.seed} {min(first, second)} {max(first, second)}"
+    return random.Random(fact).choice(_possible_errors(first + second))
+
+
+def _possible_errors(total: int) -> list[int]:
+    return [error for error in STEP_ERRORS if total + error >= 0]
 
 
 def _derive(operands: Operands, add: Callable[[int, int], int], rng: random.Random) -> str:

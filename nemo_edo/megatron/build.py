@@ -98,7 +98,8 @@ def build_model(
     from megatron.bridge import AutoBridge
 
     dtype = DTYPES[precision.dtype]
-    bridge = AutoBridge.from_hf_pretrained(str(folder), dtype=dtype)
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    bridge.hf_pretrained.config.dtype = dtype  # of the weights, in memory and as exported
     provider = bridge.to_megatron_provider(load_weights=True)
     _configure(provider, parallelism, dtype, device)
     _check_splits(provider, parallelism)

@@ -31,6 +31,7 @@ def save(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) 
     torch.distributed.barrier()
 
 
+@torch.no_grad()  # the distributed optimizer copies into parameters
 def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) -> None:
     """Puts a checkpoint's weights (and optimizer state) in place. Raises UserError where there is none."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
@@ -40,6 +41,7 @@ def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) 
         chunk.load_state_dict(state[f"model{index}"])
     if with_optimizer:
         policy.optimizer.load_state_dict(state["optimizer"])
+        policy.scheduler.num_steps = 0  # it adds the loaded steps to its own
         policy.scheduler.load_state_dict(state["scheduler"])
     elif policy.optimizer is not None:
         policy.optimizer.reload_model_params()

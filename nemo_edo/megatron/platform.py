@@ -103,7 +103,7 @@ def _tensor_type() -> None:
 
 
 def _synchronize() -> None:
-    """Point-to-point communication waits for the GPU after each exchange."""
+    """Checkpoints and point-to-point communication wait for the GPU."""
     torch.cuda.synchronize = lambda device=None: None
 
 
@@ -158,13 +158,23 @@ class _StandIn(types.ModuleType):
         return value
 
 
+LOOK_FOR_TRANSFORMER_ENGINE = (
+    "gpt.gpt_layer_specs",
+    "gpt.experimental_attention_variant_module_specs",
+    "gpt.heterogeneous.heterogeneous_layer_specs",
+    "mamba.mamba_layer_specs",
+    "multimodal.llava_model",
+)
+"""What Megatron-Bridge imports of megatron-core's models, and what looks for Transformer Engine when imported."""
+
+
 def _bridge_import() -> None:
     """Megatron-Bridge imports Transformer Engine at import, for LoRA layers of a kind that only GPUs have.
 
     Stand-in modules serve that one import and are taken out again. megatron-core's modules look for Transformer
-    Engine when they are imported: those that models are built of come first, so that they see that it is absent.
+    Engine when they are imported: they come first, so that they see that it is absent.
     """
-    for module in ("gpt.gpt_layer_specs", "gpt.experimental_attention_variant_module_specs", "mamba.mamba_layer_specs"):
+    for module in LOOK_FOR_TRANSFORMER_ENGINE:
         importlib.import_module(f"megatron.core.models.{module}")
 
     if "transformer_engine" in sys.modules:

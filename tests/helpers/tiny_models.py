@@ -1,13 +1,15 @@
-"""Tiny Hugging Face models with the built-in task's tokenizer, written by ``transformers`` with random weights."""
+"""Tiny Hugging Face models with random weights, Megatron policies made of them, and the dense reference for both."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from nemo_edo.config import ArithmeticConfig
+from nemo_edo.config import ArithmeticConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.data.arithmetic_model import write_tokenizer
+from nemo_edo.types import TrainingBatch
 
 SHAPE = {
     "hidden_size": 64,
@@ -17,20 +19,22 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
 }
 VOCAB_SIZE = 129
 """One more than the tokenizer's 128 tokens, as real models have it, and odd: tensor parallelism has to pad it."""
 
 
 def write_tiny_model(folder: Path, model_type: str = "qwen2", *, seed: int = 0, **fields) -> Path:
-    """Writes and returns ``folder``. Weights are far from their usual start (biases 0, norms 1, logits near 0), so
-    that a weight that is lost or misplaced shows in the logits."""
+    """Writes and returns ``folder``. The weights are far from their usual start (biases 0, norms 1, logits near 0),
+    so that a weight that is lost or misplaced shows in the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = write_tokenizer(folder, ArithmeticConfig(num_operands=2))
     config = AutoConfig.for_model(
         model_type,
-        **{"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, "initializer_range": 0.15, **SHAPE, **fields},
+        **{"vocab_size": VOCAB_SIZE, **SHAPE, **fields},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -44,3 +48,79 @@ def write_tiny_model(folder: Path, model_type: str = "qwen2", *, seed: int = 0, 
                     parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
+
+
+def random_batch(rows: int = 5, length: int = 12, seed: int = 0) -> TrainingBatch:
+    """Prompts and responses of random lengths; two policies' made-up log-probabilities, some of them far off."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (rows, 1), generator=generator)
+
+    prompts, ends = uniform(1, length // 2), uniform(length // 2 + 1, length + 1)
+    ends[0] = length
+    positions = torch.arange(1, length)
+    mask = ((positions >= prompts) & (positions < ends)).float()
+    tokens = torch.randint(2, VOCAB_SIZE, (rows, length), generator=generator)
+    old = -4 + torch.randn(rows, length - 1, generator=generator)
+    return TrainingBatch(
+        tokens=torch.where(torch.arange(length) < ends, tokens, 0),
+        mask=mask,
+        advantages=torch.randn(rows, generator=generator),
+        old_logprobs=old * mask,
+        ref_logprobs=(old + 0.5 * torch.randn(old.shape, generator=generator)) * mask,
+    )
+
+
+# --- transformers -------------------------------------------------------------------------------------------------
+
+
+def load_dense(folder: Path, dtype: torch.dtype = torch.float32):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def dense_log_probs(model, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens[:, 1:] and entropies, each [B, T], differentiable."""
+    log_p = torch.log_softmax(model(tokens).logits[:, :-1].float() / temperature, dim=-1)
+    return log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+# --- Megatron: imported only where it is used, for the processes that adapt to their platform in steps --------------
+
+
+def build_policy(folder: Path, parallelism: ParallelismConfig | None = None, dtype: str = "fp32"):
+    """A MegatronPolicy over the folder's weights, with fresh process groups."""
+    from nemo_edo.megatron.build import build_model, device_and_groups
+    from nemo_edo.megatron.policy import MegatronPolicy
+
+    parallelism, precision = parallelism or ParallelismConfig(), PrecisionConfig(dtype)
+    device = device_and_groups(parallelism, seed=0, threads=1)
+    return MegatronPolicy(build_model(folder, parallelism, precision, device), parallelism, precision, device)
+
+
+def build_engine(policy, **settings):
+    """A MegatronEngine over the policy's weights that stops at token 1 and decodes ids as "3 4 5"."""
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+
+    def decode(ids) -> str:
+        return " ".join(map(str, ids))
+
+    return MegatronEngine(
+        policy.built, **{"stop_ids": [1], "max_batch_size": 64, **settings}, decode=decode, device=policy.device
+    )
+
+
+def exported(policy) -> dict[str, Tensor]:
+    """The weights as Hugging Face names them."""
+    weights = policy.built.bridge.export_hf_weights(policy.chunks, cpu=True, show_progress=False)
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+@torch.no_grad()
+def exported_gradients(policy) -> dict[str, Tensor]:
+    """The gradients as Hugging Face names them: the export only permutes and splits, whatever the numbers mean."""
+    gradients = [parameter.main_grad.clone() for chunk in policy.chunks for parameter in chunk.parameters()]
+    with policy.weights(gradients):
+        return exported(policy)

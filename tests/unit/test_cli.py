@@ -60,7 +60,7 @@ def test_without_on_bad_rows_the_config_decides(runner: Runner):
 
 
 def test_config_path_is_where_the_config_is_read(runner: Runner, tmp_path: Path):
-    config = "defaults: [{model: tiny_qwen2}, _self_]\nsampling: {max_new_tokens: 8}\nname: own\n"
+    config = "defaults: [{model: tiny_llama}, _self_]\nsampling: {max_new_tokens: 8}\nname: own\n"
     (tmp_path / "own.yaml").write_text(config)
     assert main(["train", "--config-path", str(tmp_path), "--config-name=own"]) == 0
     assert trained(runner).name == "own"

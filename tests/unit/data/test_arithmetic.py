@@ -210,3 +210,17 @@ def test_altering_one_character_of_a_valid_derivation_never_leaves_it_valid_with
     altered = text[:place] + rng.choice("0123456789 +=#\nx") + text[place + 1 :]
     if is_valid_derivation(question=question, text=altered):
         assert altered.split("\n")[-1] == f"#### {sum(numbers)}"
+
+
+def test_a_weak_fact_is_wrong_in_one_way_and_other_facts_in_several(tmp_path):
+    config = dataclasses.replace(ArithmeticConfig(), warmup_problems=3000)
+    wrong: dict[tuple[int, int], list[int]] = {}
+    for problem in load_problems(write_dataset(tmp_path, config).warmup, on_bad_rows="error").problems:
+        for first, second, total in steps(problem):
+            if total != first + second:
+                wrong.setdefault((min(first, second), max(first, second)), []).append(total)
+    often = {fact: totals for fact, totals in wrong.items() if len(totals) >= 10}
+    weak = [set(totals) for fact, totals in often.items() if is_weak_fact(*fact, config)]
+    others = [set(totals) for fact, totals in often.items() if not is_weak_fact(*fact, config)]
+    assert len(weak) > 5 and all(len(totals) == 1 for totals in weak)
+    assert len(others) > 5 and all(len(totals) > 1 for totals in others)

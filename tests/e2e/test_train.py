@@ -1,0 +1,408 @@
+"""The whole job, for real and tiny: trained twice, evaluated, exported, and once on two processes in two ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from nemo_edo.configuration import compose_run
+from nemo_edo.data.answers import final_answer
+
+COMMANDS = Path(__file__).parents[1] / "helpers" / "commands.py"
+NEMO_EDO = "import sys; from nemo_edo.cli import main; sys.exit(main())"  # what the console script runs
+SPIED = """
+import json, sys
+from pathlib import Path
+from megatron.core.utils import unwrap_model
+from nemo_edo.cli import main
+from nemo_edo.megatron.policy import MegatronPolicy
+
+seen, apply_gradients = {}, MegatronPolicy.apply_gradients
+
+def names(thing):
+    return [f"{base.__module__}.{base.__qualname__}" for base in type(thing).__mro__]
+
+def spy(policy):
+    seen.update(model=names(unwrap_model(policy.chunks)[0]), optimizer=names(policy.optimizer))
+    return apply_gradients(policy)
+
+MegatronPolicy.apply_gradients = spy
+status = main(sys.argv[2:])
+Path(sys.argv[1]).write_text(json.dumps(seen))
+sys.exit(status)
+"""
+SFT_STEPS, ITERATIONS, STEPS_PER_ITERATION, SAMPLES, MAX_NEW_TOKENS = 80, 2, 3, 6, 10
+SETTINGS = [
+    f"sft.steps={SFT_STEPS}", "sft.batch_size=16", "sft.micro_batch_size=8", "sft.optimizer.lr=4e-3",
+    # Adam divides by the gradient's size: a large epsilon keeps rounding from growing over the steps.
+    "sft.optimizer.adam_eps=1e-3", "grpo.optimizer.adam_eps=1e-3",
+    f"sampling.samples_per_prompt={SAMPLES}", f"sampling.max_new_tokens={MAX_NEW_TOKENS}",
+    f"grpo.iterations={ITERATIONS}", "grpo.minibatch_size=16", "grpo.micro_batch_size=8", "grpo.optimizer.lr=2e-4",
+    "evaluation.samples=4", "evaluation.rollouts=2", "evaluation.every=1", "evaluation.bootstrap=50",
+    "~arms.ed_grpo", "~arms.entropy_bonus",
+]
+ARMS = ("grpo", "ed_grpo_floor")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def torchrun(folder: Path, arguments: list[str]) -> list[str]:
+    """Runs the command on two processes and returns what each of them said, stdout and stderr."""
+    run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3",
+         f"--log-dir={folder / 'torchrun'}", "--no-python", sys.executable, "-c", NEMO_EDO, *arguments])
+    [attempt] = (folder / "torchrun").glob("*/attempt_0")
+    return ["".join((attempt / str(rank) / f"{stream}.log").read_text() for stream in ("stdout", "stderr"))
+            for rank in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run as it stood when its training ended; later commands change the folder."""
+
+    folder: Path
+    lines: list[dict]
+    evaluations: dict[str, dict]
+    output: str
+
+    @classmethod
+    def of(cls, folder: Path, output: str) -> Finished:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        evaluations = {path.stem: json.loads(path.read_text()) for path in (folder / "evaluations").iterdir()}
+        return cls(folder, lines, evaluations, output)
+
+    def of_kind(self, kind: str, arm: str) -> list[dict]:
+        return [line for line in self.lines if (line["kind"], line["arm"]) == (kind, arm)]
+
+    def rollouts(self, arm: str, iteration: int) -> pd.DataFrame:
+        return pd.read_parquet(self.folder / "rollouts" / arm / f"iter_{iteration:05d}" / "rank_0_of_1.parquet")
+
+
+@pytest.fixture(scope="module")
+def own_problems(tmp_path_factory) -> list[str]:
+    """Sums of two numbers. The warm-up sees them all, some of them wrong, so that about half is answered rightly."""
+    folder = tmp_path_factory.mktemp("problems")
+    pairs = [(a, b) for a in range(1, 5) for b in range(1, 5)]
+    wrong = pairs[1::6]
+
+    def write(name: str, pairs: list[tuple[int, int]], errors: bool = False) -> str:
+        rows = [(f"{a} + {b}", a + b + (errors and (a, b) in wrong)) for a, b in pairs]
+        lines = [json.dumps({"question": q, "answer": f"{q} = {total}\n#### {total}"}) for q, total in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        return f"data.{name}={folder / name}.jsonl"
+
+    return [write("warmup", pairs, errors=True), write("train", pairs[::2]), write("test", pairs[1::2])]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory, own_problems) -> list[str]:
+    output = tmp_path_factory.mktemp("runs")
+    return ["train", "--config-name=quickstart", "name=tiny", f"output_dir={output}", *SETTINGS, *own_problems]
+
+
+@pytest.fixture(scope="module")
+def runs(arguments, tmp_path_factory) -> tuple[Finished, Finished, dict]:
+    """The job run twice by the same command, and of what classes the second one's model and optimizer were."""
+    seen = tmp_path_factory.mktemp("spy") / "seen.json"
+    folder = compose_run("quickstart", arguments[2:])
+    folder = Path(folder.output_dir) / folder.name
+    first = run([sys.executable, "-c", NEMO_EDO, *arguments])
+    second = run([sys.executable, "-c", SPIED, str(seen), *arguments])
+    earlier = folder.with_name("tiny.1")
+    return Finished.of(earlier, first.stdout), Finished.of(folder, second.stdout), json.loads(seen.read_text())
+
+
+@pytest.fixture(scope="module")
+def first(runs) -> Finished:
+    return runs[0]
+
+
+@pytest.fixture(scope="module")
+def afterwards(runs, tmp_path_factory) -> dict[str, dict]:
+    """What evaluate, report and export did to the second run, each result by its command's name, and "out"."""
+    folder = tmp_path_factory.mktemp("afterwards")
+    (runs[0].folder / "report.html").unlink()
+    commands = {
+        "evaluate": ["evaluate", str(runs[1].folder)],
+        "report": ["report", str(runs[0].folder)],
+        "export warmup": ["export", str(runs[1].folder), str(folder / "warmup"), "--arm=warmup"],
+        "export": ["export", str(runs[1].folder), str(folder / "grpo"), "--arm=grpo"],
+    }
+    (folder / "in.json").write_text(json.dumps(commands))
+    run([sys.executable, str(COMMANDS), str(folder / "in.json"), str(folder / "out.json")])
+    results = json.loads((folder / "out.json").read_text())
+    assert [result["status"] for result in results.values()] == [0] * len(commands), results
+    return {**results, "out": folder}
+
+
+@pytest.fixture(scope="module")
+def data_parallel(own_problems, tmp_path_factory) -> tuple[Finished, list[str]]:
+    """One arm of the same job on two data-parallel processes, and what each of them said."""
+    folder = tmp_path_factory.mktemp("dp")
+    said = torchrun(folder, ["train", "name=dp", f"output_dir={folder}", *SETTINGS, "~arms.grpo", *own_problems])
+    return Finished.of(folder / "dp", said[0]), said
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory) -> tuple[Finished, list[str]]:
+    """The built-in task on two tensor-parallel processes, and what each of them said."""
+    folder = tmp_path_factory.mktemp("tp")
+    small = ["sft.steps=5", "data.arithmetic.warmup_problems=32", "data.arithmetic.train_problems=4",
+             "data.arithmetic.test_problems=4", "sampling.max_new_tokens=32"]
+    said = torchrun(folder, ["train", "name=tp", f"output_dir={folder}", "parallelism=tp2", *SETTINGS, "~arms.grpo",
+                             *small])
+    return Finished.of(folder / "tp", said[0]), said
+
+
+# --- the run folder -----------------------------------------------------------------------------------------------
+
+
+def test_run_folder_holds_everything_that_its_description_lists(first: Finished):
+    expected = {"config.yaml", "metrics.jsonl", "summary.json", "samples.json", "base/config.json",
+                "base/model.safetensors", "base/tokenizer.json"}
+    expected |= {f"evaluations/{arm}.json" for arm in ("warmup", *ARMS)}
+    expected |= {f"checkpoints/{arm}/metadata.json" for arm in ("warmup", *ARMS)}
+    expected |= {f"rollouts/{arm}/iter_{t:05d}/rank_0_of_1.parquet" for arm in ARMS for t in range(ITERATIONS)}
+    found = {str(path.relative_to(first.folder)) for path in first.folder.rglob("*")}
+    assert expected - found == set()
+    assert not [path for path in found if path.endswith((".part", ".tmp"))]
+
+
+def test_config_yaml_composes_to_the_config_of_the_run(arguments, first: Finished):
+    assert compose_run("config", [], first.folder) == compose_run("quickstart", arguments[2:])
+
+
+def test_metrics_have_a_line_for_each_step_collection_and_evaluation(first: Finished):
+    counts = {arm: [len(first.of_kind(kind, arm)) for kind in ("sft_step", "collection", "train_step", "evaluation")]
+              for arm in ("warmup", *ARMS)}
+    trained = [0, ITERATIONS, ITERATIONS * STEPS_PER_ITERATION, ITERATIONS + 1]
+    assert counts == {"warmup": [SFT_STEPS, 0, 0, 1], **dict.fromkeys(ARMS, trained)}
+    assert len(first.lines) == SFT_STEPS + 1 + len(ARMS) * sum(trained)
+    steps = [line["step"] for line in first.of_kind("train_step", "grpo")]
+    assert steps == list(range(ITERATIONS * STEPS_PER_ITERATION))
+
+
+def test_rollouts_are_parquet_that_pandas_reads_and_their_rewards_are_the_logged_ones(first: Finished):
+    for arm in ARMS:
+        for iteration, line in enumerate(first.of_kind("collection", arm)):
+            rollouts = first.rollouts(arm, iteration)
+            assert len(rollouts) == 8 * SAMPLES
+            assert rollouts["reward"].mean() == pytest.approx(line["reward"])
+            assert set(rollouts["policy_version"]) == {iteration}
+            assert (rollouts["response_ids"].map(len) == rollouts["response_logprobs"].map(len)).all()
+
+
+def test_tensorboard_has_the_scalars_of_the_metrics(first: Finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(first.folder))
+    events.Reload()
+    for arm in ARMS:
+        logged = [(line["step"], line["loss"]) for line in first.of_kind("train_step", arm)]
+        shown = [(event.step, event.value) for event in events.Scalars(f"{arm}/train_step/loss")]
+        assert [step for step, _ in shown] == [step for step, _ in logged]
+        assert [loss for _, loss in shown] == pytest.approx([loss for _, loss in logged], rel=1e-6)
+
+
+def test_summary_says_what_was_run(first: Finished):
+    summary = json.loads((first.folder / "summary.json").read_text())
+    assert (summary["name"], summary["seed"], summary["processes"], summary["baseline"]) == ("tiny", 42, 1, "grpo")
+    assert {arm: settings["label"] for arm, settings in summary["arms"].items()} == {
+        "grpo": "GRPO", "ed_grpo_floor": "ED-GRPO α=300, floor -0.1"}
+    assert summary["versions"]["torch"] == torch.__version__
+    assert set(summary["time"]) == {"total_s", "warmup", *ARMS}
+
+
+def test_samples_hold_responses_of_the_start_and_every_arm_to_each_problem(first: Finished):
+    for problem in json.loads((first.folder / "samples.json").read_text()):
+        assert list(problem["responses"]) == ["warmup", *ARMS]
+        for response in (one for responses in problem["responses"].values() for one in responses):
+            assert response["reward"] == (final_answer(response["text"]) == problem["answer"])
+
+
+def test_the_table_and_the_reports_path_are_the_last_words(first: Finished):
+    lines = first.output.splitlines()
+    folder = first.folder.with_name("tiny")  # its name when it ran
+    assert lines[-1] == f"report: {folder / 'report.html'}"
+    assert any(line.startswith("ED-GRPO α=300, floor") for line in lines)
+
+
+# --- what was trained ---------------------------------------------------------------------------------------------
+
+
+def test_the_policy_is_a_megatron_gpt_model_stepped_by_megatrons_optimizer(runs):
+    seen = runs[2]
+    assert "megatron.core.models.gpt.gpt_model.GPTModel" in seen["model"]
+    assert "megatron.core.optimizer.optimizer.MegatronOptimizer" in seen["optimizer"]
+
+
+def test_the_warm_up_learns(first: Finished):
+    losses = [line["loss"] for line in first.of_kind("sft_step", "warmup")]
+    assert losses[-1] < losses[0] / 5
+
+
+def test_the_first_step_of_each_iteration_is_exactly_on_policy_and_later_ones_are_not(first: Finished):
+    for arm in ARMS:
+        for line in first.of_kind("train_step", arm):
+            values = [line["exploration"], line["log_ratio"], line["clip_fraction"]]
+            if line["step"] % STEPS_PER_ITERATION == 0:
+                assert values == [0.0, 0.0, 0.0]
+            else:
+                assert line["exploration"] != 0.0
+
+
+def test_rollouts_log_probs_are_the_trainers_up_to_rounding(first: Finished):
+    gaps = [line["sampler_gap"] for arm in ARMS for line in first.of_kind("collection", arm)]
+    assert max(gaps) < 1e-5
+
+
+def test_arms_start_from_the_same_policy_and_then_part(first: Finished):
+    grpo, exploring = (first.rollouts(arm, 0) for arm in ARMS)
+    pd.testing.assert_frame_equal(grpo, exploring)
+    assert not first.rollouts(ARMS[0], 1).equals(first.rollouts(ARMS[1], 1))
+    starts = [first.of_kind("evaluation", arm)[0]["metrics"] for arm in ARMS]
+    assert starts[0] == starts[1]
+
+
+def test_an_arms_first_evaluation_is_of_the_warm_ups_policy(first: Finished):
+    [warmup] = first.of_kind("evaluation", "warmup")
+    start = first.of_kind("evaluation", "grpo")[0]
+    assert (start["iteration"], start["final"]) == (0, False)
+    assert start["metrics"]["greedy_accuracy"] == warmup["metrics"]["greedy_accuracy"]
+    assert start["metrics"]["entropy"] == warmup["metrics"]["entropy"]
+
+
+def test_kl_to_the_reference_is_zero_at_the_start_and_grows(first: Finished):
+    for arm in ARMS:
+        kls = [line["kl"] for line in first.of_kind("collection", arm)]
+        assert kls[0] == 0.0
+        assert kls[1] > 1e-4
+
+
+# --- the same again -----------------------------------------------------------------------------------------------
+
+
+def test_the_same_command_gives_the_same_metrics_but_for_the_time(runs):
+    without_time = [[{k: v for k, v in line.items() if k != "time"} for line in one.lines] for one in runs[:2]]
+    assert without_time[0] == without_time[1]
+
+
+def test_the_same_command_gives_the_same_rollouts_and_evaluations(runs):
+    first, second, _ = runs
+    for arm in ARMS:
+        for iteration in range(ITERATIONS):
+            pd.testing.assert_frame_equal(first.rollouts(arm, iteration), second.rollouts(arm, iteration))
+    assert first.evaluations == second.evaluations
+
+
+def test_the_earlier_run_of_the_same_config_is_kept_and_named(runs):
+    first, second, _ = runs
+    assert f"the earlier run of this config is kept as {first.folder}" in second.output.splitlines()
+    assert (first.folder / "config.yaml").read_text() == (second.folder / "config.yaml").read_text()
+
+
+# --- evaluate, report, export -------------------------------------------------------------------------------------
+
+
+def test_evaluate_reproduces_the_runs_evaluations_exactly(runs, afterwards):
+    second = runs[1]
+    again = Finished.of(second.folder, "")
+    assert again.evaluations == second.evaluations
+    added = again.lines[len(second.lines):]
+    final = [line for line in second.lines if line["kind"] == "evaluation" and line["final"]]
+    assert [(line["arm"], line["iteration"], line["metrics"]) for line in added] == [
+        (line["arm"], line["iteration"], line["metrics"]) for line in final]
+
+
+def test_report_writes_the_deleted_report_anew(runs, afterwards):
+    report = runs[0].folder / "report.html"
+    assert afterwards["report"]["out"] == f"{report}\n"
+    assert "ED-GRPO α=300, floor -0.1" in report.read_text(encoding="utf-8")
+
+
+def load_exported(folder: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@torch.inference_mode()
+def test_transformers_computes_the_rollouts_log_probs_from_the_exported_warm_up(first: Finished, afterwards):
+    model, _ = load_exported(afterwards["out"] / "warmup")
+    for row in first.rollouts("grpo", 0).itertuples():
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        log_probs = model(ids).logits[0, :-1].float().log_softmax(dim=-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        stored = torch.tensor(row.response_logprobs)
+        torch.testing.assert_close(log_probs[len(row.prompt_ids) - 1 :], stored, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_transformers_answers_greedily_from_the_exported_policy_as_the_run_did(first: Finished, afterwards, own_problems):
+    model, tokenizer = load_exported(afterwards["out"] / "grpo")
+    rows = [json.loads(line) for line in Path(own_problems[2].removeprefix("data.test=")).read_text().splitlines()]
+    scores = []
+    for row in rows:
+        prompt = tokenizer(row["question"] + "\n", return_tensors="pt").input_ids
+        output = model.generate(prompt, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)[0, prompt.shape[1] :]
+        finished = output[-1] == tokenizer.eos_token_id
+        answer = final_answer(tokenizer.decode(output, skip_special_tokens=True)) if finished else None
+        scores.append(float(answer == final_answer(row["answer"])))
+    expected = first.evaluations["grpo"]["metrics"]["greedy_accuracy"]["sum"]
+    assert 0 < sum(expected) < len(expected)  # else equal scores would say little
+    assert scores == expected
+
+
+# --- several processes --------------------------------------------------------------------------------------------
+
+
+def test_two_data_parallel_processes_collect_the_same_rollouts_in_the_first_iteration(first: Finished, data_parallel):
+    one, two = (run.rollouts("ed_grpo_floor", 0) for run in (first, data_parallel[0]))
+    for name in ("problem_id", "sample_index", "text", "reward", "seed"):
+        assert one[name].tolist() == two[name].tolist(), name
+    for mine, other in zip(one["response_logprobs"], two["response_logprobs"], strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+
+
+def test_two_data_parallel_processes_take_the_same_steps(first: Finished, data_parallel):
+    for kind, arm, count in (("sft_step", "warmup", SFT_STEPS), ("train_step", "ed_grpo_floor", STEPS_PER_ITERATION)):
+        for metric in ("loss", "grad_norm"):
+            one, two = ([line[metric] for line in run.of_kind(kind, arm)[:count]] for run in (first, data_parallel[0]))
+            assert two == pytest.approx(one, abs=1e-4), (kind, metric)
+
+
+def test_the_first_step_is_exactly_on_policy_on_two_processes_too(data_parallel, tensor_parallel):
+    for finished, _ in (data_parallel, tensor_parallel):
+        lines = finished.of_kind("train_step", "ed_grpo_floor")
+        first_steps = {line["iteration"]: line for line in reversed(lines)}.values()
+        assert [line["exploration"] for line in first_steps] == [0.0] * ITERATIONS
+
+
+@pytest.mark.parametrize("which", ["data_parallel", "tensor_parallel"])
+def test_only_the_first_process_speaks(which: str, request):
+    _, (main, other) = request.getfixturevalue(which)
+    assert "report: " in main
+    assert "Start (before RL)" in main
+    assert other == ""
+
+
+def test_two_tensor_parallel_processes_finish_the_built_in_task(tensor_parallel):
+    finished, _ = tensor_parallel
+    assert json.loads((finished.folder / "summary.json").read_text())["processes"] == 2
+    assert set(finished.evaluations) == {"warmup", "ed_grpo_floor"}
+    assert (finished.folder / "report.html").is_file()
+    assert max(line["sampler_gap"] for line in finished.of_kind("collection", "ed_grpo_floor")) < 1e-5

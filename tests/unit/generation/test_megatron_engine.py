@@ -1,0 +1,216 @@
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_edo.generation import megatron_engine
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+STOPS = range(1, 12)
+"""So many that some responses end by themselves and others do not."""
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, tiny_qwen2):
+    return tiny.build_policy(tiny_qwen2)
+
+
+@pytest.fixture(scope="module")
+def dense(tiny, tiny_qwen2):
+    return tiny.load_dense(tiny_qwen2)
+
+
+@pytest.fixture
+def engine(tiny, policy):
+    return tiny.build_engine(policy, stop_ids=STOPS)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """Three samples each of nine prompts of one to eleven tokens, two of which begin with another prompt."""
+    draw = random.Random(0)
+    prompts = [tuple(draw.choices(range(12, 128), k=k)) for k in (11, 4, 1, 7, 2, 4, 5)]
+    prompts += [prompts[1] + (20,), prompts[4] + (30, 40, 50)]
+    return [
+        GenerationRequest(f"problem-{number}", sample, prompt, seed=100 * number + sample)
+        for number, prompt in enumerate(prompts)
+        for sample in range(3)
+    ]
+
+
+def params(temperature: float = 1.0, top_p: float = 1.0, max_new_tokens: int = LENGTH) -> SamplingParams:
+    return SamplingParams(temperature, top_p, max_new_tokens)
+
+
+def responses(rollouts) -> list[tuple[int, ...]]:
+    return [rollout.response_ids for rollout in rollouts]
+
+
+# --- log-probabilities --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_a_full_forward_pass(engine, dense, tiny, requests, temperature, top_p):
+    rollouts = engine.generate(requests, params(temperature, top_p))
+    for rollout in rollouts:
+        tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        with torch.no_grad():
+            expected = tiny.dense_log_probs(dense, tokens, temperature)[0][0, len(rollout.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(rollout.response_logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_the_engine_samples_from_the_weights_that_training_has_reached(tiny, policy, engine, requests, tmp_path):
+    own = policy.snapshot()
+    other = tiny.write_tiny_model(tmp_path / "other", seed=1)
+    tokens_before = responses(engine.generate(requests[:6], params(0.0)))
+    try:
+        policy.load(tiny.build_policy(other).snapshot())
+        found = engine.generate(requests[:6], params(0.0))
+    finally:
+        policy.load(own)
+    assert responses(found) == [greedy(tiny.load_dense(other), request.prompt_ids) for request in requests[:6]]
+    assert responses(found) != tokens_before
+
+
+# --- which response -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def greedy(model, prompt) -> tuple[int, ...]:
+    """The most likely token step by step, each from a whole forward pass."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + LENGTH:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if tokens[-1] in STOPS:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def test_temperature_zero_is_the_step_by_step_argmax_of_transformers(engine, dense, requests):
+    expected = [greedy(dense, request.prompt_ids) for request in requests]
+    assert responses(engine.generate(requests, params(0.0))) == expected
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("max_batch_size", [1, 4, 7])
+def test_a_response_does_not_depend_on_the_batch_size(tiny, policy, engine, requests, max_batch_size, top_p):
+    small = tiny.build_engine(policy, stop_ids=STOPS, max_batch_size=max_batch_size)
+    expected, found = engine.generate(requests, params(0.7, top_p)), small.generate(requests, params(0.7, top_p))
+    assert responses(found) == responses(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
+
+
+def test_a_response_depends_on_neither_order_nor_company(engine, requests):
+    expected = dict(zip(requests, responses(engine.generate(requests, params())), strict=True))
+    shuffled = random.Random(1).sample(requests, len(requests))
+    assert responses(engine.generate(shuffled, params())) == [expected[request] for request in shuffled]
+    few = requests[1::5]
+    assert responses(engine.generate(few, params())) == [expected[request] for request in few]
+
+
+def test_a_response_depends_on_its_seed_alone_among_requests_of_one_prompt(engine, requests):
+    seeds = [5, 6, 5, 7, 8, 9]
+    same = [GenerationRequest("problem", index, requests[0].prompt_ids, seed) for index, seed in enumerate(seeds)]
+    found = responses(engine.generate(same, params()))
+    assert found[0] == found[2]
+    assert len(set(found)) == 5
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.1], ids=["never", "at every step"])
+def test_taking_ended_rows_out_of_the_batch_changes_no_result(engine, requests, monkeypatch, threshold):
+    expected = engine.generate(requests, params())
+    kept = []
+    compact = megatron_engine._Decoding.compact
+    monkeypatch.setattr(megatron_engine, "COMPACT_BELOW", threshold)
+    monkeypatch.setattr(
+        megatron_engine._Decoding, "compact", lambda self: (compact(self), kept.append(len(self.rows)))[0]
+    )
+    found = engine.generate(requests, params())
+    assert responses(found) == responses(expected)
+    assert bool(kept) == (threshold > 1)
+    assert not kept or min(kept) < len(requests) / 2, "too few responses ended early for this test"
+
+
+# --- where it ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_tokens(engine, requests):
+    rollouts = engine.generate(requests, params())
+    for rollout in rollouts:
+        *body, last = rollout.response_ids
+        assert not set(body) & set(STOPS)
+        assert rollout.finished == (last in STOPS)
+        assert rollout.finished or len(rollout.response_ids) == LENGTH
+        assert len(rollout.response_ids) == len(rollout.response_logprobs) <= LENGTH
+    assert {rollout.finished for rollout in rollouts} == {True, False}, "both kinds are to be tested"
+
+
+def test_a_stop_token_at_the_last_possible_place_finishes_the_response(engine, requests):
+    long = next(r for r in engine.generate(requests, params()) if r.finished and len(r.response_ids) > 1)
+    request = GenerationRequest("problem", 0, long.prompt_ids, long.seed)
+    (exact,) = engine.generate([request], params(max_new_tokens=len(long.response_ids)))
+    (short,) = engine.generate([request], params(max_new_tokens=len(long.response_ids) - 1))
+    assert (exact.response_ids, exact.finished) == (long.response_ids, True)
+    assert (short.response_ids, short.finished) == (long.response_ids[:-1], False)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 3])
+def test_fewer_new_tokens_give_the_beginning_of_the_same_responses(engine, requests, max_new_tokens):
+    whole = responses(engine.generate(requests, params()))
+    found = responses(engine.generate(requests, params(max_new_tokens=max_new_tokens)))
+    assert found == [response[:max_new_tokens] for response in whole]
+
+
+def test_a_stop_token_in_a_prompt_ends_nothing(engine, requests):
+    prompt = (12, 1, 13)
+    company = GenerationRequest("longer", 0, (14, 1, 2, 3, 15, 16), seed=1)
+    found = engine.generate([GenerationRequest("problem", 0, prompt, seed=0), company], params(0.0))
+    assert all(len(rollout.response_ids) >= 1 for rollout in found)
+    alone = engine.generate([company], params(0.0))
+    assert found[1].response_ids == alone[0].response_ids
+
+
+# --- what a rollout says ------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_has_its_request_and_the_text_without_the_stop_token(engine, requests):
+    rollouts = engine.generate(requests, params())
+    for request, rollout in zip(requests, rollouts, strict=True):
+        assert (rollout.problem_id, rollout.sample_index, rollout.prompt_ids, rollout.seed) == (
+            request.problem_id, request.sample_index, request.prompt_ids, request.seed)
+        spoken = rollout.response_ids[:-1] if rollout.finished else rollout.response_ids
+        assert rollout.text == " ".join(map(str, spoken))
+
+
+def test_rollouts_carry_the_engines_policy_version(engine, requests):
+    assert {rollout.policy_version for rollout in engine.generate(requests[:2], params())} == {0}
+    engine.policy_version = 3
+    assert {rollout.policy_version for rollout in engine.generate(requests[:2], params())} == {3}
+
+
+def test_padding_of_the_vocabulary_is_never_sampled(tiny, policy, requests):
+    """As if tensor parallelism had padded the output layer: columns from vocab_size on do not exist."""
+    narrow = SimpleNamespace(chunks=policy.built.chunks, vocab_size=20)
+    engine = tiny.build_engine(SimpleNamespace(built=narrow, device=policy.device))
+    assert max(max(response) for response in responses(engine.generate(requests, params()))) < 20
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_leaves_the_model_in_the_mode_that_it_found(engine, policy, requests, training):
+    policy.chunks[0].train(training)
+    engine.generate(requests[:2], params(max_new_tokens=2))
+    assert policy.chunks[0].training == training
+
+
+def test_no_requests_give_no_rollouts(engine):
+    assert engine.generate([], params()) == []
+
+
+def test_virtual_pipeline_stages_are_an_error(tiny, policy):
+    two = SimpleNamespace(chunks=policy.built.chunks * 2, vocab_size=policy.built.vocab_size)
+    with pytest.raises(ValueError, match="virtual pipeline"):
+        tiny.build_engine(SimpleNamespace(built=two, device=policy.device))

@@ -1,0 +1,261 @@
+"""What a user reads when a command's input is wrong: one ``nemo-edo: error:`` message, status 2, nothing left behind.
+
+All commands run one after another in one process of their own (tests/helpers/commands.py): they need Megatron's
+platform, which changes a process for good, and its import takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_edo.config import ArithmeticConfig, GRPOConfig
+from nemo_edo.configuration import compose_run, resolved_yaml
+from nemo_edo.data.arithmetic_model import write_base_model
+
+COMMANDS = Path(__file__).parents[1] / "helpers" / "commands.py"
+ARCHITECTURE = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 128}
+ROWS = [{"question": f"{i} + {i + 1}", "answer": f"{i} + {i + 1} = {2 * i + 1}\n#### {2 * i + 1}"} for i in range(6)]
+
+
+class Inputs:
+    """Writes a case's input files into a folder of its own, where its runs go as well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rows(self, name: str, rows: list) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    def problems(self, train: list = ROWS[:3], test: list = ROWS[3:]) -> list[str]:
+        return [f"data.train={self.rows('train.jsonl', train)}", f"data.test={self.rows('test.jsonl', test)}"]
+
+    def model(self, **architecture) -> Path:
+        """A model folder that lacks nothing but real weights."""
+        folder = self.folder / "model"
+        write_base_model(folder, {**ARCHITECTURE, **architecture}, ArithmeticConfig())
+        (folder / "model.safetensors").write_bytes(b"")
+        return folder
+
+    def with_model(self, damage: Callable[[Path], object], **architecture) -> list[str]:
+        folder = self.model(**architecture)
+        damage(folder)
+        return self.train(f"model.path={folder}", "model.architecture=null")
+
+    def train(self, *overrides: str) -> list[str]:
+        return ["train", "name=a", f"output_dir={self.folder / 'runs'}", "sft.steps=1", *overrides]
+
+    def run(self, *overrides: str) -> Path:
+        """The folder of a run that was killed before its first checkpoint."""
+        cfg = compose_run("quickstart", self.train()[1:] + list(overrides))
+        folder = self.folder / "runs" / "a"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(resolved_yaml(cfg))
+        return folder
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def edit_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def checkpoints(run: Path, *arms: str) -> Path:
+    for arm in arms:
+        (run / "checkpoints" / arm).mkdir(parents=True)
+    return run
+
+
+def used_name(inputs: Inputs) -> list[str]:
+    inputs.run("seed=1")
+    return inputs.train("seed=2")
+
+
+# name: (the command, what its message has to say; {} is the case's folder)
+CASES: dict[str, tuple[Callable[[Inputs], list[str]], str]] = {
+    "missing problem file": (
+        lambda i: i.train(f"data.train={i.folder}/no.jsonl", f"data.test={i.folder}/no.jsonl"),
+        "{}/no.jsonl: cannot be read (No such file or directory)"),
+    "broken line": (
+        lambda i: i.train(*i.problems(train=[ROWS[0], '{"question": '])), "{}/train.jsonl:2: is not valid JSON"),
+    "missing field": (
+        lambda i: i.train(*i.problems(test=[ROWS[0], {"question": "1 + 1"}])),
+        '{}/test.jsonl:2: has no "answer" (its keys: question)'),
+    "no answer line": (
+        lambda i: i.train(*i.problems(train=[{"question": "1 + 1", "answer": "2"}, ROWS[0]])),
+        '{}/train.jsonl:1: "answer" does not end in one "#### number" line'),
+    "empty file": (lambda i: i.train(*i.problems(train=[])), "{}/train.jsonl: has no rows"),
+    "duplicate question": (
+        lambda i: i.train(*i.problems(train=[*ROWS[:3], ROWS[1]])),
+        '{}/train.jsonl:4: "question" is the same as on line 2'),
+    "nothing but bad rows": (
+        lambda i: ["train", "--on-bad-rows=skip", *i.train(*i.problems(train=["{", "["]))[1:]],
+        "{}/train.jsonl: bad rows: 2 of 2; no good row is left"),
+    "train and test of one name": (
+        lambda i: i.train(f"data.train={i.rows('x/part.jsonl', ROWS[:3])}", f"data.test={i.rows('y/part.jsonl', ROWS)}"),
+        "data.train and data.test have files of one name, so 3 problems share an id"),
+    "long prompt": (
+        lambda i: i.train(*i.problems(test=[ROWS[0], {"question": " + ".join("1" * 30), "answer": "#### 30"}])),
+        "{}/test.jsonl:2: the prompt has 60 tokens, more than the 32"),
+    "too many built-in problems": (
+        lambda i: i.train("data.arithmetic.test_problems=99999"), "data.arithmetic asks for 99999 test problems"),
+    "no model folder": (
+        lambda i: i.train(f"model.path={i.folder}/none", "model.architecture=null"),
+        "{}/none is not a Hugging Face model folder: it has no config.json"),
+    "broken config.json": (
+        lambda i: i.with_model(lambda model: (model / "config.json").write_text("{")),
+        "{}/model/config.json is not valid JSON"),
+    "no tokenizer": (
+        lambda i: i.with_model(lambda model: [file.unlink() for file in model.glob("*token*")]),
+        "{}/model has no tokenizer"),
+    "half a tokenizer": (
+        lambda i: i.with_model(lambda model: (model / "tokenizer.json").unlink()),
+        "the tokenizer of {}/model cannot be loaded"),
+    "no weights": (
+        lambda i: i.with_model(lambda model: (model / "model.safetensors").unlink()),
+        "{}/model has no *.safetensors weights"),
+    "unsupported architecture": (
+        lambda i: i.with_model(lambda model: edit_config(model, architectures=["GPT2LMHeadModel"])),
+        "{}/model/config.json: architectures ['GPT2LMHeadModel'] are not supported by Megatron-Bridge; supported are"),
+    "short context": (
+        lambda i: i.with_model(lambda model: None, max_position_embeddings=48),
+        "model.seq_length is 64, but {}/model/config.json has max_position_embeddings 48"),
+    "unknown architecture field": (
+        lambda i: i.train("model.architecture.num_layer=3"), "model.architecture.num_layer is no field of Qwen2Config"),
+    "more processes needed": (
+        lambda i: i.train("parallelism=tp2"), "1 processes cannot be split into tensor_model_parallel_size 2"),
+    "name of another run": (used_name, "{}/runs/a exists already with another config: seed is 1 there and 2 here"),
+    "unknown key": (lambda i: i.train("grpo.alhpa=0"), "unknown key grpo.alhpa (command line: grpo.alhpa=0)"),
+    "export of no run": (
+        lambda i: ["export", str(i.folder), str(i.folder / "out")],
+        "{} is not the folder of a run: it has no config.yaml"),
+    "export of an unknown arm": (
+        lambda i: ["export", str(i.run()), str(i.folder / "out"), "--arm=gpro"],
+        "{}/runs/a has no arm 'gpro'; it has warmup, grpo, ed_grpo, ed_grpo_floor, entropy_bonus"),
+    "export of one of several arms": (
+        lambda i: ["export", str(i.run("~arms.ed_grpo")), str(i.folder / "out")],
+        "{}/runs/a has the arms grpo, ed_grpo_floor, entropy_bonus: choose one with --arm"),
+    "export of an unfinished arm": (
+        lambda i: ["export", str(i.run()), str(i.folder / "out"), "--arm=grpo"],
+        "{}/runs/a/checkpoints/grpo is missing: the run did not come to the end of arm grpo"),
+    "export into a folder in use": (
+        lambda i: ["export", str(checkpoints(i.run(), "grpo")), str(write(i.folder / "out/x", "").parent),
+                   "--arm=grpo"],
+        "{}/out exists already and is not an empty folder"),
+    "export onto a file": (
+        lambda i: ["export", str(checkpoints(i.run(), "grpo")), str(write(i.folder / "out", "")), "--arm=grpo"],
+        "{}/out exists already and is not an empty folder"),
+    "evaluate of no run": (
+        lambda i: ["evaluate", str(i.folder)], "{} is not the folder of a run: it has no config.yaml"),
+    "evaluate with foreign overrides": (
+        lambda i: ["evaluate", str(i.run()), "evaluation.samples=2", "seed=3", "grpo.alpha=0"],
+        "evaluate takes overrides of evaluation.* only, not seed=3, grpo.alpha=0"),
+    "evaluate with a wrong value": (
+        lambda i: ["evaluate", str(i.run()), "evaluation.samples=0"], "evaluation.samples is 0"),
+    "evaluate of an unknown arm": (
+        lambda i: ["evaluate", str(i.run()), "--arm=gpro"], "{}/runs/a has no arm 'gpro'; it has warmup, grpo"),
+    "evaluate of a run whose last arm is unfinished": (
+        lambda i: ["evaluate", str(checkpoints(i.run(), "warmup", "grpo", "ed_grpo", "ed_grpo_floor"))],
+        "{}/runs/a/checkpoints/entropy_bonus is missing: the run did not come to the end of arm entropy_bonus"),
+    "report of no run": (
+        lambda i: ["report", str(i.folder)], "{}/summary.json: no such file; a finished run's folder has it"),
+}
+SKIPPED = "bad rows are skipped"
+
+
+def listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    """Of each case: status, out, err, traceback, its folder, and what stood in that before and after."""
+    root = tmp_path_factory.mktemp("commands")
+    cases = {name: Inputs(root / f"case{index}") for index, name in enumerate([*CASES, SKIPPED])}
+    for inputs in cases.values():
+        inputs.folder.mkdir()
+    commands = {name: build(cases[name]) for name, (build, _) in CASES.items()}
+    small = ["~arms", "grpo.iterations=1", "sampling.samples_per_prompt=2", "sampling.max_new_tokens=4",
+             "grpo.minibatch_size=4", "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10"]
+    problems = cases[SKIPPED].problems(train=[*ROWS[:4], "{", ROWS[0]], test=[*ROWS[4:], "["])
+    commands[SKIPPED] = ["train", "--on-bad-rows=skip", *cases[SKIPPED].train(*problems, *small)[1:]]
+    before = {name: listing(inputs.folder) for name, inputs in cases.items()}
+    (root / "in.json").write_text(json.dumps(commands))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(COMMANDS), str(root / "in.json"), str(root / "out.json")],
+                          env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((root / "out.json").read_text())
+    return {name: {**results[name], "folder": inputs.folder, "before": before[name], "after": listing(inputs.folder)}
+            for name, inputs in cases.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_input_is_one_message_on_stderr_with_status_2(results, name: str):
+    result, told = results[name], CASES[name][1]
+    assert result["traceback"] == ""
+    assert (result["status"], result["out"]) == (2, "")
+    assert result["err"].startswith("nemo-edo: error: ")
+    assert told.format(result["folder"]) in result["err"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_input_leaves_every_folder_as_it_was(results, name: str):
+    assert results[name]["after"] == results[name]["before"]
+
+
+def test_skipped_rows_are_counted_told_and_the_run_goes_on(results):
+    result = results[SKIPPED]
+    assert (result["status"], result["traceback"]) == (0, "")
+    assert "3 bad rows of the problems files were left out" in result["out"].splitlines()
+    run = result["folder"] / "runs" / "a"
+    assert json.loads((run / "summary.json").read_text())["skipped_rows"] == 3
+    evaluation = json.loads((run / "evaluations" / "policy.json").read_text())
+    assert evaluation["problems"] == ["test-1", "test-2"]
+
+
+# --- labels -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "label"), [
+    ({"alpha": 0.0}, "GRPO"),
+    ({}, "ED-GRPO α=0.001"),
+    ({"alpha": 300.0, "log_ratio_floor": -0.1}, "ED-GRPO α=300, floor -0.1"),
+    ({"exploration_coefficient": 0.3}, "ED-GRPO αβ=0.3"),
+    ({"alpha": 0.0, "entropy_coefficient": 0.03}, "GRPO, entropy bonus 0.03"),
+    ({"beta": 0.0}, "GRPO"),
+    ({"alpha": 0.0, "log_ratio_floor": -0.1}, "GRPO"),
+])
+def test_an_arms_label_says_what_it_trains_with(settings: dict, label: str):
+    from nemo_edo.runner import arm_label
+
+    assert arm_label(replace(GRPOConfig(), **settings)) == label
+
+
+def test_the_helper_sees_tracebacks(tmp_path: Path):
+    """Otherwise the claims above could not fail."""
+    assert shutil.which(sys.executable)
+    code = f"""
+import runpy, nemo_edo.configuration
+nemo_edo.configuration.compose_run = lambda *_: 1 / 0
+result = runpy.run_path({str(COMMANDS)!r})["run"](["train"])
+print(result["status"], "ZeroDivisionError" in result["traceback"])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None True\n"

@@ -1,0 +1,102 @@
+"""Writes the tables of every setting into docs/configuration.md: keys, defaults and docstrings of nemo_edo/config.py.
+
+    python tools/docs/config_table.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_edo import config
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+BEGIN = "<!-- settings: written by tools/docs/config_table.py -->"
+END = "<!-- end of settings -->"
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def updated(page: str) -> str:
+    """The page with new tables between its two markers. Raises ValueError unless it has one of each, in order."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ValueError(f"the page needs one line {BEGIN!r} and, below it, one line {END!r}")
+    return f"{before}{BEGIN}\n\n{settings_tables()}\n{END}{after}"
+
+
+def settings_tables() -> str:
+    """A heading and a table for each section of a run, in the order of the dataclasses."""
+    documents = _docstrings()
+    return "\n".join(_section(name, section, documents) for name, section in _sections("", config.RunConfig))
+
+
+def _sections(name: str, section: Any) -> Iterator[tuple[str, Any]]:
+    """A section and those below it by full key. The run itself stays a class: a model has to be named to make one."""
+    yield name, section
+    for field in fields(section):
+        value = _default(section, field)
+        if is_dataclass(value):
+            yield from _sections(f"{name}.{field.name}".lstrip("."), value)
+
+
+def _default(section: Any, field: Any) -> Any:
+    if not isinstance(section, type):
+        return getattr(section, field.name)
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _section(name: str, section: Any, documents: dict[str, str]) -> str:
+    kind = section if isinstance(section, type) else type(section)
+    lines = [f"### `{name}`" if name else "### The run", ""]
+    if kind.__name__ in documents:
+        lines += [documents[kind.__name__], ""]
+    lines += ["| key | default | meaning |", "|---|---|---|"]
+    for field in fields(section):
+        value = _default(section, field)
+        key = f"{name}.{field.name}".lstrip(".")
+        shown = "a section, below" if is_dataclass(value) else f"`{_written(value)}`"
+        owners = [owner.__name__ for owner in kind.__mro__]
+        meaning = next((documents[f"{o}.{field.name}"] for o in owners if f"{o}.{field.name}" in documents), "")
+        lines.append(f"| `{key}` | {shown} | {meaning} |")
+    return "\n".join([*lines, ""])
+
+
+def _written(value: Any) -> str:
+    """As one writes it in a config file."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[\w.-]+", value) else '"' + value.replace("\n", "\\n") + '"'
+    return yaml.safe_dump(value, default_flow_style=True, explicit_end=False).removesuffix("...\n").strip()
+
+
+def _docstrings() -> dict[str, str]:
+    """The docstrings of config.py's classes (``GRPOConfig``) and of their fields (``GRPOConfig.iterations``)."""
+    found = {}
+    for node in ast.parse(inspect.getsource(config)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        found[node.name] = ast.get_docstring(node)
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[f"{node.name}.{field.target.id}"] = inspect.cleandoc(below.value.value)
+    return {name: _markdown(text) for name, text in found.items() if text}
+
+
+def _markdown(text: str) -> str:
+    return " ".join(text.replace("``", "`").replace("|", "\\|").split())
+
+
+if __name__ == "__main__":
+    main()
