@@ -120,12 +120,29 @@ def check_model(cfg: RunConfig) -> None:
 
     folder = Path(cfg.model.path)
     check_model_folder(folder)
+    _check_weights(folder)
     context = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     if context is not None and context < cfg.model.seq_length:
         raise UserError(
             f"model.seq_length is {cfg.model.seq_length}, but {folder / 'config.json'} has max_position_embeddings "
             f"{context}: set model.seq_length to at most that"
         )
+
+
+def _check_weights(folder: Path) -> None:
+    """A download that broke off, or a Git LFS pointer in place of a file: found before the run, not in its middle."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    names = {file.name for file in folder.glob("*.safetensors")}
+    if index.is_file():
+        names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for name in sorted(names):
+        try:
+            with safe_open(folder / name, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{folder / name} cannot be read ({error}); download it again") from error
 
 
 def check_space(cfg: RunConfig, run: RunFolder, data: Data, num_arms: int) -> None:

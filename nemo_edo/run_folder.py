@@ -50,14 +50,17 @@ class RunFolder:
 
     def create(self) -> Path | None:
         """Makes the folder, empty. One of an earlier run of the same config is kept under a numbered name, which is
-        returned."""
+        returned. Raises UserError where it cannot be made."""
         earlier = None
         if self.path.exists() and any(self.path.iterdir()):
             number = 1
             while (earlier := self.path.with_name(f"{self.path.name}.{number}")).exists():
                 number += 1
             self.path.rename(earlier)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be made ({error.strerror}); choose another output_dir=...") from error
         return earlier
 
     def write_config(self, config: str) -> None:
@@ -70,7 +73,8 @@ class RunFolder:
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         metrics = {
-            name: {"sum": sums.tolist(), "count": counts.tolist()} for name, (sums, counts) in evaluation.metrics.items()
+            name: {"sum": sums.tolist(), "count": counts.tolist()}
+            for name, (sums, counts) in evaluation.metrics.items()
         }
         record = {"arm": evaluation.arm, "problems": list(evaluation.problems), "metrics": metrics}
         self.write_json(f"evaluations/{evaluation.arm}.json", record)

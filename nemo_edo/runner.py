@@ -30,7 +30,7 @@ from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.refit.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.run_folder import MetricsLog, RunFolder
-from nemo_edo.tracking import log_numbers, start_tracking
+from nemo_edo.tracking import check_settings, log_numbers, start_tracking
 
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3
 """Test problems, and responses to each by each arm, that the report shows side by side."""
@@ -114,6 +114,8 @@ def export(run: Path, out: Path, arm: str | None) -> None:
 
 def _prepare(cfg: RunConfig) -> Job:
     arms = arm_configs(cfg)
+    _require_arm_names(arms)
+    check_settings(cfg.exp_manager)
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     config = resolved_yaml(cfg)
     folder.check_free(config)
@@ -299,6 +301,15 @@ def _open(run: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
     return RunFolder(run), compose_run("config", overrides, config_dir=run)
+
+
+def _require_arm_names(arms: Iterable[str]) -> None:
+    """An arm's name is that of its folders and files."""
+    for arm in arms:
+        if arm == WARMUP:
+            raise UserError(f"arms.{arm}: {WARMUP} is what the start of all arms is called; choose another name")
+        if "/" in arm or arm.startswith("."):
+            raise UserError(f"arms.{arm}: an arm's name has no / and no . at its beginning")
 
 
 def _require_arm(arm: str, known: Iterable[str], folder: RunFolder) -> None:

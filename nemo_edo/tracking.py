@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-CHATTY = ("megatron", "lightning.pytorch", "nemo_logger")
+CHATTY = ("megatron", "nemo_logger")
 """Loggers that report every optimizer and bucket they set up; their warnings stay."""
 
 
@@ -27,8 +30,20 @@ def quiet_libraries() -> None:
         warnings.simplefilter("ignore")  # the first process says the same
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
-    # Said a dozen times by megatron-core on import; ``megatron/platform.py`` is about that very case.
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed", category=UserWarning)
+    # A dozen on import that Apex and Transformer Engine are absent (``megatron/platform.py`` is about that very case),
+    # and what libraries deprecate of each other.
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raises UserError for what NeMo's exp_manager has no setting for."""
+    from nemo.utils.exp_manager import ExpManagerConfig
+
+    try:
+        OmegaConf.merge(OmegaConf.structured(ExpManagerConfig), settings)
+    except OmegaConfBaseException as error:
+        raise UserError(f"exp_manager.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
 def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
@@ -37,12 +52,17 @@ def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
     from nemo.utils import logging as nemo_logging
     from nemo.utils.exp_manager import exp_manager
 
+    nemo_logging.captureWarnings(False)  # it swallows Python's warnings, the package's own among them
     nemo_logging.setLevel(nemo_logging.ERROR)  # among its warnings: that the folder, which is ours, exists
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its import has set a level of its own
     trainer = pl.Trainer(
         accelerator="auto", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=1
     )
     config = {"explicit_log_dir": str(folder), "create_checkpoint_callback": False, **settings}
-    exp_manager(trainer, OmegaConf.create(config))
+    try:
+        exp_manager(trainer, OmegaConf.create(config))
+    except (ValueError, ImportError) as error:  # settings that do not go together, or a logger that is not installed
+        raise UserError(f"exp_manager: {error}") from error
     nemo_logging.setLevel(nemo_logging.WARNING)
     return trainer
 

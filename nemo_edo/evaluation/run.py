@@ -32,7 +32,9 @@ class Evaluator:
     max_new_tokens: int
     pad_id: int
 
-    def evaluate(self, arm: str, requests: Sequence[GenerationRequest], rollouts: int) -> tuple[Evaluation, list[ScoredRollout]]:
+    def evaluate(
+        self, arm: str, requests: Sequence[GenerationRequest], rollouts: int
+    ) -> tuple[Evaluation, list[ScoredRollout]]:
         """``requests``: for each problem in order, ``rollouts`` x ``config.samples`` of them.
 
         Metrics, each a sum and a count for each problem:

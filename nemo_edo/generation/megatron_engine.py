@@ -21,7 +21,7 @@ from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.megatron.build import BuiltModel
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
-COMPACT_BELOW = 0.8
+COMPACT_BELOW = 0.9
 """Ended rows leave the cache when fewer than this share of its rows go on: a copy of the cache against their cost."""
 
 
@@ -85,7 +85,9 @@ class MegatronEngine:
             if decoding.alive.float().mean() < COMPACT_BELOW:
                 decoding.compact()
             step = self._forward(decoding, decoding.last[:, None], position)
-        return [self._rollout(request, *decoding.response(row)) for row, request in enumerate(requests)]
+        return [
+            self._rollout(request, *response) for request, response in zip(requests, decoding.responses(), strict=True)
+        ]
 
     def _prefill(self, decoding: _Decoding) -> Tensor | None:
         """Runs the prompts' common length once for each different prompt, then gives every row its cache."""
@@ -194,10 +196,13 @@ class _Decoding:
             context.key_value_memory_dict[layer] = (keys[:, rows], values[:, rows])
         context.max_batch_size = len(rows)
 
-    def response(self, request: int) -> tuple[list[int], list[float], bool]:
-        length = int(self.response_lengths[request])
-        tokens, log_probs = self.tokens[request, :length], self.log_probs[request, :length]
-        return tokens.tolist(), log_probs.tolist(), bool(self.stopped[request])
+    def responses(self) -> list[tuple[list[int], list[float], bool]]:
+        """Tokens, log-probabilities and whether it stopped by itself, for each request."""
+        columns = (self.tokens, self.log_probs, self.response_lengths, self.stopped)
+        return [
+            (tokens[:length], log_probs[:length], stopped)
+            for tokens, log_probs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
     def _response_index(self, position: int) -> Tensor:
         return position - self.prompt_lengths[self.rows]

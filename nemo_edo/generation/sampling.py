@@ -44,8 +44,8 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first index whose cumulative probability exceeds the uniform's share of the total: never one of
     probability zero."""
     cumulative = probs.cumsum(dim=-1)
-    target = uniforms.to(probs.device)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    # Rounding can carry a target to the very total: it then belongs to the last token that has any probability.
-    last = (cumulative >= cumulative[:, -1:]).int().argmax(dim=-1)
-    return torch.minimum(index, last)
+    total = cumulative[:, -1:]
+    target = uniforms.to(probs.device)[:, None] * total
+    # Rounding can carry a target up to the total, which no cumulative probability exceeds.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    return torch.searchsorted(cumulative, torch.minimum(target, below_total), right=True).squeeze(-1)

@@ -6,7 +6,10 @@ other tensor- and pipeline-parallel sizes than it was saved at, or unpacked and 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -46,20 +49,26 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
         from nemo_edo.megatron import platform
 
         platform.init_process_group(platform.enter())
-        unpacked = Path(f"{restore_path}.unpacked")
-        if torch.distributed.get_rank() == 0:
-            unpacked.mkdir()
-            self._unpack_nemo_file(path2file=restore_path, out_folder=str(unpacked))
-        torch.distributed.barrier()
-        config = OmegaConf.load(unpacked / self.model_config_yaml)
-        if override_config_path is not None:
-            given = override_config_path
-            config = OmegaConf.merge(config, OmegaConf.load(given) if isinstance(given, str) else given)
-        if return_config:
-            instance = config
-        else:
+        with contextlib.ExitStack() as cleanup:
+            unpacked = self._unpack(Path(restore_path), cleanup)
+            config = OmegaConf.load(unpacked / self.model_config_yaml)
+            torch.distributed.barrier()  # every rank has read it
+            if override_config_path is not None:
+                given = override_config_path
+                config = OmegaConf.merge(config, OmegaConf.load(given) if isinstance(given, str) else given)
+            if return_config:
+                return config
             instance = calling_cls(OmegaConf.merge(config, {"folder": str(unpacked / "hf")}), trainer=trainer)
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(unpacked)
+            # An export copies the tokenizer from the folder, so it lasts as long as the model.
+            weakref.finalize(instance, cleanup.pop_all().close)
         return instance
+
+    def _unpack(self, archive: Path, cleanup: contextlib.ExitStack) -> Path:
+        """A new folder beside the archive with what it holds; the first rank's ``cleanup`` takes it away."""
+        folder = [None]
+        if torch.distributed.get_rank() == 0:
+            folder = [tempfile.mkdtemp(prefix=f"{archive.name}.", dir=archive.parent)]
+            cleanup.callback(shutil.rmtree, folder[0])
+            self._unpack_nemo_file(path2file=str(archive), out_folder=folder[0])
+        torch.distributed.broadcast_object_list(folder)
+        return Path(folder[0])

@@ -47,9 +47,10 @@ SETTINGS = [
     f"sampling.samples_per_prompt={SAMPLES}", f"sampling.max_new_tokens={MAX_NEW_TOKENS}",
     f"grpo.iterations={ITERATIONS}", "grpo.minibatch_size=16", "grpo.micro_batch_size=8", "grpo.optimizer.lr=2e-4",
     "evaluation.samples=4", "evaluation.rollouts=2", "evaluation.every=1", "evaluation.bootstrap=50",
-    "~arms.ed_grpo", "~arms.entropy_bonus",
+    "grpo.beta=0.001", "~arms",
 ]
-ARMS = ("grpo", "ed_grpo_floor")
+EXPLORING_ARM = "edo: {alpha: 300, log_ratio_floor: -0.1}"
+ARMS = ("grpo", "edo")
 
 
 def environment() -> dict[str, str]:
@@ -112,7 +113,8 @@ def own_problems(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory, own_problems) -> list[str]:
     output = tmp_path_factory.mktemp("runs")
-    return ["train", "--config-name=quickstart", "name=tiny", f"output_dir={output}", *SETTINGS, *own_problems]
+    return ["train", "--config-name=quickstart", "name=tiny", f"output_dir={output}", *SETTINGS,
+            f"+arms={{grpo: {{alpha: 0}}, {EXPLORING_ARM}}}", *own_problems]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,8 @@ def afterwards(runs, tmp_path_factory) -> dict[str, dict]:
 def data_parallel(own_problems, tmp_path_factory) -> tuple[Finished, list[str]]:
     """One arm of the same job on two data-parallel processes, and what each of them said."""
     folder = tmp_path_factory.mktemp("dp")
-    said = torchrun(folder, ["train", "name=dp", f"output_dir={folder}", *SETTINGS, "~arms.grpo", *own_problems])
+    said = torchrun(folder, ["train", "name=dp", f"output_dir={folder}", *SETTINGS, f"+arms={{{EXPLORING_ARM}}}",
+                             *own_problems])
     return Finished.of(folder / "dp", said[0]), said
 
 
@@ -164,8 +167,8 @@ def tensor_parallel(tmp_path_factory) -> tuple[Finished, list[str]]:
     folder = tmp_path_factory.mktemp("tp")
     small = ["sft.steps=5", "data.arithmetic.warmup_problems=32", "data.arithmetic.train_problems=4",
              "data.arithmetic.test_problems=4", "sampling.max_new_tokens=32"]
-    said = torchrun(folder, ["train", "name=tp", f"output_dir={folder}", "parallelism=tp2", *SETTINGS, "~arms.grpo",
-                             *small])
+    said = torchrun(folder, ["train", "name=tp", f"output_dir={folder}", "parallelism=tp2", *SETTINGS,
+                             f"+arms={{{EXPLORING_ARM}}}", *small])
     return Finished.of(folder / "tp", said[0]), said
 
 
@@ -223,7 +226,7 @@ def test_summary_says_what_was_run(first: Finished):
     summary = json.loads((first.folder / "summary.json").read_text())
     assert (summary["name"], summary["seed"], summary["processes"], summary["baseline"]) == ("tiny", 42, 1, "grpo")
     assert {arm: settings["label"] for arm, settings in summary["arms"].items()} == {
-        "grpo": "GRPO", "ed_grpo_floor": "ED-GRPO α=300, floor -0.1"}
+        "grpo": "GRPO", "edo": "ED-GRPO α=300, floor -0.1"}
     assert summary["versions"]["torch"] == torch.__version__
     assert set(summary["time"]) == {"total_s", "warmup", *ARMS}
 
@@ -352,7 +355,7 @@ def test_transformers_computes_the_rollouts_log_probs_from_the_exported_warm_up(
 
 
 @torch.inference_mode()
-def test_transformers_answers_greedily_from_the_exported_policy_as_the_run_did(first: Finished, afterwards, own_problems):
+def test_transformers_answers_greedily_from_the_exported_policy_as_the_run_did(first, afterwards, own_problems):
     model, tokenizer = load_exported(afterwards["out"] / "grpo")
     rows = [json.loads(line) for line in Path(own_problems[2].removeprefix("data.test=")).read_text().splitlines()]
     scores = []
@@ -371,7 +374,7 @@ def test_transformers_answers_greedily_from_the_exported_policy_as_the_run_did(f
 
 
 def test_two_data_parallel_processes_collect_the_same_rollouts_in_the_first_iteration(first: Finished, data_parallel):
-    one, two = (run.rollouts("ed_grpo_floor", 0) for run in (first, data_parallel[0]))
+    one, two = (run.rollouts("edo", 0) for run in (first, data_parallel[0]))
     for name in ("problem_id", "sample_index", "text", "reward", "seed"):
         assert one[name].tolist() == two[name].tolist(), name
     for mine, other in zip(one["response_logprobs"], two["response_logprobs"], strict=True):
@@ -379,7 +382,7 @@ def test_two_data_parallel_processes_collect_the_same_rollouts_in_the_first_iter
 
 
 def test_two_data_parallel_processes_take_the_same_steps(first: Finished, data_parallel):
-    for kind, arm, count in (("sft_step", "warmup", SFT_STEPS), ("train_step", "ed_grpo_floor", STEPS_PER_ITERATION)):
+    for kind, arm, count in (("sft_step", "warmup", SFT_STEPS), ("train_step", "edo", STEPS_PER_ITERATION)):
         for metric in ("loss", "grad_norm"):
             one, two = ([line[metric] for line in run.of_kind(kind, arm)[:count]] for run in (first, data_parallel[0]))
             assert two == pytest.approx(one, abs=1e-4), (kind, metric)
@@ -387,7 +390,7 @@ def test_two_data_parallel_processes_take_the_same_steps(first: Finished, data_p
 
 def test_the_first_step_is_exactly_on_policy_on_two_processes_too(data_parallel, tensor_parallel):
     for finished, _ in (data_parallel, tensor_parallel):
-        lines = finished.of_kind("train_step", "ed_grpo_floor")
+        lines = finished.of_kind("train_step", "edo")
         first_steps = {line["iteration"]: line for line in reversed(lines)}.values()
         assert [line["exploration"] for line in first_steps] == [0.0] * ITERATIONS
 
@@ -403,6 +406,6 @@ def test_only_the_first_process_speaks(which: str, request):
 def test_two_tensor_parallel_processes_finish_the_built_in_task(tensor_parallel):
     finished, _ = tensor_parallel
     assert json.loads((finished.folder / "summary.json").read_text())["processes"] == 2
-    assert set(finished.evaluations) == {"warmup", "ed_grpo_floor"}
+    assert set(finished.evaluations) == {"warmup", "edo"}
     assert (finished.folder / "report.html").is_file()
-    assert max(line["sampler_gap"] for line in finished.of_kind("collection", "ed_grpo_floor")) < 1e-5
+    assert max(line["sampler_gap"] for line in finished.of_kind("collection", "edo")) < 1e-5

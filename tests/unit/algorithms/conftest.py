@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from nemo_edo.algorithms.iteration import Iteration, run_iterations

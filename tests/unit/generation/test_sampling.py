@@ -96,17 +96,17 @@ def test_top_p_is_taken_of_the_temperature_scaled_probabilities():
 
 
 @pytest.mark.parametrize("params", [sampling(), sampling(0.5), sampling(1.0, 0.9)], ids=str)
-@pytest.mark.parametrize("columns", [7, 1000, 50_000])
+@pytest.mark.parametrize("columns", [7, 1000, 30_000])
 def test_tokens_of_probability_zero_are_never_chosen(params, columns):
     """At the lowest and highest uniforms too, whatever rounding does to sums; the ends of the vocabulary are zero."""
-    logits = random_logits(64, columns)
+    logits = random_logits(16, columns)
     logits[:, :: 3] = -torch.inf
     logits[:, -2:] = -1e4  # exp underflows to 0
     logits[0, :] = -torch.inf
     logits[0, columns // 2] = 0.0
     possible = (logits / params.temperature).softmax(-1) > 0
     for uniform in (LOWEST, 1e-30, 0.5, 1 - 2.0**-20, HIGHEST):
-        tokens, log_probs = choose_tokens(logits, torch.full((64,), uniform), params)
+        tokens, log_probs = choose_tokens(logits, torch.full((16,), uniform), params)
         assert possible.gather(1, tokens[:, None]).all()
         assert torch.isfinite(log_probs).all()
         assert tokens[0] == columns // 2

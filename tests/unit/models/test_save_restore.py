@@ -1,0 +1,99 @@
+import gc
+import tarfile
+
+import pytest
+import torch
+from omegaconf import OmegaConf, errors
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_edo.config import GRPOConfig, OptimizerConfig, SFTConfig
+from nemo_edo.models import MegatronGPTGRPOModel, MegatronGPTSFTModel
+
+CONFIGS = {
+    MegatronGPTSFTModel: SFTConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=2e-3)),
+    MegatronGPTGRPOModel: GRPOConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=2e-3), alpha=0.25, clip_high=0.28),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda model_class: model_class.__name__)
+def model(request, make_model, tiny):
+    """Trained a step, so that its weights are no longer those of its folder."""
+    model = make_model(CONFIGS[request.param])
+    model.start_training(1)
+    model.train_step(tiny.random_batch())
+    return model
+
+
+@pytest.fixture(scope="module")
+def archive(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("archive") / "model.nemo"
+    model.save_to(str(path))
+    return path
+
+
+def files_beside(archive) -> list[str]:
+    """Once models that nothing refers to any more are gone."""
+    gc.collect()
+    return [path.name for path in archive.parent.iterdir()]
+
+
+def test_a_restored_model_has_class_config_and_weights_to_the_last_bit(model, archive, tiny):
+    restored = type(model).restore_from(str(archive))
+    assert type(restored) is type(model)
+    assert restored.settings == model.settings == CONFIGS[type(model)]
+    assert restored.temperature == model.temperature
+    weights, expected = tiny.exported(restored.policy), tiny.exported(model.policy)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_restored_model_can_be_trained(model, archive, tiny):
+    restored = type(model).restore_from(str(archive))
+    restored.start_training(1)
+    assert restored.train_step(tiny.random_batch())["grad_norm"] > 0
+
+
+def test_a_restored_model_can_be_saved_again(model, archive, tiny, tmp_path):
+    again = tmp_path / "again.nemo"
+    restored = type(model).restore_from(str(archive))
+    restored.save_to(str(again))
+    weights, expected = (tiny.exported(m.policy) for m in (type(model).restore_from(str(again)), model))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_archive_holds_a_config_and_a_folder_that_transformers_loads(model, archive, tiny, tmp_path):
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    config = OmegaConf.load(tmp_path / "model_config.yaml")
+    assert config.folder is None, "a path of this machine means nothing to whoever restores it"
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    expected = tiny.exported(model.policy)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 1
+
+
+def test_a_restored_model_leaves_nothing_beside_the_archive_when_it_is_gone(model, archive):
+    restored = type(model).restore_from(str(archive))
+    assert len(files_beside(archive)) == 2
+    del restored
+    assert files_beside(archive) == ["model.nemo"]
+
+
+def test_a_restore_that_fails_leaves_nothing_beside_the_archive(model, archive):
+    override = OmegaConf.create({"training": {"alhpa": 1}})
+    with pytest.raises(errors.ConfigKeyError, match="alhpa"):
+        type(model).restore_from(str(archive), override_config_path=override)
+    assert files_beside(archive) == ["model.nemo"]
+
+
+def test_return_config_gives_the_config_alone(model, archive):
+    config = type(model).restore_from(str(archive), return_config=True)
+    assert OmegaConf.to_container(config.training) == OmegaConf.to_container(model.cfg.training)
+    assert files_beside(archive) == ["model.nemo"]
+
+
+def test_an_override_replaces_values_of_the_saved_config(model, archive):
+    override = OmegaConf.create({"training": {"micro_batch_size": 5}})
+    restored = type(model).restore_from(str(archive), override_config_path=override)
+    assert restored.settings.micro_batch_size == 5
+    assert restored.settings.optimizer == model.settings.optimizer

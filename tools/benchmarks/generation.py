@@ -1,0 +1,125 @@
+"""Sampling through the in-process engine against a bare decode loop through the same Megatron model.
+
+The bare loop decodes greedily through the KV cache: no random numbers, no stop tokens, no log-probabilities, every row
+to the end. The engine does all of it. Both are timed in turn in one process, so that the ratio holds on a machine
+whose speed drifts; the ratios' median is the figure to quote.
+
+    python tools/benchmarks/generation.py --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from nemo_edo.tracking import quiet_libraries
+
+PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 10, 28, 10
+ARCHITECTURES = {
+    "443k": {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2},
+    "quickstart": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2},
+}
+
+
+def write_model(folder: Path, architecture: dict) -> None:
+    """A Llama folder with random weights: two layers, head size 64, 64 tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        num_hidden_layers=2,
+        head_dim=64,
+        num_key_value_heads=architecture["num_attention_heads"],
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        **architecture,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="1").save_pretrained(folder)
+
+
+@torch.inference_mode()
+def bare_loop(model, prompts: torch.Tensor, device: torch.device) -> int:
+    """Greedy decoding of every row to the end; returns the number of generated tokens."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    model.eval()
+    rows, length = prompts.shape
+    context = StaticInferenceContext(max_batch_size=rows, max_sequence_length=length + NEW_TOKENS)
+    tokens, position = prompts, 0
+    for _ in range(NEW_TOKENS):
+        positions = torch.arange(position, position + tokens.shape[1], device=device).expand_as(tokens)
+        logits = model(tokens, positions, None, inference_context=context, runtime_gather_output=True)
+        context.increment_sequence_len_offset(tokens.shape[1])
+        position += tokens.shape[1]
+        tokens = logits[:, -1].argmax(dim=-1, keepdim=True)
+    model.train()
+    return rows * NEW_TOKENS
+
+
+def seconds(work) -> tuple[float, int]:
+    start = time.perf_counter()
+    tokens = work()
+    return time.perf_counter() - start, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sequences", type=int, default=1280)
+    parser.add_argument("--model", choices=sorted(ARCHITECTURES), default="443k")
+    args = parser.parse_args()
+    quiet_libraries()
+    from nemo_edo.config import ParallelismConfig, PrecisionConfig
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.megatron.build import build_model, device_and_groups
+    from nemo_edo.types import GenerationRequest, SamplingParams
+
+    device = device_and_groups(ParallelismConfig(), seed=0, threads=args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), ARCHITECTURES[args.model])
+        built = build_model(Path(folder), ParallelismConfig(), PrecisionConfig(), device)
+    numbers = random.Random(0)
+    questions = [tuple(numbers.choices(range(2, 64), k=PROMPT_TOKENS)) for _ in range(args.sequences // SAMPLES)]
+    requests = [
+        GenerationRequest(str(q), s, prompt, seed=SAMPLES * q + s)
+        for q, prompt in enumerate(questions)
+        for s in range(SAMPLES)
+    ]
+    prompts = torch.tensor([request.prompt_ids for request in requests], device=device)
+    engine = MegatronEngine(built, stop_ids=[1], decode=str, max_batch_size=640, device=device)
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=NEW_TOKENS)
+
+    def sample() -> int:
+        return sum(len(rollout.response_ids) for rollout in engine.generate(requests, sampling))
+
+    def loop() -> int:
+        return bare_loop(built.chunks[0], prompts, device)
+
+    sample(), loop()  # warm-up
+    speeds = {"bare loop": [], "engine": []}
+    for _ in range(args.repeats):
+        for name, work in (("bare loop", loop), ("engine", sample)):
+            elapsed, tokens = seconds(work)
+            speeds[name].append(tokens / elapsed)
+    ratios = [engine / bare for engine, bare in zip(speeds["engine"], speeds["bare loop"], strict=True)]
+    parameters = sum(parameter.numel() for parameter in built.chunks[0].parameters())
+    print(f"{parameters} parameters, {len(requests)} sequences, {args.threads} threads, {args.repeats} pairs")
+    for name, values in speeds.items():
+        low, middle, high = min(values), statistics.median(values), max(values)
+        print(f"{name:10} generated tokens/s: median {middle:,.0f} (from {low:,.0f} to {high:,.0f})")
+    print(f"engine / bare loop: median {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()
