@@ -47,7 +47,8 @@ SETTINGS = [
     f"sampling.samples_per_prompt={SAMPLES}", f"sampling.max_new_tokens={MAX_NEW_TOKENS}",
     f"grpo.iterations={ITERATIONS}", "grpo.minibatch_size=16", "grpo.micro_batch_size=8", "grpo.optimizer.lr=2e-4",
     "evaluation.samples=4", "evaluation.rollouts=2", "evaluation.every=1", "evaluation.bootstrap=50",
-    "grpo.beta=0.001", "~arms",
+    "grpo.beta=0.001", "grpo.problems_per_iteration=null", "sft.optimizer.warmup_steps=0",
+    "grpo.optimizer.warmup_steps=0", "~arms",
 ]
 EXPLORING_ARM = "edo: {alpha: 300, log_ratio_floor: -0.1}"
 ARMS = ("grpo", "edo")
@@ -383,9 +384,9 @@ def test_two_data_parallel_processes_collect_the_same_rollouts_in_the_first_iter
 
 def test_two_data_parallel_processes_take_the_same_steps(first: Finished, data_parallel):
     for kind, arm, count in (("sft_step", "warmup", SFT_STEPS), ("train_step", "edo", STEPS_PER_ITERATION)):
-        for metric in ("loss", "grad_norm"):
+        for metric, relative in (("loss", 0), ("grad_norm", 1e-3)):
             one, two = ([line[metric] for line in run.of_kind(kind, arm)[:count]] for run in (first, data_parallel[0]))
-            assert two == pytest.approx(one, abs=1e-4), (kind, metric)
+            assert two == pytest.approx(one, abs=1e-4, rel=relative), (kind, metric)
 
 
 def test_the_first_step_is_exactly_on_policy_on_two_processes_too(data_parallel, tensor_parallel):
