@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write a trained policy as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    export.add_argument("--arm", metavar="NAME", help="default: the only arm, or the one that is the config's grpo section as it is")
+    export.add_argument(
+        "--arm", metavar="NAME", help="default: the only arm, or the one that is the config's grpo section as it is"
+    )
     export.set_defaults(command=_export)
     return parser
 

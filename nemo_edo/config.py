@@ -64,8 +64,12 @@ class GRPOLossConfig:
         _one_of("grpo.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("grpo.aggregation", self.aggregation, AGGREGATIONS)
         needs_length = self.aggregation == "seq-mean-token-sum-norm"
-        _require(not needs_length or (self.norm_length or 0) > 0, "grpo.norm_length", self.norm_length,
-                 "a number above 0 with aggregation seq-mean-token-sum-norm")
+        _require(
+            not needs_length or (self.norm_length or 0) > 0,
+            "grpo.norm_length",
+            self.norm_length,
+            "a number above 0 with aggregation seq-mean-token-sum-norm",
+        )
         if self.alpha is not None and self.exploration_coefficient is not None:
             raise ValueError(
                 f"grpo.alpha ({self.alpha}) and grpo.exploration_coefficient ({self.exploration_coefficient}) are "
@@ -347,5 +351,9 @@ class RunConfig:
         if (self.model.path is None) == (self.model.architecture is None):
             raise ValueError("model.path and model.architecture: give exactly one of them (the other null)")
         needed = self.sampling.max_new_tokens + 1
-        _require(self.model.seq_length >= needed, "model.seq_length", self.model.seq_length,
-                 f"room for a prompt and sampling.max_new_tokens = {self.sampling.max_new_tokens} tokens")
+        _require(
+            self.model.seq_length >= needed,
+            "model.seq_length",
+            self.model.seq_length,
+            f"room for a prompt and sampling.max_new_tokens = {self.sampling.max_new_tokens} tokens",
+        )

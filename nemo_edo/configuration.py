@@ -265,7 +265,7 @@ def _failed_check(
     found = same_value or alike
     places = {place(key) for key in found} - {DEFAULT}
     full = found[0] if len(found) == 1 else named
-    return ConfigError(f"{full}{message[len(named):]} ({' or '.join(sorted(places)) or place(prefix.rstrip('.'))})")
+    return ConfigError(f"{full}{message[len(named) :]} ({' or '.join(sorted(places)) or place(prefix.rstrip('.'))})")
 
 
 def _type_name(hint: Any) -> str:

@@ -172,6 +172,8 @@ def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | GRPOConfig
 
 def build_engine(cfg: RunConfig, model: MegatronGPTModel, data: Data) -> MegatronEngine:
     """An in-process engine over the model's own weights."""
+    import torch
+
     from nemo_edo.generation.megatron_engine import MegatronEngine
 
     def decode(ids: Sequence[int]) -> str:
@@ -183,6 +185,7 @@ def build_engine(cfg: RunConfig, model: MegatronGPTModel, data: Data) -> Megatro
         decode=decode,
         max_batch_size=cfg.generation.max_batch_size,
         device=model.platform_device,
+        progress=torch.distributed.get_rank() == 0,
     )
 
 

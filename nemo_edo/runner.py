@@ -207,9 +207,7 @@ def _evaluate(job: Job, model: MegatronGPTModel, arm: str, iteration: int, *, fi
     )
     rollouts = cfg.evaluation.rollouts if final else 1
     # The same random numbers for every arm and iteration: differences between them are the policies' own.
-    requests = sampling_requests(
-        data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate"
-    )
+    requests = sampling_requests(data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate")
     evaluation, scored = evaluator.evaluate(arm, requests, rollouts)
     intervals = {
         name: evaluation.interval(name, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)

@@ -34,9 +34,7 @@ def build_groups(scored: Sequence[ScoredRollout], policy: Policy, config: GRPOCo
     group_of = {name: index for index, name in enumerate(dict.fromkeys(r.problem_id for r in rollouts))}
     group_ids = torch.tensor([group_of[rollout.problem_id] for rollout in rollouts])
     rewards = torch.tensor([item.reward for item in scored])
-    advantages = group_advantages(
-        rewards, group_ids, scale=config.advantage_scale, baseline=config.advantage_baseline
-    )
+    advantages = group_advantages(rewards, group_ids, scale=config.advantage_scale, baseline=config.advantage_baseline)
     batch = build_batch(
         [(r.prompt_ids, r.response_ids) for r in rollouts],
         pad_id=pad_id,

@@ -47,7 +47,10 @@ def write_tokenizer(folder: str | Path, config: ArithmeticConfig) -> PreTrainedT
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[0-9]+| \+ | = |\n|#### "), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # tokens carry their own spaces
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN,
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(str(folder))
@@ -76,8 +79,13 @@ def write_base_model(folder: str | Path, architecture: Mapping[str, Any], config
     _check_fields(fields, AutoConfig.for_model(model_type))
     tokenizer = write_tokenizer(folder, config)
     model = AutoConfig.for_model(
-        model_type, **fields, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]], vocab_size=len(tokenizer),
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        model_type,
+        **fields,
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(str(folder))
     return model

@@ -29,10 +29,15 @@ def encode_prompts(
 
     Raises UserError (a ValueError) if a prompt is longer, or holds text that the tokenizer does not know.
     """
-    prompts = {problem.id: _encode(render_prompt(template, problem.question), tokenizer, problem, special=True)
-               for problem in problems}
+    prompts = {
+        problem.id: _encode(render_prompt(template, problem.question), tokenizer, problem, special=True)
+        for problem in problems
+    }
     _require_fit(
-        problems, [len(prompts[problem.id]) for problem in problems], limit=max_prompt_tokens, what="prompt",
+        problems,
+        [len(prompts[problem.id]) for problem in problems],
+        limit=max_prompt_tokens,
+        what="prompt",
         room="that model.seq_length leaves beside sampling.max_new_tokens",
         remedy="raise model.seq_length, lower sampling.max_new_tokens",
     )
@@ -57,8 +62,12 @@ def encode_solutions(
         solution = _encode(problem.solution, tokenizer, problem, special=False)
         pairs.append((prompt, (*solution, tokenizer.eos_token_id)))
     _require_fit(
-        problems, [len(prompt) + len(solution) for prompt, solution in pairs], limit=seq_length,
-        what="prompt with its solution", room="of model.seq_length", remedy="raise model.seq_length",
+        problems,
+        [len(prompt) + len(solution) for prompt, solution in pairs],
+        limit=seq_length,
+        what="prompt with its solution",
+        room="of model.seq_length",
+        remedy="raise model.seq_length",
     )
     return pairs
 

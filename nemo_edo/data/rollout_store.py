@@ -16,21 +16,23 @@ import pyarrow.parquet as pq
 from nemo_edo.errors import UserError
 from nemo_edo.types import Rollout, ScoredRollout
 
-_SCHEMA = pa.schema([
-    ("problem_id", pa.string()),
-    ("sample_index", pa.int32()),
-    ("prompt_ids", pa.list_(pa.int32())),
-    ("response_ids", pa.list_(pa.int32())),
-    ("text", pa.string()),
-    ("response_logprobs", pa.list_(pa.float32())),
-    ("reward", pa.float64()),
-    ("reason", pa.string()),
-    ("answer", pa.string()),
-    ("well_formed", pa.bool_()),
-    ("finished", pa.bool_()),
-    ("policy_version", pa.int64()),
-    ("seed", pa.int64()),
-])
+_SCHEMA = pa.schema(
+    [
+        ("problem_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("response_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("reason", pa.string()),
+        ("answer", pa.string()),
+        ("well_formed", pa.bool_()),
+        ("finished", pa.bool_()),
+        ("policy_version", pa.int64()),
+        ("seed", pa.int64()),
+    ]
+)
 _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """The device is full, or the user's quota on it."""

@@ -116,8 +116,15 @@ class Comparison:
         return next((d for d in self.differences if (d.arm, d.metric) == (arm, metric)), None)
 
 
-def compare(evaluations: Mapping[str, Evaluation], curves: Mapping[str, Sequence[CurvePoint]], *,
-            arms: Mapping[str, ArmSettings], baseline: str | None, seed: int, resamples: int) -> Comparison:
+def compare(
+    evaluations: Mapping[str, Evaluation],
+    curves: Mapping[str, Sequence[CurvePoint]],
+    *,
+    arms: Mapping[str, ArmSettings],
+    baseline: str | None,
+    seed: int,
+    resamples: int,
+) -> Comparison:
     """Put the arms beside each other.
 
     Each trained arm is compared with the ``baseline`` arm; a run with one arm alone is compared with its own start
@@ -132,27 +139,52 @@ def compare(evaluations: Mapping[str, Evaluation], curves: Mapping[str, Sequence
     metrics = tuple(sorted({name for arm in shown for name in evaluations[arm].metrics}, key=metric_order))
     if len(arms) == 1:
         baseline = START if START in evaluations else None
-    pairs = [(arm, metric) for arm in arms if baseline not in (None, arm) for metric in main_metrics(metrics)
-             if evaluations[arm].has(metric) and evaluations[baseline].has(metric)]
+    pairs = [
+        (arm, metric)
+        for arm in arms
+        if baseline not in (None, arm)
+        for metric in main_metrics(metrics)
+        if evaluations[arm].has(metric) and evaluations[baseline].has(metric)
+    ]
     differences = tuple(
-        Difference(arm, metric, paired_bootstrap(*evaluations[arm].metrics[metric],
-                                                 *evaluations[baseline].metrics[metric],
-                                                 resamples=resamples, seed=seed))
-        for arm, metric in pairs)
-    table = {arm: {metric: evaluations[arm].interval(metric, resamples=resamples, seed=seed) for metric in metrics}
-             for arm in shown}
+        Difference(
+            arm,
+            metric,
+            paired_bootstrap(
+                *evaluations[arm].metrics[metric],
+                *evaluations[baseline].metrics[metric],
+                resamples=resamples,
+                seed=seed,
+            ),
+        )
+        for arm, metric in pairs
+    )
+    table = {
+        arm: {metric: evaluations[arm].interval(metric, resamples=resamples, seed=seed) for metric in metrics}
+        for arm in shown
+    }
     labels = {START: START_LABEL} | {arm: settings.label for arm, settings in arms.items()}
-    return Comparison(dict(arms), {arm: labels[arm] for arm in shown}, metrics, table, baseline, differences,
-                      match_accuracy({arm: curves.get(arm, ()) for arm in arms}),
-                      len(evaluations[shown[0]].problems), seed)
+    return Comparison(
+        dict(arms),
+        {arm: labels[arm] for arm in shown},
+        metrics,
+        table,
+        baseline,
+        differences,
+        match_accuracy({arm: curves.get(arm, ()) for arm in arms}),
+        len(evaluations[shown[0]].problems),
+        seed,
+    )
 
 
 def _same_problems(evaluations: Sequence[Evaluation]) -> None:
     first = evaluations[0]
     for other in evaluations[1:]:
         if other.problems != first.problems:
-            raise ValueError(f"arms {first.arm} and {other.arm} were evaluated on different problems, or in another "
-                             "order; differences are paired by problem, so evaluate both on the same file")
+            raise ValueError(
+                f"arms {first.arm} and {other.arm} were evaluated on different problems, or in another "
+                "order; differences are paired by problem, so evaluate both on the same file"
+            )
 
 
 def match_accuracy(curves: Mapping[str, Sequence[CurvePoint]]) -> Matched:
@@ -168,20 +200,32 @@ def match_accuracy(curves: Mapping[str, Sequence[CurvePoint]]) -> Matched:
     records = {arm: _records(points) for arm, points in curves.items()}
     gains = {arm: found[-1].accuracy - found[0].accuracy if found else 0.0 for arm, found in records.items()}
     needed = max(MIN_GAIN, MIN_SHARE_OF_BEST_GAIN * max(gains.values()))
-    reasons = {arm: f"it never left the start: its training accuracy rose by {gain:.3f}, less than {needed:.3f}"
-               if records[arm] else "it has no collection with an accuracy"
-               for arm, gain in gains.items() if gain < needed}
+    reasons = {
+        arm: f"it never left the start: its training accuracy rose by {gain:.3f}, less than {needed:.3f}"
+        if records[arm]
+        else "it has no collection with an accuracy"
+        for arm, gain in gains.items()
+        if gain < needed
+    }
     levels = [found[-1].accuracy for arm, found in records.items() if arm not in reasons]
-    last = {measure: {arm: points[-1].measures.get(measure, math.nan) for arm, points in curves.items() if points}
-            for measure in MATCHED_MEASURES}
+    last = {
+        measure: {arm: points[-1].measures.get(measure, math.nan) for arm, points in curves.items() if points}
+        for measure in MATCHED_MEASURES
+    }
     if len(levels) < 2:
-        return Matched(None, {}, last, reasons | {arm: "no other arm to match it with" for arm in curves
-                                                  if arm not in reasons})
+        return Matched(
+            None, {}, last, reasons | {arm: "no other arm to match it with" for arm in curves if arm not in reasons}
+        )
     level = min(levels)
-    reasons |= {arm: "its first collection is above the common accuracy" for arm, found in records.items()
-                if arm not in reasons and found[0].accuracy > level}
-    values = {measure: {arm: _at(records[arm], measure, level) for arm in curves if arm not in reasons}
-              for measure in MATCHED_MEASURES}
+    reasons |= {
+        arm: "its first collection is above the common accuracy"
+        for arm, found in records.items()
+        if arm not in reasons and found[0].accuracy > level
+    }
+    values = {
+        measure: {arm: _at(records[arm], measure, level) for arm in curves if arm not in reasons}
+        for measure in MATCHED_MEASURES
+    }
     return Matched(level, values, last, reasons)
 
 
@@ -196,14 +240,25 @@ def _records(points: Sequence[CurvePoint]) -> list[CurvePoint]:
 
 def _at(records: Sequence[CurvePoint], measure: str, accuracy: float) -> float:
     """Linear interpolation; NaN where a record on either side lacks the measure."""
-    return float(np.interp(accuracy, [point.accuracy for point in records],
-                           [point.measures.get(measure, math.nan) for point in records]))
+    return float(
+        np.interp(
+            accuracy,
+            [point.accuracy for point in records],
+            [point.measures.get(measure, math.nan) for point in records],
+        )
+    )
 
 
 _ORDER = ("greedy_accuracy", "accuracy", "vote@", "pass@", "distinct_4", "entropy", "well_formed", "response_length")
-_NAMES = {"greedy_accuracy": "greedy accuracy", "accuracy": "sampled accuracy", "distinct_4": "Distinct-4",
-          "distinct_4_corpus": "Distinct-4 (corpus)", "entropy": "entropy (nats)", "well_formed": "well-formed",
-          "response_length": "length (tokens)"}
+_NAMES = {
+    "greedy_accuracy": "greedy accuracy",
+    "accuracy": "sampled accuracy",
+    "distinct_4": "Distinct-4",
+    "distinct_4_corpus": "Distinct-4 (corpus)",
+    "entropy": "entropy (nats)",
+    "well_formed": "well-formed",
+    "response_length": "length (tokens)",
+}
 
 
 def metric_name(metric: str) -> str:
@@ -224,6 +279,12 @@ def largest(metrics: Sequence[str], family: str) -> str | None:
 
 def main_metrics(metrics: Sequence[str]) -> list[str]:
     """The metrics on which arms are compared: of vote@N and pass@k the largest only."""
-    chosen = ("greedy_accuracy", "accuracy", largest(metrics, "vote@"), largest(metrics, "pass@"),
-              "distinct_4", "entropy")
+    chosen = (
+        "greedy_accuracy",
+        "accuracy",
+        largest(metrics, "vote@"),
+        largest(metrics, "pass@"),
+        "distinct_4",
+        "entropy",
+    )
     return [metric for metric in chosen if metric in metrics]

@@ -21,14 +21,19 @@ MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are no merit."""
 LABEL_WIDTH, CELL_WIDTH = 22, 11
 """Seven cells beside a label fit into 100 columns."""
-_SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "entropy": "entropy",
-                "well_formed": "wellformed"}
+_SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "entropy": "entropy", "well_formed": "wellformed"}
 
 
 def conclusions(comparison: Comparison) -> list[str]:
     """What the run shows and does not show, one paragraph a string, the scope first."""
-    return [_scope(comparison), *_breakdowns(comparison), *_by_arm(comparison), *_exploration(comparison),
-            *_matched(comparison), *_multiplicity(comparison)]
+    return [
+        _scope(comparison),
+        *_breakdowns(comparison),
+        *_by_arm(comparison),
+        *_exploration(comparison),
+        *_matched(comparison),
+        *_multiplicity(comparison),
+    ]
 
 
 def signed(interval: Interval) -> str:
@@ -45,16 +50,21 @@ def direction(difference: Difference) -> str:
 
 
 def _scope(comparison: Comparison) -> str:
-    return (f"This is one seed ({comparison.seed}) on {comparison.problems} test problems. The 95 % intervals cover "
-            "the choice of test problems only, not the luck of training: the same arm trained with another seed may "
-            "differ by more than its interval. A claim about an arm needs several seeds.")
+    return (
+        f"This is one seed ({comparison.seed}) on {comparison.problems} test problems. The 95 % intervals cover "
+        "the choice of test problems only, not the luck of training: the same arm trained with another seed may "
+        "differ by more than its interval. A claim about an arm needs several seeds."
+    )
 
 
 def _breakdowns(comparison: Comparison) -> list[str]:
     shares = {arm: row.get("well_formed") for arm, row in comparison.table.items() if arm != START}
-    return [f"{comparison.labels[arm]} broke down: only {share.mean:.0%} of its answers are well-formed. Read its "
-            "entropy and diversity as noise, not as exploration."
-            for arm, share in shares.items() if share is not None and share.mean < MALFORMED_BELOW]
+    return [
+        f"{comparison.labels[arm]} broke down: only {share.mean:.0%} of its answers are well-formed. Read its "
+        "entropy and diversity as noise, not as exploration."
+        for arm, share in shares.items()
+        if share is not None and share.mean < MALFORMED_BELOW
+    ]
 
 
 def _by_arm(comparison: Comparison) -> list[str]:
@@ -86,19 +96,30 @@ def _exploration(comparison: Comparison) -> list[str]:
         gains = [metric_name(d.metric) for d in found if direction(d) == "better"]
         if not gains:
             names = " or ".join(metric_name(d.metric) for d in found)
-            paragraphs.append(f"No advantage of exploration is shown by {settings.label}: in {names} it does not "
-                              f"exceed {comparison.labels[baseline]} by more than the interval.")
+            paragraphs.append(
+                f"No advantage of exploration is shown by {settings.label}: in {names} it does not "
+                f"exceed {comparison.labels[baseline]} by more than the interval."
+            )
             continue
-        paragraphs.append(f"{settings.label} exceeds {comparison.labels[baseline]} in {' and '.join(gains)} on this "
-                          f"seed. {_rivals(comparison, [d.metric for d in found if direction(d) == 'better'])}")
+        paragraphs.append(
+            f"{settings.label} exceeds {comparison.labels[baseline]} in {' and '.join(gains)} on this "
+            f"seed. {_rivals(comparison, [d.metric for d in found if direction(d) == 'better'])}"
+        )
     return paragraphs
 
 
 def _rivals(comparison: Comparison, metrics: list[str]) -> str:
-    rivals = [arm for arm, settings in comparison.arms.items()
-              if settings.exploration_weight == 0 and arm != comparison.baseline]
-    found = [f"{comparison.labels[arm]} {signed(d.interval)} in {metric_name(metric)}"
-             for arm in rivals for metric in metrics if (d := comparison.difference(arm, metric))]
+    rivals = [
+        arm
+        for arm, settings in comparison.arms.items()
+        if settings.exploration_weight == 0 and arm != comparison.baseline
+    ]
+    found = [
+        f"{comparison.labels[arm]} {signed(d.interval)} in {metric_name(metric)}"
+        for arm in rivals
+        for metric in metrics
+        if (d := comparison.difference(arm, metric))
+    ]
     if not found:
         return "No rival without exploration was run, so it is open whether a plainer method does as well."
     return f"The rivals without exploration, for comparison: {', '.join(found)}."
@@ -108,17 +129,23 @@ def _matched(comparison: Comparison) -> list[str]:
     matched = comparison.matched
     if len(comparison.arms) < 2:
         return []
-    left_out = [f"{comparison.labels[arm]} is left out of the matched comparison: {reason}."
-                for arm, reason in matched.reasons.items()]
+    left_out = [
+        f"{comparison.labels[arm]} is left out of the matched comparison: {reason}."
+        for arm, reason in matched.reasons.items()
+    ]
     if matched.accuracy is None:
         return ["No comparison at matched accuracy is possible.", *left_out]
-    readings = [f"{_word(measure)}: {_readings(comparison, measure)}."
-                for measure, values in matched.values.items()
-                if not all(math.isnan(value) for value in values.values())]
-    paragraph = (f"At matched accuracy, {matched.accuracy:.3f} on the training problems (the highest level that the "
-                 f"compared arms all reached): {' '.join(readings) or 'nothing was measured.'} Arms learn at different "
-                 "speeds, so this is the fairer view of diversity. The values are interpolated points of one run each "
-                 "and carry no interval: small differences between them are no evidence.")
+    readings = [
+        f"{_word(measure)}: {_readings(comparison, measure)}."
+        for measure, values in matched.values.items()
+        if not all(math.isnan(value) for value in values.values())
+    ]
+    paragraph = (
+        f"At matched accuracy, {matched.accuracy:.3f} on the training problems (the highest level that the "
+        f"compared arms all reached): {' '.join(readings) or 'nothing was measured.'} Arms learn at different "
+        "speeds, so this is the fairer view of diversity. The values are interpolated points of one run each "
+        "and carry no interval: small differences between them are no evidence."
+    )
     return [paragraph, *left_out]
 
 
@@ -143,9 +170,13 @@ def _multiplicity(comparison: Comparison) -> list[str]:
         missing = "second arm to compare with" if len(comparison.arms) == 1 else "common metric with a baseline arm"
         return [f"There is no {missing}, so nothing is said about differences."]
     exceeding = sum(difference.exceeds_interval for difference in comparison.differences)
-    return [(f"{count} differences were tested against {comparison.labels[comparison.baseline]}, and {exceeding} "
-             f"exceed their interval; with no difference at all about {0.05 * count:.1f} of {count} would be expected "
-             "to. The intervals are not corrected for this.")]
+    return [
+        (
+            f"{count} differences were tested against {comparison.labels[comparison.baseline]}, and {exceeding} "
+            f"exceed their interval; with no difference at all about {0.05 * count:.1f} of {count} would be expected "
+            "to. The intervals are not corrected for this."
+        )
+    ]
 
 
 def terminal_table(comparison: Comparison) -> str:
@@ -159,13 +190,21 @@ def terminal_table(comparison: Comparison) -> str:
     for arm, label in comparison.labels.items():
         cells = [comparison.table[arm][metric] for metric in metrics]
         stars = [(d := comparison.difference(arm, metric)) is not None and d.exceeds_interval for metric in metrics]
-        lines.append(_line(label, ["-" if cell is None else f"{cell.mean:.3f}{'*' if star else ' '}"
-                                   for cell, star in zip(cells, stars, strict=True)]))
+        lines.append(
+            _line(
+                label,
+                [
+                    "-" if cell is None else f"{cell.mean:.3f}{'*' if star else ' '}"
+                    for cell, star in zip(cells, stars, strict=True)
+                ],
+            )
+        )
         lines.append(_line("", ["" if cell is None else f"{_short(cell.low)}-{_short(cell.high)}" for cell in cells]))
     lines.append(f"95 % intervals over {comparison.problems} problems, one seed ({comparison.seed}).")
     if comparison.differences:
-        lines.append(f"* differs from {_cut(comparison.labels[comparison.baseline], 40)} by more than the paired "
-                     "interval.")
+        lines.append(
+            f"* differs from {_cut(comparison.labels[comparison.baseline], 40)} by more than the paired interval."
+        )
     return "\n".join(lines)
 
 

@@ -33,18 +33,36 @@ def write_report(run_folder: Path) -> Path:
 
 def render(record: RunRecord, comparison: Comparison) -> str:
     """The page. Everything is escaped except plotly's own script and the charts that plotly wrote."""
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"metric_name": metric_name, "settings_number": _settings_number,
-                            "duration": _duration, "verdict": _verdict, "direction": direction, "reading": _reading}
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "metric_name": metric_name,
+        "settings_number": _settings_number,
+        "duration": _duration,
+        "verdict": _verdict,
+        "direction": direction,
+        "reading": _reading,
+    }
     charts, undrawn = all_charts(record, comparison)
     main = main_metrics(comparison.metrics)
     return environment.get_template("report.html.j2").render(
-        record=record, comparison=comparison, facts=_facts(record, comparison), conclusions=conclusions(comparison),
+        record=record,
+        comparison=comparison,
+        facts=_facts(record, comparison),
+        conclusions=conclusions(comparison),
         main_metrics=main,
         shown_metrics=[*main, *(m for m in comparison.metrics if m in ("well_formed", "response_length"))],
-        charts=charts, undrawn=undrawn, plotly_js=Markup(get_plotlyjs()), Markup=Markup,
-        labels=comparison.labels)
+        charts=charts,
+        undrawn=undrawn,
+        plotly_js=Markup(get_plotlyjs()),
+        Markup=Markup,
+        labels=comparison.labels,
+    )
 
 
 def _facts(record: RunRecord, comparison: Comparison) -> dict[str, str]:
@@ -53,8 +71,11 @@ def _facts(record: RunRecord, comparison: Comparison) -> dict[str, str]:
     if setting(record, "model.path"):
         model = str(setting(record, "model.path"))
     else:
-        model = ", ".join(f"{key} {value}" for key, value in architecture.items()
-                          if key in ("model_type", "num_hidden_layers", "hidden_size"))
+        model = ", ".join(
+            f"{key} {value}"
+            for key, value in architecture.items()
+            if key in ("model_type", "num_hidden_layers", "hidden_size")
+        )
     built_in = setting(record, "data.train") is None
     training = f"{data['arithmetic']['train_problems']} problems of the built-in task" if built_in else data["train"]
     samples, rollouts = setting(record, "evaluation.samples"), setting(record, "evaluation.rollouts")

@@ -23,11 +23,25 @@ from nemo_edo.evaluation.comparison import (
     compare,
 )
 
-REQUIRED_KEYS = {"sft_step": ("arm", "step"), "train_step": ("arm", "iteration", "step"),
-                 "collection": ("arm", "iteration"), "evaluation": ("arm", "iteration", "metrics")}
+REQUIRED_KEYS = {
+    "sft_step": ("arm", "step"),
+    "train_step": ("arm", "iteration", "step"),
+    "collection": ("arm", "iteration"),
+    "evaluation": ("arm", "iteration", "metrics"),
+}
 """By kind of line in metrics.jsonl; lines of another kind are not the report's concern and are passed over."""
-NUMERIC_KEYS = ("step", "iteration", "loss", "reward", "entropy", "kl", "distinct_4", "well_formed", "exploration",
-                "floor_fraction")
+NUMERIC_KEYS = (
+    "step",
+    "iteration",
+    "loss",
+    "reward",
+    "entropy",
+    "kl",
+    "distinct_4",
+    "well_formed",
+    "exploration",
+    "floor_fraction",
+)
 
 
 @dataclass(frozen=True)
@@ -70,16 +84,35 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
     evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in (*evaluated, *arms)}
-    return RunRecord(folder, config, config_text, summary, arms, tuple(_read_lines(folder / "metrics.jsonl")),
-                     evaluations, _read_samples(folder / "samples.json"))
+    return RunRecord(
+        folder,
+        config,
+        config_text,
+        summary,
+        arms,
+        tuple(_read_lines(folder / "metrics.jsonl")),
+        evaluations,
+        _read_samples(folder / "samples.json"),
+    )
 
 
 def compare_run(record: RunRecord) -> Comparison:
     """The comparison of the run's arms, with the bootstrap that its config asks for."""
-    curves = {arm: [CurvePoint(number(line.get("reward")), {m: number(line.get(m)) for m in MATCHED_MEASURES})
-                    for line in record.of("collection", arm)] for arm in record.arms}
-    return compare(record.evaluations, curves, arms=record.arms, baseline=record.summary["baseline"],
-                   seed=record.summary["seed"], resamples=setting(record, "evaluation.bootstrap"))
+    curves = {
+        arm: [
+            CurvePoint(number(line.get("reward")), {m: number(line.get(m)) for m in MATCHED_MEASURES})
+            for line in record.of("collection", arm)
+        ]
+        for arm in record.arms
+    }
+    return compare(
+        record.evaluations,
+        curves,
+        arms=record.arms,
+        baseline=record.summary["baseline"],
+        seed=record.summary["seed"],
+        resamples=setting(record, "evaluation.bootstrap"),
+    )
 
 
 def setting(record: RunRecord, key: str) -> Any:
@@ -183,9 +216,14 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     for place, sample in enumerate(samples):
         try:
             responses = [response for found in sample["responses"].values() for response in found]
-            well_typed = isinstance(sample["question"], str) and sample["answer"] is not None and all(
-                isinstance(response["text"], str) and isinstance(response["reward"], int | float)
-                for response in responses)
+            well_typed = (
+                isinstance(sample["question"], str)
+                and sample["answer"] is not None
+                and all(
+                    isinstance(response["text"], str) and isinstance(response["reward"], int | float)
+                    for response in responses
+                )
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: entry {place}: missing or malformed ({error!r})") from error
         if not well_typed:

@@ -25,6 +25,10 @@ COMPACT_BELOW = 0.9
 """Ended rows leave the cache when fewer than this share of its rows go on: a copy of the cache against their cost."""
 
 
+PROGRESS_DELAY_S = 2.0
+"""A shorter generation shows no bar of its own."""
+
+
 class MegatronEngine:
     """A GenerationEngine over a Megatron model, split as the model is. Pipeline stages pass hidden states on."""
 
@@ -64,7 +68,9 @@ class MegatronEngine:
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
         rollouts: list[Rollout | None] = [None] * len(mine)
         was_training = self._model.training
-        with tqdm(total=len(mine), desc="generate", disable=not self._progress, leave=False) as bar:
+        with tqdm(
+            total=len(mine), desc="generate", disable=not self._progress, leave=False, delay=PROGRESS_DELAY_S
+        ) as bar:
             for start in range(0, len(order), self._max_batch_size):
                 places = order[start : start + self._max_batch_size]
                 for place, rollout in zip(places, self._batch([mine[i] for i in places], sampling), strict=True):

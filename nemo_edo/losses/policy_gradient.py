@@ -68,8 +68,12 @@ def grpo_loss(
         raise ValueError(f"ref_logprobs is None, but beta is {config.beta}: give them, or set beta to 0")
 
     exploration = exploration_term(
-        logprobs, old_logprobs, mask,
-        reduction=config.aggregation, log_ratio_floor=config.log_ratio_floor, norm_length=config.norm_length,
+        logprobs,
+        old_logprobs,
+        mask,
+        reduction=config.aggregation,
+        log_ratio_floor=config.log_ratio_floor,
+        norm_length=config.norm_length,
     )
     metrics["exploration"] = exploration.detached()
     if config.exploration_weight != 0:  # adding 0 * term would not be bit-equal to GRPO

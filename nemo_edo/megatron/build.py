@@ -89,7 +89,12 @@ def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None
 
 
 def build_model(
-    folder: Path, parallelism: ParallelismConfig, precision: PrecisionConfig, device: torch.device, *, train: bool = True
+    folder: Path,
+    parallelism: ParallelismConfig,
+    precision: PrecisionConfig,
+    device: torch.device,
+    *,
+    train: bool = True,
 ) -> BuiltModel:
     """The model of a Hugging Face folder with its weights, split as Megatron's process groups say.
 
@@ -141,10 +146,13 @@ def _check_splits(provider, parallelism: ParallelismConfig) -> None:
     groups = provider.num_query_groups or provider.num_attention_heads
     for what, size in (("attention heads", provider.num_attention_heads), ("query groups", groups)):
         if size % tensor:
-            raise UserError(f"parallelism.tensor_model_parallel_size {tensor} does not divide the model's {size} {what}")
+            raise UserError(
+                f"parallelism.tensor_model_parallel_size {tensor} does not divide the model's {size} {what}"
+            )
     if provider.num_layers % pipeline:
         raise UserError(
-            f"parallelism.pipeline_model_parallel_size {pipeline} does not divide the model's {provider.num_layers} layers"
+            f"parallelism.pipeline_model_parallel_size {pipeline} does not divide the model's "
+            f"{provider.num_layers} layers"
         )
 
 

@@ -69,8 +69,10 @@ def log_probs_and_entropy(
     """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank."""
 
     def keep(logits: Tensor, micro: TrainingBatch):
-        return logits.new_zeros(()), torch.zeros([], dtype=torch.int, device=logits.device), (
-            _log_probs_and_entropy(logits, micro, temperature, vocab_size)
+        return (
+            logits.new_zeros(()),
+            torch.zeros([], dtype=torch.int, device=logits.device),
+            (_log_probs_and_entropy(logits, micro, temperature, vocab_size)),
         )
 
     stored = _run_schedule(chunks, batch, keep, micro_batch_size, forward_only=True)

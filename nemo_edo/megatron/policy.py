@@ -69,7 +69,7 @@ class MegatronPolicy:
     def train_step(
         self, batch: TrainingBatch, loss: LossFunction, *, loss_count: float, micro_batch_size: int, temperature: float
     ) -> dict[str, float]:
-        """One optimizer step. Returns the metrics of ``forward_backward`` with "grad_norm" (before clipping) and "lr"."""
+        """One optimizer step. Returns the metrics of ``forward_backward``, "grad_norm" (before clipping) and "lr"."""
         self.zero_grad()
         metrics = self.forward_backward(
             batch, loss, loss_count=loss_count, micro_batch_size=micro_batch_size, temperature=temperature
@@ -83,9 +83,7 @@ class MegatronPolicy:
 
     def forward_backward(self, batch: TrainingBatch, loss: LossFunction, **settings) -> dict[str, float]:
         """Accumulates gradients only; ``settings`` as in ``forward_backward.forward_backward``."""
-        return forward_backward(
-            self.chunks, batch.to(self.device), loss, vocab_size=self.built.vocab_size, **settings
-        )
+        return forward_backward(self.chunks, batch.to(self.device), loss, vocab_size=self.built.vocab_size, **settings)
 
     def apply_gradients(self) -> dict[str, float]:
         """Clips, steps and moves the schedule on. Raises FloatingPointError for a gradient that is not finite."""

@@ -45,7 +45,7 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
         trainer=None,
         validate_access_integrity: bool = True,
     ):
-        """``map_location`` and ``strict`` are ModelPT's; the device is the platform's and every weight must be there."""
+        """``map_location`` and ``strict`` are ModelPT's: the device is the platform's, every weight must be there."""
         from nemo_edo.megatron import platform
 
         platform.init_process_group(platform.enter())

@@ -1,6 +1,6 @@
 """Writes the tables of every setting into docs/configuration.md: keys, defaults and docstrings of nemo_edo/config.py.
 
-    python tools/docs/config_table.py
+python tools/docs/config_table.py
 """
 
 from __future__ import annotations
