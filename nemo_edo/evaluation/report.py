@@ -78,11 +78,13 @@ def _facts(record: RunRecord, comparison: Comparison) -> dict[str, str]:
         )
     built_in = setting(record, "data.train") is None
     training = f"{data['arithmetic']['train_problems']} problems of the built-in task" if built_in else data["train"]
+    some, each = setting(record, "grpo.problems_per_iteration"), setting(record, "sampling.samples_per_prompt")
+    collection = f"{each} responses to {f'{some} of them' if some else 'each'} an iteration"
     samples, rollouts = setting(record, "evaluation.samples"), setting(record, "evaluation.rollouts")
     return {
         "Seed": str(record.summary["seed"]),
         "Model": model,
-        "Training": f"{training}, {setting(record, 'sampling.samples_per_prompt')} responses each an iteration",
+        "Training": f"{training}, {collection}",
         "Warm-up": f"{setting(record, 'sft.steps')} supervised steps",
         "Test": f"{comparison.problems} problems, greedy and {rollouts} x {samples} responses each",
         "Duration": _duration(record.summary["time"]["total_s"]),

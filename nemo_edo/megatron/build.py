@@ -128,8 +128,6 @@ def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, dev
     provider.bf16 = dtype is torch.bfloat16
     provider.fp16 = False
     provider.attention_dropout = provider.hidden_dropout = 0.0
-    provider.should_pad_vocab = True
-    provider.make_vocab_size_divisible_by = 1  # padded to a multiple of the tensor-parallel size, no further
     # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
     # micro-batches and data-parallel ranks, and divides by nothing.
     provider.calculate_per_token_loss = True
@@ -144,7 +142,12 @@ def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, dev
 def _check_splits(provider, parallelism: ParallelismConfig) -> None:
     tensor, pipeline = parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
     groups = provider.num_query_groups or provider.num_attention_heads
-    for what, size in (("attention heads", provider.num_attention_heads), ("query groups", groups)):
+    split = {
+        "attention heads": provider.num_attention_heads,
+        "query groups": groups,
+        "vocabulary entries": provider.vocab_size,  # Megatron-Bridge 0.3 cannot pad them
+    }
+    for what, size in split.items():
         if size % tensor:
             raise UserError(
                 f"parallelism.tensor_model_parallel_size {tensor} does not divide the model's {size} {what}"

@@ -45,12 +45,12 @@ def run_layout(models, tmp_path_factory):
     def run(layout: str) -> SimpleNamespace:
         if layout not in done:
             foreign = [] if layout == "tensor" else [str(run("tensor").out / "tied")]
-            done[layout] = start(layout, foreign)
+            done[layout] = start(layout, tmp_path_factory.mktemp("layout"), foreign)
+        assert done[layout].error is None, done[layout].error
         return done[layout]
 
-    def start(layout: str, foreign: list[str]) -> SimpleNamespace:
+    def start(layout: str, out: Path, foreign: list[str]) -> SimpleNamespace:
         processes, parallelism = LAYOUTS[layout]
-        out = tmp_path_factory.mktemp("layout")
         command = [
             sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
             f"--nproc-per-node={processes}", str(HELPERS / "layout_worker.py"),
@@ -58,8 +58,9 @@ def run_layout(models, tmp_path_factory):
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert finished.returncode == 0, finished.stderr[-8000:]
-        return SimpleNamespace(out=out, **{"results": torch.load(out / "results.pt")})
+        if finished.returncode != 0:
+            return SimpleNamespace(error=finished.stderr[-8000:])
+        return SimpleNamespace(error=None, out=out, results=torch.load(out / "results.pt"))
 
     return run
 

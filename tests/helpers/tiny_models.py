@@ -22,8 +22,8 @@ SHAPE = {
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
-VOCAB_SIZE = 129
-"""One more than the tokenizer's 128 tokens, as real models have it, and odd: tensor parallelism has to pad it."""
+VOCAB_SIZE = 130
+"""Two more than the tokenizer's 128 tokens, as real models have it."""
 
 
 def write_tiny_model(folder: Path, model_type: str = "qwen2", *, seed: int = 0, **fields) -> Path:

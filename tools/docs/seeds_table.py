@@ -1,9 +1,10 @@
-"""Several runs of one config with other seeds as Markdown tables: each seed, and the mean over seeds.
+"""Several runs of one config with other seeds as Markdown tables: each seed, the mean over seeds, and the mean over
+seeds of each arm's difference from the baseline of the same seed.
 
     python tools/docs/seeds_table.py runs/quickstart runs/seed84 runs/seed126
 
-In the first table an interval is a 95 % bootstrap over the test problems of one seed; in the second it is Student's
-t over the seeds: wide with three of them, and the only one of the two that covers the luck of training.
+In the first table an interval is a 95 % bootstrap over the test problems of one seed; in the others it is Student's
+t over the seeds: wide with three of them, but it covers the luck of training.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ def over_seeds(records: list[RunRecord]) -> list[str]:
     return rows
 
 
+def paired(records: list[RunRecord]) -> list[str]:
+    metrics = metrics_of(records[0])
+    baseline = records[0].summary["baseline"]
+    rows = [header([f"minus {label(records[0], baseline)}", *metrics])]
+    for arm in records[0].arms:
+        if arm != baseline:
+            gaps = [[mean(r, arm, metric) - mean(r, baseline, metric) for r in records] for metric in metrics]
+            rows.append(row([label(records[0], arm), *(cell(mean_interval(gap)) for gap in gaps)]))
+    return rows
+
+
 def mean(record: RunRecord, arm: str, metric: str) -> float:
     sums, counts = record.evaluations[arm].metrics[metric]
     return float(sums.sum() / counts.sum())
@@ -68,4 +80,5 @@ def header(names: list[str]) -> str:
 
 if __name__ == "__main__":
     runs = [read_run(Path(folder)) for folder in sys.argv[1:]]
-    print("\n".join(by_seed(runs)), "\n".join(over_seeds(runs)), sep="\n\n")
+    for table in (by_seed(runs), over_seeds(runs), paired(runs)):
+        print("\n".join(table), end="\n\n")

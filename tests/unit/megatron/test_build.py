@@ -148,6 +148,12 @@ def test_a_split_that_the_model_does_not_allow_is_an_error_that_names_the_key(ha
         build_model(tiny_qwen2, parallelism, PrecisionConfig(), half.device)
 
 
+def test_a_vocabulary_that_tensor_parallelism_cannot_split_is_an_error_that_names_the_key(half, tiny, tmp_path):
+    folder = tiny.write_tiny_model(tmp_path / "odd", vocab_size=131)
+    with pytest.raises(UserError, match="parallelism.tensor_model_parallel_size 2 does not divide .* 131 vocabulary"):
+        build_model(folder, ParallelismConfig(tensor_model_parallel_size=2), PrecisionConfig(), half.device)
+
+
 def test_a_world_that_the_split_does_not_divide_is_an_error_that_says_how_many_processes_fit(half):
     with pytest.raises(UserError, match=r"1 processes cannot be split .* 2 x .* 3: start a multiple of 6 processes"):
         initialize_parallel_state(ParallelismConfig(2, 3), seed=0)
