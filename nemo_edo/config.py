@@ -104,7 +104,7 @@ class OptimizerConfig:
     schedule: str = "constant"
     """constant, linear or cosine; the decay runs over the whole of the training."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises from 0 to ``lr``."""
+    """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
     weight_decay: float = 0.0
     """Decoupled from the gradient, as in AdamW."""
     adam_beta1: float = 0.9
@@ -234,7 +234,9 @@ class SamplingConfig:
     """A response that has not ended by then counts as wrong."""
 
     def __post_init__(self) -> None:
-        _positive(self, "sampling", "samples_per_prompt", "temperature", "max_new_tokens")
+        samples = self.samples_per_prompt
+        _require(samples >= 2, "sampling.samples_per_prompt", samples, "at least 2: advantages compare a group")
+        _positive(self, "sampling", "temperature", "max_new_tokens")
         _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
 
 
@@ -347,6 +349,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
+        _require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
         _require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
         if (self.model.path is None) == (self.model.architecture is None):
             raise ValueError("model.path and model.architecture: give exactly one of them (the other null)")

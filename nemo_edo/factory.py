@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +74,7 @@ def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
     return Path(cfg.model.path) if cfg.model.path is not None else run.base
 
 
-def load_checked_data(cfg: RunConfig, run: RunFolder, num_arms: int) -> Data:
+def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[GRPOConfig]) -> Data:
     """The run's data before its folder is touched: the built-in files come from a scratch folder.
 
     Raises UserError for whatever in the data, or for want of disk space, would stop the run later.
@@ -83,7 +83,7 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, num_arms: int) -> Data:
         builtin = RunFolder(Path(scratch))
         write_builtin_files(cfg, builtin, weights=False)
         data = load_data(cfg, builtin)
-    check_space(cfg, run, data, num_arms)
+    check_space(cfg, run, data, arms)
     return data
 
 
@@ -145,11 +145,14 @@ def _check_weights(folder: Path) -> None:
             raise UserError(f"{folder / name} cannot be read ({error}); download it again") from error
 
 
-def check_space(cfg: RunConfig, run: RunFolder, data: Data, num_arms: int) -> None:
+def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[GRPOConfig]) -> None:
     """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
-    rollouts = len(data.train) * cfg.sampling.samples_per_prompt
-    one_iteration = estimate_bytes(rollouts, data.longest_prompt, cfg.sampling.max_new_tokens)
-    check_disk_space(run.path, one_iteration * cfg.grpo.iterations * num_arms)
+    needed = 0
+    for arm in arms:
+        problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
+        rollouts = problems * cfg.sampling.samples_per_prompt
+        needed += arm.iterations * estimate_bytes(rollouts, data.longest_prompt, cfg.sampling.max_new_tokens)
+    check_disk_space(run.path, needed)
 
 
 def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | GRPOConfig, trainer=None) -> MegatronGPTModel:
@@ -217,5 +220,5 @@ def _require_distinct_ids(train: list[Problem], test: list[Problem]) -> None:
         )
 
 
-def _count_skipped(loaded: Sequence[LoadedProblems]) -> int:
+def _count_skipped(loaded: Iterable[LoadedProblems]) -> int:
     return sum(len(problems.skipped) for problems in loaded)

@@ -121,7 +121,7 @@ def _prepare(cfg: RunConfig) -> Job:
     folder.check_free(config)
     device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
     factory.check_model(cfg)
-    data = factory.load_checked_data(cfg, folder, len(arms))
+    data = factory.load_checked_data(cfg, folder, arms.values())
     is_main = _is_main()
     torch.distributed.barrier()  # every rank has looked at the folder before it changes
     if is_main:

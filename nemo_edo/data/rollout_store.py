@@ -122,13 +122,13 @@ def check_disk_space(folder: str | Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise DiskSpaceError(
-            f"{folder}: needs {_gib(needed_bytes)} for rollouts but has {_gib(free)} free; "
+            f"{folder}: needs {_size(needed_bytes)} for rollouts but has {_size(free)} free; "
             "free some space, or set output_dir to another file system"
         )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _write_atomically(table: pa.Table, path: Path) -> None:

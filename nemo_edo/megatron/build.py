@@ -128,6 +128,8 @@ def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, dev
     provider.bf16 = dtype is torch.bfloat16
     provider.fp16 = False
     provider.attention_dropout = provider.hidden_dropout = 0.0
+    # Without it, Megatron leaves split weights unmarked, and the gradient norm counts those of one rank only.
+    provider.perform_initialization = True
     # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
     # micro-batches and data-parallel ranks, and divides by nothing.
     provider.calculate_per_token_loss = True

@@ -13,7 +13,7 @@ import pytest
 
 from nemo_edo import factory
 from nemo_edo.config import ArithmeticConfig, RunConfig
-from nemo_edo.configuration import compose_run
+from nemo_edo.configuration import arm_configs, compose_run
 from nemo_edo.data.arithmetic_model import write_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.run_folder import RunFolder
@@ -46,9 +46,9 @@ def own_files(tmp_path: Path):
     return write
 
 
-def load(tmp_path: Path, *overrides: str, num_arms: int = 1) -> factory.Data:
+def load(tmp_path: Path, *overrides: str) -> factory.Data:
     cfg = config(tmp_path, *overrides)
-    return factory.load_checked_data(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), num_arms)
+    return factory.load_checked_data(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), arm_configs(cfg).values())
 
 
 def error_of(tmp_path: Path, *overrides: str) -> str:
@@ -71,7 +71,7 @@ def test_built_in_data_is_loaded_before_the_run_folder_exists(tmp_path: Path):
 def test_built_in_files_in_the_run_folder_hold_the_data_that_was_checked(tmp_path: Path):
     cfg = config(tmp_path)
     folder = RunFolder(tmp_path / "runs" / "a")
-    checked = factory.load_checked_data(cfg, folder, 1)
+    checked = factory.load_checked_data(cfg, folder, [cfg.grpo])
     factory.write_builtin_files(cfg, folder)
     there = factory.load_data(cfg, folder)
     assert (there.prompts, there.solutions) == (checked.prompts, checked.solutions)
@@ -239,16 +239,28 @@ def test_a_disk_without_room_for_all_arms_and_iterations_is_told_before_the_run_
     load(tmp_path)
     rollouts = 6 * 10  # problems x samples
     tokens = 8 + 32  # a prompt of the built-in task, and max_new_tokens
-    ids_alone = rollouts * tokens * 4 * 25  # 25 iterations
+    iterations = compose_run("quickstart", []).grpo.iterations
+    ids_alone = rollouts * tokens * 4 * iterations  # of one of the arms
     free = ids_alone
     message = error_of(tmp_path)
     assert re.match(f"{tmp_path / 'runs' / 'a'}: needs .* for rollouts but has .* free", message)
     assert set(asked) == {tmp_path}  # the nearest folder that exists
 
 
-def test_the_space_asked_for_grows_with_arms_and_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("arms", "times"), [
+    ("{a: {}}", 2), ("{a: {}, b: {}}", 4), ("{a: {}, b: {iterations: 5}}", 7), ("{a: {problems_per_iteration: 99}}", 2),
+])
+def test_the_space_asked_for_is_that_of_every_arms_iterations(tmp_path: Path, monkeypatch, arms: str, times: int):
     needs = []
     monkeypatch.setattr(factory, "check_disk_space", lambda folder, needed: needs.append(needed))
-    for num_arms, iterations in ((1, 1), (2, 1), (2, 3)):
-        load(tmp_path, f"grpo.iterations={iterations}", num_arms=num_arms)
-    assert needs == [needs[0], 2 * needs[0], 6 * needs[0]]
+    for chosen, iterations in (("{a: {}}", 1), (arms, 2)):
+        load(tmp_path, f"grpo.iterations={iterations}", "grpo.problems_per_iteration=null", "~arms", f"+arms={chosen}")
+    assert needs[1] == times * needs[0]
+
+
+def test_small_collections_ask_for_less_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    needs = []
+    monkeypatch.setattr(factory, "check_disk_space", lambda folder, needed: needs.append(needed))
+    for size in ("null", "2"):
+        load(tmp_path, f"grpo.problems_per_iteration={size}")
+    assert needs[1] < needs[0]

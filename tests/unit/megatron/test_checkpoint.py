@@ -2,7 +2,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from nemo_edo.config import OptimizerConfig
+from nemo_edo.config import OptimizerConfig, ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron import checkpoint
@@ -24,71 +24,68 @@ def train(policy, tiny, seeds) -> list[dict[str, float]]:
 
 
 def optimizer_tensors(policy) -> list[torch.Tensor]:
-    """Moments and fp32 main weights, in the order of the parameters."""
-    inner = policy.optimizer.chained_optimizers[0] if hasattr(policy.optimizer, "chained_optimizers") else policy.optimizer
-    groups = inner.optimizer.param_groups
-    main = [parameter.detach() for group in groups for parameter in group["params"]]
-    moments = [
-        inner.optimizer.state[parameter][name]
-        for group in groups for parameter in group["params"] for name in ("exp_avg", "exp_avg_sq")
-    ]
-    return [tensor.clone() for tensor in [*main, *moments]]
+    """Moments, step counters and main weights (fp32), in the order of the parameters."""
+    (inner,) = policy.optimizer.chained_optimizers
+    parameters = [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
+    states = [inner.optimizer.state[parameter] for parameter in parameters]
+    moments = [torch.as_tensor(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [tensor.detach().clone() for tensor in [*parameters, *moments]]
 
 
-@pytest.fixture(params=["fp32", "bf16"])
-def dtype(request) -> str:
-    return request.param
+@pytest.fixture(params=[("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True)],
+                ids=["fp32", "bf16", "fp32, distributed", "bf16, distributed"])
+def kind(request) -> dict:
+    dtype, distributed_optimizer = request.param
+    return {"dtype": dtype, "parallelism": ParallelismConfig(use_distributed_optimizer=distributed_optimizer)}
 
 
 @pytest.fixture
-def trained(tiny, tiny_qwen2, dtype):
-    policy = tiny.build_policy(tiny_qwen2, dtype=dtype)
+def trained(tiny, tiny_qwen2, kind):
+    policy = tiny.build_policy(tiny_qwen2, **kind)
     policy.reset_optimizer(OPTIMIZER, total_steps=8)
     train(policy, tiny, [0, 1])
     return policy
 
 
-@pytest.fixture
-def fresh(tiny, tmp_path, dtype):
-    """A policy with other weights and another optimizer state."""
-    policy = tiny.build_policy(tiny.write_tiny_model(tmp_path / "other", seed=1), dtype=dtype)
+@pytest.fixture(params=[[], [5]], ids=["into a new one", "into a trained one"])
+def other(request, tiny, tmp_path, kind):
+    """A policy with other weights, as a new process has it, and with steps of its own behind it."""
+    policy = tiny.build_policy(tiny.write_tiny_model(tmp_path / "other", seed=1), **kind)
     policy.reset_optimizer(OPTIMIZER, total_steps=8)
-    train(policy, tiny, [5])
+    train(policy, tiny, request.param)
     return policy
 
 
-def test_a_loaded_policy_has_the_saved_weights_to_the_last_bit(trained, fresh, tmp_path):
+def test_a_loaded_policy_has_the_saved_weights_to_the_last_bit(trained, other, tmp_path):
     checkpoint.save(trained, tmp_path / "checkpoint")
-    checkpoint.load(fresh, tmp_path / "checkpoint")
-    assert all(map(torch.equal, fresh.snapshot(), trained.snapshot()))
+    checkpoint.load(other, tmp_path / "checkpoint")
+    assert all(map(torch.equal, other.snapshot(), trained.snapshot()))
 
 
-def test_a_loaded_policy_has_the_saved_optimizer_to_the_last_bit_and_goes_on_as_the_saved_one(
-    trained, fresh, tiny, tmp_path
-):
+def test_a_policy_loaded_with_its_optimizer_goes_on_as_the_saved_one_to_the_last_bit(trained, other, tiny, tmp_path):
     checkpoint.save(trained, tmp_path / "checkpoint", with_optimizer=True)
-    checkpoint.load(fresh, tmp_path / "checkpoint", with_optimizer=True)
-    assert all(map(torch.equal, optimizer_tensors(fresh), optimizer_tensors(trained)))
-    assert train(fresh, tiny, [2, 3]) == train(trained, tiny, [2, 3])
-    assert all(map(torch.equal, fresh.snapshot(), trained.snapshot()))
+    checkpoint.load(other, tmp_path / "checkpoint", with_optimizer=True)
+    assert all(map(torch.equal, optimizer_tensors(other), optimizer_tensors(trained)))
+    assert train(other, tiny, [2, 3]) == train(trained, tiny, [2, 3])
+    assert all(map(torch.equal, other.snapshot(), trained.snapshot()))
 
 
-def test_saving_changes_nothing_that_training_goes_on_with(trained, tiny, tiny_qwen2, dtype, tmp_path):
+def test_saving_changes_nothing_that_training_goes_on_with(trained, tiny, tiny_qwen2, kind, tmp_path):
     checkpoint.save(trained, tmp_path / "checkpoint", with_optimizer=True)
     train(trained, tiny, [2])
-    unsaved = tiny.build_policy(tiny_qwen2, dtype=dtype)
+    unsaved = tiny.build_policy(tiny_qwen2, **kind)
     unsaved.reset_optimizer(OPTIMIZER, total_steps=8)
     train(unsaved, tiny, [0, 1, 2])
     assert all(map(torch.equal, trained.snapshot(), unsaved.snapshot()))
 
 
-@pytest.mark.parametrize("dtype", ["bf16"], indirect=True)
-def test_a_step_after_loading_weights_alone_starts_from_them(trained, fresh, tiny, tmp_path):
+@pytest.mark.parametrize("kind", [("bf16", False), ("bf16", True)], indirect=True, ids=["bf16", "distributed"])
+def test_a_step_after_loading_weights_alone_starts_from_them(trained, other, tiny, tmp_path):
     """Not from the optimizer's own fp32 copies of what was there before."""
     checkpoint.save(trained, tmp_path / "checkpoint")
-    checkpoint.load(fresh, tmp_path / "checkpoint")
-    train(fresh, tiny, [2])
-    for after, loaded in zip(fresh.snapshot(), trained.snapshot(), strict=True):
+    checkpoint.load(other, tmp_path / "checkpoint")
+    train(other, tiny, [2])
+    for after, loaded in zip(other.snapshot(), trained.snapshot(), strict=True):
         assert (after - loaded).abs().max() < 0.02
 
 

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_edo.config import GRPOConfig, OptimizerConfig, SFTConfig
 from nemo_edo.models import MegatronGPTGRPOModel, MegatronGPTSFTModel
 
+OPTIMIZER = OptimizerConfig(lr=2e-3)
 CONFIGS = {
-    MegatronGPTSFTModel: SFTConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=2e-3)),
-    MegatronGPTGRPOModel: GRPOConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=2e-3), alpha=0.25, clip_high=0.28),
+    MegatronGPTSFTModel: SFTConfig(micro_batch_size=2, optimizer=OPTIMIZER),
+    MegatronGPTGRPOModel: GRPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, alpha=0.25, clip_high=0.28),
 }
 
 
