@@ -30,6 +30,7 @@ def quiet_libraries() -> None:
         warnings.simplefilter("ignore")  # the first process says the same
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
+    os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")  # Bridge names a missing CUDA kernel for each model
     # A dozen on import that Apex and Transformer Engine are absent (``megatron/platform.py`` is about that very case),
     # and what libraries deprecate of each other.
     warnings.filterwarnings("ignore", module="megatron")

@@ -62,7 +62,7 @@ def test_the_last_of_two_overrides_wins():
 
 
 def test_own_config_folder_takes_the_groups_that_it_lacks_from_the_shipped_ones(tmp_path: Path):
-    folder = write_configs(tmp_path, mine="defaults: [{model: tiny_qwen2}, {data: own}, _self_]\n"
+    folder = write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, {data: own}, _self_]\n"
                                           "sampling: {max_new_tokens: 8}\nname: mine\n",
                            data__own="prompt: '<{question}>'\n")
     cfg = compose_run("mine", [], folder)
@@ -173,7 +173,7 @@ def test_hydras_own_refusals_stay_one_line_that_names_the_key(line: str, names: 
 
 # --- mistakes in files ------------------------------------------------------------------------------------------------
 
-BASE = "defaults: [{model: tiny_qwen2}, {data: own}, _self_]\nsampling: {max_new_tokens: 8}\n"
+BASE = "defaults: [{model: tiny_llama}, {data: own}, _self_]\nsampling: {max_new_tokens: 8}\n"
 
 
 @pytest.mark.parametrize(("data", "primary", "expected"), [
