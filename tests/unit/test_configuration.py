@@ -66,7 +66,7 @@ def test_own_config_folder_takes_the_groups_that_it_lacks_from_the_shipped_ones(
                                           "sampling: {max_new_tokens: 8}\nname: mine\n",
                            data__own="prompt: '<{question}>'\n")
     cfg = compose_run("mine", [], folder)
-    assert (cfg.model.architecture["model_type"], cfg.data.prompt) == ("qwen2", "<{question}>")
+    assert (cfg.model.architecture["model_type"], cfg.data.prompt) == ("llama", "<{question}>")
 
 
 def test_resolved_yaml_composes_to_the_same_run(tmp_path: Path):
