@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from nemo_edo.config import OptimizerConfig, SFTConfig
 from nemo_edo.losses import sft_loss
@@ -7,7 +6,7 @@ from nemo_edo.losses import sft_loss
 
 @pytest.fixture(scope="module")
 def model(make_model):
-    return make_model(SFTConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=3e-3)))
+    return make_model(SFTConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=1e-3)))
 
 
 def test_the_loss_is_the_mean_negative_log_likelihood_of_response_tokens(model, tiny):
@@ -21,8 +20,8 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_response_tokens(model, 
 
 def test_training_steps_lower_the_loss(model, tiny):
     batch = tiny.random_batch()
-    model.start_training(15)
-    losses = [model.train_step(batch)["loss"] for _ in range(15)]
-    log_probs = model.get_inference_log_probs(batch)
-    assert float(sft_loss(log_probs, batch.mask).mean()) < losses[-1] < 0.5 * losses[0]
-    assert torch.isfinite(log_probs).all()
+    model.start_training(8)
+    losses = [model.train_step(batch)["loss"] for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+    after = float(sft_loss(model.get_inference_log_probs(batch), batch.mask).mean())
+    assert after < losses[-1] < 0.5 * losses[0]
