@@ -40,7 +40,7 @@ def default(tmp_path_factory) -> dict[str, list[Problem]]:
 
 
 def test_default_sizes_are_reached_with_operands_from_the_whole_range(default):
-    assert {name: len(problems) for name, problems in default.items()} == {"warmup": 4096, "train": 128, "test": 256}
+    assert {name: len(problems) for name, problems in default.items()} == {"warmup": 4096, "train": 1280, "test": 256}
     assert {operand for problem in default["warmup"] for operand in operands(problem)} == set(range(10))
     assert {len(operands(problem)) for problems in default.values() for problem in problems} == {4}
 
@@ -54,7 +54,7 @@ def test_no_test_question_is_a_permutation_of_another_question(default):
 
 def test_no_question_occurs_twice(default):
     questions = [problem.question for problems in default.values() for problem in problems]
-    assert len(set(questions)) == len(questions) == 4096 + 128 + 256
+    assert len(set(questions)) == len(questions) == 4096 + 1280 + 256
 
 
 def test_train_and_test_answers_are_right_and_derived(default):
