@@ -198,8 +198,9 @@ class _Decoding:
 
     def select_cache(self, rows: Tensor) -> None:
         context = self.wrapper.inference_context
+        filled = context.sequence_len_offset
         for layer, (keys, values) in context.key_value_memory_dict.items():
-            context.key_value_memory_dict[layer] = (keys[:, rows], values[:, rows])
+            context.key_value_memory_dict[layer] = tuple(_rows_of(part, rows, filled) for part in (keys, values))
         context.max_batch_size = len(rows)
 
     def responses(self) -> list[tuple[list[int], list[float], bool]]:
@@ -212,6 +213,13 @@ class _Decoding:
 
     def _response_index(self, position: int) -> Tensor:
         return position - self.prompt_lengths[self.rows]
+
+
+def _rows_of(cache: Tensor, rows: Tensor, filled: int) -> Tensor:
+    """The given rows of a [length, rows, ...] cache, of which only the first ``filled`` positions hold anything."""
+    chosen = cache.new_empty(cache.shape[0], len(rows), *cache.shape[2:])
+    chosen[:filled] = cache[:filled, rows]
+    return chosen
 
 
 def _gather(rollouts: list[Rollout]) -> list[list[Rollout]]:

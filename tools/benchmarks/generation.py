@@ -14,6 +14,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=1280)
+    parser.add_argument("--max-batch-size", type=int, default=640, help="of the engine; the loop takes all at once")
     parser.add_argument("--model", choices=sorted(ARCHITECTURES), default="443k")
     args = parser.parse_args()
     quiet_libraries()
@@ -97,28 +99,36 @@ def main() -> None:
         for s in range(SAMPLES)
     ]
     prompts = torch.tensor([request.prompt_ids for request in requests], device=device)
-    engine = MegatronEngine(built, stop_ids=[1], decode=str, max_batch_size=640, device=device)
+    # The first engine's stop token is none of the 64: it looks for it, and every row goes to the end, as in the loop.
+    # The second one's rows end at token 1.
+    engines = {
+        name: MegatronEngine(built, stop_ids=[stop], decode=str, max_batch_size=args.max_batch_size, device=device)
+        for name, stop in (("engine", 64), ("engine, early stops", 1))
+    }
     sampling = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=NEW_TOKENS)
 
-    def sample() -> int:
+    def sample(engine: MegatronEngine) -> int:
         return sum(len(rollout.response_ids) for rollout in engine.generate(requests, sampling))
 
     def loop() -> int:
         return bare_loop(built.chunks[0], prompts, device)
 
-    sample(), loop()  # warm-up
-    speeds = {"bare loop": [], "engine": []}
-    for _ in range(args.repeats):
-        for name, work in (("bare loop", loop), ("engine", sample)):
+    works = {"bare loop": loop, **{name: partial(sample, engine) for name, engine in engines.items()}}
+    speeds = {name: [] for name in works}
+    for repeat in range(args.repeats + 1):
+        for name, work in works.items():
             elapsed, tokens = seconds(work)
-            speeds[name].append(tokens / elapsed)
-    ratios = [engine / bare for engine, bare in zip(speeds["engine"], speeds["bare loop"], strict=True)]
+            if repeat:  # the first round warms up
+                speeds[name].append(tokens / elapsed)
     parameters = sum(parameter.numel() for parameter in built.chunks[0].parameters())
     print(f"{parameters} parameters, {len(requests)} sequences, {args.threads} threads, {args.repeats} pairs")
     for name, values in speeds.items():
         low, middle, high = min(values), statistics.median(values), max(values)
-        print(f"{name:10} generated tokens/s: median {middle:,.0f} (from {low:,.0f} to {high:,.0f})")
-    print(f"engine / bare loop: median {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f})")
+        ratios = [value / bare for value, bare in zip(values, speeds["bare loop"], strict=True)]
+        print(
+            f"{name:20} generated tokens/s: median {middle:,.0f} (from {low:,.0f} to {high:,.0f}), "
+            f"against the loop {statistics.median(ratios):.2f} (from {min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 if __name__ == "__main__":
