@@ -110,11 +110,9 @@ class MegatronPolicy:
         """A copy of the current weights in host memory."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
-    @torch.no_grad()
     def load(self, weights: Weights) -> None:
         """Puts a snapshot's weights in place. The optimizer's fp32 copies, where it has them, follow."""
-        for parameter, value in zip(self._parameters(), weights, strict=True):
-            parameter.copy_(value)
+        self._put(weights)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -122,14 +120,14 @@ class MegatronPolicy:
     def weights(self, frozen: Weights) -> Iterator[None]:
         """Inside the block the model computes with ``frozen``; its own weights return behind it."""
         own = self.snapshot()
-        self._swap(frozen)
+        self._put(frozen)
         try:
             yield
         finally:
-            self._swap(own)
+            self._put(own)
 
     @torch.no_grad()
-    def _swap(self, weights: Weights) -> None:
+    def _put(self, weights: Weights) -> None:
         for parameter, value in zip(self._parameters(), weights, strict=True):
             parameter.copy_(value)
 
