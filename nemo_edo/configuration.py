@@ -28,7 +28,7 @@ from nemo_edo.config import GRPOConfig, RunConfig
 from nemo_edo.errors import UserError
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-DEFAULT = "a default of nemo_edo/config.py"
+DEFAULT = "a default of nemo_edo/config/"
 
 
 class ConfigError(UserError):
@@ -111,7 +111,7 @@ def _compose(config_name: str, overrides: list[str], folders: list[Path]) -> tup
     """The composed values, not yet typed, and their sources."""
     parsed = _parse(overrides)
     setters = [override for override in parsed if not _is_choice(override, folders)]
-    # ++ sets a key whether or not a file has it: the files hold differences from config.py only.
+    # ++ sets a key whether or not a file has it: the files hold differences from config/ only.
     lines = [f"++{o.input_line}" if o in setters and o.type is OverrideType.CHANGE else o.input_line for o in parsed]
     lines.append(f"hydra.searchpath=[file://{folders[1]}]")
     try:

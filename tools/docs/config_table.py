@@ -1,4 +1,4 @@
-"""Writes the tables of every setting into docs/configuration.md: keys, defaults and docstrings of nemo_edo/config.py.
+"""Writes the tables of every setting into docs/configuration.md: keys, defaults and docstrings of nemo_edo/config/.
 
 python tools/docs/config_table.py
 """
@@ -82,9 +82,10 @@ def _written(value: Any) -> str:
 
 
 def _docstrings() -> dict[str, str]:
-    """The docstrings of config.py's classes (``GRPOConfig``) and of their fields (``GRPOConfig.iterations``)."""
+    """The docstrings of the config's classes (``GRPOConfig``) and of their fields (``GRPOConfig.iterations``)."""
     found = {}
-    for node in ast.parse(inspect.getsource(config)).body:
+    files = sorted(Path(config.__file__).parent.glob("*.py"))
+    for node in (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body):
         if not isinstance(node, ast.ClassDef):
             continue
         found[node.name] = ast.get_docstring(node)

@@ -1,96 +1,12 @@
-"""Every setting of a run and its default: the only home of defaults.
-
-Hydra composes the files of ``conf/`` over these dataclasses (``nemo_edo.configuration``); the files hold differences
-only. Checks that need no files, weights or devices stand in ``__post_init__`` and name the key as a user writes it.
-"""
+"""The sections of a run's config."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
-AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
-PAPER_ALPHA = 1e-3
-
-
-def _require(condition: bool, key: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"{key} is {value!r}, expected {expected}")
-
-
-def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    _require(value in allowed, key, value, "one of " + ", ".join(allowed))
-
-
-def _positive(owner: object, section: str, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        _require(value > 0, f"{section}.{name}", value, "a number above 0")
-
-
-@dataclass
-class GRPOLossConfig:
-    """The ED-GRPO objective (``losses.grpo_loss``). ``alpha = 0`` is GRPO."""
-
-    clip_low: float = 0.2
-    """The ratio's lower bound is 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio's upper bound is 1 + clip_high (DAPO: 0.28)."""
-    dual_clip: Optional[float] = None
-    """For negative advantages the surrogate is at least dual_clip * A (a number above 1)."""
-    beta: float = 0.04
-    """Weight of the KL to the reference policy."""
-    kl_estimator: str = "k3"
-    """k1, k2 or k3: how the KL to the reference is estimated from sampled tokens (``losses.kl_per_token``)."""
-    aggregation: str = "seq-mean-token-mean"
-    """How token values become one number, in every term of the loss: seq-mean-token-mean (the paper), token-mean
-    (DAPO) or seq-mean-token-sum-norm (Dr.GRPO); see ``losses.reduce_tokens``."""
-    norm_length: Optional[int] = None
-    """The constant length of ``seq-mean-token-sum-norm`` (Dr.GRPO), required by it."""
-    alpha: Optional[float] = None
-    """Weight of the exploration term in units of beta; null: the paper's 1e-3, unless
-    ``exploration_coefficient`` is given."""
-    exploration_coefficient: Optional[float] = None
-    """Replaces the product alpha * beta, so that beta = 0 need not switch exploration off."""
-    log_ratio_floor: Optional[float] = None
-    """A floor (below 0) under each token's log-ratio in the exploration term. Ours, not the paper's: off by default."""
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.clip_low < 1, "grpo.clip_low", self.clip_low, "a number in [0, 1)")
-        _require(self.clip_high >= 0, "grpo.clip_high", self.clip_high, "a number of at least 0")
-        _require(self.dual_clip is None or self.dual_clip > 1, "grpo.dual_clip", self.dual_clip, "null or a number > 1")
-        _require(self.beta >= 0, "grpo.beta", self.beta, "a number of at least 0")
-        _one_of("grpo.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _one_of("grpo.aggregation", self.aggregation, AGGREGATIONS)
-        needs_length = self.aggregation == "seq-mean-token-sum-norm"
-        _require(
-            not needs_length or (self.norm_length or 0) > 0,
-            "grpo.norm_length",
-            self.norm_length,
-            "a number above 0 with aggregation seq-mean-token-sum-norm",
-        )
-        if self.alpha is not None and self.exploration_coefficient is not None:
-            raise ValueError(
-                f"grpo.alpha ({self.alpha}) and grpo.exploration_coefficient ({self.exploration_coefficient}) are "
-                "both given; the coefficient replaces alpha * beta, so set one of them to null"
-            )
-        floor = self.log_ratio_floor
-        _require(floor is None or floor < 0, "grpo.log_ratio_floor", floor, "null or a number below 0")
-
-    @property
-    def effective_alpha(self) -> Optional[float]:
-        """alpha with its default; None where a coefficient replaces alpha * beta."""
-        if self.exploration_coefficient is not None:
-            return None
-        return PAPER_ALPHA if self.alpha is None else self.alpha
-
-    @property
-    def exploration_weight(self) -> float:
-        """The factor in front of the exploration term: alpha * beta, or the coefficient that replaces it."""
-        if self.exploration_coefficient is not None:
-            return self.exploration_coefficient
-        return self.effective_alpha * self.beta
+from nemo_edo.config.checks import one_of, positive, require, share
+from nemo_edo.config.losses import GRPOLossConfig
 
 
 @dataclass
@@ -117,11 +33,11 @@ class OptimizerConfig:
     """Global gradient norm; 0 switches clipping off."""
 
     def __post_init__(self) -> None:
-        _positive(self, "optimizer", "lr", "adam_eps")
-        _one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"a number in [0, lr = {self.lr}]")
+        positive(self, "optimizer", "lr", "adam_eps")
+        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"a number in [0, lr = {self.lr}]")
         for name in ("warmup_steps", "weight_decay", "clip_grad"):
-            _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "a number of at least 0")
+            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "a number of at least 0")
 
 
 @dataclass
@@ -137,7 +53,7 @@ class ModelConfig:
     """The longest sequence, prompt and response together, in tokens."""
 
     def __post_init__(self) -> None:
-        _positive(self, "model", "seq_length")
+        positive(self, "model", "seq_length")
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError("model.architecture has no model_type (for example qwen2)")
 
@@ -148,7 +64,7 @@ class PrecisionConfig:
     """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
 
     def __post_init__(self) -> None:
-        _one_of("precision.dtype", self.dtype, ("fp32", "bf16"))
+        one_of("precision.dtype", self.dtype, ("fp32", "bf16"))
 
 
 @dataclass
@@ -163,7 +79,7 @@ class ParallelismConfig:
     """Split the optimizer's state over the data-parallel ranks."""
 
     def __post_init__(self) -> None:
-        _positive(self, "parallelism", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        positive(self, "parallelism", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass
@@ -190,11 +106,9 @@ class ArithmeticConfig:
     """Of the problems, apart from the run's seed: runs with other seeds see the same problems."""
 
     def __post_init__(self) -> None:
-        _require(self.num_operands >= 2, "data.arithmetic.num_operands", self.num_operands, "at least 2")
-        _positive(self, "data.arithmetic", "max_operand", "warmup_problems", "train_problems", "test_problems")
-        for name in ("weak_fact_share", "weak_fact_accuracy", "step_noise"):
-            value = getattr(self, name)
-            _require(0 <= value <= 1, f"data.arithmetic.{name}", value, "a number in [0, 1]")
+        require(self.num_operands >= 2, "data.arithmetic.num_operands", self.num_operands, "at least 2")
+        positive(self, "data.arithmetic", "max_operand", "warmup_problems", "train_problems", "test_problems")
+        share(self, "data.arithmetic", "weak_fact_share", "weak_fact_accuracy", "step_noise")
 
 
 @dataclass
@@ -214,8 +128,8 @@ class DataConfig:
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 
     def __post_init__(self) -> None:
-        _one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
-        _require("{question}" in self.prompt, "data.prompt", self.prompt, "a text that contains {question}")
+        one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
+        require("{question}" in self.prompt, "data.prompt", self.prompt, "a text that contains {question}")
         if (self.train is None) != (self.test is None) or (self.warmup is not None and self.train is None):
             raise ValueError("data.train and data.test: give both, or neither for the built-in task")
 
@@ -235,9 +149,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         samples = self.samples_per_prompt
-        _require(samples >= 2, "sampling.samples_per_prompt", samples, "at least 2: advantages compare a group")
-        _positive(self, "sampling", "temperature", "max_new_tokens")
-        _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
+        require(samples >= 2, "sampling.samples_per_prompt", samples, "at least 2: advantages compare a group")
+        positive(self, "sampling", "temperature", "max_new_tokens")
+        require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
 
 
 @dataclass
@@ -248,8 +162,8 @@ class GenerationConfig:
     """Sequences decoded at a time on one data-parallel rank."""
 
     def __post_init__(self) -> None:
-        _one_of("generation.backend", self.backend, ("megatron",))
-        _positive(self, "generation", "max_batch_size")
+        one_of("generation.backend", self.backend, ("megatron",))
+        positive(self, "generation", "max_batch_size")
 
 
 @dataclass
@@ -265,8 +179,8 @@ class SFTConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, "sft.steps", self.steps, "a number of at least 0")
-        _positive(self, "sft", "batch_size", "micro_batch_size")
+        require(self.steps >= 0, "sft.steps", self.steps, "a number of at least 0")
+        positive(self, "sft", "batch_size", "micro_batch_size")
 
 
 @dataclass
@@ -294,12 +208,12 @@ class GRPOConfig(GRPOLossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.entropy_coefficient >= 0, "grpo.entropy_coefficient", self.entropy_coefficient, "at least 0")
-        _one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
-        _one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
-        _positive(self, "grpo", "iterations", "epochs", "minibatch_size", "micro_batch_size")
+        require(self.entropy_coefficient >= 0, "grpo.entropy_coefficient", self.entropy_coefficient, "at least 0")
+        one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
+        one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
+        positive(self, "grpo", "iterations", "epochs", "minibatch_size", "micro_batch_size")
         some = self.problems_per_iteration
-        _require(some is None or some > 0, "grpo.problems_per_iteration", some, "null or a number above 0")
+        require(some is None or some > 0, "grpo.problems_per_iteration", some, "null or a number above 0")
 
 
 @dataclass
@@ -316,8 +230,8 @@ class EvaluationConfig:
     """Resamples of the problems for the 95 % intervals."""
 
     def __post_init__(self) -> None:
-        _positive(self, "evaluation", "samples", "rollouts", "bootstrap")
-        _require(self.every >= 0, "evaluation.every", self.every, "a number of at least 0")
+        positive(self, "evaluation", "samples", "rollouts", "bootstrap")
+        require(self.every >= 0, "evaluation.every", self.every, "a number of at least 0")
 
 
 @dataclass
@@ -348,13 +262,13 @@ class RunConfig:
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
-        _require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
-        _require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
+        require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
+        require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
+        require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
         if (self.model.path is None) == (self.model.architecture is None):
             raise ValueError("model.path and model.architecture: give exactly one of them (the other null)")
         needed = self.sampling.max_new_tokens + 1
-        _require(
+        require(
             self.model.seq_length >= needed,
             "model.seq_length",
             self.model.seq_length,
