@@ -1,24 +1,98 @@
 """The science of EDO as pure functions: tensors and a small config in, a sum and its count (``LossTerm``) out."""
 
-from nemo_edo.config import GRPOLossConfig
-from nemo_edo.losses.advantages import group_advantages
+from nemo_edo.config import DPOLossConfig, GRPOLossConfig
+from nemo_edo.losses.advantages import (
+    group_advantages,
+    informative_groups,
+    pass_at_k_advantages,
+    positive_downweighted_advantages,
+)
+from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
+from nemo_edo.losses.diagnostics import GradientComparison, exploration_diagnostics, gradient_comparison
 from nemo_edo.losses.entropy import entropy_bonus
-from nemo_edo.losses.exploration import exploration_term, floor_share
+from nemo_edo.losses.exploration import (
+    exact_exploration_term,
+    exploration_noise_term,
+    exploration_term,
+    floor_share,
+)
+from nemo_edo.losses.importance import icepop_weights, sampler_gap, truncated_importance_weights
 from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.policy_gradient import grpo_loss
+from nemo_edo.losses.novelty import NgramPaths, PathFunction, each_path, novelty_advantages, redundancy_shares
+from nemo_edo.losses.policy_gradient import (
+    dapo_config,
+    dr_grpo_config,
+    grpo_exploration,
+    grpo_loss,
+    gspo_config,
+    ppo_clip_loss,
+)
+from nemo_edo.losses.preference import (
+    dpo_loss,
+    ed_idpo_loss,
+    ipo_loss,
+    preference_loss,
+    preference_metrics,
+    selm_loss,
+    sequence_logprobs,
+    vpo_loss,
+    xpo_loss,
+)
+from nemo_edo.losses.reward_model import bradley_terry_loss, ranking_nce_loss
+from nemo_edo.losses.reward_shaping import soft_overlong_penalty
+from nemo_edo.losses.schedules import Schedule, build_schedule
 from nemo_edo.losses.supervised import sft_loss
 from nemo_edo.losses.term import LossTerm, reduce_tokens, reduction_count
 
 __all__ = [
+    "DPOLossConfig",
     "GRPOLossConfig",
+    "GradientComparison",
     "LossTerm",
+    "NgramPaths",
+    "PathFunction",
+    "Schedule",
+    "bradley_terry_loss",
+    "build_schedule",
+    "clip_cov_selection",
+    "dapo_config",
+    "dpo_loss",
+    "dr_grpo_config",
+    "each_path",
+    "ed_idpo_loss",
     "entropy_bonus",
+    "exact_exploration_term",
+    "exploration_diagnostics",
+    "exploration_noise_term",
     "exploration_term",
     "floor_share",
+    "gradient_comparison",
     "group_advantages",
+    "grpo_exploration",
     "grpo_loss",
+    "gspo_config",
+    "icepop_weights",
+    "informative_groups",
+    "ipo_loss",
+    "kl_cov_selection",
     "kl_per_token",
+    "novelty_advantages",
+    "pass_at_k_advantages",
+    "positive_downweighted_advantages",
+    "ppo_clip_loss",
+    "preference_loss",
+    "preference_metrics",
+    "ranking_nce_loss",
     "reduce_tokens",
     "reduction_count",
+    "redundancy_shares",
+    "sampler_gap",
+    "selm_loss",
+    "sequence_logprobs",
     "sft_loss",
+    "soft_overlong_penalty",
+    "token_covariances",
+    "truncated_importance_weights",
+    "vpo_loss",
+    "xpo_loss",
 ]

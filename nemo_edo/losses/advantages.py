@@ -1,22 +1,57 @@
-"""Advantages of responses relative to their group, the responses to one prompt (GRPO, Shao et al. 2024)."""
+"""Advantages of responses relative to their group, the responses to one prompt, and which groups say anything.
+
+Advantages are [B], in the rewards' floating type (torch's default for integer rewards), and have no gradient. They are
+relative to a group or to nothing, never to the batch: a loss divides by its own count and by nothing else.
+Dimensions: B responses, G groups.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Which of B responses belong together."""
+
+    ids_G: Tensor
+    of_B: Tensor
+    """[B] int64, the index of each response's group in ``ids_G``."""
+    size_G: Tensor
+
+    def sum_G(self, values_B: Tensor) -> Tensor:
+        return values_B.new_zeros(len(self.ids_G)).index_add(0, self.of_B, values_B)
+
+    def lowest_G(self, values_B: Tensor) -> Tensor:
+        empty_G = values_B.new_empty(len(self.ids_G))
+        return empty_G.scatter_reduce(0, self.of_B, values_B, "amin", include_self=False)
+
+    def all_equal_G(self, values_B: Tensor) -> Tensor:
+        """[G] bool, by comparison: a variance would have to be compared with a rounding error."""
+        return self.lowest_G(values_B) == -self.lowest_G(-values_B)
+
+    def require_pairs(self) -> None:
+        """Raises ValueError, with their ids, for groups of one response."""
+        if (self.size_G < 2).any():
+            alone = self.ids_G[self.size_G < 2].tolist()
+            raise ValueError(f"groups {alone} have one response each: nothing to be compared with")
+
+
 def group_advantages(
-    rewards: Tensor,
+    rewards: Tensor | Sequence[float],
     group_ids: Tensor | Sequence[int],
     *,
     scale: str = "std",
     baseline: str = "mean",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """(r - baseline) / (std + epsilon) within each group; [B], in the rewards' floating type, without gradient.
+    """(r - baseline) / (std + epsilon) within each group; [B] (GRPO, Shao et al. 2024).
 
     rewards: [B]. group_ids: [B] integers in any order, the same for the responses of one group.
     scale: "std", the population standard deviation of the group, or "none" (Dr.GRPO), which divides by nothing.
@@ -28,29 +63,137 @@ def group_advantages(
         raise ValueError(f"scale is {scale!r}, expected std or none")
     if baseline not in ("mean", "leave-one-out"):
         raise ValueError(f"baseline is {baseline!r}, expected mean or leave-one-out")
-    group_ids = torch.as_tensor(group_ids, device=rewards.device)
-    if rewards.ndim != 1 or group_ids.shape != rewards.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]")
-    if not torch.isfinite(rewards).all():
-        raise ValueError(f"rewards are not finite at rows {(~torch.isfinite(rewards)).nonzero().flatten().tolist()}")
-
-    groups, group_B, size_G = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    if (size_G < 2).any():
-        raise ValueError(f"groups {groups[size_G < 2].tolist()} have one response each: nothing to be compared with")
-    values_B, size_G = rewards.detach().double(), size_G.double()  # double: the order of the rows hardly shows
-
-    def group_mean_G(x_B: Tensor) -> Tensor:
-        return x_B.new_zeros(len(groups)).index_add(0, group_B, x_B) / size_G
-
-    deviation_B = values_B - group_mean_G(values_B)[group_B]
+    groups, (rewards,) = read_groups(group_ids, rewards=rewards)
+    groups.require_pairs()
+    values_B, size_G = rewards.double(), groups.size_G.double()  # double: the order of the rows hardly shows
+    deviation_B = values_B - (groups.sum_G(values_B) / size_G)[groups.of_B]
     advantages_B = deviation_B
     if baseline == "leave-one-out":  # r - (n * mean - r) / (n - 1)
-        advantages_B = deviation_B * (size_G / (size_G - 1))[group_B]
+        advantages_B = deviation_B * (size_G / (size_G - 1))[groups.of_B]
     if scale == "std":
-        advantages_B = advantages_B / (group_mean_G(deviation_B.square()).sqrt()[group_B] + epsilon)
+        variance_G = groups.sum_G(deviation_B.square()) / size_G
+        advantages_B = advantages_B / (variance_G.sqrt()[groups.of_B] + epsilon)
+    # The mean of equal rewards may be off by a rounding, which a small std would blow up.
+    advantages_B = torch.where(groups.all_equal_G(values_B)[groups.of_B], 0.0, advantages_B)
+    return advantages_B.to(floating_type(rewards))
 
-    # The mean of equal rewards may be off by a rounding, which a small std would blow up: equality is tested as such.
-    highest_G = values_B.new_empty(len(groups)).scatter_reduce(0, group_B, values_B, "amax", include_self=False)
-    lowest_G = values_B.new_empty(len(groups)).scatter_reduce(0, group_B, values_B, "amin", include_self=False)
-    advantages_B = torch.where((highest_G == lowest_G)[group_B], 0.0, advantages_B)
-    return advantages_B.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
+
+def informative_groups(
+    rewards: Tensor | Sequence[float],
+    group_ids: Tensor | Sequence[int],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """[B] bool: True where the response's group has rewards that differ (dynamic sampling, DAPO, Yu et al. 2025).
+
+    A group of equal rewards has no advantages and so no policy gradient, but it carries much of the exploration term:
+    as 0/1 weights of that term, the result is the control that leaves such groups out.
+    rewards: [B]. group_ids: [B] integers in any order, the same for the responses of one group.
+    low, high: where given, only groups with a mean reward in [low, high] are kept (a filter by difficulty), both ends
+        included. Groups are kept or dropped whole.
+    Raises ValueError for a group of one, rewards that are not finite, shapes other than [B], and low above high.
+    """
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if not low <= high:
+        raise ValueError(f"low is {low} and high is {high}, expected numbers with low <= high")
+    groups, (rewards,) = read_groups(group_ids, rewards=rewards)
+    groups.require_pairs()
+    values_B = rewards.double()
+    mean_G = groups.sum_G(values_B) / groups.size_G
+    return (~groups.all_equal_G(values_B) & (low <= mean_G) & (mean_G <= high))[groups.of_B]
+
+
+def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: Tensor | Sequence[int], k: int) -> Tensor:
+    """Advantages of the best of k responses; [B] (Pass@k Training, Chen et al. 2025, their analytical form).
+
+    All k-subsets of a group are rewarded with their highest reward and normalised over the subsets; a response gets
+    the mean over the subsets that hold it. With n wrong ones of G responses, P = 1 - C(n, k) / C(G, k) and
+    s = sqrt(P (1 - P)):
+
+        correct   (1 - P) / s
+        wrong     (1 - P - C(n - 1, k - 1) / C(G - 1, k - 1)) / s
+
+    and zeros where s = 0: no correct response, or fewer than k wrong ones. Groups may differ in size. k = 1 gives
+    ``group_advantages`` with epsilon 0.
+    rewards: [B], 0 and 1. group_ids: [B] integers in any order, the same for the responses of one group.
+    Raises ValueError for rewards other than 0 and 1, a group of one or of fewer than k, k below 1, and shapes other
+    than [B].
+    """
+    if k < 1:
+        raise ValueError(f"k is {k}, expected at least 1")
+    groups, (rewards,) = read_groups(group_ids, rewards=rewards)
+    groups.require_pairs()
+    require_values("rewards", rewards, (0, 1))
+    if (groups.size_G < k).any():
+        small = groups.ids_G[groups.size_G < k].tolist()
+        raise ValueError(f"k is {k}, but groups {small} have fewer responses")
+    wrong_G = groups.sum_G((rewards == 0).long())
+    by_group = [_pass_at_k(*counts, k) for counts in zip(wrong_G.tolist(), groups.size_G.tolist(), strict=True)]
+    correct_G, wrong_G = torch.tensor(by_group, dtype=torch.float64, device=rewards.device).reshape(-1, 2).unbind(1)
+    advantages_B = torch.where(rewards == 1, correct_G[groups.of_B], wrong_G[groups.of_B])
+    return advantages_B.to(floating_type(rewards))
+
+
+def positive_downweighted_advantages(
+    rewards: Tensor | Sequence[float], *, positive: float = 0.1, negative: float = 1.0
+) -> Tensor:
+    """REINFORCE that learns mostly from mistakes (W-REINFORCE, Zhu et al. 2025, "The Surprising Effectiveness of
+    Negative Reinforcement in LLM Reasoning"): +positive for correct responses, -negative for wrong ones; [B].
+
+    rewards: [B], 1 where correct; 0 (as verifiers have it) or -1 (as that paper has it) where wrong. No baseline and
+    no scale, hence no groups. positive = negative = 1 is plain REINFORCE with rewards +1 and -1; positive = 0 learns
+    from wrong responses alone.
+    Raises ValueError for other rewards, a shape other than [B], and weights that are negative or not finite.
+    """
+    for name, weight in (("positive", positive), ("negative", negative)):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"{name} is {weight}, expected a finite number of at least 0")
+    rewards = torch.as_tensor(rewards).detach()
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}, expected [B]")
+    require_values("rewards", rewards, (-1, 0, 1))
+    signed = torch.full(rewards.shape, -negative, dtype=floating_type(rewards), device=rewards.device)
+    return signed.masked_fill(rewards == 1, positive)
+
+
+def read_groups(group_ids: Tensor | Sequence[int], **values_B: Tensor | Sequence[float]) -> tuple[Groups, list[Tensor]]:
+    """The groups, and the named values as detached tensors on the first one's device.
+
+    Raises ValueError, naming the argument, for shapes other than one [B], values that are not finite and ids that are
+    no integers.
+    """
+    device = torch.as_tensor(next(iter(values_B.values()))).device
+    group_ids = torch.as_tensor(group_ids, device=device)
+    values = [torch.as_tensor(value, device=device).detach() for value in values_B.values()]
+    for name, value in zip(values_B, values, strict=True):
+        if value.ndim != 1 or group_ids.shape != value.shape:
+            raise ValueError(f"{name} {tuple(value.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]")
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{name} are not finite at rows {(~torch.isfinite(value)).nonzero().flatten().tolist()}")
+    if group_ids.is_floating_point() and len(group_ids) > 0:  # an empty list becomes a tensor of floats
+        raise ValueError(f"group_ids are of type {group_ids.dtype}, expected integers")
+    return Groups(*torch.unique(group_ids, return_inverse=True, return_counts=True)), values
+
+
+def require_values(name: str, values_B: Tensor, allowed: tuple[int, ...]) -> None:
+    """Raises ValueError, with the rows, for a value other than the allowed ones."""
+    other = ~torch.isin(values_B.double(), torch.tensor(allowed, dtype=torch.float64, device=values_B.device))
+    if other.any():
+        rows, found = other.nonzero().flatten().tolist(), values_B[other].tolist()
+        raise ValueError(f"{name} has values {found} at rows {rows}, expected {' or '.join(map(str, allowed))}")
+
+
+def floating_type(values: Tensor) -> torch.dtype:
+    """The tensor's own type if it is a floating one, else torch's default."""
+    return values.dtype if values.is_floating_point() else torch.get_default_dtype()
+
+
+def _pass_at_k(wrong: int, size: int, k: int) -> tuple[float, float]:
+    """Advantages of a correct and of a wrong response; exact up to the last divisions, for groups of any size."""
+    pass_rate = 1 - Fraction(math.comb(wrong, k), math.comb(size, k))
+    std = math.sqrt(pass_rate * (1 - pass_rate))
+    if std == 0:
+        return 0.0, 0.0
+    pass_rate_with_wrong = 1 - Fraction(math.comb(wrong - 1, k - 1), math.comb(size - 1, k - 1))
+    return float(1 - pass_rate) / std, float(pass_rate_with_wrong - pass_rate) / std

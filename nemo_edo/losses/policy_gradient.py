@@ -4,20 +4,83 @@ The paper's ED-GRPO equation prints an argmin over the surrogate without its min
 
     L = - surrogate + beta * KL(pi_theta || pi_ref) + alpha * beta * E_{pi_old}[log pi_theta - log pi_old]
 
-with one aggregation for the three terms.
+with one aggregation for all terms. PPO, DAPO, Dr.GRPO and GSPO are settings of it.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
 from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
-from nemo_edo.losses.exploration import exploration_term, floor_share
+from nemo_edo.config.checks import require
+from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share
+from nemo_edo.losses.importance import icepop_weights, sampler_gap, truncated_importance_weights
 from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import LossTerm, per_token, reduce_tokens, require_finite, without_padding
+from nemo_edo.losses.term import LossTerm, per_token, reduce_tokens, require_finite, valid_tokens, without_padding
+
+
+def dapo_config(**changes: object) -> GRPOLossConfig:
+    """DAPO (Yu et al. 2025, eq. 8): a higher upper clip, the mean over all tokens, no KL. Exploration is off unless
+    ``changes`` gives it: an ``exploration_coefficient``, as alpha * beta is 0 with beta 0."""
+    return _variant(changes, clip_high=0.28, aggregation="token-mean", beta=0.0)
+
+
+def dr_grpo_config(norm_length: int, **changes: object) -> GRPOLossConfig:
+    """Dr.GRPO (Liu et al. 2025): token sums over a constant length, no KL, and advantages without std
+    (``group_advantages`` with scale "none"). Exploration as for ``dapo_config``."""
+    return _variant(changes, aggregation="seq-mean-token-sum-norm", norm_length=norm_length, beta=0.0)
+
+
+def gspo_config(**changes: object) -> GRPOLossConfig:
+    """GSPO (Zheng et al. 2025, eq. 5): one ratio for each sequence, with a range that fits its mean log-ratio; no KL.
+    Exploration as for ``dapo_config``."""
+    return _variant(changes, importance_sampling_level="sequence", clip_low=3e-4, clip_high=4e-4, beta=0.0)
+
+
+def _variant(changes: dict[str, object], **settings: object) -> GRPOLossConfig:
+    exploration = {} if changes.get("exploration_coefficient") is not None else {"alpha": 0.0}
+    return GRPOLossConfig(**{**exploration, **settings, **changes})
+
+
+def ppo_clip_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    reduction: str,
+    norm_length: float | None = None,
+) -> tuple[LossTerm, dict[str, LossTerm]]:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), minimised (PPO, Schulman et al. 2017, eq. 7).
+
+    logprobs, old_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi_theta and under pi_old,
+        which produced them; ratio = pi_theta / pi_old at each token. The gradient flows through the first alone.
+    advantages: [B], one for each response, or [B, T]. mask: [B, T], 1 where a response token counts.
+    dual_clip: as in ``clipped_surrogate``. reduction, norm_length: as in ``reduce_tokens``, where the counts are.
+
+    The metrics log_ratio (log pi_theta - log pi_old) and clip_fraction are means over valid tokens, without gradient.
+    Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and clips or
+    reductions that are out of range.
+    """
+    require(0 <= clip_low < 1, "clip_low", clip_low, "a number in [0, 1)")
+    require(clip_high >= 0, "clip_high", clip_high, "a number of at least 0")
+    require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or a number above 1")
+    logprobs, old_logprobs, advantages = without_padding(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=per_token(advantages.detach(), mask)
+    )
+    log_ratio = logprobs - old_logprobs
+    surrogate, held = clipped_surrogate(
+        log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    metrics = {"log_ratio": _token_mean(log_ratio, mask), "clip_fraction": _token_mean(held, mask)}
+    return reduce_tokens(-surrogate, mask, reduction, norm_length), metrics
 
 
 def grpo_loss(
@@ -27,6 +90,10 @@ def grpo_loss(
     advantages: Tensor,
     mask: Tensor,
     config: GRPOLossConfig,
+    *,
+    sampler_logprobs: Tensor | None = None,
+    exploration_weights: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[LossTerm, dict[str, LossTerm]]:
     """The minimised ED-GRPO loss and its metrics; with an exploration weight of 0, GRPO to the last bit.
 
@@ -35,71 +102,206 @@ def grpo_loss(
         None if config.beta is 0.
     advantages: [B], one for each response, or [B, T].
     mask: [B, T], 1 where a response token counts.
+    sampler_logprobs: [B, T] under pi_gen, pi_old as the generation server computed it. config.sampler_correction turns
+        pi_old / pi_gen into constant weights on every term but the KL to pi_ref; with "none" they only give metrics.
+    exploration_weights: [B] or [B, T] constant factors of the exploration term. No weight enters a count.
+    selected: [B, T], 1 at the tokens that config.covariance_control acts on, chosen over the global batch
+        (``clip_cov_selection``, ``kl_cov_selection``); it needs them, and nothing else takes them.
 
     The loss, and the metrics policy_loss (the negated surrogate), kl (the estimate, without beta; absent without
-    ref_logprobs) and exploration (log-ratio with the floor, without its weight), are reduced by config.aggregation:
-    count = sequences, or tokens for token-mean. The metrics log_ratio (log pi_theta - log pi_old), clip_fraction and
-    floor_fraction are means over valid tokens. No metric has a gradient.
+    ref_logprobs), exploration (log-ratio with the floor, without its coefficient) and kl_cov (its penalty, likewise),
+    are reduced by config.aggregation: count = sequences, or tokens for token-mean. The metrics log_ratio (log pi_theta
+    - log pi_old), clip_fraction, floor_fraction, selected_fraction, sampler_weight, sampler_bounded (weights that the
+    correction has cut off or set to 0) and those of ``sampler_gap`` are means over valid tokens. None has a gradient.
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and a missing
-    reference. Warns of k1 with exploration, which is GRPO with another beta.
+    ref_logprobs, sampler_logprobs or selected. Warns of k1 with exploration, which is GRPO with another beta.
     """
     _warn_of_k1(config)
     advantages, logprobs, old_logprobs = without_padding(
         mask, advantages=per_token(advantages.detach(), mask), logprobs=logprobs, old_logprobs=old_logprobs.detach()
     )
-    log_ratio = logprobs - old_logprobs
-    surrogate, clipped = clipped_surrogate(log_ratio, advantages, config)
-    loss = policy_loss = reduce_tokens(-surrogate, mask, config.aggregation, config.norm_length)
-    metrics = {
-        "policy_loss": policy_loss.detached(),
-        "log_ratio": reduce_tokens(log_ratio.detach(), mask, "token-mean"),
-        "clip_fraction": reduce_tokens(clipped.to(log_ratio.dtype), mask, "token-mean"),
-        "floor_fraction": floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor),
-    }
+    weights, sampler_metrics = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
+    loss, metrics = _policy_loss(logprobs - old_logprobs, advantages, mask, weights, selected, config)
+    metrics |= sampler_metrics
 
     if ref_logprobs is not None:
-        (ref_logprobs,) = without_padding(mask, ref_logprobs=ref_logprobs.detach())
-        kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
-        require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
-        kl = reduce_tokens(kl_BT, mask, config.aggregation, config.norm_length)
+        kl = _kl_to_reference(logprobs, ref_logprobs, mask, config)
         metrics["kl"] = kl.detached()
         loss = loss.plus(kl, config.beta) if config.beta > 0 else loss
     elif config.beta > 0:
         raise ValueError(f"ref_logprobs is None, but beta is {config.beta}: give them, or set beta to 0")
 
-    exploration = exploration_term(
-        logprobs,
-        old_logprobs,
-        mask,
-        reduction=config.aggregation,
-        log_ratio_floor=config.log_ratio_floor,
-        norm_length=config.norm_length,
-    )
+    exploration = _exploration(logprobs, old_logprobs, mask, weights, exploration_weights, config)
     metrics["exploration"] = exploration.detached()
+    metrics["floor_fraction"] = floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor)
     if config.exploration_weight != 0:  # adding 0 * term would not be bit-equal to GRPO
         loss = loss.plus(exploration, config.exploration_weight)
     return loss, metrics
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
+def grpo_exploration(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    config: GRPOLossConfig,
+    *,
+    sampler_logprobs: Tensor | None = None,
+    exploration_weights: Tensor | None = None,
+) -> LossTerm:
+    """The exploration term of ``grpo_loss`` by itself, without its coefficient: for measuring its gradient.
+
+    Arguments, weights, reduction, count and errors are those of ``grpo_loss``.
+    """
+    (old_logprobs,) = without_padding(mask, old_logprobs=old_logprobs.detach())
+    weights, _ = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
+    return _exploration(logprobs, old_logprobs, mask, weights, exploration_weights, config)
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
     """min(ratio A, clip(ratio) A) at each token, to be maximised, and where the clip holds it (its gradient is zero).
 
     With dual_clip, a negative advantage's surrogate is at least dual_clip * A (Ye et al. 2020, eq. 5).
+    Arguments of one shape, not reduced. Raises ValueError for ratios that overflow.
     """
     ratio = log_ratio.exp()
     require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
     unclipped = ratio * advantages
-    surrogate = torch.minimum(unclipped, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
+    surrogate = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     held = surrogate < unclipped
-    if config.dual_clip is not None:
-        bound = torch.where(advantages < 0, config.dual_clip * advantages, -torch.inf)
+    if dual_clip is not None:
+        bound = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
         held = held | (surrogate < bound)
         surrogate = torch.maximum(surrogate, bound)
     return surrogate, held
 
 
+def _sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """GSPO-token's log-ratio (Zheng et al. 2025, eq. 14); [B, T].
+
+    The value at every token is the mean of log_ratio over its sequence's valid tokens, and the gradient that of the
+    token's own log pi_theta. With [B] advantages and "seq-mean-token-mean", loss and gradient are plain GSPO's.
+    log_ratio: [B, T] log pi_theta - log pi_old, zero at padding.
+    """
+    lengths_B = valid_tokens(mask).sum(dim=1).clamp(min=1)
+    mean_B = log_ratio.detach().sum(dim=1) / lengths_B
+    return per_token(mean_B, mask) + (log_ratio - log_ratio.detach())
+
+
+def _policy_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    selected: Tensor | None,
+    config: GRPOLossConfig,
+) -> tuple[LossTerm, dict[str, LossTerm]]:
+    """The negated surrogate under the covariance control, and its metrics.
+
+    Our clip stays on with KL-Cov too, whose authors take the unclipped surrogate for all tokens.
+    """
+    at_level = _sequence_log_ratio(log_ratio, mask) if config.importance_sampling_level == "sequence" else log_ratio
+    surrogate, held = clipped_surrogate(
+        at_level, advantages, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
+    )
+    selected = _selected_tokens(selected, mask, config.covariance_control)
+    if config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
+        surrogate = torch.where(selected, surrogate.detach(), surrogate)
+    loss = reduce_tokens(-weights * surrogate, mask, config.aggregation, config.norm_length)
+    metrics = {
+        "policy_loss": loss.detached(),
+        "log_ratio": _token_mean(log_ratio, mask),
+        "clip_fraction": _token_mean(held, mask),
+    }
+    if selected is not None:
+        metrics["selected_fraction"] = _token_mean(selected, mask)
+    if config.covariance_control == "kl-cov":  # eq. 14, its KL estimated by |log-ratio| as in the authors' code
+        penalty_BT = torch.where(selected, weights * log_ratio.abs(), 0.0)
+        penalty = reduce_tokens(penalty_BT, mask, config.aggregation, config.norm_length)
+        metrics["kl_cov"] = penalty.detached()
+        loss = loss.plus(penalty, config.kl_cov_coefficient)
+    return loss, metrics
+
+
+def _kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: GRPOLossConfig) -> LossTerm:
+    (ref_logprobs,) = without_padding(mask, ref_logprobs=ref_logprobs.detach())
+    kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
+    require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
+    return reduce_tokens(kl_BT, mask, config.aggregation, config.norm_length)
+
+
+def _exploration(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    exploration_weights: Tensor | None,
+    config: GRPOLossConfig,
+) -> LossTerm:
+    if exploration_weights is not None:
+        (factors,) = without_padding(mask, exploration_weights=per_token(exploration_weights.detach(), mask))
+        weights = weights * factors
+    term = exploration_noise_term if config.exploration_control == "noise" else exploration_term
+    return term(
+        logprobs,
+        old_logprobs,
+        mask,
+        reduction=config.aggregation,
+        log_ratio_floor=config.log_ratio_floor,
+        weights=weights,
+        norm_length=config.norm_length,
+    )
+
+
+def _sampler_weights(
+    old_logprobs: Tensor, sampler_logprobs: Tensor | None, mask: Tensor, config: GRPOLossConfig
+) -> tuple[Tensor, dict[str, LossTerm]]:
+    """[B, T] constants that lead from pi_gen's samples to pi_old's, ones without a correction, and their metrics."""
+    correction = config.sampler_correction
+    weights = torch.ones_like(old_logprobs)
+    if sampler_logprobs is None:
+        if correction != "none":
+            raise ValueError(
+                f"sampler_logprobs is None, but sampler_correction is {correction!r}: give the sampler's "
+                "log-probabilities of the tokens, or set sampler_correction to none"
+            )
+        return weights, {}
+    (sampler_logprobs,) = without_padding(mask, sampler_logprobs=sampler_logprobs.detach())
+    metrics = sampler_gap(old_logprobs, sampler_logprobs, mask)
+    if correction == "none":
+        return weights, metrics
+    if correction == "tis":
+        weights = truncated_importance_weights(old_logprobs, sampler_logprobs, mask, cap=config.tis_cap)
+        bounded = old_logprobs - sampler_logprobs > math.log(config.tis_cap)
+    else:
+        weights = icepop_weights(old_logprobs, sampler_logprobs, mask, low=config.icepop_low, high=config.icepop_high)
+        bounded = weights == 0
+    metrics |= {"sampler_weight": _token_mean(weights, mask), "sampler_bounded": _token_mean(bounded, mask)}
+    return weights, metrics
+
+
+def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Tensor | None:
+    """[B, T] bool, False at padding; None without a covariance control."""
+    if control == "none":
+        if selected is not None:
+            raise ValueError("selected is given, but covariance_control is none: leave it out, or name the control")
+        return None
+    if selected is None:
+        raise ValueError(f"selected is None, but covariance_control is {control!r}: give the tokens that it acts on")
+    (selected_BT,) = without_padding(mask, selected=selected)
+    if not ((selected_BT == 0) | (selected_BT == 1)).all():
+        raise ValueError("selected has values other than 0 and 1")
+    return selected_BT == 1
+
+
+def _token_mean(values_BT: Tensor, mask: Tensor) -> LossTerm:
+    return reduce_tokens(values_BT.detach(), mask, "token-mean")
+
+
 def _warn_of_k1(config: GRPOLossConfig) -> None:
-    if config.kl_estimator == "k1" and config.exploration_weight > 0:
+    plain = config.exploration_control == "none"
+    if config.kl_estimator == "k1" and config.exploration_weight > 0 and plain:
         warnings.warn(
             f"kl_estimator k1 with exploration weight {config.exploration_weight}: without a floor the exploration "
             "term's gradient is then the KL's own, and the loss is GRPO with beta = "

@@ -1,40 +1,76 @@
 """Votes over the final answers of several responses (self-consistency, Wang et al. 2023).
 
-Answers are compared by equality, so they come in canonical form; None is an abstention.
+None is an abstention: it has no vote. Equal answers are one answer, so they come in canonical form; or the caller says
+which answers mean the same: with ``equivalent(representative, answer) -> bool`` (a mathematical comparison, say) an
+answer joins the first class whose representative it is equivalent to, else it founds one. The representative is the
+class's first member, and it is what a vote returns. Where the relation is not transitive, classes depend on the order
+of the answers; where it does not relate an answer to itself, repetitions of that answer stay apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from nemo_edo.metrics.pass_at_k import expected_vote_score
 
-__all__ = ["expected_vote_score", "majority_vote", "weighted_vote"]
+__all__ = ["expected_vote_score", "majority_vote", "vote_counts", "weighted_vote"]
 
-Answer = TypeVar("Answer", bound=Hashable)
-
-
-def majority_vote(answers: Sequence[Answer | None]) -> Answer | None:
-    """The most frequent answer, the first seen among equals; None if all abstain."""
-    votes = Counter(answer for answer in answers if answer is not None)
-    return max(votes, key=votes.__getitem__, default=None)
+Answer = TypeVar("Answer")
+Equivalence = Callable[[Answer, Answer], bool]
 
 
-def weighted_vote(answers: Sequence[Answer | None], weights: Sequence[float]) -> Answer | None:
+def majority_vote(answers: Sequence[Answer | None], *, equivalent: Equivalence | None = None) -> Answer | None:
+    """The most frequent answer, the first seen among equals; None if all abstain.
+
+    Answers must be hashable, unless ``equivalent`` compares them.
+    """
+    winner, _ = max(vote_counts(answers, equivalent=equivalent), key=lambda item: item[1], default=(None, 0))
+    return winner
+
+
+def vote_counts(answers: Sequence[Answer | None], *, equivalent: Equivalence | None = None) -> list[tuple[Answer, int]]:
+    """(answer, votes) of each class, in order of first appearance; the votes add up to the answers that are not None.
+
+    Answers must be hashable, unless ``equivalent`` compares them.
+    """
+    return [(answers[members[0]], len(members)) for members in _classes(answers, equivalent)]
+
+
+def weighted_vote(
+    answers: Sequence[Answer | None], weights: Sequence[float], *, equivalent: Equivalence | None = None
+) -> Answer | None:
     """The answer with the largest total weight, the first seen among equals; None if all abstain.
 
+    With a reward model's scores as weights it is weighted best-of-N (Li et al. 2023, "Making language models better
+    reasoners with step-aware verifier"). Answers must be hashable, unless ``equivalent`` compares them.
     Raises ValueError if there is not one weight for each answer, or a weight is negative or not finite.
     """
     if len(answers) != len(weights):
         raise ValueError(f"{len(weights)} weights for {len(answers)} answers, expected one for each")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"weights are {list(weights)}, expected finite numbers of at least 0")
-    ballots: dict[Answer, list[float]] = defaultdict(list)
-    for answer, weight in zip(answers, weights, strict=True):
-        if answer is not None:
-            ballots[answer].append(weight)
+    classes = _classes(answers, equivalent)
     # fsum rounds once, so that the order of the answers cannot make or break a tie.
-    return max(ballots, key=lambda answer: math.fsum(ballots[answer]), default=None)
+    heaviest = max(classes, key=lambda members: math.fsum(weights[i] for i in members), default=None)
+    return None if heaviest is None else answers[heaviest[0]]
+
+
+def _classes(answers: Sequence[Answer | None], equivalent: Equivalence | None) -> list[list[int]]:
+    """Positions of the answers of each class, classes and members in order of appearance."""
+    present = [i for i, answer in enumerate(answers) if answer is not None]
+    if equivalent is None:
+        by_answer: dict[Answer, list[int]] = {}
+        for i in present:
+            by_answer.setdefault(answers[i], []).append(i)
+        return list(by_answer.values())
+    classes: list[list[int]] = []
+    for i in present:
+        same = (members for members in classes if equivalent(answers[members[0]], answers[i]))
+        members = next(same, None)
+        if members is None:
+            classes.append([i])
+        else:
+            members.append(i)
+    return classes

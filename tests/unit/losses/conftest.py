@@ -1,3 +1,4 @@
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -27,3 +28,48 @@ def _random_batch(seed: int, sequences: int = 6, tokens: int = 5) -> SimpleNames
 @pytest.fixture(scope="session")
 def random_batch():
     return _random_batch
+
+
+class EnumerablePolicy:
+    """All responses over tokens {0, 1, end} of at most three tokens, with a logit row for each prefix."""
+
+    LENGTH, VOCABULARY, END = 3, 3, 2
+
+    def __init__(self) -> None:
+        self.responses = [
+            y
+            for length in range(1, self.LENGTH + 1)
+            for y in product(range(self.VOCABULARY), repeat=length)
+            if self.END not in y[:-1] and (y[-1] == self.END or length == self.LENGTH)
+        ]
+        prefixes = {y[:t] for y in self.responses for t in range(len(y))}
+        self.row = {prefix: row for row, prefix in enumerate(sorted(prefixes))}
+        self.lengths = torch.tensor([len(y) for y in self.responses], dtype=torch.float64)
+        self.mask = (torch.arange(self.LENGTH) < self.lengths[:, None]).double()
+
+    def random_logits(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(len(self.row), self.VOCABULARY, generator=generator, dtype=torch.float64)
+        return logits.requires_grad_()
+
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """[responses, LENGTH], with NaN in the padding."""
+        table = logits.log_softmax(-1)
+        nan = torch.tensor(torch.nan, dtype=torch.float64)
+        rows = [
+            [table[self.row[y[:t]], y[t]] if t < len(y) else nan for t in range(self.LENGTH)] for y in self.responses
+        ]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    def position_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[responses, LENGTH, VOCABULARY]: the row of each token's prefix, with NaN in the padding."""
+        rows = [[self.row[y[:t]] if t < len(y) else 0 for t in range(self.LENGTH)] for y in self.responses]
+        return torch.where(self.mask[..., None] == 1, logits[torch.tensor(rows)], torch.nan)
+
+    def probabilities(self, logprobs: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.mask == 1, logprobs, 0.0).sum(1).exp()
+
+
+@pytest.fixture(scope="session")
+def enumerable_policy():
+    return EnumerablePolicy()

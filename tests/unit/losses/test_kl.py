@@ -17,6 +17,8 @@ def test_each_estimator_is_its_formula(log_p, log_q):
     torch.testing.assert_close(kl_per_token(x, y, "k1"), d)
     torch.testing.assert_close(kl_per_token(x, y, "k2"), d**2 / 2)
     torch.testing.assert_close(kl_per_token(x, y, "k3"), torch.exp(-d) - 1 + d, rtol=1e-12, atol=1e-14)
+    for name in ("k1", "k3"):
+        assert torch.equal(kl_per_token(x, y, f"{name}+"), kl_per_token(x, y, name))
 
 
 @few
@@ -41,28 +43,31 @@ def test_expected_gradients_descend_the_kl_that_the_docstring_names(seed):
     reverse = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)[0]
     forward = torch.autograd.grad((log_q.exp() * (log_q - log_p)).sum(), logits)[0]
     torch.testing.assert_close(_expected_gradient(logits, ref_logits, "k1"), torch.zeros(5, dtype=torch.float64))
-    torch.testing.assert_close(_expected_gradient(logits, ref_logits, "k2"), reverse)
+    for estimator in ("k2", "k1+", "k3+"):
+        torch.testing.assert_close(_expected_gradient(logits, ref_logits, estimator), reverse)
     torch.testing.assert_close(_expected_gradient(logits, ref_logits, "k3"), forward)
 
 
 @few
 @given(seed=st.integers(0, 2**32 - 1))
-def test_k1_and_k3_are_unbiased_for_the_reverse_kl(seed):
+def test_all_but_k2_are_unbiased_for_the_reverse_kl(seed):
     generator = torch.Generator().manual_seed(seed)
     log_p, log_q = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
     kl = (log_p.exp() * (log_p - log_q)).sum()
-    for estimator in ("k1", "k3"):
+    for estimator in ("k1", "k3", "k1+", "k3+"):
         torch.testing.assert_close((log_p.exp() * kl_per_token(log_p, log_q, estimator)).sum(), kl)
 
 
-def test_the_reference_gets_no_gradient():
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_the_reference_gets_no_gradient(estimator):
     x, y = torch.randn(2, 3).requires_grad_(), torch.randn(2, 3).requires_grad_()
-    kl_per_token(x, y, "k2").sum().backward()
+    kl_per_token(x, y, estimator).sum().backward()
     assert y.grad is None and x.grad is not None
 
 
 def test_arguments_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match=r"ref_logprobs has shape \(3,\), but logprobs \(2, 3\)"):
         kl_per_token(torch.zeros(2, 3), torch.zeros(3), "k1")
-    with pytest.raises(ValueError, match="estimator is 'k4'"):
-        kl_per_token(torch.zeros(2), torch.zeros(2), "k4")
+    for unknown in ("k4", "k2+"):
+        with pytest.raises(ValueError, match=rf"estimator is '{unknown[:2]}.*, expected one of k1, k2, k3, k1\+, k3\+"):
+            kl_per_token(torch.zeros(2), torch.zeros(2), unknown)

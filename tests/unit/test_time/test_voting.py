@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.test_time import expected_vote_score, majority_vote, weighted_vote
+from nemo_edo.test_time import expected_vote_score, majority_vote, vote_counts, weighted_vote
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 votes = st.lists(st.sampled_from(["a", "b", "c", None]), max_size=9)
@@ -85,3 +85,50 @@ def test_weights_that_do_not_fit_are_errors(weights):
 def test_a_reference_of_none_is_an_error():
     with pytest.raises(ValueError, match="reference is None"):
         expected_vote_score(["a"], None)
+
+
+@few
+@given(answers=votes)
+def test_counts_are_of_the_answers_given_in_order_of_appearance(answers):
+    assert vote_counts(answers) == list(Counter(answer for answer in answers if answer is not None).items())
+
+
+@few
+@given(answers=st.lists(st.one_of(st.none(), st.integers(-6, 6)), max_size=9))
+def test_votes_over_an_equivalence_are_votes_over_its_classes_named_by_their_first_member(answers):
+    def equivalent(a, b):
+        return a % 3 == b % 3
+
+    names = {}
+    for answer in answers:
+        if answer is not None:
+            names.setdefault(answer % 3, answer)
+    named = [None if answer is None else names[answer % 3] for answer in answers]
+    weights = [0.5 + (position % 3) for position in range(len(answers))]
+    assert majority_vote(answers, equivalent=equivalent) == majority_vote(named)
+    assert weighted_vote(answers, weights, equivalent=equivalent) == weighted_vote(named, weights)
+    assert vote_counts(answers, equivalent=equivalent) == vote_counts(named)
+
+
+def test_equivalence_is_asked_of_the_representative_and_takes_answers_without_a_hash():
+    asked = []
+
+    def equivalent(representative, answer):
+        asked.append((representative[0], answer[0]))
+        return abs(representative[0] - answer[0]) <= 1
+
+    answers = [[1], None, [2], [3], [4]]
+    # 2 joins 1; 3 is within reach of 2 but not of the representative 1; 4 joins 3: the first of two equal classes wins.
+    assert vote_counts(answers, equivalent=equivalent) == [([1], 2), ([3], 2)]
+    assert asked == [(1, 2), (1, 3), (1, 4), (3, 4)]
+    assert majority_vote(answers, equivalent=equivalent) == [1]
+    assert majority_vote(answers[::-1], equivalent=equivalent) == [4]
+    assert weighted_vote(answers, [1, 9, 1, 1, 1.5], equivalent=equivalent) == [3]
+
+
+@pytest.mark.parametrize("equivalent", [None, lambda a, b: a == b])
+def test_without_a_vote_there_is_no_answer(equivalent):
+    for answers in ([], [None, None]):
+        assert majority_vote(answers, equivalent=equivalent) is None
+        assert weighted_vote(answers, [1.0] * len(answers), equivalent=equivalent) is None
+        assert vote_counts(answers, equivalent=equivalent) == []

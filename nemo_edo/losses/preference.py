@@ -1,0 +1,349 @@
+"""Losses on preference pairs: DPO, its relatives, and ED-iDPO.
+
+All of them are a loss of the margin between the implicit rewards of a chosen and a rejected response,
+
+    margin = [log pi_theta(y_w) - log pi_ref(y_w)] - [log pi_theta(y_l) - log pi_ref(y_l)]
+
+and some add a bias on further samples, which lowers (or raises) their likelihood:
+
+==============  =========================  ===================  ==================================================
+method          loss of the margin         reference pi_ref     added term: coefficient, value, samples from
+==============  =========================  ===================  ==================================================
+DPO             ``dpo_loss``               initial policy       none (one static set of pairs)
+cDPO            ... with label smoothing   initial policy       none
+IPO             ``ipo_loss``               initial policy       none
+iterative DPO   ``dpo_loss``               previous iterate     none (pairs from the previous iterate)
+ETO             ``ed_idpo_loss``           initial policy       alpha = 0 (pairs from the previous iterate)
+ED-iDPO         ``ed_idpo_loss``           initial policy       alpha beta (log pi_theta - log pi_old), pi_old: the
+                                                                previous iterate, all of its responses
+XPO             ``xpo_loss``               initial policy       alpha log pi_theta, pi_ref
+SELM            ``selm_loss``              previous iterate     alpha beta (log pi_theta - log pi_ref), its
+                                                                selected responses
+VPO             ``vpo_loss``               initial policy       +alpha beta (log pi_theta - log pi_ref) online,
+                                                                -alpha beta (...) offline, a fixed calibration
+                                                                policy
+==============  =========================  ===================  ==================================================
+
+Which policy the reference is, is the caller's choice: the functions see log-probabilities only. Pairs and samples
+differ in number, so a bias is a term of its own: each is divided by its global count, and then they are added.
+
+Dimensions: P pairs, B sampled responses, T response tokens of a padded sequence. Log-probabilities are natural logs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_edo.config import DPOLossConfig
+from nemo_edo.losses.exploration import exploration_term, floor_share
+from nemo_edo.losses.reward_model import check_coefficient, rows_without_padding, sum_over_rows, valid_entries
+from nemo_edo.losses.term import LossTerm, reduce_tokens, valid_tokens, without_padding
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, length_normalized: bool = False) -> Tensor:
+    """log pi(y|x) of each sequence: the sum over its tokens, or with length_normalized their mean; [B].
+
+    logprobs: [B, T] of the response tokens. mask: [B, T], 1 where a token counts. A sequence without such a token: 0.
+    Raises ValueError for shapes that differ and NaN or infinity at a valid token.
+    """
+    (logprobs,) = without_padding(mask, logprobs=logprobs)
+    sums_B = logprobs.sum(dim=1)
+    return sums_B / valid_tokens(mask).sum(dim=1).clamp(min=1) if length_normalized else sums_B
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    mask: Tensor | None = None,
+) -> LossTerm:
+    """-log sigmoid(beta * margin), in nats, summed over pairs; count = pairs (Rafailov et al. 2023, eq. 7).
+
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P] sequence log-probabilities (``sequence_logprobs``)
+        of y_w and y_l under pi_theta and pi_ref. The gradient flows through the policy's alone.
+    beta: strength of the trust region, above 0: the implicit reward is beta * log(pi_theta / pi_ref).
+    label_smoothing: eps in [0, 0.5), the assumed share of pairs with exchanged labels; the loss is then
+        -(1 - eps) log sigmoid(beta * margin) - eps log sigmoid(-beta * margin) (conservative DPO, Mitchell 2023).
+    mask: [P], 1 where a pair counts; None: all count. A pair with mask 0 contributes nothing, whatever it holds.
+    Raises ValueError for shapes other than [P], NaN or infinity in a pair that counts, and settings out of range.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}, expected a number in [0, 0.5)")
+    _check_beta(beta)
+    margin_P, valid_P = _margin(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
+    losses_P = -F.logsigmoid(beta * margin_P)
+    if label_smoothing > 0:
+        losses_P = (1 - label_smoothing) * losses_P - label_smoothing * F.logsigmoid(-beta * margin_P)
+    return sum_over_rows(losses_P, valid_P)
+
+
+def ipo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    mask: Tensor | None = None,
+) -> LossTerm:
+    """(margin - 1 / (2 beta))^2, summed over pairs; count = pairs (Azar et al. 2024, eq. 17, where beta is tau).
+
+    Arguments and errors as for ``dpo_loss``. The equation takes token sums. TRL's implementation averages over the
+    tokens of each response instead: ``sequence_logprobs`` with length_normalized gives that.
+    """
+    _check_beta(beta)
+    margin_P, valid_P = _margin(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
+    return sum_over_rows((margin_P - 1 / (2 * beta)).square(), valid_P)
+
+
+def preference_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    config: DPOLossConfig,
+    *,
+    mask: Tensor | None = None,
+) -> LossTerm:
+    """``dpo_loss`` or ``ipo_loss``, as config.preference_loss says; count = pairs. Arguments and errors as theirs."""
+    pairs = (policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    if config.preference_loss == "ipo":
+        return ipo_loss(*pairs, beta=config.beta, mask=mask)
+    return dpo_loss(*pairs, beta=config.beta, label_smoothing=config.label_smoothing, mask=mask)
+
+
+def preference_metrics(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    mask: Tensor | None = None,
+) -> dict[str, LossTerm]:
+    """What the pairs say of the policy; no gradient, count = pairs. Arguments and errors as for ``dpo_loss``.
+
+    reward_chosen, reward_rejected: implicit rewards beta * (log pi_theta - log pi_ref), in nats. reward_margin: their
+    difference. reward_accuracy: 1 where it is above 0 (a tie is no success). logprobs_chosen, logprobs_rejected:
+    log pi_theta, which show y_w and y_l falling together where the margin does not.
+    """
+    _check_beta(beta)
+    valid_P, (chosen_P, rejected_P, ref_chosen_P, ref_rejected_P) = rows_without_padding(
+        mask,
+        policy_chosen=policy_chosen.detach(),
+        policy_rejected=policy_rejected.detach(),
+        ref_chosen=ref_chosen.detach(),
+        ref_rejected=ref_rejected.detach(),
+    )
+    reward_chosen_P = beta * (chosen_P - ref_chosen_P)
+    reward_rejected_P = beta * (rejected_P - ref_rejected_P)
+    metrics_P = {
+        "reward_chosen": reward_chosen_P,
+        "reward_rejected": reward_rejected_P,
+        "reward_margin": reward_chosen_P - reward_rejected_P,
+        "reward_accuracy": (reward_chosen_P > reward_rejected_P).to(chosen_P.dtype),
+        "logprobs_chosen": chosen_P,
+        "logprobs_rejected": rejected_P,
+    }
+    return {name: sum_over_rows(values_P, valid_P) for name, values_P in metrics_P.items()}
+
+
+def ed_idpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    sample_logprobs: Tensor,
+    sample_old_logprobs: Tensor,
+    sample_mask: Tensor,
+    config: DPOLossConfig,
+    *,
+    pair_mask: Tensor | None = None,
+    sample_weights: Tensor | None = None,
+) -> tuple[LossTerm, LossTerm, dict[str, LossTerm]]:
+    """The minimised ED-iDPO loss in two terms, to be divided by two global counts and added, and its metrics:
+
+        total = preference.mean() + exploration.mean()
+        L = E_pairs[-log sigmoid(beta * margin)] + alpha * beta * E_{y~pi_old}[log pi_theta(y) - log pi_old(y)]
+
+    preference: ``preference_loss``; count = pairs. exploration: ``exploration_term`` times config.exploration_weight;
+    count = sampled responses. With weight 0 (ETO) it is a constant 0 without graph, and the total is bit-equal to the
+    preference loss, in value and gradient.
+
+    The preference term ignores lowering y_w and y_l together, and exploration rewards it: for any alpha > 0 the sum
+    has no lower bound unless config.log_ratio_floor gives one. For a chosen response alone, explored with its own
+    pair and y_l held, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
+
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P], as for ``dpo_loss``.
+    sample_logprobs, sample_old_logprobs: [B, T] of **all** responses that pi_old gave to the batch's prompts, with or
+        without a pair, under pi_theta and pi_old. The gradient flows through the first.
+    sample_mask: [B, T], 1 where a response token counts.
+    config.length_normalized: the exploration term takes means over tokens ("seq-mean-token-mean"), not sums
+        ("seq-sum"); the caller gives pairs to match (``sequence_logprobs``).
+    pair_mask: [P], 1 where a pair counts; None: all count.
+    sample_weights: [B] or [B, T] constants on the exploration term's tokens (``exploration_term``).
+
+    Metrics, without gradient: those of ``preference_metrics``; preference_loss; exploration (with the floor, without
+    its weight; count = sampled responses), log_ratio (log pi_theta - log pi_old) and floor_fraction (count = tokens),
+    response_length (tokens; count = sampled responses).
+    Raises ValueError for shapes that differ and NaN or infinity at a pair or token that counts.
+    """
+    pairs = (policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    pair_mask = valid_entries("pair_mask", pair_mask, policy_chosen)
+    sample_mask = valid_entries("sample_mask", sample_mask, sample_logprobs)
+    sample_logprobs, sample_old_logprobs = without_padding(
+        sample_mask, sample_logprobs=sample_logprobs, sample_old_logprobs=sample_old_logprobs.detach()
+    )
+    preference = preference_loss(*pairs, config, mask=pair_mask)
+    exploration = exploration_term(
+        sample_logprobs,
+        sample_old_logprobs,
+        sample_mask,
+        reduction="seq-mean-token-mean" if config.length_normalized else "seq-sum",
+        log_ratio_floor=config.log_ratio_floor,
+        weights=sample_weights,
+    )
+    log_ratio_BT = (sample_logprobs - sample_old_logprobs).detach()
+    metrics = {
+        **preference_metrics(*pairs, beta=config.beta, mask=pair_mask),
+        "preference_loss": preference.detached(),
+        "exploration": exploration.detached(),
+        "log_ratio": reduce_tokens(log_ratio_BT, sample_mask, "token-mean"),
+        "floor_fraction": floor_share(sample_logprobs, sample_old_logprobs, sample_mask, config.log_ratio_floor),
+        "response_length": reduce_tokens(torch.ones_like(log_ratio_BT), sample_mask, "seq-sum"),
+    }
+    return preference, _weighted(exploration, config.exploration_weight), metrics
+
+
+def xpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    policy_on_reference_samples: Tensor,
+    *,
+    beta: float,
+    alpha: float,
+    mask: Tensor | None = None,
+    sample_mask: Tensor | None = None,
+) -> tuple[LossTerm, LossTerm]:
+    """DPO, and alpha * log pi_theta(y) for samples y of the *reference* policy (Xie et al. 2024, Algorithm 1).
+
+    Returns the DPO term (count = pairs) and the bonus (count = samples; a constant 0 for alpha = 0), each to be
+    divided by its own count and added. alpha, at least 0, is not multiplied by beta. The published sums over both
+    sets are means here. The bonus has no lower bound.
+
+    The first four arguments, beta and mask: as for ``dpo_loss``.
+    policy_on_reference_samples: [B] sequence log-probabilities under pi_theta. sample_mask: [B], 1 where one counts.
+    Raises ValueError for shapes that differ, NaN or infinity where mask is 1, and settings out of range.
+    """
+    check_coefficient("alpha", alpha)
+    preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
+    valid_B, (logprobs_B,) = rows_without_padding(
+        sample_mask, mask_name="sample_mask", policy_on_reference_samples=policy_on_reference_samples
+    )
+    return preference, _weighted(sum_over_rows(logprobs_B, valid_B), alpha)
+
+
+def vpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    policy_calibration: Tensor,
+    ref_calibration: Tensor,
+    *,
+    beta: float,
+    alpha: float,
+    setting: str = "online",
+    mask: Tensor | None = None,
+    calibration_mask: Tensor | None = None,
+) -> tuple[LossTerm, LossTerm]:
+    """DPO, and +- alpha * beta * (log pi_theta(y) - log pi_ref(y)) for y of a fixed calibration policy.
+
+    Value-incentivized preference optimization (Cen et al. 2024, Algorithms 1 and 2) biases the likelihood of the
+    preferences by the value of the best policy. With rewards normalised to E_{y~pi_cal}[r] = 0 that value is
+    J* = -beta * E_{y~pi_cal}[log pi - log pi_ref], and minimised is
+
+    - setting "online": DPO - alpha J*, optimism: plus the log-ratio, which lowers the calibration samples' likelihood;
+    - setting "offline": DPO + alpha J*, pessimism: minus the log-ratio, which raises it.
+
+    Returns the DPO term (count = pairs) and the bias (count = calibration samples; a constant 0 for alpha = 0), each
+    to be divided by its own count and added. The published sum over pairs is a mean here. Online the bias has no
+    lower bound.
+
+    The first four arguments, beta and mask: as for ``dpo_loss``. alpha: at least 0.
+    policy_calibration, ref_calibration: [B] sequence log-probabilities of the calibration policy's samples under
+        pi_theta and pi_ref. calibration_mask: [B], 1 where one counts.
+    Raises ValueError for shapes that differ, NaN or infinity where mask is 1, and settings out of range.
+    """
+    if setting not in ("online", "offline"):
+        raise ValueError(f"setting is {setting!r}, expected online or offline")
+    check_coefficient("alpha", alpha)
+    preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
+    valid_B, (policy_B, ref_B) = rows_without_padding(
+        calibration_mask,
+        mask_name="calibration_mask",
+        policy_calibration=policy_calibration,
+        ref_calibration=ref_calibration.detach(),
+    )
+    weight = alpha * beta if setting == "online" else -alpha * beta
+    return preference, _weighted(sum_over_rows(policy_B - ref_B, valid_B), weight)
+
+
+def selm_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    policy_samples: Tensor,
+    ref_samples: Tensor,
+    *,
+    beta: float,
+    alpha: float,
+    mask: Tensor | None = None,
+    sample_mask: Tensor | None = None,
+) -> tuple[LossTerm, LossTerm]:
+    """DPO, and alpha * beta * (log pi_theta(y) - log pi_ref(y)) for the selected responses y (Zhang et al. 2024).
+
+    The form of online ``vpo_loss`` with another sampler, the responses that SELM selects in each iteration. Terms,
+    counts, arguments and errors are the same; policy_samples, ref_samples, sample_mask: [B].
+    """
+    check_coefficient("alpha", alpha)
+    preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
+    valid_B, (policy_B, ref_B) = rows_without_padding(
+        sample_mask, mask_name="sample_mask", policy_samples=policy_samples, ref_samples=ref_samples.detach()
+    )
+    return preference, _weighted(sum_over_rows(policy_B - ref_B, valid_B), alpha * beta)
+
+
+def _margin(
+    policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """[log pi_theta - log pi_ref](y_w) - [...](y_l) of each pair, with its gradient, and which pairs count; [P]."""
+    valid_P, (chosen_P, rejected_P, ref_chosen_P, ref_rejected_P) = rows_without_padding(
+        mask,
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        ref_chosen=ref_chosen.detach(),
+        ref_rejected=ref_rejected.detach(),
+    )
+    return (chosen_P - ref_chosen_P) - (rejected_P - ref_rejected_P), valid_P
+
+
+def _weighted(term: LossTerm, weight: float) -> LossTerm:
+    """weight * term; for weight 0 a constant 0, so that the loss it is added to stays the same to the last bit."""
+    return term.scaled(weight) if weight != 0 else LossTerm(torch.zeros_like(term.sum.detach()), term.count)
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta is {beta}, expected a finite number above 0")

@@ -1,0 +1,202 @@
+"""The exploration weight over optimizer steps: fixed courses, and two controllers. Ours: the paper's is constant.
+
+The weight is alpha * beta, or the coefficient that replaces it. A schedule is read before an optimizer step and told
+about it afterwards:
+
+    loss = base.plus(exploration, schedule.weight)
+    ...                                                # if schedule.needs_gradients, measure both gradients' norms
+    schedule.step(entropy=..., gradient_ratio=...)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from nemo_edo.config import ScheduleConfig
+
+
+class Schedule(ABC):
+    """The exploration weight of the next optimizer step."""
+
+    def __init__(self, config: ScheduleConfig, **state: float) -> None:
+        self._config = config
+        self._state: dict[str, Any] = {"kind": config.kind, **state}
+
+    @property
+    @abstractmethod
+    def weight(self) -> float:
+        """The weight for the next optimizer step."""
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the next ``step`` wants a measured gradient ratio."""
+        return False
+
+    @abstractmethod
+    def step(self, *, entropy: float | None = None, gradient_ratio: float | None = None) -> None:
+        """Call after each optimizer step. A schedule ignores the measurements that it does not need.
+
+        entropy: mean entropy of the policy at sampled positions, nats.
+        gradient_ratio: norm of the exploration term's gradient at weight 1 over that of the task's gradient (the loss
+            without the term), of the same batch at the same parameters.
+        Raises ValueError for a measurement that is needed and missing or not valid.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs to go on exactly; survives JSON."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state_dict`` was taken. The settings are not part of it: they are this schedule's own.
+
+        Raises ValueError, and changes nothing, for the state of another kind of schedule, keys that are missing or
+        too many, and values of another type, negative or not finite.
+        """
+        own = self._state
+        if state.keys() != own.keys() or state["kind"] != own["kind"]:
+            raise ValueError(
+                f"the state is of schedule kind {state.get('kind')!r} with keys {list(state)}, but this schedule is of "
+                f"kind {own['kind']!r} with keys {list(own)}"
+            )
+        for name, value in state.items():
+            number_fits = name == "kind" or (type(value) is type(own[name]) and 0 <= value < math.inf)
+            if not number_fits:
+                expected = type(own[name]).__name__
+                raise ValueError(f"{name} in the schedule's state is {value!r}, expected a finite {expected} >= 0")
+        self._state = dict(state)
+
+
+class FixedCourse(Schedule):
+    """constant, linear, cosine or warmup-hold-decay: the configured weight times a function of the steps taken.
+
+    With p = steps taken / ``steps``, at most 1, and f = ``final_factor``:
+
+        constant            1
+        linear              (1 - p) + p f
+        cosine              (1 - q) + q f,  q = (1 - cos(pi p)) / 2
+        warmup-hold-decay   0 to 1 in ``warmup_steps``, 1 for ``hold_steps``, then linearly to f
+
+    The first optimizer step has the value for 0 steps taken; from ``steps`` on it is f. A weight of 0 stays 0.
+    """
+
+    def __init__(self, config: ScheduleConfig, weight: float) -> None:
+        super().__init__(config, steps=0)
+        self._peak = weight
+
+    @property
+    def weight(self) -> float:
+        return self._peak * self._factor(self._state["steps"])
+
+    def step(self, *, entropy: float | None = None, gradient_ratio: float | None = None) -> None:
+        self._state["steps"] += 1
+
+    def _factor(self, taken: int) -> float:
+        config = self._config
+        if config.kind == "constant":
+            return 1.0
+        if taken >= config.steps:
+            return config.final_factor
+        decay_from = 0
+        if config.kind == "warmup-hold-decay":
+            if taken < config.warmup_steps:
+                return taken / config.warmup_steps
+            decay_from = config.warmup_steps + config.hold_steps
+        if taken <= decay_from:
+            return 1.0
+        progress = (taken - decay_from) / (config.steps - decay_from)
+        if config.kind == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return (1 - progress) + progress * config.final_factor
+
+
+class Controller(Schedule):
+    """A weight that follows a measurement, within [``min_weight``, ``max_weight``], from the configured one on."""
+
+    def __init__(self, config: ScheduleConfig, weight: float, **state: float) -> None:
+        if not config.min_weight <= weight <= config.max_weight:
+            off = " (0 means no exploration, which a controller would switch on; use kind constant)"
+            raise ValueError(
+                f"the exploration weight is {weight}{off if weight == 0 else ''}, expected schedule.min_weight = "
+                f"{config.min_weight} to schedule.max_weight = {config.max_weight} with kind {config.kind}"
+            )
+        super().__init__(config, weight=float(weight), **state)
+
+    @property
+    def weight(self) -> float:
+        return self._state["weight"]
+
+    def _set_weight(self, weight: float) -> None:
+        self._state["weight"] = min(max(float(weight), self._config.min_weight), self._config.max_weight)
+
+
+class EntropyController(Controller):
+    """Raises the weight while the entropy H is below ``entropy_target``, lowers it above ``entropy_ceiling``.
+
+        H < target     weight *= exp(rate * min((target - H) / target, 1))
+        H > ceiling    weight *= exp(-rate * min((H - ceiling) / ceiling, 1))
+
+    at each step; unchanged between the two. So the weight moves in proportion to the relative distance, and by a
+    factor of exp(rate) up (at H = 0) or exp(-rate) down (from twice the ceiling on) at most. An entropy that rounding
+    has put below 0 counts as 0.
+    """
+
+    def step(self, *, entropy: float | None = None, gradient_ratio: float | None = None) -> None:
+        if entropy is None:
+            raise ValueError("entropy is missing: schedule.kind entropy needs it at every step")
+        if not math.isfinite(entropy):
+            raise ValueError(f"entropy is {entropy}, expected a finite number (nats)")
+        config = self._config
+        target = config.entropy_target
+        ceiling = target if config.entropy_ceiling is None else config.entropy_ceiling
+        too_low = min(max(target - entropy, 0.0) / target, 1.0)
+        too_high = min(max(entropy - ceiling, 0.0) / ceiling, 1.0)
+        self._set_weight(self.weight * math.exp(config.rate * (too_low - too_high)))
+
+
+class GradientShareController(Controller):
+    """Keeps the weighted exploration gradient's norm at ``gradient_share`` of the task gradient's.
+
+    With ratio = |gradient of the term at weight 1| / |task gradient| the weight that does so is share / ratio: a
+    setting that means the same for any reduction, length and model. Measured at the first step and then every
+    ``every`` steps. The first measurement sets the weight; later ones, noisy as those of single batches are, move it by
+    a factor of exp(rate) at most. A ratio of 0, NaN or infinity (a batch without samples, or without advantages) says
+    nothing about the weight: it stays, and the next step is asked for another one.
+    """
+
+    def __init__(self, config: ScheduleConfig, weight: float) -> None:
+        super().__init__(config, weight, measured=False, steps_to_wait=0)
+
+    @property
+    def needs_gradients(self) -> bool:
+        return self._state["steps_to_wait"] == 0
+
+    def step(self, *, entropy: float | None = None, gradient_ratio: float | None = None) -> None:
+        if not self.needs_gradients:
+            self._state["steps_to_wait"] -= 1
+            return
+        if gradient_ratio is None:
+            raise ValueError("gradient_ratio is missing: schedule.kind gradient-share needs it at this step")
+        if gradient_ratio < 0:
+            raise ValueError(f"gradient_ratio is {gradient_ratio}, expected a quotient of norms, at least 0")
+        if not 0 < gradient_ratio < math.inf:
+            return
+        weight = self._config.gradient_share / gradient_ratio
+        if self._state["measured"]:
+            most = math.exp(self._config.rate)
+            weight = min(max(weight, self.weight / most), self.weight * most)
+        self._set_weight(weight)
+        self._state |= {"measured": True, "steps_to_wait": self._config.every - 1}
+
+
+def build_schedule(config: ScheduleConfig, weight: float) -> Schedule:
+    """The schedule of ``config`` around the configured exploration weight (``exploration_weight`` of a loss's config).
+
+    Raises ValueError for a weight that is not finite, and for one outside [min_weight, max_weight] with a controller:
+    0 is outside, so that a baseline without exploration never gets any.
+    """
+    if not math.isfinite(weight):
+        raise ValueError(f"the exploration weight is {weight}, expected a finite number")
+    controllers = {"entropy": EntropyController, "gradient-share": GradientShareController}
+    return controllers.get(config.kind, FixedCourse)(config, weight)

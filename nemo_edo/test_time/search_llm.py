@@ -1,0 +1,335 @@
+"""SearchLLM: tree search over reasoning steps with an explicit value and a memory (the paper's appendix, Algorithm 2).
+
+f(n) = r(n) + lambda * width(n): r is the process reward model's, and the width is how uncertain a reward would be at
+n's embedding, given the embeddings of the nodes expanded so far (``gaussian_process``). In iteration t = 1..T the top
+s nodes of the frontier by f (t = 1: the question itself) are expanded by k sampled next steps each, and the top s of
+the children join the frontier; the search ends early when those s are all finished.
+
+What the paper leaves open, and we chose:
+- A node that was expanded leaves the frontier. So the frontier never holds more than the s nodes that joined it last,
+  the top s of it are all of it, and the search is a beam search by f whose beam narrows as solutions finish.
+- Parents are observed before their children are valued; the question is a node too, scored and observed like any other.
+- A step sampled twice under one parent is one node: its score would be the same.
+- A finished child is never expanded. Every finished node of the tree, in the top s or not, may be the answer.
+- The answer is the finished node with the highest reward; without one, the leaf with the highest. The reward model's
+  reward decides: the bonus for uncertainty says where to look, not what is right.
+- Ties go to the node that was made first. Memory is for one question.
+
+Questions advance in lockstep: after one call of the scorer for the questions themselves, an iteration is one call of
+the proposer and one of the scorer for all that are not done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_edo.test_time.gaussian_process import PosteriorVariance
+
+WIDTHS = ("sd", "variance")
+MEANS = ("reward", "linear")
+
+
+@dataclass(frozen=True)
+class StepPath:
+    """A partial solution: the question, and the texts of the steps so far (none: the question itself)."""
+
+    question: str
+    steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A sampled next step."""
+
+    text: str
+    """Empty only where the solution ends without another word."""
+    finished: bool
+    """Whether the solution ends with it."""
+    tokens: int | None = None
+    """Sampled for it, where known: the search adds them up."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepScore:
+    """The process reward model's view of a path's newest step."""
+
+    reward: float
+    embedding: Tensor
+    """[D], any float dtype."""
+
+
+class StepProposer(Protocol):
+    """Samples next steps from the policy."""
+
+    def propose(self, paths: Sequence[StepPath], count: int, seeds: Sequence[int]) -> list[list[Step]]:
+        """``count`` next steps for each path, in the order of the paths. ``seeds[i]`` (63 bits) alone is to fix the
+        random numbers of ``paths[i]``, whatever shares the call."""
+
+
+class StepScorer(Protocol):
+    """A process reward model with an embedding."""
+
+    def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
+        """One score for each path, in order, whatever shares the call; all embeddings have the same length D.
+
+        A path without steps asks for the question's own. Its embedding is the first observation; its reward is a
+        target of ``mean="linear"`` and else plays no part.
+        """
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Settings of the search. Raises ValueError for a number out of its range or an unknown choice."""
+
+    steps: int
+    """T: iterations, hence the largest number of steps of a solution."""
+    branches: int
+    """k: next steps sampled for each expanded node."""
+    width: int
+    """s: nodes that are expanded together, and children that join the frontier."""
+    exploration: float
+    """lambda, at least 0: weight of the width in f. 0 is best-first search by reward."""
+    prior_precision: float = 1.0
+    """Of the linear model's weights. 1 suits embeddings with norms of about 1."""
+    noise_variance: float = 1.0
+    """Of a reward around the linear model."""
+    width_kind: str = "sd"
+    """sqrt(phi A^{-1} phi^T + noise_variance) with "sd", phi A^{-1} phi^T with "variance"."""
+    mean: str = "reward"
+    """r(n) in f: the reward model's with "reward", the linear model's, fitted to the expanded nodes, with "linear"."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "branches", "width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
+        if not (math.isfinite(self.exploration) and self.exploration >= 0):
+            raise ValueError(f"exploration is {self.exploration}, expected a finite number of at least 0")
+        for name in ("prior_precision", "noise_variance"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}, expected a finite number above 0")
+        for name, allowed in (("width_kind", WIDTHS), ("mean", MEANS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class SearchNode:
+    """A node of the finished tree."""
+
+    parent: int | None
+    """Index of the parent among the nodes; None for the question, which is node 0."""
+    path: StepPath
+    """From the question to this node's own step, the last."""
+    finished: bool
+    samples: int
+    """How many of the parent's k samples were this step; 0 for the question."""
+    reward: float
+    width: float
+    """As ``width_kind`` says, when the node was made."""
+    value: float
+    """f when the node was made."""
+    made_at: int
+    """Iteration, 1 to T; 0 for the question."""
+    expanded_at: int | None = None
+    """Iteration; None for a leaf."""
+
+    @property
+    def depth(self) -> int:
+        return len(self.path.steps)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    path: StepPath
+    """The answer."""
+    finished: bool
+    """False where no node finished within T iterations: the answer is only the best leaf."""
+    best: int
+    """The answer's index among the nodes."""
+    nodes: tuple[SearchNode, ...]
+    """The whole tree, in the order in which the nodes were made: parents come before their children."""
+    iterations: int
+    samples: int
+    """Steps sampled: at most k (1 + s (T - 1))."""
+    tokens: int | None
+    """Sampled in all; None if the proposer left them out of some step."""
+
+
+class SearchLLM:
+    """Runs the search with a proposer (the policy) and a scorer (the process reward model)."""
+
+    def __init__(self, proposer: StepProposer, scorer: StepScorer, config: SearchConfig) -> None:
+        self.proposer = proposer
+        self.scorer = scorer
+        self.config = config
+
+    def search(self, questions: Sequence[str], seed: int) -> list[SearchResult]:
+        """One result for each question, in order; it depends on the question's text and the seed, not on the others.
+
+        Memory: 8 D^2 bytes for each unfinished question, so hand over many questions in chunks where D is large.
+        Raises ValueError, saying what was returned, for a proposer or scorer that does not keep to its contract.
+        """
+        if isinstance(questions, str):
+            raise ValueError(f"questions is the string {questions!r}, expected a sequence of strings")
+        if len(questions) == 0:
+            return []
+        scores = self._score([StepPath(question) for question in questions])
+        roots = zip(questions, scores, strict=True)
+        live = {index: _Tree(question, score, self.config, seed) for index, (question, score) in enumerate(roots)}
+        results = {}
+        for iteration in range(1, self.config.steps + 1):
+            self._advance(list(live.values()), iteration)
+            done = [index for index, tree in live.items() if tree.stopped or iteration == self.config.steps]
+            results.update({index: live.pop(index).result(iteration) for index in done})
+            if not live:
+                break
+        return [results[index] for index in range(len(questions))]
+
+    def _advance(self, trees: Sequence[_Tree], iteration: int) -> None:
+        """One iteration of every tree, with one call of the proposer and one of the scorer."""
+        selected = [tree.select(iteration) for tree in trees]
+        steps = iter(self._propose(trees, selected))
+        children = [
+            [child for node in nodes for child in tree.children(node, next(steps))]
+            for tree, nodes in zip(trees, selected, strict=True)
+        ]
+        scores = iter(self._score([child.path for tree_children in children for child in tree_children]))
+        for tree, tree_children in zip(trees, children, strict=True):
+            tree.grow(tree_children, [next(scores) for _ in tree_children], iteration)
+
+    def _propose(self, trees: Sequence[_Tree], selected: Sequence[Sequence[int]]) -> list[list[Step]]:
+        """The checked steps of every selected node, tree by tree."""
+        asked = [(tree, node) for tree, nodes in zip(trees, selected, strict=True) for node in nodes]
+        paths = [tree.nodes[node].path for tree, node in asked]
+        proposals = self.proposer.propose(paths, self.config.branches, [tree.seed(node) for tree, node in asked])
+        if len(proposals) != len(paths):
+            raise ValueError(f"the proposer returned {len(proposals)} lists of steps for {len(paths)} paths")
+        for path, steps in zip(paths, proposals, strict=True):
+            if len(steps) != self.config.branches:
+                raise ValueError(f"the proposer returned {len(steps)} steps of {self.config.branches} for {path}")
+            if not all(step.finished or step.text.strip() for step in steps):
+                raise ValueError(f"the proposer returned an empty step that does not finish {path}")
+        return proposals
+
+    def _score(self, paths: Sequence[StepPath]) -> list[StepScore]:
+        scores = self.scorer.score(paths)
+        if len(scores) != len(paths):
+            raise ValueError(f"the scorer returned {len(scores)} scores for {len(paths)} paths")
+        dim = scores[0].embedding.shape[-1:]
+        for path, score in zip(paths, scores, strict=True):
+            if not math.isfinite(score.reward):
+                raise ValueError(f"the scorer returned a reward of {score.reward} for {path}")
+            shape = score.embedding.shape
+            if len(shape) != 1 or shape != dim or not torch.isfinite(score.embedding).all():
+                raise ValueError(
+                    f"the scorer returned an embedding of shape {tuple(shape)} for {path}, expected [D] with the same "
+                    "D for all, and only finite numbers"
+                )
+        return scores
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A proposed node that has no score yet."""
+
+    parent: int
+    path: StepPath
+    finished: bool
+    samples: int
+
+
+class _Tree:
+    """One question's search: its nodes, its frontier and its memory."""
+
+    def __init__(self, question: str, score: StepScore, config: SearchConfig, seed: int) -> None:
+        self.nodes: list[SearchNode] = []
+        self.stopped = False
+        self._config = config
+        self._seed = seed
+        self._embeddings: list[Tensor] = []
+        self._tokens: list[int | None] = []
+        self._memory = PosteriorVariance(
+            len(score.embedding), config.prior_precision, config.noise_variance, device=score.embedding.device
+        )
+        self._add([_Child(None, StepPath(question), False, 0)], [score], made_at=0)
+        self._frontier = [0]
+
+    def seed(self, node: int) -> int:
+        """Of the node's random numbers: from the search's seed, the question and the node's place in its tree."""
+        parts = (self._seed, self.nodes[0].path.question, node)
+        return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+    def select(self, iteration: int) -> list[int]:
+        """The frontier's nodes: they are observed, and ``grow`` puts their children in their place."""
+        for node in self._frontier:
+            target = self.nodes[node].reward if self._config.mean == "linear" else None
+            self._memory.observe(self._embeddings[node], target)
+            self.nodes[node] = replace(self.nodes[node], expanded_at=iteration)
+        return self._frontier
+
+    def children(self, parent: int, steps: Sequence[Step]) -> list[_Child]:
+        """The distinct steps after a node, in order of first appearance."""
+        self._tokens += [step.tokens for step in steps]
+        path = self.nodes[parent].path
+        distinct = Counter((step.text, step.finished) for step in steps)
+        return [
+            _Child(parent, replace(path, steps=(*path.steps, text)), finished, samples)
+            for (text, finished), samples in distinct.items()
+        ]
+
+    def grow(self, children: Sequence[_Child], scores: Sequence[StepScore], iteration: int) -> None:
+        """Makes the children nodes; the top s by f are the new frontier, except the finished ones."""
+        start = len(self.nodes)
+        self._add(children, scores, made_at=iteration)
+        top = _top({node: self.nodes[node].value for node in range(start, len(self.nodes))}, self._config.width)
+        self._frontier = [node for node in top if not self.nodes[node].finished]
+        self.stopped = all(self.nodes[node].finished for node in top)
+
+    def result(self, iterations: int) -> SearchResult:
+        finished = {index: node.reward for index, node in enumerate(self.nodes) if node.finished}
+        leaves = {index: node.reward for index, node in enumerate(self.nodes) if node.expanded_at is None}
+        (best,) = _top(finished or leaves, 1)
+        return SearchResult(
+            path=self.nodes[best].path,
+            finished=self.nodes[best].finished,
+            best=best,
+            nodes=tuple(self.nodes),
+            iterations=iterations,
+            samples=len(self._tokens),
+            tokens=None if None in self._tokens else sum(self._tokens),
+        )
+
+    def _add(self, children: Sequence[_Child], scores: Sequence[StepScore], made_at: int) -> None:
+        """Makes nodes of the children, valued with the current memory."""
+        embeddings = [score.embedding.detach() for score in scores]
+        rewards = [float(score.reward) for score in scores]
+        # Equal embeddings are valued once: batched rows can differ in their last bit, and that would break a tie.
+        phi_ND, row_of_child = torch.unique(torch.stack(embeddings).double(), dim=0, return_inverse=True)
+        if self._config.width_kind == "sd":
+            width_N = self._memory.variance(phi_ND).sqrt()
+        else:
+            width_N = self._memory.variance(phi_ND, include_noise=False)
+        widths = width_N[row_of_child].tolist()
+        linear = self._config.mean == "linear"
+        means = self._memory.mean(phi_ND)[row_of_child].tolist() if linear else rewards
+        for child, embedding, reward, width, mean in zip(children, embeddings, rewards, widths, means, strict=True):
+            value = mean + self._config.exploration * width
+            self.nodes.append(
+                SearchNode(child.parent, child.path, child.finished, child.samples, reward, width, value, made_at)
+            )
+            self._embeddings.append(embedding)
+
+
+def _top(values: dict[int, float], count: int) -> list[int]:
+    """The nodes of the largest values, largest first; among equals the one made first."""
+    return sorted(values, key=lambda node: (-values[node], node))[:count]

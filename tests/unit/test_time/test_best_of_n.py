@@ -1,0 +1,82 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_edo.test_time import aggregate_steps, best_of_n
+
+few = settings(max_examples=20, deadline=None, derandomize=True)
+score_lists = st.lists(st.integers(-5, 5), min_size=1, max_size=9)
+
+
+@few
+@given(scores=score_lists)
+def test_the_best_is_the_first_of_the_highest_scores(scores):
+    assert best_of_n(list(range(len(scores))), scores) == np.argmax(scores)
+
+
+@few
+@given(scores=score_lists)
+def test_a_strictly_increasing_transform_keeps_the_choice(scores):
+    candidates = list(range(len(scores)))
+    chosen = best_of_n(candidates, scores)
+    for transform in (math.exp, math.atan, lambda score: 3 * score - 7, lambda score: score**3):
+        assert best_of_n(candidates, [transform(score) for score in scores]) == chosen
+
+
+def test_one_candidate_is_chosen_whatever_its_score():
+    assert best_of_n(["only"], [-1e300]) == "only"
+
+
+def test_scores_may_be_tensors_and_arrays():
+    assert best_of_n("abc", torch.tensor([0.1, 0.9, 0.5])) == best_of_n("abc", np.array([0.1, 0.9, 0.5])) == "b"
+    steps = torch.tensor([[0.9, 0.1], [0.2, 0.5]])
+    assert best_of_n("ab", steps, aggregation="last") == "b"
+    assert best_of_n("ab", steps, aggregation="mean") == "a"
+
+
+def test_each_aggregation_chooses_by_its_own_statistic():
+    steps = {"last": [0.3, 0.3, 0.95], "min": [0.6, 0.6, 0.6], "product": [0.5], "mean": [0.9, 0.5, 0.9]}
+    chosen = {how: best_of_n(list(steps), list(steps.values()), aggregation=how) for how in steps}
+    assert chosen == {"last": "last", "min": "min", "product": "product", "mean": "mean"}
+
+
+def test_aggregations_equal_their_definitions():
+    steps = [0.5, 0.25, 1.0]
+    assert {how: aggregate_steps(steps, how) for how in ("last", "min", "product", "mean")} == {
+        "last": 1.0, "min": 0.25, "product": 0.125, "mean": 1.75 / 3,
+    }
+    assert aggregate_steps([0.0, 1.0], "product") == 0.0
+    assert aggregate_steps([-3.0, 2.0], "mean") == -0.5 and aggregate_steps([-3.0, 2.0], "min") == -3.0
+
+
+@few
+@given(score=st.floats(0, 1), how=st.sampled_from(["last", "min", "product", "mean"]))
+def test_one_step_is_its_own_aggregate(score, how):
+    assert aggregate_steps([score], how) == score
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_an_error_that_names_its_index(score):
+    with pytest.raises(ValueError, match=r"scores\[1\]"):
+        best_of_n("abc", [0.0, score, 1.0])
+    with pytest.raises(ValueError, match=r"scores\[1\]: step_scores"):
+        best_of_n("abc", [[0.0], [1.0, score], [1.0]], aggregation="last")
+    with pytest.raises(ValueError, match="step_scores"):
+        aggregate_steps([1.0, score, 0.0], "last")
+
+
+@pytest.mark.parametrize(
+    ("candidates", "scores", "aggregation", "message"),
+    [("", [], None, "candidates is empty"), ("ab", [1.0], None, "1 scores for 2 candidates"),
+     ("a", [1.0, 2.0], None, "2 scores for 1 candidates"), ("ab", [[1.0], [2.0]], None, r"scores\[0\].*a number"),
+     ("ab", torch.ones(2, 2), None, r"scores\[0\].*a number"), ("ab", [[1.0], 2.0], "min", r"scores\[1\].*its steps"),
+     ("ab", [[1.0], []], "min", r"scores\[1\]: step_scores"), ("a", [[1.0]], "max", "'max', expected one of last"),
+     ("a", [[1.5]], "product", r"\[0, 1\]"), ("a", [[-0.5, -0.5]], "product", r"\[0, 1\]")],
+)
+def test_scores_that_do_not_fit_are_errors(candidates, scores, aggregation, message):
+    with pytest.raises(ValueError, match=message):
+        best_of_n(candidates, scores, aggregation=aggregation)

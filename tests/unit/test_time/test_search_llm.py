@@ -1,0 +1,365 @@
+import hashlib
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_edo.test_time import SearchConfig, SearchLLM, Step, StepPath, StepScore
+
+few = settings(max_examples=20, deadline=None, derandomize=True)
+BASIC = SearchConfig(steps=4, branches=3, width=2, exploration=0.5)
+
+
+def digest(*parts):
+    """An integer that depends on the parts alone."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")
+
+
+class RandomProposer:
+    """Draws from a few step texts, so that siblings repeat, by the path's seed; counts its calls."""
+
+    def __init__(self, end_one_in=4, texts=6):
+        self.calls, self.paths = [], []
+        self.end_one_in, self.texts = end_one_in, texts
+
+    def propose(self, paths, count, seeds):
+        self.calls.append([(path, seed) for path, seed in zip(paths, seeds, strict=True)])
+        return [[self.step(path, seed, i) for i in range(count)] for path, seed in zip(paths, seeds, strict=True)]
+
+    def step(self, path, seed, i):
+        number = digest(seed, i) % self.texts
+        return Step(f"step {number}", digest(path, number) % self.end_one_in == 0, tokens=1 + number)
+
+
+class RandomScorer:
+    """A reward and an embedding [4] for every path, by its text."""
+
+    def __init__(self):
+        self.calls = []
+
+    def score(self, paths):
+        self.calls.append(list(paths))
+        return [StepScore(reward(path), embedding(path)) for path in paths]
+
+
+def reward(path):
+    return digest(path) % 1000 / 1000
+
+
+def embedding(path):
+    return torch.tensor([digest(path, i) % 7 - 3.0 for i in range(4)])
+
+
+class Script:
+    """A known tree: {path of letters: (reward, embedding)}; a letter in upper case ends the solution."""
+
+    def __init__(self, tree, dim=2):
+        self.tree = {path: value if isinstance(value, tuple) else (value, [0.0] * dim) for path, value in tree.items()}
+
+    def propose(self, paths, count, seeds):
+        return [[Step(letter, letter.isupper()) for letter in self.letters("".join(p.steps))] for p in paths]
+
+    def letters(self, path):
+        return [other[-1] for other in self.tree if other and other[:-1] == path]
+
+    def score(self, paths):
+        return [StepScore(r, torch.tensor(phi)) for r, phi in (self.tree["".join(path.steps)] for path in paths)]
+
+
+def run(tree, **settings):
+    script = Script(tree)
+    (result,) = SearchLLM(script, script, SearchConfig(**settings)).search(["?"], 0)
+    return result
+
+
+def answer(result):
+    return "".join(result.path.steps)
+
+
+def expanded(result):
+    """Paths in the order of their expansion."""
+    nodes = sorted((n for n in result.nodes if n.expanded_at is not None), key=lambda n: (n.expanded_at, n.made_at))
+    return ["".join(node.path.steps) for node in nodes]
+
+
+def best_first(question, seeds, config):
+    """Beam best-first search by reward over RandomProposer's tree, with sets of paths and nothing else."""
+    proposer = RandomProposer()
+    frontier, everything, opened = {(): -1.0}, [], set()
+    for _ in range(config.steps):
+        chosen = sorted(frontier, key=lambda steps: -frontier[steps])[: config.width]
+        made = {}
+        for steps in chosen:
+            del frontier[steps]
+            opened.add(steps)
+            path = StepPath(question, steps)
+            for i in range(config.branches):
+                step = proposer.step(path, seeds[path], i)
+                made[(*steps, step.text)] = step.finished
+        scores = {steps: reward(StepPath(question, steps)) for steps in made}
+        everything += [(steps, scores[steps], made[steps]) for steps in made]
+        top = sorted(made, key=lambda steps: -scores[steps])[: config.width]
+        if all(made[steps] for steps in top):
+            break
+        frontier.update({steps: scores[steps] for steps in made if steps in top and not made[steps]})
+    pool = [item for item in everything if item[2]] or [item for item in everything if item[0] not in opened]
+    return max(pool, key=lambda item: item[1])[0], opened
+
+
+@few
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 6), branches=st.integers(1, 4), width=st.integers(1, 3))
+def test_without_exploration_it_is_best_first_search(seed, steps, branches, width):
+    config = SearchConfig(steps, branches, width, exploration=0.0)
+    proposer = RandomProposer()
+    (result,) = SearchLLM(proposer, RandomScorer(), config).search(["q"], seed)
+    seeds = {path: node_seed for call in proposer.calls for path, node_seed in call}
+    best, opened = best_first("q", seeds, config)
+    assert result.path.steps == best
+    assert {node.path.steps for node in result.nodes if node.expanded_at is not None} == opened
+
+
+def test_the_frontier_is_the_top_s_children_that_are_not_finished():
+    tree = {"": 0.0, "a": 0.9, "B": 0.8, "c": 0.7, "ad": 0.5, "ae": 0.6, "af": 0.1, "aeG": 0.3, "aeh": 0.3, "aei": 0.3,
+            "adj": 0.4, "adk": 0.2, "adl": 0.2}
+    # B takes one of the two places and is not expanded; c is left behind for good.
+    result = run(tree, steps=3, branches=3, width=2, exploration=0.0)
+    assert expanded(result) == ["", "a", "ad", "ae"] and answer(result) == "B"
+    assert ["".join(node.path.steps) for node in result.nodes[7:]] == ["aeG", "aeh", "aei", "adj", "adk", "adl"]
+    assert expanded(run(tree, steps=3, branches=3, width=1, exploration=0.0)) == ["", "a", "ae"]
+
+
+def test_it_stops_when_the_added_children_are_all_finished():
+    tree = {"": 0.0, "a": 0.5, "B": 0.4, "aC": 0.3, "ad": 0.2, "adE": 0.9, "adF": 0.9}
+    result = run(tree, steps=9, branches=2, width=1, exploration=0.0)
+    assert (result.iterations, result.samples) == (2, 4)
+    # The answer is the best finished node of the tree: B, which was not in the top 1 of its siblings.
+    assert answer(result) == "B" and result.finished and result.nodes[result.best].reward == 0.4
+    assert [node.depth for node in result.nodes] == [0, 1, 1, 2, 2]
+
+
+def test_without_a_finished_node_the_best_leaf_is_returned():
+    tree = {"": 5.0, "a": 0.9, "b": 0.8, "ac": 0.3, "ad": 0.2}
+    result = run(tree, steps=2, branches=2, width=1, exploration=0.0)
+    assert answer(result) == "b" and not result.finished  # neither the question nor a, which are no leaves
+
+
+def test_the_reward_and_not_the_bonus_decides_the_answer():
+    # N is in a direction that nobody has looked into, so that f puts it first; O's reward is higher.
+    tree = {"": (0.0, [1.0, 0.0]), "O": (0.6, [1.0, 0.0]), "N": (0.5, [0.0, 1.0])}
+    result = run(tree, steps=1, branches=2, width=1, exploration=10.0)
+    root, o, n = result.nodes
+    assert n.value > o.value and answer(result) == "O"
+
+
+def test_exploration_turns_the_search_to_embeddings_unlike_those_expanded():
+    tree = {"": (0.0, [1.0, 0.0]), "a": (0.6, [1.0, 0.0]), "b": (0.5, [0.0, 1.0])}
+    tree |= {"ac": 0.1, "ad": 0.1, "be": 0.1, "bf": 0.1}
+    assert expanded(run(tree, steps=2, branches=2, width=1, exploration=0.0)) == ["", "a"]
+    assert expanded(run(tree, steps=2, branches=2, width=1, exploration=1.0)) == ["", "b"]
+
+
+@pytest.mark.parametrize(("kind", "seen", "new"), [("sd", math.sqrt(2 / 3 + 2), 2.0), ("variance", 2 / 3, 2.0)])
+def test_values_are_reward_plus_lambda_times_the_width(kind, seen, new):
+    # Prior variance 1 / 0.5 = 2, noise 2: the question turns its own direction's 2 into 2 * 2 / (2 + 2) = 1.
+    tree = {"": (0.5, [1.0, 0.0]), "a": (0.3, [1.0, 0.0]), "B": (0.25, [0.0, 1.0]), "ac": (0.0, [1.0, 0.0]),
+            "aD": (0.125, [0.0, 1.0])}
+    settings = dict(prior_precision=0.5, noise_variance=2.0, width_kind=kind, steps=2, branches=2, exploration=0.25)
+    nodes = {"".join(node.path.steps): node for node in run(tree, width=2, **settings).nodes}
+    first = {"sd": math.sqrt(3.0), "variance": 1.0}[kind]
+    widths = {"": new, "a": first, "B": new, "ac": seen, "aD": new}
+    for path, node in nodes.items():
+        assert node.width == pytest.approx(widths[path], rel=1e-12)
+        assert node.value == pytest.approx(tree[path][0] + 0.25 * widths[path], rel=1e-12)
+        assert node.reward == tree[path][0]
+    assert nodes["a"].expanded_at == 2 and nodes["B"].expanded_at is None
+
+
+def test_the_linear_mean_replaces_the_reward_in_the_value_only():
+    # Prior 1, noise 1: after reward 1 at [1, 0] the model's mean is 1/2 there and 0 across, whatever the reward model
+    # says of the children; the answer is still the reward model's.
+    tree = {"": (1.0, [1.0, 0.0]), "a": (-1.0, [1.0, 0.0]), "b": (0.75, [0.0, 1.0]), "ac": (-2.0, [1.0, 0.0]),
+            "ad": (-2.0, [0.0, 1.0])}
+    result = run(tree, steps=2, branches=2, width=1, exploration=0.0, mean="linear")
+    assert [node.value for node in result.nodes[1:3]] == pytest.approx([0.5, 0.0])
+    assert expanded(result) == ["", "a"]
+    assert [node.value for node in result.nodes[3:]] == pytest.approx([0.0, 0.0])  # rewards 1 and -1 at [1, 0]
+    assert answer(result) == "b"
+
+
+def test_nodes_that_are_expanded_together_are_all_observed_before_their_children_are_valued():
+    tree = {"": (0.0, [0.0, 0.0]), "a": (0.9, [1.0, 0.0]), "b": (0.8, [0.0, 1.0]), "ac": (0.0, [0.0, 1.0]),
+            "ad": (0.0, [1.0, 0.0]), "be": (0.0, [0.0, 1.0]), "bf": (0.0, [1.0, 1.0])}
+    nodes = run(tree, steps=2, branches=2, width=2, exploration=1.0, width_kind="variance").nodes
+    assert [node.width for node in nodes] == pytest.approx([0.0, 1.0, 1.0, 0.5, 0.5, 0.5, 1.0])
+
+
+def test_ties_go_to_the_node_made_first():
+    phi = [0.1, 0.7, -0.3]
+    tree = {path: (0.5, phi) for path in ["", *"abcdefg", *("a" + x for x in "abcdefg"), *("b" + x for x in "abcdefg")]}
+    script = Script(tree)
+    (result,) = SearchLLM(script, script, SearchConfig(2, 7, 2, exploration=0.3)).search(["?"], 0)
+    assert expanded(result) == ["", "a", "b"] and answer(result) == "c"
+
+
+def test_a_step_sampled_twice_is_one_node_that_counts_both():
+    class Repeating(RandomProposer):
+        def step(self, path, seed, i):
+            return Step("AAB"[i], finished=i == 2, tokens=i)
+
+    scorer = RandomScorer()
+    (result,) = SearchLLM(Repeating(), scorer, replace(BASIC, steps=1)).search(["q"], 0)
+    assert [(node.path.steps, node.samples) for node in result.nodes] == [((), 0), (("A",), 2), (("B",), 1)]
+    assert (result.samples, result.tokens) == (3, 3)
+    assert len(scorer.calls[1]) == 2  # and it is scored once
+
+
+@few
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 6), branches=st.integers(1, 4), width=st.integers(1, 3),
+       exploration=st.sampled_from([0.0, 0.3, 3.0]), kind=st.sampled_from(["sd", "variance"]),
+       mean=st.sampled_from(["reward", "linear"]), ends=st.sampled_from([1, 3, 10**9]))
+def test_every_search_keeps_the_bound_expands_no_node_twice_and_returns_a_leaf(
+    seed, steps, branches, width, exploration, kind, mean, ends
+):
+    config = SearchConfig(steps, branches, width, exploration, width_kind=kind, mean=mean)
+    proposer = RandomProposer(end_one_in=ends)
+    (result,) = SearchLLM(proposer, RandomScorer(), config).search(["q"], seed)
+    asked = [path for call in proposer.calls for path, _ in call]
+    assert max(Counter(asked).values()) == 1
+    assert result.samples == branches * len(asked) <= branches * (1 + width * (steps - 1))
+    assert result.iterations == len(proposer.calls) <= steps
+    best = result.nodes[result.best]
+    assert best.path == result.path and best.expanded_at is None and best.finished == result.finished
+    assert result.finished == any(node.finished for node in result.nodes)
+    assert not any(node.finished and node.expanded_at for node in result.nodes)
+    assert {node.path for node in result.nodes if node.expanded_at} == set(asked)
+    for node in result.nodes[1:]:
+        parent = result.nodes[node.parent]
+        assert node.path.steps[:-1] == parent.path.steps and node.made_at == parent.expanded_at
+    if ends == 1:
+        assert result.iterations == 1 and result.finished
+
+
+@few
+@given(seed=st.integers(0, 10**6), mean=st.sampled_from(["reward", "linear"]))
+def test_a_result_depends_on_its_question_and_the_seed_alone(seed, mean):
+    config = replace(BASIC, mean=mean)
+    questions = ["one", "two", "three", "one"]
+    together = SearchLLM(RandomProposer(), RandomScorer(), config).search(questions, seed)
+    alone = [SearchLLM(RandomProposer(), RandomScorer(), config).search([q], seed)[0] for q in questions]
+    assert together == alone
+    assert together[0] == together[3]
+
+
+def test_another_seed_or_question_draws_other_samples():
+    proposer = RandomProposer()
+    search = SearchLLM(proposer, RandomScorer(), replace(BASIC, steps=2))
+    search.search(["one", "two"], 0)
+    search.search(["one"], 1)
+    seeds = [seed for call in proposer.calls for _, seed in call]
+    assert len(set(seeds)) == len(seeds) == 9  # 2 questions x (1 + 2 nodes), and 1 x (1 + 2)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_an_iteration_is_one_call_of_each_for_all_questions_that_are_not_done():
+    class EndsEarly(RandomProposer):
+        def step(self, path, seed, i):
+            return Step(f"step {i}", finished=path.question == "short")
+
+    proposer, scorer = EndsEarly(), RandomScorer()
+    results = SearchLLM(proposer, scorer, BASIC).search(["long", "short", "longer"], 0)
+    assert [result.iterations for result in results] == [4, 1, 4]
+    assert [[path.question for path, _ in call] for call in proposer.calls] == [
+        ["long", "short", "longer"], *[["long", "long", "longer", "longer"]] * 3,
+    ]
+    assert [len(call) for call in scorer.calls] == [3, 9, 12, 12, 12]
+    assert [result.path.question for result in results] == ["long", "short", "longer"]
+
+
+def test_tokens_are_added_up_unless_some_are_unknown():
+    tree = {"": 0.0, "a": 0.1, "B": 0.2}
+    assert run(tree, steps=1, branches=2, width=1, exploration=0.0).tokens is None
+    proposer = RandomProposer()
+    (result,) = SearchLLM(proposer, RandomScorer(), BASIC).search(["q"], 3)
+    seeds = [seed for call in proposer.calls for _, seed in call]
+    assert result.tokens == sum(1 + digest(seed, i) % 6 for seed in seeds for i in range(3))
+
+
+def test_no_questions_ask_nobody():
+    assert SearchLLM(None, None, BASIC).search([], 0) == []
+
+
+def test_one_string_is_not_a_list_of_questions():
+    with pytest.raises(ValueError, match="questions is the string"):
+        SearchLLM(RandomProposer(), RandomScorer(), BASIC).search("why", 0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [([], "0 lists of steps for 1 paths"), ([[Step("a", False)] * 2], "2 steps of 3 for StepPath"),
+     ([[Step("a", False)] * 4], "4 steps of 3"), ([[Step("a", False)] * 2 + [Step(" ", False)]], "empty step")],
+)
+def test_a_proposer_that_breaks_its_contract_is_an_error(returned, message):
+    class Broken:
+        def propose(self, paths, count, seeds):
+            return returned
+
+    with pytest.raises(ValueError, match=message):
+        SearchLLM(Broken(), RandomScorer(), BASIC).search(["q"], 0)
+
+
+def test_a_solution_may_end_without_another_word():
+    class Silent(RandomProposer):
+        def step(self, path, seed, i):
+            return Step("", finished=True)
+
+    (result,) = SearchLLM(Silent(), RandomScorer(), BASIC).search(["q"], 0)
+    assert result.path == StepPath("q", ("",)) and result.finished
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [(lambda: [], "0 scores for"), (lambda: [StepScore(math.nan, torch.zeros(2))], "reward of nan"),
+     (lambda: [StepScore(math.inf, torch.zeros(2))], "reward of inf"),
+     (lambda: [StepScore(0.0, torch.zeros(1, 2))], "embedding of shape"),
+     (lambda: [StepScore(0.0, torch.tensor([0.0, math.nan]))], "embedding of shape")],
+)
+def test_a_scorer_that_breaks_its_contract_is_an_error(score, message):
+    class Broken:
+        def score(self, paths):
+            return score()
+
+    with pytest.raises(ValueError, match=message):
+        SearchLLM(RandomProposer(), Broken(), BASIC).search(["q"], 0)
+
+
+def test_embeddings_of_different_lengths_are_an_error():
+    class Growing(RandomScorer):
+        def score(self, paths):
+            return [StepScore(0.0, torch.zeros(2 + len(path.steps))) for path in paths]
+
+    with pytest.raises(ValueError, match="shape"):
+        SearchLLM(RandomProposer(), Growing(), BASIC).search(["q"], 0)
+
+
+def test_embeddings_of_different_lengths_in_one_call_are_an_error():
+    class Uneven(RandomScorer):
+        def score(self, paths):
+            return [StepScore(0.0, torch.zeros(1 + position)) for position, _ in enumerate(paths)]
+
+    with pytest.raises(ValueError, match="the same D"):
+        SearchLLM(RandomProposer(), Uneven(), BASIC).search(["q", "p"], 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("steps", 0), ("steps", 2.5), ("branches", 0), ("width", -1), ("exploration", -0.1), ("exploration", math.nan),
+     ("exploration", math.inf), ("prior_precision", 0.0), ("noise_variance", -1.0), ("noise_variance", math.nan),
+     ("width_kind", "std"), ("mean", "model")],
+)
+def test_settings_out_of_range_are_errors(name, value):
+    with pytest.raises(ValueError, match=f"^{name} is"):
+        replace(BASIC, **{name: value})
