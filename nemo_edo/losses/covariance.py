@@ -34,7 +34,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
         values_BT = values_BT.double()
         return values_BT - values_BT.sum() / count
 
-    covariances_BT = deviation(logprobs_BT) * deviation(advantages_BT)  # NaN where nothing is valid: padding, below
+    covariances_BT = deviation(logprobs_BT) * deviation(advantages_BT)
     return torch.where(valid_BT, covariances_BT, 0.0).to(logprobs.dtype)
 
 

@@ -185,7 +185,7 @@ def ed_idpo_loss(
     policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P], as for ``dpo_loss``.
     sample_logprobs, sample_old_logprobs: [B, T] of **all** responses that pi_old gave to the batch's prompts, with or
         without a pair, under pi_theta and pi_old. The gradient flows through the first.
-    sample_mask: [B, T], 1 where a response token counts.
+    sample_mask: [B, T], 1 where a response token counts. A micro-batch without samples gives [0, T] for all three.
     config.length_normalized: the exploration term takes means over tokens ("seq-mean-token-mean"), not sums
         ("seq-sum"); the caller gives pairs to match (``sequence_logprobs``).
     pair_mask: [P], 1 where a pair counts; None: all count.
@@ -199,28 +199,42 @@ def ed_idpo_loss(
     pairs = (policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     pair_mask = valid_entries("pair_mask", pair_mask, policy_chosen)
     sample_mask = valid_entries("sample_mask", sample_mask, sample_logprobs)
-    sample_logprobs, sample_old_logprobs = without_padding(
-        sample_mask, sample_logprobs=sample_logprobs, sample_old_logprobs=sample_old_logprobs.detach()
-    )
+    if len(sample_mask):
+        sample_logprobs, sample_old_logprobs = without_padding(
+            sample_mask, sample_logprobs=sample_logprobs, sample_old_logprobs=sample_old_logprobs.detach()
+        )
     preference = preference_loss(*pairs, config, mask=pair_mask)
-    exploration = exploration_term(
-        sample_logprobs,
-        sample_old_logprobs,
-        sample_mask,
-        reduction="seq-mean-token-mean" if config.length_normalized else "seq-sum",
-        log_ratio_floor=config.log_ratio_floor,
-        weights=sample_weights,
-    )
-    log_ratio_BT = (sample_logprobs - sample_old_logprobs).detach()
+    exploration, sample_metrics = _explore(sample_logprobs, sample_old_logprobs, sample_mask, sample_weights, config)
     metrics = {
         **preference_metrics(*pairs, beta=config.beta, mask=pair_mask),
         "preference_loss": preference.detached(),
-        "exploration": exploration.detached(),
-        "log_ratio": reduce_tokens(log_ratio_BT, sample_mask, "token-mean"),
-        "floor_fraction": floor_share(sample_logprobs, sample_old_logprobs, sample_mask, config.log_ratio_floor),
-        "response_length": reduce_tokens(torch.ones_like(log_ratio_BT), sample_mask, "seq-sum"),
+        **sample_metrics,
     }
     return preference, _weighted(exploration, config.exploration_weight), metrics
+
+
+def _explore(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None, config: DPOLossConfig
+) -> tuple[LossTerm, dict[str, LossTerm]]:
+    """ED-iDPO's exploration term without its weight, and the samples' metrics; all zero, count 0, for no samples."""
+    if len(mask) == 0:
+        nothing = LossTerm(logprobs.new_zeros(()), 0)
+        return nothing, dict.fromkeys(("exploration", "log_ratio", "floor_fraction", "response_length"), nothing)
+    exploration = exploration_term(
+        logprobs,
+        old_logprobs,
+        mask,
+        reduction="seq-mean-token-mean" if config.length_normalized else "seq-sum",
+        log_ratio_floor=config.log_ratio_floor,
+        weights=weights,
+    )
+    log_ratio_BT = (logprobs - old_logprobs).detach()
+    return exploration, {
+        "exploration": exploration.detached(),
+        "log_ratio": reduce_tokens(log_ratio_BT, mask, "token-mean"),
+        "floor_fraction": floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor),
+        "response_length": reduce_tokens(torch.ones_like(log_ratio_BT), mask, "seq-sum"),
+    }
 
 
 def xpo_loss(

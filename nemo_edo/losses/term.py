@@ -56,12 +56,15 @@ def require_finite(name: str, values: Tensor) -> None:
 
 
 def valid_tokens(mask_BT: Tensor) -> Tensor:
-    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional or holds anything but 0 and 1."""
+    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional, holds anything but 0 and 1, or is empty:
+    a loss over no token at all is a mistake of its caller."""
     if mask_BT.ndim != 2:
         raise ValueError(f"mask has shape {tuple(mask_BT.shape)}, expected [B, T]")
     valid_BT = mask_BT != 0
     if not (mask_BT == valid_BT).all():
         raise ValueError("mask has values other than 0 and 1")
+    if not valid_BT.any():
+        raise ValueError(f"mask is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts")
     return valid_BT
 
 
@@ -113,7 +116,8 @@ def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_lengt
 
     norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
     reductions do not read it.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, an unknown reduction or no norm_length.
+    Raises ValueError for shapes that differ, an empty mask, NaN or infinity at a valid token, an unknown reduction or
+    no norm_length.
     """
     count = reduction_count(mask_BT, reduction)
     (values_BT,) = without_padding(mask_BT, values_BT=values_BT)

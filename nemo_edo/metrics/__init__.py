@@ -1,19 +1,29 @@
 """What is measured: accuracy of several responses, diversity, entropy, and how sure the numbers are."""
 
-from nemo_edo.metrics.diversity import distinct_counts, distinct_n
+from nemo_edo.metrics.answers import answer_entropy, distinct_answers
+from nemo_edo.metrics.diversity import distinct_counts, distinct_n, self_bleu
 from nemo_edo.metrics.entropy import entropy_from_logits
 from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, mean_interval, paired_bootstrap
+from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k
 
 __all__ = [
     "Interval",
+    "SolvedAndLost",
+    "answer_entropy",
     "bootstrap_ratio",
+    "distinct_answers",
     "distinct_counts",
     "distinct_n",
     "entropy_from_logits",
     "expected_vote_score",
+    "holm",
     "majority_at_k",
+    "mcnemar",
     "mean_interval",
     "paired_bootstrap",
+    "paired_permutation_test",
     "pass_at_k",
+    "self_bleu",
+    "solved_and_lost",
 ]

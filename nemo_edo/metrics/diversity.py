@@ -1,29 +1,167 @@
-"""Distinct-n (Li et al. 2016): how much of a set of responses is not repetition."""
+"""How much of a set of responses is not repetition: Distinct-n (Li et al. 2016) and Self-BLEU (Zhu et al. 2018).
+
+Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number. Where n ids do not fit into 64 bits,
+shorter grams are replaced by their ranks first, which need at most 32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from nemo_edo.metrics.checks import whole_number
+from nemo_edo.metrics.words import WordIds
+
+WORDS_AT_A_TIME = 2**15
+"""Enough for NumPy's calls to cost little, few enough to stay in a processor's cache."""
 
 
-def distinct_counts(samples: Iterable[str | Sequence[int]], n: int = 4) -> tuple[int, int]:
+def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int, int]:
     """(distinct n-grams, n-grams) over all samples together; no n-gram crosses from one sample to the next.
 
-    A text is split on whitespace, so its n-grams are of words and symbols between blanks; a sample that is a sequence
-    of token ids is taken as it is. Raises ValueError for n below 1.
+    samples: all texts, or all sequences of token ids (list, tuple, NumPy array, tensor [T]); read once, so a generator
+    will do. A text is split on whitespace, so its n-grams are of words and symbols between blanks. Ids are any
+    integers of 64 bits with a sign; they count by value, whatever holds them.
+    Memory: about 40 bytes for each token of all samples, and each distinct word of texts once.
+    Raises ValueError for n below 1, texts mixed with ids, and a sample that is neither.
     """
-    if n < 1:
-        raise ValueError(f"n is {n}, expected at least 1")
-    distinct: set[tuple] = set()
-    total = 0
-    for sample in samples:
-        tokens = sample.split() if isinstance(sample, str) else [int(token) for token in sample]
-        ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
-        distinct.update(ngrams)
-        total += len(ngrams)
-    return len(distinct), total
+    n = whole_number("n", n, least=1)
+    codes, lengths = _codes(samples, n)
+    total = len(codes) - (n - 1) * len(lengths)
+    if total == 0:
+        return 0, 0
+    keys = _ngram_keys(codes, n)
+    within = np.ones(len(keys), dtype=bool)
+    ends = np.cumsum(lengths)[:-1]
+    for back in range(1, n):  # the n-grams that start in one sample and end in the next
+        within[ends - back] = False
+    keys = keys[within]
+    keys.sort()
+    return 1 + int(np.count_nonzero(keys[1:] != keys[:-1])), total
 
 
-def distinct_n(samples: Iterable[str | Sequence[int]], n: int = 4) -> float:
+def distinct_n(samples: Iterable[str | ArrayLike], n: int = 4) -> float:
     """Distinct n-grams / n-grams, over all samples; 0.0 where no sample is n tokens long. See ``distinct_counts``."""
     distinct, total = distinct_counts(samples, n)
     return distinct / total if total else 0.0
+
+
+def self_bleu(texts: Iterable[str], n: int = 4, *, max_references: int | None = None, seed: int = 0) -> float:
+    """Mean over texts of the BLEU of each with the others as references (Zhu et al. 2018): 0 to 1, 1 if all are alike.
+
+    BLEU of one text (Papineni et al. 2002) is NLTK's: words split on whitespace, n-grams of orders 1 to n with equal
+    weights, brevity penalty against the closest reference length. An order without a match counts 0.1 matches
+    (smoothing method 1 of Chen and Cherry 2014, as in Zhu et al.'s code), except that a text without a single known
+    word has 0. Of a text shorter than n words, the orders that it has are taken.
+
+    The cost grows with the square of the number of texts. max_references: each text is compared with as many others
+    at most, drawn at random by ``seed``; None: with all.
+    Raises ValueError for fewer than two texts, anything that is no text, and n or max_references below 1, and
+    ImportError where NLTK is missing.
+    """
+    n = whole_number("n", n, least=1)
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"texts are {texts!r:.80}, expected at least two texts")
+    limit = len(texts) if max_references is None else whole_number("max_references", max_references, least=1)
+    try:
+        from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+    except ImportError as error:
+        raise ImportError("self_bleu needs NLTK: pip install nltk") from error
+    words = [text.split() for text in texts]
+    smoothing, numbers = SmoothingFunction(epsilon=0.1).method1, random.Random(seed)
+    scores = []
+    for index, hypothesis in enumerate(words):
+        references = words[:index] + words[index + 1 :]
+        if limit < len(references):
+            references = numbers.sample(references, limit)
+        order = max(min(n, len(hypothesis)), 1)  # an empty text has 0 whatever its order
+        scores.append(sentence_bleu(references, hypothesis, [1 / order] * order, smoothing))
+    return float(np.mean(scores))
+
+
+def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list[int]]:
+    """Every token of the samples with n tokens or more as int64, end to end, and the lengths of those samples.
+
+    They are appended to one growing buffer as they come: Python objects of a few samples only exist at a time.
+    """
+    if isinstance(samples, str):
+        raise ValueError(f"samples are one text, {samples[:40]!r}, expected several samples")
+    buffer, lengths, texts = array("q"), [], None
+    word_ids, words = WordIds(), []
+    for index, sample in enumerate(samples):
+        is_text = isinstance(sample, str)
+        if texts not in (None, is_text):
+            raise ValueError(f"samples mix texts and token ids: sample {index} is {sample!r:.80}")
+        texts = is_text
+        tokens = sample.split() if is_text else _token_ids(sample, index)
+        if len(tokens) < n:
+            continue
+        lengths.append(len(tokens))
+        if not is_text:
+            buffer.frombytes(tokens.view(np.uint8))
+            continue
+        words += tokens
+        if len(words) >= WORDS_AT_A_TIME:
+            buffer.frombytes(word_ids(words).view(np.uint8))
+            words = []
+    if words:  # the last ones
+        buffer.frombytes(word_ids(words).view(np.uint8))
+    if len(buffer) >= 2**32:  # ranks of 32 bits are what lets two of them fit into a key
+        raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**32")
+    return np.frombuffer(buffer, dtype=np.int64), lengths
+
+
+def _token_ids(sample: ArrayLike, index: int) -> np.ndarray:
+    if isinstance(sample, torch.Tensor):  # bfloat16, which NumPy lacks, becomes a type that is refused below
+        sample = (sample.float() if sample.is_floating_point() else sample).numpy(force=True)
+    ids = np.asarray(sample)
+    if ids.ndim == 1 and (ids.size == 0 or ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.max() < 2**63)):
+        return np.ascontiguousarray(ids, dtype=np.int64)
+    raise ValueError(
+        f"sample {index} is {sample!r:.80}, expected a text or a one-dimensional sequence of integers of 64 bits"
+    )
+
+
+def _ngram_keys(codes: np.ndarray, n: int) -> np.ndarray:
+    """[N - n + 1] uint64 for N int64 codes: equal where, and only where, the n codes that start there are equal."""
+    codes = codes.view(np.uint64) - codes.min().view(np.uint64)  # modulo 2**64: no overflow from a negative lowest
+    position_width = (len(codes) - 1).bit_length()
+    length = 1  # every code stands for a gram of this length
+    while True:
+        width = max(int(codes.max()).bit_length(), 1)
+        pieces = -(-n // length)
+        if pieces * width > 64:  # not yet the n-grams; the ranks' sort is faster with room for the positions
+            pieces = max((64 - position_width) // width, min(64 // width, 2))
+        longer = min(n, pieces * length)
+        positions = len(codes) + length - longer
+        keys = np.zeros(positions, dtype=np.uint64)
+        for piece in range(pieces):
+            start = min(piece * length, longer - length)  # the last piece may overlap the one before
+            keys <<= np.uint64(width)
+            keys |= codes[start : start + positions]
+        if longer == n:
+            return keys
+        codes, length = _ranks(keys, pieces * width), longer
+
+
+def _ranks(keys: np.ndarray, width: int) -> np.ndarray:
+    """For each key, of ``width`` bits, the number of distinct smaller ones, uint32. The keys are overwritten."""
+    position_width = (len(keys) - 1).bit_length()
+    if width + position_width <= 64:  # sorted together with its position: three times as fast as argsort
+        keys <<= np.uint64(position_width)
+        keys |= np.arange(len(keys), dtype=np.uint64)
+        keys.sort()
+        order = (keys & np.uint64(2**position_width - 1)).view(np.int64)
+        keys >>= np.uint64(position_width)
+    else:
+        order = np.argsort(keys)
+        keys = keys[order]
+    ranks = np.zeros(len(keys), dtype=np.uint32)
+    ranks[order[1:]] = np.cumsum(keys[1:] != keys[:-1], dtype=np.uint32)
+    return ranks

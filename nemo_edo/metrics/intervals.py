@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from nemo_edo.metrics.checks import whole_number
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ def bootstrap_ratio(
     """sum(sums) / sum(counts) with its percentile bootstrap over problems (Efron and Tibshirani 1993, section 13.3).
 
     sums_P, counts_P: for each problem, for example correct responses and responses. A resample that happens to hold
-    counts of zero only has no ratio and is left out.
-    Raises ValueError for shapes that differ, values that are not finite, negative counts, or counts that add up to 0.
+    counts of zero only has no ratio and is left out. One problem gives an interval without width: nothing is known of
+    how problems differ.
+    Raises ValueError for shapes that differ, values that are not finite, negative counts, counts that add up to 0 (in
+    the data, or in every resample), resamples below 1, and a level outside (0, 1).
     """
-    sums, counts = _ratio_data(sums_P, counts_P)
-    weights = _problem_weights(len(sums), resamples, seed)
-    return _percentiles(sums.sum() / counts.sum(), _ratios(weights, sums, counts), level)
+    data = _ratio_data(sums_P, counts_P)
+    (ratios_R,) = _resampled_ratios([data], resamples, seed)
+    return _percentiles(_ratio(*data), ratios_R, level)
 
 
 def paired_bootstrap(
@@ -43,12 +47,11 @@ def paired_bootstrap(
     level: float = 0.95,
 ) -> Interval:
     """The ratio of a minus that of b; each resample draws the same problems for both. Otherwise ``bootstrap_ratio``."""
-    (sums_a, counts_a), (sums_b, counts_b) = _ratio_data(sums_a, counts_a), _ratio_data(sums_b, counts_b)
-    if len(sums_a) != len(sums_b):
-        raise ValueError(f"a has {len(sums_a)} problems and b {len(sums_b)}, expected the same problems in both")
-    weights = _problem_weights(len(sums_a), resamples, seed)
-    difference = _ratios(weights, sums_a, counts_a) - _ratios(weights, sums_b, counts_b)
-    return _percentiles(sums_a.sum() / counts_a.sum() - sums_b.sum() / counts_b.sum(), difference, level)
+    a, b = _ratio_data(sums_a, counts_a, "_a"), _ratio_data(sums_b, counts_b, "_b")
+    if len(a[0]) != len(b[0]):
+        raise ValueError(f"a has {len(a[0])} problems and b {len(b[0])}, expected the same problems in both")
+    ratios_a, ratios_b = _resampled_ratios([a, b], resamples, seed)
+    return _percentiles(_ratio(*a) - _ratio(*b), ratios_a - ratios_b, level)
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -93,33 +96,48 @@ def _probability_within(theta: float, degrees: int) -> float:
     return 2 / math.pi * (theta + inside) if odd else inside
 
 
-def _ratio_data(sums_P: ArrayLike, counts_P: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def _ratio_data(sums_P: ArrayLike, counts_P: ArrayLike, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
     sums, counts = np.asarray(sums_P, dtype=np.float64), np.asarray(counts_P, dtype=np.float64)
+    names = f"sums{suffix} {sums.shape} and counts{suffix} {counts.shape}"
     if sums.ndim != 1 or sums.shape != counts.shape:
-        raise ValueError(f"sums {sums.shape} and counts {counts.shape} must both have one entry for each problem")
+        raise ValueError(f"{names} must both have one entry for each problem")
     if not (np.isfinite(sums).all() and np.isfinite(counts).all()):
-        raise ValueError("sums and counts must be finite")
+        raise ValueError(f"{names} must be finite")
     if (counts < 0).any() or counts.sum() == 0:
-        raise ValueError("counts must be at least 0 and not all 0")
+        raise ValueError(f"{names}: counts must be at least 0 and not all 0")
     return sums, counts
 
 
-def _problem_weights(num_problems: int, resamples: int, seed: int) -> np.ndarray:
-    """[R, P]: how often each resample holds each problem."""
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}, expected at least 1")
-    probabilities = np.full(num_problems, 1 / num_problems)
-    return np.random.default_rng(seed).multinomial(num_problems, probabilities, size=resamples)
+def _ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
+    return sums_P.sum() / counts_P.sum()
 
 
-def _ratios(weights_RP: np.ndarray, sums_P: np.ndarray, counts_P: np.ndarray) -> np.ndarray:
-    """[R] ratios, NaN where a resample's counts add up to 0."""
-    totals_R = weights_RP @ counts_P
-    return np.divide(weights_RP @ sums_P, totals_R, out=np.full(len(totals_R), np.nan), where=totals_R > 0)
+def _resampled_ratios(data: Sequence[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int) -> list[np.ndarray]:
+    """For each (sums [P], counts [P]) its [R] ratios, over the same resamples; NaN where the counts add up to 0."""
+    resamples = whole_number("resamples", resamples, least=1)
+    num_problems = len(data[0][0])
+    probabilities_P, rng = np.full(num_problems, 1 / num_problems), np.random.default_rng(seed)
+    ratios = [np.full(resamples, np.nan) for _ in data]
+    for rows in chunks(resamples, num_problems):
+        # How often each resample holds each problem.
+        weights_RP = rng.multinomial(num_problems, probabilities_P, size=rows.stop - rows.start)
+        for (sums_P, counts_P), ratios_R in zip(data, ratios, strict=True):
+            totals_R = weights_RP @ counts_P
+            np.divide(weights_RP @ sums_P, totals_R, out=ratios_R[rows], where=totals_R > 0)
+    return ratios
+
+
+def chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices that together cover the rows, each of at most about 2^20 numbers (8 MiB), and of one row at least."""
+    size = max(2**20 // columns, 1)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
 
 
 def _percentiles(estimate: float, resampled_R: np.ndarray, level: float) -> Interval:
     _check_level(level)
+    if np.isnan(resampled_R).all():
+        raise ValueError(f"counts add up to 0 in each of the {len(resampled_R)} resamples: more are needed")
     low, high = np.nanquantile(resampled_R, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(estimate), float(low), float(high))
 

@@ -142,11 +142,15 @@ def test_kl_cov_breaks_ties_by_position():
     assert kl_cov_selection(covariances, mask, share=0.4).tolist() == [[True, True, False], [False, False, False]]
 
 
-def test_a_batch_of_padding_alone_has_no_covariance_and_no_selection():
-    nan, mask = torch.full((2, 3), torch.nan), torch.zeros(2, 3)
-    assert torch.equal(token_covariances(nan, nan[:, 0], mask), torch.zeros(2, 3))
-    assert not clip_cov_selection(nan, mask, share=1.0, seed=0, **BOUNDS).any()
-    assert not kl_cov_selection(nan, mask, share=1.0).any()
+def test_an_empty_mask_is_an_error():
+    zeros = torch.zeros(2, 3)
+    for call in (
+        lambda: token_covariances(zeros, zeros[:, 0], zeros),
+        lambda: clip_cov_selection(zeros, zeros, share=1.0, seed=0, **BOUNDS),
+        lambda: kl_cov_selection(zeros, zeros, share=1.0),
+    ):
+        with pytest.raises(ValueError, match="mask is empty"):
+            call()
 
 
 @pytest.mark.parametrize(

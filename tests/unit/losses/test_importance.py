@@ -134,12 +134,23 @@ def test_padding_content_reaches_no_weight_and_no_mean(random_batch, garbage):
     assert all(torch.equal(term.sum, clean[name].sum) for name, term in sampler_gap(*dirty, batch.mask).items())
 
 
-def test_a_batch_of_padding_has_weights_and_means_of_zero():
-    nothing, empty = torch.full((2, 3), torch.nan), torch.zeros(2, 3)
+def test_an_all_masked_sequence_has_weights_of_zero():
+    nothing, mask = torch.full((2, 3), torch.nan), torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    nothing[0, 0] = -1.0
     for level in ("token", "sequence"):
-        assert torch.equal(truncated_importance_weights(nothing, nothing, empty, cap=2.0, level=level), empty)
-    assert torch.equal(icepop_weights(nothing, nothing, empty, low=0.5, high=5.0), empty)
-    assert all(term.mean() == 0 for term in sampler_gap(nothing, nothing, empty).values())
+        assert torch.equal(truncated_importance_weights(nothing, nothing, mask, cap=2.0, level=level), mask)
+    assert torch.equal(icepop_weights(nothing, nothing, mask, low=0.5, high=5.0), mask)
+
+
+def test_an_empty_mask_is_an_error():
+    zeros = torch.zeros(2, 3)
+    for call in (
+        lambda: truncated_importance_weights(zeros, zeros, zeros, cap=2.0),
+        lambda: icepop_weights(zeros, zeros, zeros, low=0.5, high=5.0),
+        lambda: sampler_gap(zeros, zeros, zeros),
+    ):
+        with pytest.raises(ValueError, match="mask is empty"):
+            call()
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, torch.inf, torch.nan, 1e39])

@@ -155,6 +155,8 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(optioned_batch, se
     whole, whole_metrics = loss_and_metrics(batch, settings_)
     parts, edges = [], [0, *sorted(cuts), 6]
     for start, end in zip(edges[:-1], edges[1:], strict=True):
+        if not batch.mask[start:end].any():
+            continue  # padding alone is no micro-batch
         rows = {name: value[start:end] for name, value in vars(batch).items()}
         parts.append(loss_and_metrics(batch, settings_, **rows))
     total = sum((term for term, _ in parts[1:]), start=parts[0][0])
@@ -413,11 +415,20 @@ def test_ratios_that_overflow_are_an_error_rather_than_a_nan_gradient():
         grpo_loss(old, old, logprobs, torch.ones(1), mask, config())
 
 
-def test_a_batch_without_valid_tokens_has_loss_zero_and_gradient_zero(random_batch):
+@pytest.mark.parametrize("rows", [0, 6])
+def test_an_empty_mask_is_an_error_and_an_all_masked_sequence_is_not(random_batch, rows):
     batch = random_batch(0)
-    term: LossTerm = loss_of(batch, config(alpha=1.0), mask=torch.zeros_like(batch.mask))
-    assert term.mean().item() == 0.0
-    assert torch.equal(grad(term.mean(), batch.logprobs)[0], torch.zeros_like(batch.old))
+    cut = {name: value[:rows] for name, value in vars(batch).items()}
+    with pytest.raises(ValueError, match=rf"mask is empty: none of its \({rows}, 5\) entries is 1"):
+        loss_of(batch, config(alpha=1.0), **{**cut, "mask": torch.zeros(rows, 5)})
+
+    mask = batch.mask.clone()
+    mask[1:] = 0
+    first = {name: value[:1] for name, value in vars(batch).items()}
+    gradients = []
+    for term in (loss_of(batch, config(alpha=1.0), mask=mask), loss_of(batch, config(alpha=1.0), **first)):
+        gradients.append((term.mean(), grad(term.mean(), batch.logprobs)[0]))
+    assert all(torch.equal(found, expected) for found, expected in zip(*gradients, strict=True))
 
 
 @few

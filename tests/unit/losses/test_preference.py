@@ -340,10 +340,12 @@ def test_any_split_of_pairs_and_samples_gives_the_gradient_of_the_whole(
         (slice(pair_cut, None), slice(0, sample_cut)),
     ):
         part = SimpleNamespace(**{name: x[sample_rows] for name, x in vars(batch).items()})
+        if not part.mask.any():  # padding alone: the micro-batch has no samples
+            part = SimpleNamespace(**{name: x[:0] for name, x in vars(part).items()})
         preference, exploration, _ = ed_idpo([x[pair_rows] for x in pairs], part, config)
         share = preference.sum / whole_terms[0].count + exploration.sum / whole_terms[1].count
-        for total, x in zip(accumulated, grad(share, leaves), strict=True):
-            total += x
+        for total, x in zip(accumulated, grad(share, leaves, allow_unused=True), strict=True):
+            total += 0 if x is None else x  # None: this micro-batch has no samples
     for found, expected in zip(accumulated, whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
@@ -386,13 +388,17 @@ def test_micro_batches_without_pairs_or_without_samples_contribute_zero(random_b
     preference, exploration, _ = ed_idpo([torch.zeros(0)] * 4, batch, config)
     assert (preference.mean().item(), int(preference.count)) == (0.0, 0)
     assert exploration.count > 0
-    for empty in (
-        SimpleNamespace(logprobs=torch.zeros(0, 3), old=torch.zeros(0, 3), mask=torch.zeros(0, 3)),
-        SimpleNamespace(logprobs=torch.zeros(2, 3), old=torch.zeros(2, 3), mask=torch.zeros(2, 3)),
-    ):
-        preference, exploration, _ = ed_idpo(random_pairs(9), empty, config)
-        assert preference.count == 5
-        assert (exploration.mean().item(), int(exploration.count)) == (0.0, 0)
+    empty = SimpleNamespace(logprobs=torch.zeros(0, 3), old=torch.zeros(0, 3), mask=torch.zeros(0, 3))
+    preference, exploration, metrics = ed_idpo(random_pairs(9), empty, config)
+    assert preference.count == 5
+    assert (exploration.mean().item(), int(exploration.count)) == (0.0, 0)
+    assert metrics.keys() == ed_idpo(random_pairs(9), batch, config)[2].keys()
+
+
+def test_samples_that_are_all_padding_are_an_error():
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="mask is empty"):
+        ed_idpo(random_pairs(9), SimpleNamespace(logprobs=zeros, old=zeros, mask=zeros), DPOLossConfig())
 
 
 @pytest.mark.parametrize("alpha", [1e-3, 0.1, 0.7])

@@ -25,12 +25,28 @@ def test_each_reduction_gives_the_sum_and_count_of_its_definition(reduction, tot
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_batch_of_padding_alone_has_mean_zero_and_gradient_zero(reduction):
-    values = torch.full((2, 3), torch.nan, requires_grad=True)
-    term = reduce_tokens(values, torch.zeros(2, 3), reduction, norm_length=8)
-    term.mean().backward()
-    assert (term.mean().item(), int(term.count)) == (0.0, 0)
-    assert torch.equal(values.grad, torch.zeros(2, 3))
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_an_empty_mask_is_an_error(reduction, shape):
+    for call in (
+        lambda: reduce_tokens(torch.zeros(shape), torch.zeros(shape), reduction, norm_length=8),
+        lambda: reduction_count(torch.zeros(shape), reduction),
+    ):
+        with pytest.raises(ValueError, match=rf"mask is empty: none of its \({shape[0]}, {shape[1]}\) entries is 1"):
+            call()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_an_all_masked_sequence_contributes_nothing_and_divides_nothing_by_zero(reduction):
+    values = torch.full((2, 3), torch.nan)
+    values[0] = 2.0
+    values.requires_grad_()
+    mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    both, alone = (
+        reduce_tokens(values[:rows], mask[:rows], reduction, norm_length=8) for rows in (2, 1)
+    )
+    assert (both.sum, both.count) == (alone.sum, alone.count)
+    both.mean().backward()
+    assert torch.isfinite(values.grad).all() and not values.grad[1].any()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -58,6 +74,8 @@ def test_parts_of_a_batch_add_up_to_the_whole(random_batch, reduction, seed, cut
     total = LossTerm(torch.zeros((), dtype=torch.float64), 0)
     edges = [0, *sorted(cuts), 6]
     for start, end in zip(edges[:-1], edges[1:], strict=True):
+        if not batch.mask[start:end].any():
+            continue  # padding alone is no micro-batch
         total = total + reduce_tokens(batch.old[start:end], batch.mask[start:end], reduction, norm_length=8)
     torch.testing.assert_close(total.sum, whole.sum, rtol=0, atol=1e-12)
     assert total.count == whole.count

@@ -1,10 +1,16 @@
+import argparse
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.metrics import distinct_counts, distinct_n
+from nemo_edo.metrics import distinct_counts, distinct_n, self_bleu
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 samples = st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=6)
@@ -46,11 +52,143 @@ def test_the_default_order_is_four():
     assert distinct_n(["1 2 3 4 5", "1 2 3 4"]) == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("convert", [tuple, torch.tensor, np.array])
+@few
+@given(data=st.data(), n=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 20]))
+def test_counts_agree_with_sets_of_tuples_for_ids_of_any_width(data, n):
+    low, high = data.draw(
+        st.sampled_from([(0, 1), (-3, 3), (0, 151_999), (0, 2**31), (-(2**40), 2**40), (-(2**63), 2**63 - 1)])
+    )
+    pool = data.draw(st.lists(st.integers(low, high), min_size=1, max_size=20)) + [low, high]
+    corpus = data.draw(st.lists(st.lists(st.sampled_from(pool), max_size=30), max_size=6))
+    ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]
+    assert distinct_counts(corpus, n) == (len(set(ngrams)), len(ngrams))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 152_000, 2**62])
+@pytest.mark.parametrize("n", [2, 4, 9])
+def test_counts_of_a_larger_corpus_agree_with_sets_of_tuples(vocabulary, n):
+    rng = np.random.default_rng(0)
+    pool = rng.integers(vocabulary, size=300)
+    corpus = [rng.choice(pool, size=50) for _ in range(100)]
+    corpus += corpus[:30]
+    ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]
+    assert distinct_counts(corpus, n) == (len(set(ngrams)), len(ngrams))
+
+
+def test_ids_that_agree_in_their_low_bits_are_told_apart():
+    assert distinct_counts([[0, 2**32, 0, -(2**32)]], 1) == (3, 4)
+    assert distinct_counts([[2**63 - 1, -(2**63)]], 1) == (2, 2)
+    for n in (1, 2, 3):
+        assert distinct_counts([[k << 58 for k in range(32)]], n) == (33 - n, 33 - n)
+
+
+def test_samples_are_read_once_from_any_iterable():
+    texts = ["a b a b", "b a", ""]
+    assert distinct_counts((text for text in texts), 2) == distinct_counts(texts, 2) == (2, 4)
+    assert distinct_counts(iter(torch.tensor([[1, 2], [1, 2]])), 2) == (1, 2)
+
+
+def test_no_samples_have_no_ngrams():
+    assert distinct_counts([], 1) == distinct_counts(iter(["", " "]), 1) == distinct_counts([[], ()], 1) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [tuple, torch.tensor, np.array, lambda y: np.array(y, dtype=np.uint8), lambda y: torch.tensor(y).int(),
+     lambda y: np.repeat(y, 2)[::2]],
+)
 def test_token_ids_count_by_value_whatever_holds_them(convert):
-    assert distinct_counts([convert([1, 2, 1, 2])], 2) == (2, 3)
+    assert distinct_counts([convert([1, 2, 1, 2]), [1, 2]], 2) == (2, 4)
 
 
-def test_an_order_below_one_is_an_error():
-    with pytest.raises(ValueError, match="n is 0"):
-        distinct_n(["a"], 0)
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, "4"])
+def test_an_order_that_is_no_positive_integer_is_an_error(n):
+    with pytest.raises(ValueError, match="n is "):
+        distinct_n(["a"], n)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (["a b", [1, 2]], r"samples mix texts and token ids: sample 1 is \[1, 2\]"),
+        ([[1], "a b"], "samples mix texts and token ids: sample 1 is 'a b'"),
+        ("one text", "samples are one text, 'one text'"),
+        ([1, 2, 3], "sample 0 is 1, expected a text or a one-dim"),
+        ([[1], [1.0, 2.0]], "sample 1 is"),
+        ([[True, False]], "sample 0 is"),
+        ([torch.ones(3, dtype=torch.bfloat16)], "sample 0 is"),
+        ([torch.ones(2, 2, dtype=torch.long)], "sample 0 is"),
+        ([[2**63]], "sample 0 is"),
+        ([[2**64]], "sample 0 is"),
+        ([None], "sample 0 is None"),
+        ([b"bytes"], "sample 0 is"),
+    ],
+)
+def test_samples_that_are_neither_all_texts_nor_all_token_ids_are_errors(samples, message):
+    with pytest.raises(ValueError, match=message):
+        distinct_counts(samples, 1)
+
+
+def test_every_kind_of_the_benchmark_counts_the_same_ngrams():
+    benchmark = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "benchmarks" / "distinct_n.py"))
+    args = argparse.Namespace(responses=20, tokens=10, vocabulary=2, n=3)
+    lines = [benchmark["measure"](kind, args) for kind in benchmark["KINDS"]]
+    assert len(lines) == 3 and all(line.endswith("; 8 distinct of 160") for line in lines)
+
+
+def bleu(hypothesis: list[str], references: list[list[str]], n: int) -> float:
+    """Papineni et al. 2002 with epsilon 0.1 for an order without a match, by the definition."""
+    def grams(words, order):
+        return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))
+
+    logs = []
+    for order in range(1, min(n, len(hypothesis)) + 1):
+        counts = grams(hypothesis, order)
+        matched = sum(min(c, max(grams(reference, order)[g] for reference in references)) for g, c in counts.items())
+        if order == 1 and matched == 0:
+            return 0.0
+        logs.append(np.log((matched or 0.1) / sum(counts.values())))
+    if not logs:
+        return 0.0
+    closest = min(map(len, references), key=lambda length: (abs(length - len(hypothesis)), length))
+    return float(np.exp(np.mean(logs) + min(0.0, 1 - closest / len(hypothesis))))
+
+
+@few
+@given(
+    corpus=st.lists(st.lists(st.sampled_from("abcd"), max_size=9), min_size=2, max_size=5),
+    n=st.integers(1, 5),
+)
+def test_self_bleu_agrees_with_its_definition_and_lies_in_zero_to_one(corpus, n):
+    expected = np.mean([bleu(y, corpus[:i] + corpus[i + 1 :], n) for i, y in enumerate(corpus)])
+    value = self_bleu([" ".join(y) for y in corpus], n)
+    assert value == pytest.approx(expected, abs=1e-12)
+    assert 0 <= value <= 1
+
+
+def test_self_bleu_is_one_for_equal_texts_and_zero_without_a_common_word():
+    assert self_bleu(["the same five words here"] * 3) == pytest.approx(1)
+    assert self_bleu(["short text"] * 2) == pytest.approx(1)
+    assert self_bleu(["a b c d", "e f g h"]) == 0
+    assert self_bleu(["", ""]) == 0
+
+
+def test_self_bleu_with_few_references_is_fixed_by_its_seed():
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(list("abcdefgh"), size=12)) for _ in range(12)]
+    first, again, other = (self_bleu(texts, max_references=2, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert first < self_bleu(texts)  # fewer references match less
+    assert self_bleu(texts, max_references=11) == self_bleu(iter(texts))
+
+
+@pytest.mark.parametrize("texts", [[], ["one"], "ab", [[1, 2], [1, 2]], ["a", None]])
+def test_self_bleu_of_fewer_than_two_texts_is_an_error(texts):
+    with pytest.raises(ValueError, match="texts are .*, expected at least two texts"):
+        self_bleu(texts)
+
+
+def test_self_bleu_says_how_to_get_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nltk.translate.bleu_score", None)
+    with pytest.raises(ImportError, match="pip install nltk"):
+        self_bleu(["a", "b"])

@@ -1,10 +1,11 @@
 import math
+import tracemalloc
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 
-from nemo_edo.metrics import Interval, bootstrap_ratio, mean_interval, paired_bootstrap
+from nemo_edo.metrics import Interval, bootstrap_ratio, intervals, mean_interval, paired_bootstrap
 from nemo_edo.metrics.intervals import student_t_quantile
 
 
@@ -64,6 +65,48 @@ def test_resamples_without_any_count_are_left_out():
     assert interval == Interval(0.5, 0.5, 0.5)
 
 
+def test_resamples_drawn_in_pieces_are_the_resamples_drawn_at_once(monkeypatch):
+    rng = np.random.default_rng(0)
+    sums, counts = rng.normal(size=40), rng.integers(0, 3, size=40)
+    whole = bootstrap_ratio(sums, counts, resamples=101, seed=3)
+    sevens = [slice(start, min(start + 7, 101)) for start in range(0, 101, 7)]
+    monkeypatch.setattr(intervals, "chunks", lambda rows, columns: sevens)
+    pieces = bootstrap_ratio(sums, counts, resamples=101, seed=3)
+    assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
+
+
+def test_memory_does_not_grow_with_resamples_times_problems():
+    ones = np.ones(20_000)
+    tracemalloc.start()
+    bootstrap_ratio(ones, ones, resamples=300, seed=0)  # 48 MB of weights in all
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 25e6
+
+
+def test_chunks_cover_every_row_once():
+    for rows, columns in ((1, 1), (10, 2**30), (2**20 + 3, 2), (2000, 100_000)):
+        slices = list(intervals.chunks(rows, columns))
+        assert [row for rows_of in slices for row in range(rows)[rows_of]] == list(range(rows))
+        assert max(s.stop - s.start for s in slices) * columns <= max(2**20, columns)
+
+
+def test_one_problem_has_an_interval_without_width():
+    assert bootstrap_ratio([1.0], [4.0], resamples=10, seed=0) == Interval(0.25, 0.25, 0.25)
+
+
+def test_levels_near_their_ends_give_the_median_and_the_range():
+    values, ones = np.random.default_rng(0).normal(size=20), np.ones(20)
+    narrow, wide = (bootstrap_ratio(values, ones, resamples=101, seed=0, level=level) for level in (1e-12, 1 - 1e-12))
+    assert narrow.low == pytest.approx(narrow.high, abs=1e-9)
+    assert wide.low < narrow.low < wide.high
+
+
+def test_resamples_that_all_lack_counts_are_an_error():
+    with pytest.raises(ValueError, match="counts add up to 0 in each of the 1 resamples"):
+        bootstrap_ratio([1, 0], [1, 0], resamples=1, seed=3)  # that one draws the second problem twice
+
+
 @pytest.mark.parametrize(
     ("sums", "counts", "options", "message"),
     [
@@ -71,7 +114,10 @@ def test_resamples_without_any_count_are_left_out():
         ([math.nan], [1.0], {}, "must be finite"),
         ([1.0], [-1.0], {}, "at least 0 and not all 0"),
         ([0.0], [0.0], {}, "at least 0 and not all 0"),
+        ([], [], {}, r"sums \(0,\) and counts \(0,\): counts must be"),
         ([1.0], [1.0], {"resamples": 0}, "resamples is 0"),
+        ([1.0], [1.0], {"resamples": 10.0}, "resamples is 10.0"),
+        ([1.0], [1.0], {"level": 1.0}, "level is 1.0"),
         ([1.0], [1.0], {"level": 95}, "level is 95"),
     ],
 )
@@ -83,6 +129,8 @@ def test_data_without_a_ratio_are_errors(sums, counts, options, message):
 def test_pairs_of_different_problem_sets_are_an_error():
     with pytest.raises(ValueError, match="a has 2 problems and b 1"):
         paired_bootstrap([1, 1], [1, 1], [1], [1], resamples=10, seed=0)
+    with pytest.raises(ValueError, match=r"sums_b \(1,\) and counts_b \(2,\)"):
+        paired_bootstrap([1, 1], [1, 1], [1], [1, 1], resamples=10, seed=0)
 
 
 @pytest.mark.parametrize(

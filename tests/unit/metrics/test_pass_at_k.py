@@ -1,9 +1,13 @@
+import math
+import sys
 from fractions import Fraction
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from nemo_edo.metrics import expected_vote_score, majority_at_k, pass_at_k
 
@@ -23,7 +27,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(case):
     n, correct, k = case
     subsets = list(combinations(range(n), k))
     hits = sum(min(subset) < correct for subset in subsets)
-    assert pass_at_k(n, correct, k) == pytest.approx(float(Fraction(hits, len(subsets))), abs=1e-12)
+    assert pass_at_k(n, correct, k) == float(Fraction(hits, len(subsets)))
 
 
 @few
@@ -32,13 +36,31 @@ def test_pass_at_k_never_falls_with_k_and_ends_at_any_correct(n, share):
     correct = round(share * n)
     values = [pass_at_k(n, correct, k) for k in sorted({1, 2, 3, n // 3 + 1, n // 2 + 1, n}) if k <= n]
     assert values == sorted(values)
-    assert values[0] == pytest.approx(correct / n)
+    assert values[0] == correct / n
     assert values[-1] == float(correct > 0)
 
 
-def test_pass_at_k_of_thousands_of_correct_samples_does_not_overflow():
+def test_pass_at_k_of_thousands_of_samples_is_right_to_the_last_digit():
     assert pass_at_k(3000, 3000, 1500) == 1.0
-    assert pass_at_k(3000, 1, 1500) == pytest.approx(0.5)
+    assert pass_at_k(3000, 1, 1500) == 0.5
+    assert pass_at_k(10_000, 1, 9_999) == 0.9999
+    assert pass_at_k(10_000, 2, 5_000) == float(1 - Fraction(5_000 * 4_999, 10_000 * 9_999))
+    assert pass_at_k(10_000, 3, 1) == 0.0003
+
+
+def test_counts_may_be_numpy_integers():
+    n, correct, k = np.array([10, 3, 2])
+    assert pass_at_k(n, correct, k) == pass_at_k(10, 3, 2)
+    assert majority_at_k(["a", "a", "b"], "a", np.int64(2)) == majority_at_k(["a", "a", "b"], "a", 2)
+
+
+@pytest.mark.parametrize("bad", [2.0, True, np.bool_(True), np.float64(2), "2", None])
+def test_counts_that_are_no_integers_are_errors(bad):
+    for arguments, name in (((bad, 0, 1), "num_samples"), ((5, bad, 1), "num_correct"), ((5, 1, bad), "k")):
+        with pytest.raises(ValueError, match=f"{name} is .*, expected an integer"):
+            pass_at_k(*arguments)
+    with pytest.raises(ValueError, match="k is .*, expected an integer"):
+        majority_at_k(["a", "b"], "a", bad)
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(10, 11, 1), (10, -1, 1), (10, 5, 11), (10, 5, 0), (0, 0, 1)])
@@ -49,28 +71,45 @@ def test_impossible_counts_are_errors(n, correct, k):
 
 @few
 @given(answers=votes, data=st.data())
-def test_majority_at_k_agrees_with_all_subsets(answers, data):
+def test_majority_at_k_is_the_mean_score_of_all_subsets(answers, data):
     k = data.draw(st.integers(1, len(answers)))
-    subsets = list(combinations(answers, k))
-    exact = sum(expected_vote_score(subset, "a") for subset in subsets) / len(subsets)
-    closed_form = k in (1, len(answers))
-    # 0.5 / sqrt(2000) = 0.011 is the largest standard error, and 40 cases are looked at
-    assert majority_at_k(answers, "a", k) == pytest.approx(exact, abs=1e-12 if closed_form else 0.045)
+    scores = [Fraction(expected_vote_score(subset, "a")).limit_denominator(9) for subset in combinations(answers, k)]
+    assert majority_at_k(answers, "a", k) == float(sum(scores) / len(scores))
 
 
-def test_majority_at_k_converges_to_the_exact_value_and_its_seed_fixes_it():
+def test_majority_at_k_of_many_answers_agrees_with_its_own_estimate():
+    answers = ["a"] * 60 + ["b"] * 60 + ["c"] * 40 + [None] * 40 + list(range(30))
+    exact = majority_at_k(answers, "a", 40)
+    drawn = np.random.default_rng(0)
+    scores = [expected_vote_score([answers[i] for i in drawn.choice(230, 40, replace=False)], "a") for _ in range(4000)]
+    assert exact == pytest.approx(np.mean(scores), abs=4 * np.std(scores) / math.sqrt(4000))
+
+
+def test_beyond_the_exact_form_an_estimate_converges_to_it_and_its_seed_fixes_it(monkeypatch):
     answers = ["a"] * 4 + ["b"] * 3 + ["c"] * 2 + [None]
-    subsets = list(combinations(answers, 5))
-    exact = sum(expected_vote_score(subset, "a") for subset in subsets) / len(subsets)
+    exact = majority_at_k(answers, "a", 5)
+    monkeypatch.setattr(sys.modules[majority_at_k.__module__], "EXACT_WORK", 0)
     assert majority_at_k(answers, "a", 5, draws=200_000) == pytest.approx(exact, abs=0.005)
     assert majority_at_k(answers, "a", 5, seed=3) == majority_at_k(answers, "a", 5, seed=3)
     assert majority_at_k(answers, "a", 5, seed=3) != majority_at_k(answers, "a", 5, seed=4)
+    assert majority_at_k(answers, "a", 10) == 1.0
+    assert majority_at_k(["a"] + 9 * [None], "a", 5) == pytest.approx(0.5, abs=0.045)  # no vote is no win
+
+
+def test_votes_over_ten_thousand_answers_are_estimated_near_their_limit():
+    answers = ["a"] * 6000 + ["b"] * 4000
+    assert majority_at_k(answers, "a", 101) == pytest.approx(binom.sf(50, 101, 0.6), abs=0.03)
+
+
+def test_no_draws_are_an_error():
+    with pytest.raises(ValueError, match="draws is 0"):
+        majority_at_k(["a", "b"], "a", 1, draws=0)
 
 
 def test_majority_at_k_rises_to_the_vote_of_all_for_a_frequent_answer():
     answers = ["a"] * 6 + ["b"] * 4
-    values = [majority_at_k(answers, "a", k, draws=20_000) for k in (1, 3, 5, 9, 10)]
-    assert values == sorted(values)
+    values = [majority_at_k(answers, "a", k) for k in (1, 3, 5, 7, 10)]
+    assert values == sorted(set(values))
     assert (values[0], values[-1]) == (0.6, 1.0)
 
 

@@ -1,0 +1,153 @@
+"""Two runs on the same problems: which problems changed, and how likely chance alone would do it.
+
+A run's results are a sequence, one entry for each problem in the same order for both, or a mapping from problem id to
+result, in any order. The bootstrap interval of the difference is ``intervals.paired_bootstrap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from nemo_edo.metrics.checks import whole_number
+from nemo_edo.metrics.intervals import chunks
+
+Results = ArrayLike | Mapping[Hashable, float]
+"""[P], or a mapping by problem id."""
+
+
+@dataclass(frozen=True)
+class SolvedAndLost:
+    """The problems, by what became of them: their ids, or their positions from 0 where results have no ids."""
+
+    newly_solved: tuple[Hashable, ...]
+    """Wrong before, right after."""
+    lost: tuple[Hashable, ...]
+    """Right before, wrong after."""
+    kept: tuple[Hashable, ...]
+    """Right before and after."""
+    unsolved: tuple[Hashable, ...]
+    """Wrong before and after."""
+
+
+def solved_and_lost(before: Results, after: Results) -> SolvedAndLost:
+    """Each problem under newly solved, lost, kept or unsolved, in the order of ``before``.
+
+    before, after: for each problem whether it was solved (bool, or 0 and 1).
+    Raises ValueError for problems that differ, no problem, and anything but 0 and 1.
+    """
+    problems, before_P, after_P = _paired_binary("before", before, "after", after)
+
+    def those(was: bool, became: bool) -> tuple[Hashable, ...]:
+        return tuple(problems[i] for i in np.flatnonzero((before_P == was) & (after_P == became)))
+
+    return SolvedAndLost(
+        newly_solved=those(False, True), lost=those(True, False), kept=those(True, True), unsolved=those(False, False)
+    )
+
+
+def mcnemar(correct_a: Results, correct_b: Results) -> float:
+    """Two-sided p-value of equal accuracy of a and b: McNemar's test (1947) in its exact, binomial form.
+
+    Only the problems count that one of the two alone solved, n_a and n_b: if neither is better, each is a coin's toss.
+    p = min(1, 2 P(X <= min(n_a, n_b))), X ~ Binomial(n_a + n_b, 1/2); 1.0 where there is no such problem.
+    correct_a, correct_b and errors: as for ``solved_and_lost``. The sum is of exact integers, rounded once.
+    """
+    _, a_P, b_P = _paired_binary("correct_a", correct_a, "correct_b", correct_b)
+    only_a, only_b = int((a_P & ~b_P).sum()), int((b_P & ~a_P).sum())
+    discordant, fewer = only_a + only_b, min(only_a, only_b)
+    tail = term = 1
+    for i in range(fewer):
+        term = term * (discordant - i) // (i + 1)  # C(discordant, i + 1)
+        tail += term
+    return min(1.0, 2 * tail / 2**discordant)
+
+
+def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: int = 10_000, seed: int = 0) -> float:
+    """Two-sided p-value of equal means of a and b on the same problems, by flipping signs of differences (Fisher 1935).
+
+    values_a, values_b: one finite number for each problem. If a and b could be exchanged on every problem, each sign
+    pattern of the differences d_P would be as likely: p is the share of patterns with |sum of +-d| >= |sum of d|.
+    Where 2^P patterns of the P differences other than 0 are not more than ``resamples``, all are looked at and p is
+    exact; else p = (1 + hits) / (1 + resamples) over random patterns (Phipson and Smyth 2010), fixed by ``seed``.
+    Raises ValueError for problems that differ, no problem, values that are not finite, and resamples below 1.
+    """
+    resamples = whole_number("resamples", resamples, least=1)
+    _, a_P, b_P = _paired("values_a", values_a, "values_b", values_b)
+    differences_P = (a_P - b_P)[a_P != b_P]  # a sign makes nothing of 0
+    total = differences_P.sum()
+    # Sums that are equal but for the order of their roundings count as equal.
+    extreme = abs(total) - 1e-12 * np.abs(differences_P).sum()
+    num_differences = len(differences_P)
+    exact = num_differences < 63 and 2**num_differences <= resamples
+    num_patterns = 2**num_differences if exact else resamples
+    positions_P, rng = np.arange(num_differences), np.random.default_rng(seed)
+    hits = 0
+    for rows in chunks(num_patterns, max(num_differences, 1)):
+        if exact:
+            flipped_RP = np.arange(rows.start, rows.stop)[:, None] >> positions_P & 1
+        else:
+            flipped_RP = rng.integers(0, 2, size=(rows.stop - rows.start, num_differences), dtype=np.int8)
+        hits += int((np.abs(total - 2 * (flipped_RP @ differences_P)) >= extreme).sum())
+    return hits / num_patterns if exact else (1 + hits) / (1 + num_patterns)
+
+
+def holm(p_values: ArrayLike) -> np.ndarray:
+    """[K] p-values of K comparisons, adjusted so that all of them together err with the chosen level (Holm 1979).
+
+    The i-th smallest of K becomes the largest of (K - j + 1) p_(j) over j <= i, at most 1; the order of ``p_values``
+    is kept. Raises ValueError for other shapes than [K], and anything outside [0, 1].
+    """
+    p_K = np.asarray(p_values, dtype=np.float64)
+    if p_K.ndim != 1 or not ((p_K >= 0) & (p_K <= 1)).all():
+        raise ValueError(f"p_values are {p_values!r}, expected numbers in [0, 1]")
+    order = np.argsort(p_K, kind="stable")
+    adjusted_K = np.empty_like(p_K)
+    adjusted_K[order] = np.minimum(np.maximum.accumulate(p_K[order] * np.arange(len(p_K), 0, -1)), 1.0)
+    return adjusted_K
+
+
+def _paired(name_a: str, a: Results, name_b: str, b: Results) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
+    """The problems, and both results as float64 [P] in the same order."""
+    if isinstance(a, Mapping) != isinstance(b, Mapping):
+        raise ValueError(f"one of {name_a} and {name_b} is a mapping by problem id, expected both or neither")
+    problems = None
+    if isinstance(a, Mapping):
+        _require_same_ids(name_a, a, name_b, b)
+        problems = list(a)
+        a, b = [a[problem] for problem in problems], [b[problem] for problem in problems]
+    a_P, b_P = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if a_P.ndim != 1 or a_P.shape != b_P.shape or a_P.size == 0:
+        raise ValueError(f"{name_a} {a_P.shape} and {name_b} {b_P.shape} must both have one entry for each problem")
+    problems = problems or range(a_P.size)
+    for name, values_P in ((name_a, a_P), (name_b, b_P)):
+        found = np.flatnonzero(~np.isfinite(values_P))
+        if found.size:
+            raise ValueError(
+                f"{name} is {values_P[found[0]]} at problem {problems[found[0]]!r}, expected finite numbers"
+            )
+    return problems, a_P, b_P
+
+
+def _paired_binary(
+    name_a: str, a: Results, name_b: str, b: Results
+) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
+    """The problems, and for each whether it was solved, bool [P]."""
+    problems, a_P, b_P = _paired(name_a, a, name_b, b)
+    for name, values_P in ((name_a, a_P), (name_b, b_P)):
+        found = np.flatnonzero((values_P != 0) & (values_P != 1))
+        if found.size:
+            raise ValueError(
+                f"{name} is {values_P[found[0]]} at problem {problems[found[0]]!r}, expected True or False"
+            )
+    return problems, a_P == 1, b_P == 1
+
+
+def _require_same_ids(name_a: str, a: Mapping, name_b: str, b: Mapping) -> None:
+    for name, other_name, extra in ((name_a, name_b, a.keys() - b.keys()), (name_b, name_a, b.keys() - a.keys())):
+        if extra:
+            shown = ", ".join(sorted(map(repr, extra))[:5])
+            raise ValueError(f"{name} has {len(extra)} problems that {other_name} has not: {shown}")

@@ -1,0 +1,168 @@
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest, false_discovery_control, permutation_test
+
+from nemo_edo.metrics import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
+
+few = settings(max_examples=20, deadline=None, derandomize=True)
+pairs = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
+
+
+def test_each_problem_is_newly_solved_lost_kept_or_unsolved():
+    changed = solved_and_lost([False, True, True, False, False], [True, False, True, False, True])
+    assert changed == SolvedAndLost(newly_solved=(0, 4), lost=(1,), kept=(2,), unsolved=(3,))
+
+
+def test_results_by_problem_id_are_matched_by_id_and_reported_by_id():
+    changed = solved_and_lost({"p": 0, "q": 1, "r": 1, "s": 0}, {"s": False, "q": False, "p": True, "r": True})
+    assert changed == SolvedAndLost(newly_solved=("p",), lost=("q",), kept=("r",), unsolved=("s",))
+
+
+@pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda y: np.array(y, dtype=float)])
+def test_results_count_by_value_whatever_holds_them(convert):
+    changed = solved_and_lost(convert([False, True]), convert([True, True]))
+    assert (changed.newly_solved, changed.kept) == ((0,), (1,))
+
+
+@few
+@given(results=pairs)
+def test_mcnemar_agrees_with_scipys_binomial_test_and_does_not_know_which_run_came_first(results):
+    a, b = zip(*results, strict=True)
+    only_a, only_b = (sum(x > y for x, y in results), sum(y > x for x, y in results))
+    expected = binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
+    assert mcnemar(a, b) == pytest.approx(expected, rel=1e-12)
+    assert mcnemar(a, b) == mcnemar(b, a)
+
+
+def test_mcnemar_in_closed_form():
+    ids = range(20)
+    assert mcnemar({i: i < 8 for i in ids}, {i: i >= 18 for i in ids}) == 2 * (1 + 10 + 45) / 2**10
+    assert mcnemar([1] * 6, [0] * 6) == 2 / 2**6
+    assert mcnemar([1, 0], [0, 1]) == 1.0
+    assert mcnemar([1, 0], [1, 0]) == 1.0
+
+
+def test_mcnemar_of_thousands_of_changed_problems_neither_overflows_nor_loses_its_tail():
+    a = np.arange(6000) < 2000
+    assert mcnemar(a, ~a) == pytest.approx(binomtest(2000, 6000).pvalue, rel=1e-9)
+    assert 0 < mcnemar(a, ~a) < 1e-100
+
+
+@few
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=8))
+def test_the_exact_permutation_test_is_the_share_of_sign_patterns(results):
+    a, b = np.array(results).T
+    differences = a - b
+    sums = [abs(np.dot(signs, differences)) for signs in product((-1, 1), repeat=len(results))]
+    expected = np.mean([s >= abs(differences.sum()) for s in sums])
+    assert paired_permutation_test(a, b, resamples=256, seed=0) == expected
+    assert paired_permutation_test(b, a, resamples=256, seed=0) == expected
+
+
+@pytest.mark.parametrize("problems", [10, 60])
+def test_the_permutation_test_agrees_with_scipys(problems):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0.25, size=problems), rng.normal(size=problems)
+    options = {"permutation_type": "samples", "n_resamples": 20_000, "rng": np.random.default_rng(1)}
+    reference = permutation_test((a, b), lambda x, y, axis: (x - y).mean(axis=axis), vectorized=True, **options).pvalue
+    value = paired_permutation_test(a, b, resamples=20_000, seed=2)
+    assert 0.02 < reference < 0.9
+    assert value == pytest.approx(reference, abs=1e-12 if problems == 10 else 0.012)
+
+
+def test_estimated_p_values_count_the_observed_pattern_and_are_fixed_by_the_seed():
+    a, b = np.ones(40), np.zeros(40)
+    assert paired_permutation_test(a, b, resamples=999, seed=0) == 1 / 1000
+    a = np.random.default_rng(0).normal(size=40)
+    first, again, other = (paired_permutation_test(a, b, resamples=99, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_p_values_are_uniform_where_the_runs_do_not_differ():
+    rng = np.random.default_rng(0)
+    values = [paired_permutation_test(*rng.normal(size=(2, 30)), resamples=99, seed=seed) for seed in range(300)]
+    for level in (0.1, 0.5):
+        assert np.mean(np.array(values) <= level) == pytest.approx(level, abs=4 * math.sqrt(level * (1 - level) / 300))
+
+
+def test_sums_that_differ_by_rounding_alone_count_as_equal():
+    assert paired_permutation_test([0.1, 0.1, 0.1, 0.4], np.zeros(4), resamples=16) == 2 / 16
+    assert paired_permutation_test([0.1, 0.2, -0.3], np.zeros(3), resamples=8) == 1.0
+
+
+def test_equal_runs_give_a_p_value_of_one():
+    assert paired_permutation_test([1.5, 2.0], [1.5, 2.0]) == 1.0
+
+
+def test_problems_without_a_difference_change_nothing():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 7))
+    padded = paired_permutation_test([*a, *np.arange(50)], [*b, *np.arange(50)])
+    assert padded == paired_permutation_test(a, b)
+
+
+def test_ids_match_values_of_the_permutation_test():
+    a, b = {"p": 10.0, "q": 1.0, "r": 2.0}, {"r": 1.0, "q": 0.5, "p": 9.0}
+    assert paired_permutation_test(a, b) == 2 / 8  # all differences are positive
+    assert paired_permutation_test(list(a.values()), list(b.values())) == 6 / 8
+
+
+@pytest.mark.parametrize("test", [solved_and_lost, mcnemar, paired_permutation_test])
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ([1, 0], [1], r"\w+ \(2,\) and \w+ \(1,\) must both have one entry for each problem"),
+        ([], [], r"\(0,\) and \w+ \(0,\)"),
+        ({}, {}, r"\(0,\) and \w+ \(0,\)"),
+        ([[1, 0]], [[1, 0]], r"\(1, 2\)"),
+        (1, 1, r"\(\) and"),
+        ([1, math.nan], [1, 0], "is nan at problem 1"),
+        ({"p": 1}, {"p": math.inf}, "(after|correct_b|values_b) is inf at problem 'p'"),
+        ({"p": 1}, [1], "is a mapping by problem id, expected both or neither"),
+        ({"p": 1, "q": 0, "r": 1}, {"p": 1}, "has 2 problems that (after|correct_b|values_b) has not: 'q', 'r'"),
+        ({"p": 1}, {"p": 1, "q": 0}, "(after|correct_b|values_b) has 1 problems that (before|correct_a|values_a)"),
+    ],
+)
+def test_results_that_do_not_pair_are_errors(test, a, b, message):
+    with pytest.raises(ValueError, match=message):
+        test(a, b)
+
+
+@pytest.mark.parametrize(("test", "name"), [(solved_and_lost, "after"), (mcnemar, "correct_b")])
+def test_a_share_of_solved_is_an_error_where_solved_or_not_is_asked(test, name):
+    with pytest.raises(ValueError, match=f"{name} is 0.5 at problem 1, expected True or False"):
+        test([1, 0], [1, 0.5])
+
+
+def test_no_resamples_are_an_error():
+    with pytest.raises(ValueError, match="resamples is 0"):
+        paired_permutation_test([1.0], [0.0], resamples=0)
+
+
+def test_holm_in_closed_form():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
+    assert holm([0.2]) == pytest.approx([0.2])
+    assert holm([]).shape == (0,)
+
+
+@few
+@given(p=st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_no_correction_and_bonferronis(p):
+    adjusted = holm(p)
+    assert (adjusted >= p).all() and (adjusted <= np.minimum(np.array(p) * len(p), 1)).all()
+    assert (adjusted >= false_discovery_control(p) - 1e-12).all()  # it controls more than Benjamini and Hochberg
+    order = np.argsort(p, kind="stable")
+    assert (np.diff(adjusted[order]) >= 0).all()
+
+
+@pytest.mark.parametrize("p", [[0.5, 1.5], [-0.1], [math.nan], [[0.5]], 0.5])
+def test_what_is_no_list_of_p_values_is_an_error(p):
+    with pytest.raises(ValueError, match="p_values are"):
+        holm(p)
