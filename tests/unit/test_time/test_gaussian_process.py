@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -206,3 +207,12 @@ def test_targets_come_with_all_observations_or_with_none():
         with_target.observe(torch.ones(2))
     with pytest.raises(ValueError, match="no mean"):
         without.mean(torch.ones(2))
+
+
+def test_lists_and_numpy_arrays_are_taken_as_tensors_are():
+    results = []
+    for convert in (torch.tensor, np.array, list):
+        posterior = PosteriorVariance(2, 0.5, 0.25)
+        posterior.observe(convert([1.0, 2.0]), 3.0)
+        results.append((posterior.variance(convert([2.0, 1.0])), posterior.mean(convert([2.0, 1.0]))))
+    assert results[0] == results[1] == results[2]
