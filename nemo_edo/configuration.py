@@ -8,6 +8,7 @@ and line or the override that it comes from, and what would be right.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from nemo_edo.config import GRPOConfig, RunConfig
+from nemo_edo.config import ALGORITHMS, LoopConfig, RunConfig
 from nemo_edo.errors import UserError
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
@@ -59,11 +60,15 @@ def compose_run(config_name: str, overrides: list[str], config_dir: str | Path |
         raise ConfigError(f"a value is needed for {', '.join(missing)}; on the command line: KEY=VALUE")
     cfg = _typed(RunConfig, values, "", sources.place)
     _arm_configs(cfg, sources.place)
+    for differences in cfg.arms.values():  # an arm that only names the run's own algorithm differs in nothing
+        if differences.get("algorithm") == cfg.algorithm:
+            del differences["algorithm"]
     return cfg
 
 
-def arm_configs(cfg: RunConfig) -> dict[str, GRPOConfig]:
-    """The GRPO settings of each arm by name: ``cfg.grpo`` with the arm's differences; without arms, one ``policy``.
+def arm_configs(cfg: RunConfig) -> dict[str, LoopConfig]:
+    """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
+    ``policy``.
 
     Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run`` has checked that already).
     """
@@ -75,14 +80,24 @@ def resolved_yaml(cfg: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
 
 
-def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, GRPOConfig]:
+def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopConfig]:
     if not cfg.arms:
-        return {"policy": cfg.grpo}
+        return {"policy": getattr(cfg, cfg.algorithm)}
     arms = {}
     for name, differences in cfg.arms.items():
         prefix = f"arms.{name}."
-        _check_keys(differences, _schema_keys(GRPOConfig, prefix), prefix, place)
-        arms[name] = _typed(cfg.grpo, OmegaConf.create(differences), prefix, place)
+        algorithm = differences.get("algorithm", cfg.algorithm)
+        if algorithm not in ALGORITHMS:
+            key = f"{prefix}algorithm"
+            raise ConfigError(f"{key} is {algorithm!r}, expected one of {', '.join(ALGORITHMS)} ({place(key)})")
+        section = getattr(cfg, algorithm)
+        _check_keys(differences, {**_schema_keys(type(section), prefix), f"{prefix}algorithm": str}, prefix, place)
+        changes = {key: value for key, value in differences.items() if key != "algorithm"}
+        arms[name] = _typed(section, OmegaConf.create(changes), prefix, place)
+        try:
+            cfg.check_training(arms[name], f"arms.{name}")
+        except ValueError as error:
+            raise ConfigError(f"{error} ({place(str(error).split()[0])})") from error
     return arms
 
 
@@ -109,25 +124,60 @@ class _Sources:
 
 def _compose(config_name: str, overrides: list[str], folders: list[Path]) -> tuple[DictConfig, _Sources]:
     """The composed values, not yet typed, and their sources."""
-    parsed = _parse(overrides)
-    setters = [override for override in parsed if not _is_choice(override, folders)]
-    # ++ sets a key whether or not a file has it: the files hold differences from config/ only.
-    lines = [f"++{o.input_line}" if o in setters and o.type is OverrideType.CHANGE else o.input_line for o in parsed]
-    lines.append(f"hydra.searchpath=[file://{folders[1]}]")
+    parsed, searchpath = _parse(overrides), f"hydra.searchpath=[file://{folders[1]}]"
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            defaults = loader.compute_defaults_list(config_name, lines, RunMode.RUN).defaults
+            parsed = _arms_by_name(parsed, config_name, searchpath)
+            setters = [override for override in parsed if not _is_choice(override, folders)]
+            lines = [_line(override, override in setters) for override in parsed] + [searchpath]
+            defaults = _defaults(config_name, lines)
             values = compose(config_name, lines)
-    except MissingConfigException as error:
-        raise ConfigError(_missing_choice(error, overrides)) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        raise ConfigError(f"{_shown(Path(mark.name))}:{mark.line + 1}: invalid YAML: {error.problem}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+    except (MissingConfigException, yaml.MarkedYAMLError, HydraException, OmegaConfBaseException) as error:
+        raise _failed_composition(error, overrides, folders) from error
     files = [_file_of(default, folders) for default in defaults if default.config_path.partition("/")[0] != "hydra"]
     return values, _Sources([o for o in setters if o.type is not OverrideType.DEL], files)
+
+
+def _failed_composition(error: Exception, overrides: list[str], folders: list[Path]) -> ConfigError:
+    if isinstance(error, MissingConfigException):
+        return ConfigError(_missing_choice(error, overrides, folders))
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        return ConfigError(f"{_shown(Path(mark.name))}:{mark.line + 1}: invalid YAML: {error.problem}")
+    return ConfigError(" ".join(str(error).split()))
+
+
+def _line(override: Override, sets_a_value: bool) -> str:
+    """++ sets a key whether or not a file has it: the files hold differences from config/ only."""
+    add = sets_a_value and override.type is OverrideType.CHANGE
+    return f"++{override.input_line}" if add else override.input_line
+
+
+def _defaults(config_name: str, lines: list[str]) -> list[ResultDefault]:
+    """The files that the config is composed from, in the order in which they are merged."""
+    return GlobalHydra.instance().config_loader().compute_defaults_list(config_name, lines, RunMode.RUN).defaults
+
+
+def _arms_by_name(parsed: list[Override], config_name: str, searchpath: str) -> list[Override]:
+    """``arms=NAME`` and ``arms=[NAME,NAME]`` in Hydra's words: choices of the group ``arm``, put under ``arms``.
+
+    They replace the names that the config's defaults list chooses; where it chooses none, they are appended to it.
+    """
+    named = [override.key_or_group == "arms" and isinstance(override.value(), str | list) for override in parsed]
+    if not any(named):
+        return parsed
+    lines = [override.input_line for override in parsed]
+    try:
+        _defaults(config_name, [searchpath, "arm@arms=[]"])
+        choice = "arm@arms"
+    except ConfigCompositionException:  # no such choice to override; what else is wrong, the composition will say
+        choice = "+arm@arms"
+    return _parse(
+        [
+            f"{choice}={line.partition('=')[2]}" if is_named else line
+            for line, is_named in zip(lines, named, strict=True)
+        ]
+    )
 
 
 def _parse(overrides: list[str]) -> list[Override]:
@@ -137,7 +187,8 @@ def _parse(overrides: list[str]) -> list[Override]:
         raise ConfigError(f"command line: {error.override}: not of Hydra's form KEY=VALUE") from error
     for override in parsed:
         if override.is_sweep_override():
-            raise ConfigError(f"command line: {override.input_line}: write a list as [a,b], quote a text with commas")
+            hint = "write a list as [a,b], quote a text with commas, or add -m for a sweep"
+            raise ConfigError(f"command line: {override.input_line}: {hint}")
         if override.key_or_group.partition(".")[0] in ("", "hydra"):
             raise ConfigError(f"command line: {override.input_line}: names no setting of a run")
     return parsed
@@ -162,10 +213,15 @@ def _require_config(config_name: str, folder: Path) -> None:
         raise ConfigError(f"no config named {config_name} in {_shown(folder)}{_choices(config_name, names)}")
 
 
-def _missing_choice(error: MissingConfigException, overrides: list[str]) -> str:
+def _missing_choice(error: MissingConfigException, overrides: list[str], folders: list[Path]) -> str:
     group, _, choice = error.missing_cfg_file.rpartition("/")
-    place = next((f"command line: {line}" for line in overrides if line.lstrip("+") == f"{group}={choice}"), "defaults")
-    return f"{place}: no config {choice} in group {group}{_choices(choice, error.options or [])}"
+    names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    keys = (group, "arms") if group == "arm" else (group,)
+    words = {line: re.split(r"[=,\s\[\]]+", line.lstrip("+")) for line in overrides}
+    place = next(
+        (f"command line: {line}" for line in overrides if words[line][0] in keys and choice in words[line]), ""
+    )
+    return f"{place or 'defaults'}: no config {choice} in group {group}{_choices(choice, names)}"
 
 
 def _choices(name: str, names: list[str]) -> str:
@@ -257,8 +313,8 @@ def _failed_check(
     message: str, keys: dict[str, Any], prefix: str, merged: DictConfig, place: Callable[[str], str]
 ) -> ConfigError:
     """A dataclass's own check with its place. Its message begins with the key, but a check knows an arm as ``grpo``
-    and an optimizer as ``optimizer``: the settings of that name and value are sought."""
-    message = message.replace("grpo.", prefix) if prefix else message
+    or ``idpo`` and an optimizer as ``optimizer``: the settings of that name and value are sought."""
+    message = re.sub(rf"\b({'|'.join(ALGORITHMS)})\.", lambda _: prefix, message) if prefix else message
     named = message.split(" ", 1)[0].rstrip(":")
     alike = [key for key in keys if f".{key}".endswith(f".{named}")]
     same_value = [key for key in alike if f" is {OmegaConf.select(merged, key.removeprefix(prefix))!r}," in message]

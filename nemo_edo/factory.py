@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_edo.config import DataConfig, GRPOConfig, RunConfig, SFTConfig
+from nemo_edo.config import DataConfig, GRPOConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.data.problems import LoadedProblems, load_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions
 from nemo_edo.data.rollout_store import check_disk_space, estimate_bytes
@@ -20,6 +20,7 @@ from nemo_edo.types import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_edo.algorithms.collection import Objective
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 
@@ -74,7 +75,7 @@ def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
     return Path(cfg.model.path) if cfg.model.path is not None else run.base
 
 
-def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[GRPOConfig]) -> Data:
+def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]) -> Data:
     """The run's data before its folder is touched: the built-in files come from a scratch folder.
 
     Raises UserError for whatever in the data, or for want of disk space, would stop the run later.
@@ -145,7 +146,7 @@ def _check_weights(folder: Path) -> None:
             raise UserError(f"{folder / name} cannot be read ({error}); download it again") from error
 
 
-def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[GRPOConfig]) -> None:
+def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:
     """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
     needed = 0
     for arm in arms:
@@ -155,22 +156,35 @@ def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[GRPOC
     check_disk_space(run.path, needed)
 
 
-def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | GRPOConfig, trainer=None) -> MegatronGPTModel:
+def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, trainer=None) -> MegatronGPTModel:
     """The model class that ``training`` is the config of, with the starting weights."""
-    from nemo_edo.models import MegatronGPTGRPOModel, MegatronGPTSFTModel
+    from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
     from nemo_edo.models.megatron_gpt_model import model_config
 
-    model_class = MegatronGPTSFTModel if isinstance(training, SFTConfig) else MegatronGPTGRPOModel
+    classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
+    model_class = classes[type(training)]
     settings = model_config(
         model_folder(cfg, run),
         parallelism=cfg.parallelism,
         precision=cfg.precision,
+        lora=cfg.lora,
         seed=cfg.seed,
         threads=cfg.threads,
         training=training,
         temperature=1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
     )
     return model_class(settings, trainer=trainer)
+
+
+def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data) -> Objective:
+    """What Algorithm 1 trains with, as ``training`` is the config of."""
+    from nemo_edo.algorithms.grpo import GRPO
+    from nemo_edo.algorithms.idpo import IDPO
+
+    if isinstance(training, IDPOConfig):
+        return IDPO(training, pad_id=data.pad_id, seed=cfg.seed)
+    questions = {problem.id: problem.question for problem in data.train}
+    return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id)
 
 
 def build_engine(cfg: RunConfig, model: MegatronGPTModel, data: Data) -> MegatronEngine:

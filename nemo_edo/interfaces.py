@@ -36,11 +36,21 @@ class WeightSync(Protocol):
 class Policy(Protocol):
     """A trainable policy. Every data-parallel rank is handed the same global batch and takes its own share."""
 
-    def train_step(self, batch: TrainingBatch) -> dict[str, float]:
-        """One optimizer step on the global batch; returns global means of the loss and its metrics."""
+    def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None) -> dict[str, float]:
+        """One optimizer step on the global batch; returns global means of the loss and its metrics.
+
+        exploration_weight: of the exploration term in this step; None: the configured one.
+        """
+
+    def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
+        """Norm of the exploration term's gradient at weight 1 over that of the rest of the loss. Takes no step."""
 
     def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the batch's tokens and exact entropies (nats), each [B, T], of the current weights."""
 
     def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities under the reference policy."""
+
+    def move_reference(self, kind: str, decay: float) -> None:
+        """Before a later iteration: "initial" leaves the reference where it is, "previous" puts it at the current
+        policy, "ema" moves it there by the share 1 - decay."""

@@ -1,46 +1,69 @@
-"""A run's folder: what stands in it, whose it is, and the lines of metrics that are added to it."""
+"""A run's folder: what stands in it, whose it is, how far the run came, and the lines that are added to its metrics."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
+import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import Evaluation
+from nemo_edo.files import replacing, temporary_name
+
+MAY_CHANGE = ("checkpoint", "exp_manager", "name", "output_dir")
+"""Settings that a run may be gone on with another value of: they change no number that it ends with."""
+CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 
 
 class RunFolder:
-    """``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``rollouts/ARM``, ``checkpoints/ARM``, ``evaluations``,
-    ``data`` and ``base`` (the built-in task's problems and model), ``report.html``, and NeMo's logs."""
+    """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
+    ``rollouts/ARM``, ``checkpoints/ARM``, ``evaluations``, ``samples``, ``data`` and ``base`` (the built-in task's
+    problems and model), ``report.html``, and NeMo's ``logs``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data = path / "data"
         self.base = path / "base"
+        self.logs = path / "logs"
+        self._lock: IO[str] | None = None
 
     def checkpoint(self, arm: str) -> Path:
+        """Of the policy that a finished arm has trained."""
         return self.path / "checkpoints" / arm
+
+    def best_checkpoint(self, arm: str) -> Path:
+        """Of the arm's policy that was best by the chosen metric."""
+        return self.path / "checkpoints" / f"{arm}.best"
+
+    def progress(self, arm: str) -> Path:
+        """What an arm in training goes on from."""
+        return self.path / "checkpoints" / f"{arm}.progress"
 
     def rollouts(self, arm: str) -> Path:
         return self.path / "rollouts" / arm
 
+    # --- whose it is -----------------------------------------------------------------------------------------------
+
     def check_free(self, config: str) -> None:
-        """Raises UserError where the folder belongs to another run; it may be one of the very same config."""
-        if not self.path.exists():
-            return
-        if not self.path.is_dir():
+        """Raises UserError where the folder belongs to another run; it may be one of the very same config, but for
+        settings that may change."""
+        if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; choose another name=...")
-        if not any(self.path.iterdir()):
+        if self._is_new():
             return
-        if not (self.path / "config.yaml").is_file():
+        if not (self.path / CONFIG).is_file():
             raise UserError(f"{self.path} exists and holds no config.yaml of a run; choose another name=...")
-        there, here = _read_mapping(self.path / "config.yaml"), yaml.safe_load(config)
-        different = sorted(_differences(there, here))
+        there, here = _read_mapping(self.path / CONFIG), yaml.safe_load(config)
+        different = sorted(key for key in _differences(there, here) if key.partition(".")[0] not in MAY_CHANGE)
         if different:
             key = different[0]
             raise UserError(
@@ -48,28 +71,105 @@ class RunFolder:
                 f"{_at(here, key)!r} here ({len(different)} settings differ); choose another name=..., or remove it"
             )
 
-    def create(self) -> Path | None:
-        """Makes the folder, empty. One of an earlier run of the same config is kept under a numbered name, which is
-        returned. Raises UserError where it cannot be made."""
+    def open(self, config: str) -> Path | None:
+        """Takes the folder for this process, until ``close``, and writes the config into it.
+
+        An unfinished run's folder stays as it is: the run goes on. A finished one of the same config is kept under a
+        numbered name, which is returned, and the folder is made anew. Raises UserError where it cannot be made, or
+        another process has it.
+        """
         earlier = None
-        if self.path.exists() and any(self.path.iterdir()):
-            number = 1
-            while (earlier := self.path.with_name(f"{self.path.name}.{number}")).exists():
-                number += 1
+        if self.is_finished:
+            self._take()  # so that no other process is about to do the same
+            earlier = self._numbered()
             self.path.rename(earlier)
+            self.close()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path} cannot be made ({error.strerror}); choose another output_dir=...") from error
+        self._take()
+        with replacing(self.path / CONFIG) as file:
+            file.write(config.encode())
         return earlier
 
-    def write_config(self, config: str) -> None:
-        (self.path / "config.yaml").write_text(config, encoding="utf-8")
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _is_new(self) -> bool:
+        """Whether nothing is there, or only what a process leaves that is killed before it writes the config."""
+        leftover = {LOCK, temporary_name(self.path / CONFIG).name}
+        return not self.path.exists() or {path.name for path in self.path.iterdir()} <= leftover
+
+    def _numbered(self) -> Path:
+        number = 1
+        while (earlier := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        return earlier
+
+    def _take(self) -> None:
+        lock = (self.path / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it, however the process ends
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            lock.close()
+            raise UserError(
+                f"{self.path} is in use by {holder or 'another process'}; wait for it, or choose another name=..."
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
+
+    # --- how far the run came --------------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a run came to its end here."""
+        return (self.path / "summary.json").is_file() and (
+            not (self.path / JOURNAL).is_file() or "report" in self.journal()
+        )
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is something to go on with."""
+        return (self.path / JOURNAL).is_file() and not self.is_finished
+
+    def journal(self) -> dict[str, dict[str, Any]]:
+        """The stages that are done, in order: "files", the warm-up, the arms, "report". Of each its "metrics_bytes",
+        the length of metrics.jsonl at its end, and what else was noted."""
+        path = self.path / JOURNAL
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged ({error}); remove the folder, or choose another name=...") from error
+
+    def note(self, stage: str, **notes: Any) -> None:
+        """Adds a stage that is done."""
+        self.write_json(JOURNAL, {**self.journal(), stage: notes})
+
+    def remove_progress(self, stage: str) -> None:
+        """Of a stage that is done there is its final checkpoint."""
+        shutil.rmtree(self.progress(stage), ignore_errors=True)
+
+    # --- what stands in it -----------------------------------------------------------------------------------------
 
     def write_json(self, name: str, value: Any) -> None:
         path = self.path / name
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            file.write(text.encode())
+
+    def read_json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         metrics = {
@@ -90,22 +190,53 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8") if writes else None
         self._log_numbers = log_numbers
         self._start = time.monotonic()
-        self._lines: dict[tuple[str, str], int] = {}
+        self._lines: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
         if self._file is None:
             return
-        elapsed = round(time.monotonic() - self._start, 3)
-        line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": elapsed}}
+        line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": round(self.elapsed, 3)}}
         try:
             text = json.dumps(line, allow_nan=False)
         except ValueError as error:
             raise FloatingPointError(f"{kind} of arm {arm} has a number that is not finite: {values}") from error
         self._file.write(text + "\n")
         self._file.flush()
-        index = self._lines[arm, kind] = self._lines.get((arm, kind), -1) + 1
         numbers = {f"{arm}/{kind}/{name}": value for name, value in values.items() if isinstance(value, float)}
-        self._log_numbers(numbers, values.get("step", index))
+        self._log_numbers(numbers, values.get("step", self._lines[arm, kind]))
+        self._lines[arm, kind] += 1
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began, without those between a process that was killed and the next."""
+        return time.monotonic() - self._start
+
+    @property
+    def size(self) -> int:
+        """Bytes that are safely on the disk now; 0 on ranks that write nothing."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def cut(self, size: int) -> None:
+        """Goes back to where the file had this many bytes: what came later will be logged again.
+
+        Raises UserError where the file is shorter, or no line ends there.
+        """
+        if self._file is None:
+            return
+        path = Path(self._file.name)
+        kept = path.read_bytes()
+        if len(kept) < size or (size and kept[size - 1 : size] != b"\n"):
+            raise UserError(
+                f"{path} has {len(kept)} bytes there where a checkpoint knows of lines up to byte {size}: it was "
+                "changed, and the run cannot go on from it"
+            )
+        self._file.truncate(size)
+        lines = [json.loads(line) for line in kept[:size].splitlines()]
+        self._lines = Counter((line["arm"], line["kind"]) for line in lines)
+        self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

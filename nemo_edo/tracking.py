@@ -48,7 +48,11 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 
 def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
-    """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for. It trains nothing itself."""
+    """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for. It trains nothing itself.
+
+    ``folder`` is for its files alone: exp_manager moves away all others that it finds there. A run that goes on adds
+    to the loggers' files.
+    """
     import lightning.pytorch as pl
     from nemo.utils import logging as nemo_logging
     from nemo.utils.exp_manager import exp_manager

@@ -77,6 +77,22 @@ class ScoredRollout:
 
 
 @dataclass(frozen=True)
+class PreferencePair:
+    """Two responses to one prompt. Raises ValueError where the prompts differ."""
+
+    chosen: ScoredRollout
+    rejected: ScoredRollout
+
+    def __post_init__(self) -> None:
+        chosen, rejected = self.chosen.rollout, self.rejected.rollout
+        if (chosen.problem_id, chosen.prompt_ids) != (rejected.problem_id, rejected.prompt_ids):
+            raise ValueError(
+                f"the chosen response answers {chosen.problem_id} ({len(chosen.prompt_ids)} prompt tokens), the "
+                f"rejected one {rejected.problem_id} ({len(rejected.prompt_ids)}); a pair has one prompt"
+            )
+
+
+@dataclass(frozen=True)
 class TrainingBatch:
     """Sequences ready for the policy: prompt and response, right-padded.
 
@@ -94,19 +110,42 @@ class TrainingBatch:
     """[B, T] float32, under the frozen policy that produced the samples (pi_old)."""
     ref_logprobs: Tensor | None = None
     """[B, T] float32, under the reference policy."""
+    sampler_logprobs: Tensor | None = None
+    """[B, T] float32, pi_old as the generation engine computed it (pi_gen)."""
+    exploration_weights: Tensor | None = None
+    """[B] float32, factors on the exploration term of each response; 0: the response has no part in it."""
+    selected: Tensor | None = None
+    """[B, T] float32, 1 at the tokens that a covariance control has selected."""
+    pair_role: Tensor | None = None
+    """[B] int64, 1 for a pair's chosen response, -1 for its rejected one, 0 for a response outside pairs. Rows 2k and
+    2k + 1 are a pair, chosen first, or both outside pairs."""
 
     @property
     def size(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def unit(self) -> int:
+        """Rows that no split may part: 2 where rows make pairs."""
+        return 1 if self.pair_role is None else 2
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set, by name."""
         present = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in present.items() if value is not None}
 
+    def with_fields(self, **tensors: Tensor) -> TrainingBatch:
+        """The batch with these fields set."""
+        return replace(self, **tensors)
+
     def rows(self, index: Tensor | slice) -> TrainingBatch:
         """The given rows of every field."""
         return replace(self, **{name: value[index] for name, value in self.tensors().items()})
+
+    def cut(self, length: int) -> TrainingBatch:
+        """The first ``length`` tokens of every row."""
+        ends = {name: length if name == "tokens" else length - 1 for name in self.tensors()}
+        return replace(self, **{n: v[:, : ends[n]] if v.ndim == 2 else v for n, v in self.tensors().items()})
 
     def to(self, device: torch.device) -> TrainingBatch:
         return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})

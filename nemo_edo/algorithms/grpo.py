@@ -1,74 +1,109 @@
-"""From an iteration's scored samples to GRPO's training batch, and what the samples say about the policy."""
+"""ED-GRPO and its rivals: from an iteration's scored samples to advantages within each prompt's group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nemo_edo.algorithms.collection import Collected, by_problem, sample_statistics, view_of_sampler
+from nemo_edo.algorithms.sampling import request_seed
 from nemo_edo.config import GRPOConfig
-from nemo_edo.data.batching import build_batch
+from nemo_edo.data.arithmetic import solution_path
 from nemo_edo.interfaces import Policy
-from nemo_edo.losses import group_advantages, kl_per_token, reduce_tokens
-from nemo_edo.metrics import distinct_n
+from nemo_edo.losses import (
+    NgramPaths,
+    PathFunction,
+    clip_cov_selection,
+    each_path,
+    group_advantages,
+    informative_groups,
+    kl_cov_selection,
+    novelty_advantages,
+    pass_at_k_advantages,
+    redundancy_shares,
+    soft_overlong_penalty,
+    token_covariances,
+)
 from nemo_edo.types import ScoredRollout, TrainingBatch
 
 
 @dataclass(frozen=True)
-class Collected:
-    """An iteration's samples as one batch, with the frozen sampling policy's view of them."""
+class GRPO:
+    """``collection.Objective`` of GRPO, DAPO, Dr.GRPO, ED-GRPO and pass@k training, as ``config`` says."""
 
-    batch: TrainingBatch
-    statistics: dict[str, float]
+    config: GRPOConfig
+    questions: Mapping[str, str]
+    """By problem id: what solution paths are read against."""
+    max_new_tokens: int
+    pad_id: int
+
+    def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
+        config = self.config
+        sampled = view_of_sampler(scored, policy, pad_id=self.pad_id, with_reference=config.beta > 0)
+        group_ids = _group_ids(scored)
+        rewards = torch.tensor([item.reward for item in scored])
+        advantages = self._advantages(scored, rewards, group_ids)
+        weights = torch.ones_like(advantages)
+        statistics = sample_statistics(scored, sampled)
+        statistics["advantage_spread"] = float(advantages.std(correction=0))
+        if config.novelty_strength or config.redundancy_weighted:
+            correct = rewards == 1
+            shares = redundancy_shares(self._paths(scored), correct, group_ids)
+            statistics["redundancy"] = float(shares[correct].mean()) if correct.any() else 0.0
+            advantages = novelty_advantages(advantages, shares, correct, group_ids, strength=config.novelty_strength)
+            weights = shares if config.redundancy_weighted else weights
+        if not config.explore_uninformative_groups:
+            weights = weights * informative_groups(rewards, group_ids)
+        batch = sampled.batch.with_fields(advantages=advantages.float(), exploration_weights=weights.float())
+        return Collected(batch, [[row] for row in range(batch.size)], statistics)
+
+    def minibatch(self, collected: Collected, items: Sequence[int], seed: str) -> TrainingBatch:
+        batch, config = collected.batch.rows(torch.tensor(list(items))), self.config
+        if config.covariance_control == "none":
+            return batch
+        # pi_old's log-probabilities: those of pi_theta would take one more forward pass before each step.
+        covariances = token_covariances(batch.old_logprobs, batch.advantages, batch.mask)
+        share = config.covariance_share
+        if config.covariance_control == "clip-cov":
+            bounds = {"low": config.clip_cov_low, "high": config.clip_cov_high}
+            selected = clip_cov_selection(covariances, batch.mask, share=share, seed=request_seed(seed), **bounds)
+        else:
+            selected = kl_cov_selection(covariances, batch.mask, share=share)
+        return batch.with_fields(selected=selected.float())
+
+    def _advantages(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
+        config = self.config
+        if config.pass_k is not None:
+            return pass_at_k_advantages(rewards, group_ids, config.pass_k)
+        if config.overlong_buffer is not None:
+            lengths = torch.tensor([len(item.rollout.response_ids) for item in scored])
+            rewards = rewards + soft_overlong_penalty(
+                lengths, max_length=self.max_new_tokens, cache_length=config.overlong_buffer
+            )
+        return group_advantages(rewards, group_ids, scale=config.advantage_scale, baseline=config.advantage_baseline)
+
+    def _paths(self, scored: Sequence[ScoredRollout]) -> list:
+        """The solution path of each response, in the order of ``scored``."""
+        arithmetic = self.config.solution_paths == "arithmetic"
+        paths_of: PathFunction = each_path(solution_path) if arithmetic else NgramPaths()
+        found = {}
+        for problem, group in by_problem(scored).items():
+            labels = paths_of(self.questions[problem], [item.rollout.text for item in group])
+            found |= {(problem, item.rollout.sample_index): label for item, label in zip(group, labels, strict=True)}
+        return [found[item.rollout.problem_id, item.rollout.sample_index] for item in scored]
 
 
-def build_groups(scored: Sequence[ScoredRollout], policy: Policy, config: GRPOConfig, *, pad_id: int) -> Collected:
-    """Advantages within each prompt's group, and log-probabilities of pi_old and the reference.
-
-    pi_old's are computed anew by the trainer, not taken from the engine: another kernel's rounding would make the
-    ratio differ from 1, and the exploration term from 0, before the first step. Their gap is a statistic.
-    """
-    rollouts = [item.rollout for item in scored]
-    group_of = {name: index for index, name in enumerate(dict.fromkeys(r.problem_id for r in rollouts))}
-    group_ids = torch.tensor([group_of[rollout.problem_id] for rollout in rollouts])
-    rewards = torch.tensor([item.reward for item in scored])
-    advantages = group_advantages(rewards, group_ids, scale=config.advantage_scale, baseline=config.advantage_baseline)
-    batch = build_batch(
-        [(r.prompt_ids, r.response_ids) for r in rollouts],
-        pad_id=pad_id,
-        old_logprobs=[r.response_logprobs for r in rollouts],
-    )
-    sampler_log_probs = batch.old_logprobs
-    log_probs, entropies = policy.log_probs(batch)
-    batch = replace(batch, advantages=advantages, old_logprobs=log_probs)
-    if config.beta > 0:
-        batch = replace(batch, ref_logprobs=policy.reference_log_probs(batch))
-    return Collected(batch, _statistics(scored, batch, sampler_log_probs, entropies))
+def keep_informative(scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    """Those of groups whose rewards are not all equal (DAPO's dynamic sampling)."""
+    if not scored:
+        return []
+    keep = informative_groups(torch.tensor([item.reward for item in scored]), _group_ids(scored))
+    return [item for item, kept in zip(scored, keep.tolist(), strict=True) if kept]
 
 
-def _statistics(
-    scored: Sequence[ScoredRollout], batch: TrainingBatch, sampler_log_probs: Tensor, entropies: Tensor
-) -> dict[str, float]:
-    groups: dict[str, list[ScoredRollout]] = {}
-    for item in scored:
-        groups.setdefault(item.rollout.problem_id, []).append(item)
-    per_response = {
-        "reward": [item.reward for item in scored],
-        "well_formed": [float(item.well_formed) for item in scored],
-        "response_length": [float(len(item.rollout.response_ids)) for item in scored],
-    }
-    per_group = {
-        "distinct_4": [distinct_n([item.rollout.response_ids for item in group], n=4) for group in groups.values()],
-        "zero_advantage_groups": [float(len({item.reward for item in group}) == 1) for group in groups.values()],
-    }
-    per_token = {
-        "entropy": entropies,
-        "sampler_gap": (sampler_log_probs - batch.old_logprobs).abs(),
-    }
-    if batch.ref_logprobs is not None:
-        per_token["kl"] = kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3")
-    means = {name: sum(values) / len(values) for name, values in {**per_response, **per_group}.items()}
-    means |= {name: float(reduce_tokens(v, batch.mask, "token-mean").mean()) for name, v in per_token.items()}
-    return means
+def _group_ids(scored: Sequence[ScoredRollout]) -> Tensor:
+    numbers = {problem: number for number, problem in enumerate(by_problem(scored))}
+    return torch.tensor([numbers[item.rollout.problem_id] for item in scored])

@@ -7,6 +7,7 @@ from itertools import count, islice
 
 from tqdm import tqdm
 
+from nemo_edo.algorithms.progress import FromTheBeginning, Position, Progress
 from nemo_edo.config import SFTConfig
 from nemo_edo.data.batching import PromptAndResponse, build_batch, epoch_order, minibatches
 from nemo_edo.interfaces import Policy
@@ -23,9 +24,14 @@ def train_supervised(
     pad_id: int,
     seed: int,
     log: Log,
-    progress: bool = False,
+    bar: bool = False,
+    progress: Progress | None = None,
 ) -> None:
-    """``config.steps`` optimizer steps over seeded permutations of the solutions, whole batches only."""
+    """``config.steps`` optimizer steps over seeded permutations of the solutions, whole batches only.
+
+    bar: whether to show a progress bar. progress: where to go on; None: at the beginning, and nothing is kept.
+    """
+    progress = progress or FromTheBeginning()
     batch_size = min(config.batch_size, len(solutions))
     batches = (
         rows
@@ -33,7 +39,11 @@ def train_supervised(
         for rows in minibatches(epoch_order(len(solutions), seed, epoch), batch_size)
         if len(rows) == batch_size
     )
-    steps = tqdm(islice(batches, config.steps), total=config.steps, desc="warm-up", disable=not progress)
-    for step, rows in enumerate(steps):
+    first = progress.start.step
+    steps = tqdm(
+        islice(batches, first, config.steps), initial=first, total=config.steps, desc="warm-up", disable=not bar
+    )
+    for step, rows in enumerate(steps, start=first):
         metrics = policy.train_step(build_batch([solutions[row] for row in rows], pad_id=pad_id))
         log("sft_step", step=step, **metrics)
+        progress.reached(Position(step=step + 1, steps_taken=step + 1))

@@ -4,31 +4,39 @@ Hydra composes the files of ``conf/`` over these dataclasses (``nemo_edo.configu
 only. Checks that need no files, weights or devices stand in ``__post_init__`` and name the key as a user writes it.
 """
 
+from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
 from nemo_edo.config.run import (
+    ALGORITHMS,
     ArithmeticConfig,
+    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     GenerationConfig,
-    GRPOConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelismConfig,
     PrecisionConfig,
     RunConfig,
     SamplingConfig,
-    SFTConfig,
+    TrainConfig,
 )
+from nemo_edo.config.training import GRPOConfig, IDPOConfig, LoopConfig, MicroBatchConfig, OptimizerConfig, SFTConfig
 
 __all__ = [
     "AGGREGATIONS",
+    "ALGORITHMS",
     "ArithmeticConfig",
+    "CheckpointConfig",
     "DPOLossConfig",
     "DataConfig",
     "EvaluationConfig",
     "GRPOConfig",
     "GRPOLossConfig",
     "GenerationConfig",
+    "IDPOConfig",
+    "LoRAConfig",
+    "LoopConfig",
+    "MicroBatchConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelismConfig",
@@ -37,4 +45,5 @@ __all__ = [
     "SFTConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "TrainConfig",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Optional
 
@@ -9,7 +10,8 @@ from nemo_edo.config.checks import one_of, positive, require, share
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
-SCHEDULES = ("constant", "linear", "cosine", "warmup-hold-decay", "entropy", "gradient-share")
+CONTROLLERS = ("entropy", "gradient-share")
+SCHEDULES = ("constant", "linear", "cosine", "warmup-hold-decay", *CONTROLLERS)
 PAPER_ALPHA = 1e-3
 
 
@@ -42,6 +44,9 @@ def _check_exploration(config: ExplorationWeight, section: str) -> None:
             f"{section}.alpha ({alpha}) and {section}.exploration_coefficient ({coefficient}) are both given; the "
             "coefficient replaces alpha * beta, so set one of them to null"
         )
+    for name, value in (("alpha", alpha), ("exploration_coefficient", coefficient)):
+        fits = value is None or 0 <= value < math.inf
+        require(fits, f"{section}.{name}", value, "null or a number of at least 0: the term's sign is in the loss")
     require(floor is None or floor < 0, f"{section}.log_ratio_floor", floor, "null or a number below 0")
 
 
@@ -75,8 +80,8 @@ class GRPOLossConfig(ExplorationWeight):
     importance_sampling_level: str = "token"
     """token: a ratio for each token; sequence: one for each response, exp of its mean log-ratio (GSPO)."""
     sampler_correction: str = "none"
-    """For samples whose sampler's log-probabilities differ from the trainer's pi_old. none; tis: truncated importance
-    weights; icepop: tokens with a ratio outside the bounds do not train."""
+    """For samples whose sampler's log-probabilities differ from the trainer's pi_old. none; tis: tokens are weighted by
+    their ratio, truncated; icepop: by their ratio, and not at all where it is outside the bounds."""
     tis_cap: float = 2.0
     """Upper bound on tis's weights pi_old / pi_gen."""
     icepop_low: float = 0.5
@@ -90,9 +95,9 @@ class GRPOLossConfig(ExplorationWeight):
     """A rival that bounds the loss of entropy by the tokens whose log-probability and advantage covary most. none;
     clip-cov: the selected tokens have no gradient; kl-cov: they pay for moving away from pi_old."""
     covariance_share: float = 2e-4
-    """Share of the tokens that clip-cov or kl-cov select."""
+    """Share of the tokens that clip-cov or kl-cov select (kl-cov's authors take 2e-3 with their smaller model)."""
     clip_cov_low: float = 1.0
-    """clip-cov selects at random among tokens with a covariance from here on, in units of the mean covariance."""
+    """clip-cov selects at random among tokens with a covariance from here on, in nats times the advantage's unit."""
     clip_cov_high: float = 5.0
     """... up to here."""
     kl_cov_coefficient: float = 1.0
@@ -200,6 +205,7 @@ class ScheduleConfig:
             require((target or 0) > 0, "schedule.entropy_target", target, "a number above 0 (nats) with kind entropy")
             fits = ceiling is None or ceiling >= target
             require(fits, "schedule.entropy_ceiling", ceiling, f"null or at least entropy_target = {target}")
-        positive(self, "schedule", "rate", "min_weight", "gradient_share", "every")
+        positive(self, "schedule", "min_weight", "gradient_share", "every")
+        require(0 < self.rate <= 1, "schedule.rate", self.rate, "a number in (0, 1]")
         above = self.max_weight >= self.min_weight
         require(above, "schedule.max_weight", self.max_weight, f"at least min_weight = {self.min_weight}")

@@ -6,38 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from nemo_edo.config.checks import one_of, positive, require, share
-from nemo_edo.config.losses import GRPOLossConfig
+from nemo_edo.config.lora import LoRAConfig
+from nemo_edo.config.training import GRPOConfig, IDPOConfig, SFTConfig
 
-
-@dataclass
-class OptimizerConfig:
-    """Megatron-core's Adam, with its learning-rate schedule."""
-
-    lr: float = 1e-6
-    """The highest learning rate."""
-    min_lr: float = 0.0
-    """Where the decay ends."""
-    schedule: str = "constant"
-    """constant, linear or cosine; the decay runs over the whole of the training."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
-    weight_decay: float = 0.0
-    """Decoupled from the gradient, as in AdamW."""
-    adam_beta1: float = 0.9
-    """Decay of the running mean of the gradient."""
-    adam_beta2: float = 0.999
-    """Decay of the running mean of its square."""
-    adam_eps: float = 1e-8
-    """Added to the denominator of the step."""
-    clip_grad: float = 1.0
-    """Global gradient norm; 0 switches clipping off."""
-
-    def __post_init__(self) -> None:
-        positive(self, "optimizer", "lr", "adam_eps")
-        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"a number in [0, lr = {self.lr}]")
-        for name in ("warmup_steps", "weight_decay", "clip_grad"):
-            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "a number of at least 0")
+ALGORITHMS = ("grpo", "idpo")
 
 
 @dataclass
@@ -160,60 +132,38 @@ class GenerationConfig:
     """megatron: in the trainer's own process."""
     max_batch_size: int = 512
     """Sequences decoded at a time on one data-parallel rank."""
+    part_size: int = 2048
+    """Responses of a collection that are drawn, scored and put on disk at a time: what a killed run loses, at most."""
 
     def __post_init__(self) -> None:
         one_of("generation.backend", self.backend, ("megatron",))
-        positive(self, "generation", "max_batch_size")
+        positive(self, "generation", "max_batch_size", "part_size")
 
 
 @dataclass
-class SFTConfig:
-    """The supervised warm-up. ``steps = 0`` leaves it out."""
+class TrainConfig:
+    """What the arms are trained on."""
 
-    steps: int = 0
-    """Optimizer steps; 0 leaves the warm-up out."""
-    batch_size: int = 128
-    """Solutions of one optimizer step, over all data-parallel ranks."""
-    micro_batch_size: int = 8
-    """Solutions of one forward pass on one rank."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 0, "sft.steps", self.steps, "a number of at least 0")
-        positive(self, "sft", "batch_size", "micro_batch_size")
+    rollouts: Optional[str] = None
+    """Train from stored rollouts alone: a folder that holds iter_00000 and so on (another run's rollouts/ARM, or what
+    ``collect`` wrote), or such a folder for each arm. null: every iteration draws its own."""
 
 
 @dataclass
-class GRPOConfig(GRPOLossConfig):
-    """GRPO and ED-GRPO: the loss, the advantages and the loop around them."""
+class CheckpointConfig:
+    """What a killed run goes on from, and which policies are kept."""
 
-    entropy_coefficient: float = 0.0
-    """Weight of an entropy bonus, the plain rival of the exploration term."""
-    advantage_scale: str = "std"
-    """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
-    advantage_baseline: str = "mean"
-    """mean of the group's rewards, or leave-one-out: the mean of the others (RLOO)."""
-    iterations: int = 3
-    """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
-    problems_per_iteration: Optional[int] = None
-    """null: every iteration samples for the whole prompt set, as in the paper. A number: for so many problems, each
-    pass over the set in a new order."""
-    epochs: int = 1
-    """Passes over an iteration's samples."""
-    minibatch_size: int = 512
-    """Responses of one optimizer step, over all data-parallel ranks."""
-    micro_batch_size: int = 8
-    """Responses of one forward pass on one rank: memory and speed, never the result."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    every_steps: int = 50
+    """Optimizer steps between two checkpoints; there is one before each iteration as well."""
+    keep: int = 2
+    """Checkpoints kept of the arm in training: where the newest is damaged, the one before it is used. Of a finished
+    arm, the final policy alone is kept."""
+    best: Optional[str] = None
+    """A metric of the evaluations, such as greedy_accuracy: the policy with the highest is kept too, as
+    checkpoints/ARM.best. It needs evaluation.every. null: none is kept."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.entropy_coefficient >= 0, "grpo.entropy_coefficient", self.entropy_coefficient, "at least 0")
-        one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
-        one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
-        positive(self, "grpo", "iterations", "epochs", "minibatch_size", "micro_batch_size")
-        some = self.problems_per_iteration
-        require(some is None or some > 0, "grpo.problems_per_iteration", some, "null or a number above 0")
+        positive(self, "checkpoint", "every_steps", "keep")
 
 
 @dataclass
@@ -233,6 +183,12 @@ class EvaluationConfig:
         positive(self, "evaluation", "samples", "rollouts", "bootstrap")
         require(self.every >= 0, "evaluation.every", self.every, "a number of at least 0")
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of what an evaluation measures."""
+        sampled = ("accuracy", f"vote@{self.samples}", *(f"pass@{k}" for k in range(1, self.samples + 1)))
+        return ("greedy_accuracy", *sampled, "distinct_4", "entropy", "well_formed", "response_length")
+
 
 @dataclass
 class RunConfig:
@@ -249,15 +205,21 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    algorithm: str = "grpo"
+    """grpo (GRPO, ED-GRPO, DAPO) or idpo (ETO, ED-iDPO): the section that the arms start from."""
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    idpo: IDPOConfig = field(default_factory=IDPOConfig)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Variants trained from the same start: for each, its name and its differences from ``grpo``. Empty: one arm,
-    ``policy``, with ``grpo`` as it is."""
+    """Variants trained from the same start: for each, its name and its differences from the section of its algorithm
+    (the key ``algorithm`` of an arm chooses another one). Empty: one arm, ``policy``, with that section as it is."""
+    train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
 
@@ -265,6 +227,7 @@ class RunConfig:
         require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
         require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
         require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
+        one_of("algorithm", self.algorithm, ALGORITHMS)
         if (self.model.path is None) == (self.model.architecture is None):
             raise ValueError("model.path and model.architecture: give exactly one of them (the other null)")
         needed = self.sampling.max_new_tokens + 1
@@ -274,3 +237,26 @@ class RunConfig:
             self.model.seq_length,
             f"room for a prompt and sampling.max_new_tokens = {self.sampling.max_new_tokens} tokens",
         )
+        for section in ("sft", "grpo", "idpo"):
+            self.check_training(getattr(self, section), section)
+        best, metrics = self.checkpoint.best, self.evaluation.metrics
+        require(best is None or best in metrics, "checkpoint.best", best, f"null or one of {', '.join(metrics)}")
+        if best is not None and not self.evaluation.every:
+            raise ValueError("checkpoint.best needs evaluation.every: without evaluations no policy is the best")
+
+    def check_training(self, training: SFTConfig | GRPOConfig | IDPOConfig, section: str) -> None:
+        """Raises ValueError where a section that trains, or an arm made from it, does not fit the rest of the run."""
+        rows = 2 if isinstance(training, IDPOConfig) else 1
+        tokens, longest = training.micro_batch_tokens, rows * self.model.seq_length
+        fits = tokens is None or tokens >= longest
+        require(
+            fits, f"{section}.micro_batch_tokens", tokens, f"null or at least {rows} * model.seq_length = {longest}"
+        )
+        if isinstance(training, GRPOConfig):
+            k, samples = training.pass_k, self.sampling.samples_per_prompt
+            # With k equal to the group's size every advantage is 0: pass@k of the whole group knows no better response.
+            fits = k is None or k < samples
+            require(fits, f"{section}.pass_k", k, f"null or a number below sampling.samples_per_prompt = {samples}")
+            buffer, limit = training.overlong_buffer, self.sampling.max_new_tokens
+            fits = buffer is None or buffer <= limit
+            require(fits, f"{section}.overlong_buffer", buffer, f"null or at most sampling.max_new_tokens = {limit}")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_edo.types import TrainingBatch
@@ -24,11 +23,12 @@ def build_batch(
     advantages: Sequence[float] | None = None,
     old_logprobs: Sequence[Sequence[float]] | None = None,
     ref_logprobs: Sequence[Sequence[float]] | None = None,
+    sampler_logprobs: Sequence[Sequence[float]] | None = None,
 ) -> TrainingBatch:
     """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence).
 
     The mask is 1 at the R positions that predict a response's R tokens, the first of which is the prompt's last.
-    ``advantages`` holds one number a response; ``old_logprobs`` and ``ref_logprobs`` one for each response token.
+    ``advantages`` holds one number a response; the log-probabilities one for each response token.
 
     Raises ValueError for no sequences, an empty prompt (nothing would predict the first response token), a sequence
     longer than ``length``, or values that do not match the responses.
@@ -55,6 +55,7 @@ def build_batch(
         advantages=None if advantages is None else torch.tensor(advantages, dtype=torch.float32),
         old_logprobs=placed(old_logprobs),
         ref_logprobs=placed(ref_logprobs),
+        sampler_logprobs=placed(sampler_logprobs),
     )
 
 
@@ -76,15 +77,61 @@ def place_on_responses(
     return placed
 
 
-def pad_rows(batch: TrainingBatch, multiple: int, *, pad_id: int) -> TrainingBatch:
-    """The batch with rows that are all padding (zeros in every other field) up to a multiple of ``multiple`` rows."""
-    missing = -batch.size % multiple
+def sequence_lengths(batch: TrainingBatch) -> list[int]:
+    """For each row, its tokens up to the last one that counts, at least 2; whatever stands behind is padding."""
+    positions = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
+    return ((batch.mask != 0) * positions).amax(dim=1).add(1).clamp(min=2).tolist()
 
-    def grown(name: str, value: Tensor) -> Tensor:
-        at_the_end = (0, 0) * (value.dim() - 1) + (0, missing)
-        return F.pad(value, at_the_end, value=pad_id if name == "tokens" else 0)
 
-    return TrainingBatch(**{name: grown(name, value) for name, value in batch.tensors().items()})
+def plan_micro_batches(
+    lengths: Sequence[int], *, ranks: int, rows: int, tokens: int | None = None, unit: int = 1
+) -> list[list[list[int]]]:
+    """For each data-parallel rank its micro-batches, each a list of rows; every rank has as many, some maybe empty.
+
+    lengths: tokens of each row of the global batch. rows: at most so many to a micro-batch. tokens: at most so many to
+    a micro-batch, padding included; rows of like length then share one. unit: consecutive rows that stay together.
+    Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
+    """
+    if rows < unit or len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
+    longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
+    order = list(range(len(longest)))
+    if tokens is not None:
+        if max(longest, default=0) * unit > tokens:
+            raise ValueError(f"{unit} rows of {max(longest)} tokens exceed the {tokens} tokens of a micro-batch")
+        order.sort(key=lambda index: -longest[index])  # stable: the plan is the same on every rank
+    plans = [_fill(order[rank::ranks], longest, rows // unit, tokens, unit) for rank in range(ranks)]
+    most = max(len(plan) for plan in plans)
+    return [plan + [[]] * (most - len(plan)) for plan in plans]
+
+
+def _fill(order: list[int], longest: list[int], units: int, tokens: int | None, unit: int) -> list[list[int]]:
+    """Micro-batches of consecutive units, each as full as it may be."""
+    micro_batches: list[list[int]] = []
+    width = 0
+    for index in order:
+        here = len(micro_batches[-1]) // unit if micro_batches else units
+        width = max(width, longest[index])
+        if here == units or (tokens is not None and (here + 1) * unit * width > tokens):
+            micro_batches.append([])
+            width = longest[index]
+        micro_batches[-1].extend(range(index * unit, (index + 1) * unit))
+    return micro_batches
+
+
+def padding_share(lengths: Sequence[int], plans: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Of the tokens that a plan's forward passes compute, the share that is padding."""
+    micro_batches = [[lengths[row] for row in rows] for plan in plans for rows in plan if rows]
+    computed = sum(len(micro) * max(micro) for micro in micro_batches)
+    return 1 - sum(map(sum, micro_batches)) / computed
+
+
+def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> TrainingBatch:
+    """The given rows, cut to ``length`` tokens; without any, rows that are all padding (``batch.unit`` of them)."""
+    if not rows:
+        empty = batch.rows(slice(0, batch.unit)).cut(length)
+        return TrainingBatch(**{name: torch.zeros_like(value) for name, value in empty.tensors().items()})
+    return batch.rows(torch.tensor(rows, device=batch.tokens.device)).cut(length)
 
 
 def epoch_order(num_items: int, seed: int, epoch: int) -> list[int]:

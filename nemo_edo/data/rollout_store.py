@@ -1,20 +1,30 @@
-"""Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_2.parquet``, one row for each response."""
+"""Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_2.parquet``, one row for each response.
+
+While an iteration's responses are drawn, what there is of them stands in ``iter_00003/parts/part_00000.parquet`` and
+so on.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
-import os
+import json
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
+from nemo_edo.files import replacing
 from nemo_edo.types import Rollout, ScoredRollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SCHEMA = pa.schema(
     [
@@ -37,6 +47,8 @@ _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """The device is full, or the user's quota on it."""
 _SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
+_TOKENIZER = b"nemo_edo.tokenizer"
+"""The key of the file's metadata that says whose token ids it holds."""
 
 
 class DiskSpaceError(UserError):
@@ -47,10 +59,14 @@ class RolloutStore:
     """The rollouts of a run, a folder for each iteration and a file (shard) for each data-parallel rank.
 
     pandas and DuckDB read the shards as they are. Log-probabilities are kept in float32, seeds must fit in int64.
+
+    tokenizer: what tells the one that the token ids are of from others (``tokenizer_identity``). It is written into
+    every file, and a file that names another one is not read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, tokenizer: str | None = None) -> None:
         self.folder = Path(folder)
+        self.tokenizer = tokenizer
 
     def write(self, iteration: int, scored: Sequence[ScoredRollout], *, rank: int, world_size: int) -> Path:
         """Writes this rank's shard and returns its path; a reader sees the whole file or none.
@@ -60,31 +76,47 @@ class RolloutStore:
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1} (world_size = {world_size})")
-        path = self._iteration_folder(iteration) / f"rank_{rank}_of_{world_size}.parquet"
-        table = pa.Table.from_pylist([_to_row(one) for one in scored], schema=_SCHEMA)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(table, path)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise DiskSpaceError(
-                f"{path.parent}: no space left for {len(scored)} rollouts of iteration {iteration}; "
-                "free some space and resume the run"
-            ) from error
+        folder = self._iteration_folder(iteration)
+        path = folder / f"rank_{rank}_of_{world_size}.parquet"
+        self._write(path, iteration, scored)
+        shutil.rmtree(folder / "parts", ignore_errors=True)  # the shard holds them all
         return path
+
+    def write_part(self, iteration: int, part: int, scored: Sequence[ScoredRollout]) -> Path:
+        """Writes a part of an iteration that is still being drawn, in whole or not at all; errors as of ``write``."""
+        path = self._iteration_folder(iteration) / "parts" / f"part_{part:05d}.parquet"
+        self._write(path, iteration, scored)
+        return path
+
+    def drawn(self, iteration: int) -> list[ScoredRollout]:
+        """What there is of an iteration, in the order in which it was written: its shards, else its parts up to the
+        first that is missing, else nothing. Errors as of ``read``."""
+        folder = self._iteration_folder(iteration)
+        if any(_SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.parquet")):
+            paths = self._shards(iteration)
+        else:
+            numbered = (folder / "parts" / f"part_{part:05d}.parquet" for part in itertools.count())
+            paths = list(itertools.takewhile(Path.is_file, numbered))
+        return [_from_row(row) for path in paths for row in self._read_rows(path)]
+
+    def require(self, iterations: int) -> None:
+        """Raises UserError unless the shards of iterations 0 to ``iterations`` - 1 are there, readable as far as a look
+        at their ends tells, and of the same tokenizer."""
+        for iteration in range(iterations):
+            for path in self._shards(iteration):
+                self._open(path)
 
     def read(self, iteration: int) -> list[ScoredRollout]:
         """All ranks' rollouts, sorted by (problem_id, sample_index).
 
-        Raises ValueError if a shard is missing or damaged, shards of several world sizes lie side by side, or two
-        rollouts carry the same (problem_id, sample_index).
+        Raises UserError if a shard is missing, damaged or of another tokenizer, shards of several world sizes lie side
+        by side, or two rollouts carry the same (problem_id, sample_index).
         """
-        scored = [_from_row(row) for path in self._shards(iteration) for row in _read_rows(path)]
+        scored = [_from_row(row) for path in self._shards(iteration) for row in self._read_rows(path)]
         scored.sort(key=_key)
         for one, following in itertools.pairwise(scored):
             if _key(one) == _key(following):
-                raise ValueError(f"{self._iteration_folder(iteration)}: problem and sample {_key(one)} occur twice")
+                raise UserError(f"{self._iteration_folder(iteration)}: problem and sample {_key(one)} occur twice")
         return scored
 
     def _iteration_folder(self, iteration: int) -> Path:
@@ -96,13 +128,57 @@ class RolloutStore:
         names = [match for path in folder.glob("*.parquet") if (match := _SHARD_NAME.fullmatch(path.name))]
         world_sizes = sorted({int(match[2]) for match in names})
         if not names:
-            raise ValueError(f"{folder}: has no rollouts, expected rank_0_of_N.parquet")
+            raise UserError(f"{folder}: has no rollouts, expected rank_0_of_N.parquet")
         if len(world_sizes) > 1:
-            raise ValueError(f"{folder}: has shards of runs with {world_sizes} ranks; delete the folder's stale ones")
+            raise UserError(f"{folder}: has shards of runs with {world_sizes} ranks; delete the folder's stale ones")
         missing = sorted(set(range(world_sizes[0])) - {int(match[1]) for match in names})
         if missing:
-            raise ValueError(f"{folder}: the shards of ranks {missing} of {world_sizes[0]} are missing")
+            raise UserError(f"{folder}: the shards of ranks {missing} of {world_sizes[0]} are missing")
         return [folder / f"rank_{rank}_of_{world_sizes[0]}.parquet" for rank in range(world_sizes[0])]
+
+    def _write(self, path: Path, iteration: int, scored: Sequence[ScoredRollout]) -> None:
+        schema = _SCHEMA if self.tokenizer is None else _SCHEMA.with_metadata({_TOKENIZER: self.tokenizer})
+        table = pa.Table.from_pylist([_to_row(one) for one in scored], schema=schema)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                pq.write_table(table, file, compression="zstd")
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise DiskSpaceError(
+                f"{path.parent}: no space left for {len(scored)} rollouts of iteration {iteration}; "
+                "free some space and resume the run"
+            ) from error
+
+    def _read_rows(self, path: Path) -> list[dict]:
+        file = self._open(path)
+        try:
+            return file.read().to_pylist()
+        except (pa.ArrowException, OSError) as error:  # Arrow tells of damaged content by either
+            raise _damaged(path) from error
+
+    def _open(self, path: Path) -> pq.ParquetFile:
+        try:
+            file = pq.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(path) from error
+        there = (file.schema_arrow.metadata or {}).get(_TOKENIZER)
+        if there is not None and self.tokenizer is not None and there.decode() != self.tokenizer:
+            raise UserError(
+                f"{path}: holds token ids of another tokenizer: {there.decode()} there, {self.tokenizer} here"
+            )
+        missing = [name for name in _SCHEMA.names if name not in file.schema_arrow.names]
+        if missing:
+            raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(file.schema_arrow.names)}")
+        return file
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that give every token the same id, whatever folder they come from."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    digest = hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest()
+    return f"{digest} ({len(tokenizer)} tokens)"
 
 
 def estimate_bytes(num_rollouts: int, max_prompt: int, max_response: int) -> int:
@@ -131,24 +207,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _write_atomically(table: pa.Table, path: Path) -> None:
-    """On the disk under a temporary name first, then renamed: a crash leaves no half of a file under ``path``."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _read_rows(path: Path) -> list[dict]:
-    try:
-        return pq.ParquetFile(path).read().to_pylist()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: is not a readable Parquet file; delete it to draw its rollouts again") from error
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path}: is not a readable Parquet file; delete it to draw its rollouts again")
 
 
 def _key(scored: ScoredRollout) -> tuple[str, int]:

@@ -211,7 +211,7 @@ def line_chart(
         figure.add_vline(level, line={"color": START_COLOR, "width": 1, "dash": "dash"})
     figure.update_xaxes(title_text=x_title)
     figure.update_yaxes(title_text=y_title)
-    return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), _render(figure, key))
+    return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
 
 
 def _line(line: Series, style: ArmStyle) -> go.Scatter:
@@ -315,7 +315,7 @@ def _accuracy_bars(comparison: Comparison, styles: Mapping[str, ArmStyle]) -> Ch
         "Test accuracy, greedy and voted",
         "Bars stand in the order of the legend, with 95 % intervals over the test problems.",
         tuple(drawn),
-        _render(figure, "accuracy"),
+        chart_html(figure, "accuracy"),
     )
 
 
@@ -364,7 +364,8 @@ def _interim_chart(record: RunRecord, comparison: Comparison, styles: Mapping[st
     )
 
 
-def _render(figure: go.Figure, key: str) -> str:
+def chart_html(figure: go.Figure, key: str) -> str:
+    """The figure in the report's style, as a fragment without plotly's script."""
     axis: dict[str, Any] = {
         "gridcolor": "rgba(128,128,128,0.25)",
         "zeroline": False,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, paired_bootstrap
+from nemo_edo.metrics.paired import solved_and_lost
 
 START = "warmup"
 """The name under which the policy that every arm starts from is evaluated."""
@@ -249,12 +250,32 @@ def _at(records: Sequence[CurvePoint], measure: str, accuracy: float) -> float:
     )
 
 
-_ORDER = ("greedy_accuracy", "accuracy", "vote@", "pass@", "distinct_4", "entropy", "well_formed", "response_length")
+def solved(evaluation: Evaluation) -> dict[str, bool]:
+    """Of each problem by its id, whether the greedy response to it has the full reward."""
+    sums_P, counts_P = evaluation.metrics["greedy_accuracy"]
+    return dict(zip(evaluation.problems, ((counts_P > 0) & (sums_P >= counts_P)).tolist(), strict=True))
+
+
+def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, float]:
+    """Numbers of test problems, by the greedy response: wrong ``before`` and right ``after``, and the other way round.
+
+    Raises ValueError where the two were evaluated on different problems.
+    """
+    changes = solved_and_lost(solved(before), solved(after))
+    return {"newly_solved": float(len(changes.newly_solved)), "lost": float(len(changes.lost))}
+
+
+_ORDER = (
+    *("greedy_accuracy", "accuracy", "vote@", "pass@", "distinct_4", "distinct_answers", "answer_entropy"),
+    *("entropy", "well_formed", "response_length"),
+)
 _NAMES = {
     "greedy_accuracy": "greedy accuracy",
     "accuracy": "sampled accuracy",
     "distinct_4": "Distinct-4",
     "distinct_4_corpus": "Distinct-4 (corpus)",
+    "distinct_answers": "distinct answers",
+    "answer_entropy": "answer entropy (nats)",
     "entropy": "entropy (nats)",
     "well_formed": "well-formed",
     "response_length": "length (tokens)",

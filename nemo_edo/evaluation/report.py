@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from nemo_edo.errors import UserError
 from nemo_edo.evaluation.charts import all_charts
 from nemo_edo.evaluation.comparison import Comparison, main_metrics, metric_name
 from nemo_edo.evaluation.conclusions import conclusions, direction
@@ -19,20 +20,49 @@ from nemo_edo.evaluation.run_record import RunRecord, compare_run, read_run, set
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_report(run_folder: Path) -> Path:
-    """Read the run folder and write ``report.html`` into it; returns its path.
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
+    """Read the run folder and write its report to ``out``, by default ``report.html`` in it; returns the path.
 
     Raises UserError naming the file, and the line or key, where an input is missing or malformed.
     """
     record = read_run(run_folder)
     comparison = compare_run(record)
-    path = run_folder / "report.html"
+    path = html_path(out) if out else run_folder / "report.html"
     path.write_text(render(record, comparison), encoding="utf-8")
     return path
 
 
+def html_path(out: Path) -> Path:
+    """The report's path, its folder made. Raises UserError where it cannot be one."""
+    if out.suffix != ".html":
+        raise UserError(f"{out}: a report's file ends in .html")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out.parent} cannot be made ({error.strerror})") from error
+    return out
+
+
 def render(record: RunRecord, comparison: Comparison) -> str:
     """The page. Everything is escaped except plotly's own script and the charts that plotly wrote."""
+    charts, undrawn = all_charts(record, comparison)
+    main = main_metrics(comparison.metrics)
+    return render_page(
+        "report.html.j2",
+        record=record,
+        comparison=comparison,
+        facts=_facts(record, comparison),
+        conclusions=conclusions(comparison),
+        main_metrics=main,
+        shown_metrics=[*main, *(m for m in comparison.metrics if m in ("well_formed", "response_length"))],
+        charts=charts,
+        undrawn=undrawn,
+        labels=comparison.labels,
+    )
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A page of ``templates/`` with plotly's script inside; whatever text is put into it is escaped."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -48,21 +78,7 @@ def render(record: RunRecord, comparison: Comparison) -> str:
         "direction": direction,
         "reading": _reading,
     }
-    charts, undrawn = all_charts(record, comparison)
-    main = main_metrics(comparison.metrics)
-    return environment.get_template("report.html.j2").render(
-        record=record,
-        comparison=comparison,
-        facts=_facts(record, comparison),
-        conclusions=conclusions(comparison),
-        main_metrics=main,
-        shown_metrics=[*main, *(m for m in comparison.metrics if m in ("well_formed", "response_length"))],
-        charts=charts,
-        undrawn=undrawn,
-        plotly_js=Markup(get_plotlyjs()),
-        Markup=Markup,
-        labels=comparison.labels,
-    )
+    return environment.get_template(template).render(plotly_js=Markup(get_plotlyjs()), Markup=Markup, **values)
 
 
 def _facts(record: RunRecord, comparison: Comparison) -> dict[str, str]:

@@ -11,7 +11,7 @@ from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
 from nemo_edo.evaluation.comparison import Evaluation
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
-from nemo_edo.metrics import distinct_n, pass_at_k
+from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pass_at_k
 from nemo_edo.test_time import expected_vote_score
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 
@@ -40,8 +40,9 @@ class Evaluator:
         Metrics, each a sum and a count for each problem:
         greedy_accuracy (one greedy response); accuracy (share of sampled responses that are right); vote@N (expected
         score of the majority vote over N = ``config.samples`` responses, averaged over rollouts); pass@k (unbiased,
-        over all samples); distinct_4 (among a problem's N responses, averaged over rollouts); entropy (exact, mean
-        over the response positions of the first rollout); well_formed; response_length (tokens).
+        over all samples; the largest k is the best of all samples); distinct_4, distinct_answers and answer_entropy
+        (nats; each among a problem's N responses, averaged over rollouts); entropy (exact, mean over the response
+        positions of the first rollout); well_formed; response_length (tokens).
 
         Returns the evaluation and the first rollout's scored responses, for the report's examples.
         """
@@ -75,6 +76,7 @@ def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], gree
     responses = [item for rollout in rollouts for item in rollout]
     correct = sum(int(item.reward == 1) for item in responses)
     samples = len(rollouts[0])
+    answers_of = [[item.answer for item in rollout] for rollout in rollouts]
 
     def over_rollouts(values: list[float]) -> tuple[float, float]:
         return sum(values) / len(values), 1.0
@@ -85,13 +87,13 @@ def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], gree
     return {
         "greedy_accuracy": (greedy.reward, 1.0),
         "accuracy": over_responses([item.reward for item in responses]),
-        f"vote@{samples}": over_rollouts(
-            [expected_vote_score([item.answer for item in rollout], problem.answer) for rollout in rollouts]
-        ),
+        f"vote@{samples}": over_rollouts([expected_vote_score(answers, problem.answer) for answers in answers_of]),
         **{f"pass@{k}": (pass_at_k(len(responses), correct, k), 1.0) for k in range(1, samples + 1)},
         "distinct_4": over_rollouts(
             [distinct_n([item.rollout.response_ids for item in rollout], n=4) for rollout in rollouts]
         ),
+        "distinct_answers": over_rollouts([float(distinct_answers(answers)) for answers in answers_of]),
+        "answer_entropy": over_rollouts([answer_entropy(answers) for answers in answers_of]),
         "well_formed": over_responses([float(item.well_formed) for item in responses]),
         "response_length": over_responses([float(len(item.rollout.response_ids)) for item in responses]),
     }

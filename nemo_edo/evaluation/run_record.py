@@ -98,21 +98,22 @@ def read_run(folder: Path) -> RunRecord:
 
 def compare_run(record: RunRecord) -> Comparison:
     """The comparison of the run's arms, with the bootstrap that its config asks for."""
-    curves = {
-        arm: [
-            CurvePoint(number(line.get("reward")), {m: number(line.get(m)) for m in MATCHED_MEASURES})
-            for line in record.of("collection", arm)
-        ]
-        for arm in record.arms
-    }
     return compare(
         record.evaluations,
-        curves,
+        {arm: curve(record, arm) for arm in record.arms},
         arms=record.arms,
         baseline=record.summary["baseline"],
         seed=record.summary["seed"],
         resamples=setting(record, "evaluation.bootstrap"),
     )
+
+
+def curve(record: RunRecord, arm: str) -> list[CurvePoint]:
+    """The arm's collections, in order."""
+    return [
+        CurvePoint(number(line.get("reward")), {m: number(line.get(m)) for m in MATCHED_MEASURES})
+        for line in record.of("collection", arm)
+    ]
 
 
 def setting(record: RunRecord, key: str) -> Any:

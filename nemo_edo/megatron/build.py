@@ -7,6 +7,7 @@ import io
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
 
-from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
+from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron import platform
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,10 @@ class BuiltModel:
     bridge: object
     vocab_size: int
     """Rows of the output layer that are tokens; further rows are padding."""
+    lora: LoRAConfig | None
+    """Of its adapters; None where all weights are trained."""
+    seed: int
+    """Of the adapters' start."""
 
 
 def check_model_folder(folder: Path) -> None:
@@ -79,13 +85,23 @@ def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None
             f"{parallelism.tensor_model_parallel_size} x pipeline_model_parallel_size "
             f"{parallelism.pipeline_model_parallel_size}: start a multiple of {model_ranks} processes"
         )
-    if parallel_state.is_initialized():
+    if not _is_split_so(parallelism):
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
-    )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _is_split_so(parallelism: ParallelismConfig) -> bool:
+    """Whether there are process groups of these sizes already. They serve again: torch keeps the threads and
+    connections of every group to the end, also of those that Megatron has forgotten."""
+    return (
+        parallel_state.is_initialized()
+        and parallel_state.get_tensor_model_parallel_world_size() == parallelism.tensor_model_parallel_size
+        and parallel_state.get_pipeline_model_parallel_world_size() == parallelism.pipeline_model_parallel_size
+    )
 
 
 def build_model(
@@ -95,10 +111,13 @@ def build_model(
     device: torch.device,
     *,
     train: bool = True,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
 ) -> BuiltModel:
     """The model of a Hugging Face folder with its weights, split as Megatron's process groups say.
 
     train: wrap it in Megatron's DistributedDataParallel, as its optimizer needs.
+    lora: where its rank is not 0, weights are frozen and adapters are trained. seed: of their start.
     """
     from megatron.bridge import AutoBridge
 
@@ -108,6 +127,11 @@ def build_model(
     provider = bridge.to_megatron_provider(load_weights=True)
     _configure(provider, parallelism, dtype, device)
     _check_splits(provider, parallelism)
+    lora = lora if lora and lora.rank else None
+    if lora:
+        adapters.check_splits(lora, provider, parallelism.tensor_model_parallel_size)
+        # Bridge loads the weights in such a hook too, the first one.
+        provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
     provider.finalize()
     with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
         chunks = provider.provide_distributed_model(
@@ -118,7 +142,7 @@ def build_model(
             data_parallel_random_init=False,
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
-    return BuiltModel(chunks=chunks, bridge=bridge, vocab_size=bridge.hf_pretrained.config.vocab_size)
+    return BuiltModel(chunks, bridge, vocab_size=bridge.hf_pretrained.config.vocab_size, lora=lora, seed=seed)
 
 
 def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,6 +157,10 @@ def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, dev
     # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
     # micro-batches and data-parallel ranks, and divides by nothing.
     provider.calculate_per_token_loss = True
+    if parallelism.pipeline_model_parallel_size > 1:
+        provider.variable_seq_lengths = True  # micro-batches have their own widths
+        if provider.moe_token_dispatcher_type == "allgather":  # it cannot, which is checked without experts too
+            provider.moe_token_dispatcher_type = "alltoall"
     if device.type == "cpu":
         for name, value in WITHOUT_CUDA.items():
             setattr(provider, name, value)
@@ -170,7 +198,10 @@ def _ddp_config(parallelism: ParallelismConfig) -> DistributedDataParallelConfig
 
 
 def export_hf_folder(model: BuiltModel, out: Path) -> None:
-    """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it."""
+    """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it.
+
+    Adapters are merged into what is written: W + alpha / rank * B A.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as said:
         model.bridge.save_hf_pretrained(model.chunks, str(out), show_progress=False)
     logger.debug("Megatron-Bridge: %s", said.getvalue())

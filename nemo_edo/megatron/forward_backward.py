@@ -7,7 +7,9 @@ on how a batch is split. Megatron is told to do the same (``calculate_per_token_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,13 +20,26 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.data.batching import pad_rows
+from nemo_edo.data.batching import padding_share, plan_micro_batches, sequence_lengths, take_rows
 from nemo_edo.losses import LossTerm
 from nemo_edo.parallel.vocab import vocab_parallel_log_probs_and_entropy
 from nemo_edo.types import TrainingBatch
 
-LossFunction = Callable[[Tensor, Tensor, TrainingBatch], tuple[LossTerm, dict[str, LossTerm]]]
-"""(log-probabilities [b, T], entropies [b, T], micro-batch) -> (loss term, metrics)."""
+TERM = "term:"
+"""Before the names of the loss's terms, among the metrics."""
+
+LossFunction = Callable[[Tensor, Tensor, TrainingBatch], tuple[dict[str, LossTerm], dict[str, LossTerm]]]
+"""(log-probabilities [b, T], entropies [b, T], micro-batch) -> (terms of the loss by name, metrics)."""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a rank's share of a global batch is cut: memory and speed, never the result."""
+
+    rows: int
+    """At most so many to a micro-batch."""
+    tokens: int | None = None
+    """At most so many, padding included; None: no such bound, and rows stay in their order."""
 
 
 def forward_backward(
@@ -32,41 +47,56 @@ def forward_backward(
     batch: TrainingBatch,
     loss: LossFunction,
     *,
-    loss_count: float,
-    micro_batch_size: int,
+    loss_counts: Mapping[str, float],
+    micro_batching: MicroBatching,
     temperature: float,
     vocab_size: int,
     forward_only: bool = False,
 ) -> dict[str, float]:
-    """Accumulates the gradient of ``loss.sum / loss_count`` over the global batch, reduced over all ranks.
+    """Accumulates the gradient of the loss over the global batch, reduced over all ranks.
 
-    loss_count: the loss term's count over the global batch; the terms' own counts must add up to it.
-    Returns the global means of the loss ("loss") and its metrics, the same on every rank.
-    Raises FloatingPointError if the loss is not finite, before an optimizer could use its gradient.
+    The loss is the sum over its terms of term.sum / loss_counts[name]: each has a denominator of its own.
+    loss_counts: for each term its count over the global batch; the micro-batches' counts must add up to it.
+    Returns the global means of the loss ("loss") and its metrics, the same on every rank, and "padding_share".
+    Raises FloatingPointError if the loss is not finite, before an optimizer could use its gradient, and ValueError for a
+    batch without any response token.
     """
+    if not batch.mask.any():
+        raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")
 
     def to_scalar(logits: Tensor, micro: TrainingBatch):
         log_probs, entropies = _log_probs_and_entropy(logits, micro, temperature, vocab_size)
-        term, metrics = loss(log_probs, entropies, micro)
-        sums = {name: _pair(value) for name, value in {"loss": term, **metrics}.items()}
-        # The third value is a token count that Megatron would divide by; see _sum_gradients.
-        return term.sum / loss_count, torch.zeros([], dtype=torch.int, device=logits.device), sums
+        if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss is asked for it
+            return log_probs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=logits.device), {}
+        terms, metrics = loss(log_probs, entropies, micro)
+        total = sum(terms[name].sum / max(count, 1.0) for name, count in loss_counts.items())
+        sums = {name: _pair(value) for name, value in metrics.items()}
+        sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
+        # The second value is a token count that Megatron would divide by; see _sum_gradients.
+        return total, torch.zeros([], dtype=torch.int, device=logits.device), sums
 
-    stored = _run_schedule(chunks, batch, to_scalar, micro_batch_size, forward_only)
+    lengths, plans = _plan(batch, micro_batching)
+    stored = _run_schedule(chunks, batch, lengths, plans, to_scalar, forward_only)
     totals = _reduce_metrics(stored, batch.tokens.device)
-    if abs(totals["loss"][1] - loss_count) > 1e-3 * max(loss_count, 1.0):
-        raise RuntimeError(f"the loss terms count {totals['loss'][1]}, the global batch {loss_count}")
-    means = {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
-    if not torch.isfinite(torch.tensor(means["loss"])):
+    means = _means(totals, loss_counts)
+    if not math.isfinite(means["loss"]):
         raise FloatingPointError(f"the loss is {means['loss']}; the optimizer step was not taken. Metrics: {means}")
-    return means
+    return {**means, "padding_share": padding_share(lengths, plans)}
 
 
 @torch.no_grad()
 def log_probs_and_entropy(
-    chunks: list[MegatronModule], batch: TrainingBatch, *, micro_batch_size: int, temperature: float, vocab_size: int
+    chunks: list[MegatronModule],
+    batch: TrainingBatch,
+    *,
+    micro_batching: MicroBatching,
+    temperature: float,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank."""
+    """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank.
+
+    Zero behind a row's last response token.
+    """
 
     def keep(logits: Tensor, micro: TrainingBatch):
         return (
@@ -75,12 +105,13 @@ def log_probs_and_entropy(
             (_log_probs_and_entropy(logits, micro, temperature, vocab_size)),
         )
 
-    stored = _run_schedule(chunks, batch, keep, micro_batch_size, forward_only=True)
+    lengths, plans = _plan(batch, micro_batching)
+    stored = _run_schedule(chunks, batch, lengths, plans, keep, forward_only=True)
     result = torch.zeros(2, *batch.mask.shape, device=batch.tokens.device)
     if stored:
-        rows = _share(batch.size)
-        mine = torch.stack([torch.cat(part) for part in zip(*stored, strict=True)])
-        result[:, rows] = mine[:, : len(rows)]  # what lies behind is padding to whole micro-batches
+        for rows, values in zip(plans[parallel_state.get_data_parallel_rank()], stored, strict=True):
+            for place, row in enumerate(rows):
+                result[:, row, : lengths[row] - 1] = torch.stack(values)[:, place, : lengths[row] - 1]
     torch.distributed.all_reduce(result, group=parallel_state.get_data_parallel_group())
     _broadcast_from_last_stage(result)
     return result[0], result[1]
@@ -98,19 +129,24 @@ def _log_probs_and_entropy(logits: Tensor, micro: TrainingBatch, temperature: fl
     )
 
 
-def _share(size: int) -> range:
-    """The rows of a global batch that this data-parallel rank takes."""
-    return range(parallel_state.get_data_parallel_rank(), size, parallel_state.get_data_parallel_world_size())
+def _plan(batch: TrainingBatch, micro_batching: MicroBatching) -> tuple[list[int], list[list[list[int]]]]:
+    """The rows' lengths, and every data-parallel rank's micro-batches."""
+    lengths = sequence_lengths(batch)
+    ranks = parallel_state.get_data_parallel_world_size()
+    plans = plan_micro_batches(
+        lengths, ranks=ranks, rows=micro_batching.rows, tokens=micro_batching.tokens, unit=batch.unit
+    )
+    return lengths, plans
 
 
-def _run_schedule(chunks, batch: TrainingBatch, loss_func: Callable, micro_batch_size: int, forward_only: bool) -> list:
+def _run_schedule(
+    chunks, batch: TrainingBatch, lengths: list[int], plans, loss_func: Callable, forward_only: bool
+) -> list:
     """Megatron's schedule over this rank's micro-batches; returns what ``loss_func`` gave as its third value
     for each of them, on the last pipeline stage (an empty list on the others)."""
-    ranks = parallel_state.get_data_parallel_world_size()
-    micro_batch_size = min(micro_batch_size, -(-batch.size // ranks))
-    padded = pad_rows(batch, ranks * micro_batch_size, pad_id=0)
-    mine = padded.rows(torch.tensor(_share(padded.size), device=padded.tokens.device))
-    micro_batches = [mine.rows(slice(i, i + micro_batch_size)) for i in range(0, mine.size, micro_batch_size)]
+    plan = plans[parallel_state.get_data_parallel_rank()]
+    widths = [max((lengths[row] for row in rows), default=2) for rows in plan]
+    micro_batches = [take_rows(batch, rows, width) for rows, width in zip(plan, widths, strict=True)]
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = _sum_gradients
     return get_forward_backward_func()(
@@ -118,8 +154,9 @@ def _run_schedule(chunks, batch: TrainingBatch, loss_func: Callable, micro_batch
         data_iterator=[iter(micro_batches) for _ in chunks],
         model=chunks,
         num_microbatches=len(micro_batches),
-        seq_length=batch.tokens.shape[1] - 1,
-        micro_batch_size=micro_batch_size,
+        # Micro-batches differ in both; pipeline stages tell each other the shapes (variable_seq_lengths in build.py).
+        seq_length=max(widths) - 1,
+        micro_batch_size=max(micro.size for micro in micro_batches),
         forward_only=forward_only,
     )
 
@@ -137,22 +174,45 @@ def _sum_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None
     finalize_model_grads(model, None, **kwargs)
 
 
+def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, float]) -> dict[str, float]:
+    """Global means, the loss's terms added up; RuntimeError where their counts are not those of the global batch."""
+    for name, expected in loss_counts.items():
+        found = totals[TERM + name][1]
+        if abs(found - expected) > 1e-3 * max(expected, 1.0):
+            raise RuntimeError(f"the micro-batches' terms {name!r} count {found}, the global batch {expected}")
+    means = {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
+    terms = [means.pop(TERM + name) for name in loss_counts]
+    return {"loss": math.fsum(terms) if all(map(math.isfinite, terms)) else math.nan, **means}
+
+
 def _pair(term: LossTerm) -> Tensor:
     return torch.stack([torch.as_tensor(part, dtype=torch.float64).detach() for part in (term.sum, term.count)])
 
 
 def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> dict[str, tuple[float, float]]:
     """Adds sums and counts over micro-batches and data-parallel ranks; every pipeline stage receives them."""
-    names = [sorted(stored[0]) if stored else None]
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    torch.distributed.broadcast_object_list(names, src=last, group=group)
-    sums = torch.zeros(len(names[0]), 2, dtype=torch.float64, device=device)
-    if stored:
-        sums += sum(torch.stack([micro[name] for name in names[0]]) for micro in stored).to(device)
+    names = _metric_names(stored)
+    nothing = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    for micro in stored:
+        sums += torch.stack([micro.get(name, nothing).to(device) for name in names])
     torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     _broadcast_from_last_stage(sums)
-    return {name: (float(total), float(count)) for name, (total, count) in zip(names[0], sums.tolist(), strict=True)}
+    return {name: (float(total), float(count)) for name, (total, count) in zip(names, sums.tolist(), strict=True)}
+
+
+def _metric_names(stored: list[dict[str, Tensor]]) -> list[str]:
+    """Those of any micro-batch of any rank: a rank whose rows are padding alone has none of its own."""
+    group = parallel_state.get_data_parallel_group()
+    found: list[set[str]] = [set()] * group.size()
+    torch.distributed.all_gather_object(found, {name for micro in stored for name in micro}, group=group)
+    names = [sorted(set().union(*found))]
+    torch.distributed.broadcast_object_list(
+        names,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return names[0]
 
 
 def _broadcast_from_last_stage(tensor: Tensor) -> None:

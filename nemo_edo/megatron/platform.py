@@ -172,7 +172,8 @@ def _bridge_import() -> None:
     """Megatron-Bridge imports Transformer Engine at import, for LoRA layers of a kind that only GPUs have.
 
     Stand-in modules serve that one import and are taken out again. megatron-core's modules look for Transformer
-    Engine when they are imported: they come first, so that they see that it is absent.
+    Engine when they are imported: they come first, so that they see that it is absent. Bridge's LoRA would take the
+    mock layers that megatron-core then defines for real ones.
     """
     for module in LOOK_FOR_TRANSFORMER_ENGINE:
         importlib.import_module(f"megatron.core.models.{module}")
@@ -184,9 +185,11 @@ def _bridge_import() -> None:
     sys.modules.update(stand_ins)
     try:
         import megatron.bridge  # noqa: F401
+        from megatron.bridge.peft import utils
     finally:
         for name in stand_ins:
             del sys.modules[name]
+    utils.HAVE_TE = False
 
 
 ADAPTATIONS: dict[str, Callable[[], None]] = {

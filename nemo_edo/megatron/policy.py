@@ -14,10 +14,11 @@ from torch import Tensor
 from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.megatron.build import BuiltModel
 from nemo_edo.megatron.forward_backward import LossFunction, forward_backward, log_probs_and_entropy
+from nemo_edo.megatron.lora import merge_adapters
 from nemo_edo.types import TrainingBatch
 
 Weights = list[Tensor]
-"""A frozen copy of this rank's parameters, in their order."""
+"""A frozen copy of this rank's trained parameters, in their order: with LoRA, of the adapters alone."""
 
 
 class MegatronPolicy:
@@ -66,14 +67,10 @@ class MegatronPolicy:
             wd_incr_style="constant",
         )
 
-    def train_step(
-        self, batch: TrainingBatch, loss: LossFunction, *, loss_count: float, micro_batch_size: int, temperature: float
-    ) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, loss: LossFunction, **settings) -> dict[str, float]:
         """One optimizer step. Returns the metrics of ``forward_backward``, "grad_norm" (before clipping) and "lr"."""
         self.zero_grad()
-        metrics = self.forward_backward(
-            batch, loss, loss_count=loss_count, micro_batch_size=micro_batch_size, temperature=temperature
-        )
+        metrics = self.forward_backward(batch, loss, **settings)
         return {**metrics, **self.apply_gradients()}
 
     def zero_grad(self) -> None:
@@ -95,19 +92,21 @@ class MegatronPolicy:
         self.scheduler.step(increment=1)
         return {"grad_norm": grad_norm, "lr": float(lr)}
 
-    def log_probs(self, batch: TrainingBatch, *, micro_batch_size: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [B, T] of the current weights, on the CPU."""
+    def gradient_norm(self) -> float:
+        """Norm of the accumulated gradient over all ranks, before clipping; no step is taken."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def log_probs(self, batch: TrainingBatch, **settings) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [B, T] of the current weights, on the CPU. ``settings`` as in
+        ``forward_backward.log_probs_and_entropy``."""
         results = log_probs_and_entropy(
-            self.chunks,
-            batch.to(self.device),
-            micro_batch_size=micro_batch_size,
-            temperature=temperature,
-            vocab_size=self.built.vocab_size,
+            self.chunks, batch.to(self.device), vocab_size=self.built.vocab_size, **settings
         )
         return results[0].cpu(), results[1].cpu()
 
     def snapshot(self) -> Weights:
-        """A copy of the current weights in host memory."""
+        """A copy of the current trained weights in host memory."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def load(self, weights: Weights) -> None:
@@ -115,6 +114,13 @@ class MegatronPolicy:
         self._put(weights)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+
+    def merge_adapters(self) -> None:
+        """The current weights become those without adapters, and the adapters start anew. Nothing without LoRA."""
+        if self.built.lora is not None:
+            merge_adapters(self.chunks, self.built.seed)
+            if self.optimizer is not None:
+                self.optimizer.reload_model_params()
 
     @contextlib.contextmanager
     def weights(self, frozen: Weights) -> Iterator[None]:
@@ -133,4 +139,4 @@ class MegatronPolicy:
 
     def _parameters(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
-            yield from chunk.parameters()
+            yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)

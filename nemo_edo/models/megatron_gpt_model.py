@@ -12,10 +12,11 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron.build import build_model, device_and_groups
+from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
@@ -28,11 +29,12 @@ def model_config(
     precision: PrecisionConfig,
     seed: int,
     training: object,
+    lora: LoRAConfig | None = None,
     temperature: float = 1.0,
     threads: int | None = None,
 ) -> DictConfig:
-    """The ``cfg`` of a model class. ``training``: an SFTConfig or GRPOConfig, as the class needs."""
-    sections = {"parallelism": parallelism, "precision": precision, "training": training}
+    """The ``cfg`` of a model class. ``training``: an SFTConfig, GRPOConfig or IDPOConfig, as the class needs."""
+    sections = {"parallelism": parallelism, "precision": precision, "training": training, "lora": lora or LoRAConfig()}
     return OmegaConf.create(
         {
             "folder": str(folder),
@@ -62,7 +64,10 @@ class MegatronGPTModel(ModelPT):
         AppState().model_parallel_size = (
             parallelism.tensor_model_parallel_size * parallelism.pipeline_model_parallel_size
         )
-        self.built = build_model(Path(cfg.folder), parallelism, precision, self.platform_device)
+        lora = LoRAConfig(**cfg.lora)
+        self.built = build_model(
+            Path(cfg.folder), parallelism, precision, self.platform_device, lora=lora, seed=cfg.seed
+        )
         self.model = torch.nn.ModuleList(self.built.chunks)
         self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device)
         self.temperature = cfg.temperature
@@ -71,12 +76,14 @@ class MegatronGPTModel(ModelPT):
     # --- the loss, given by the subclass ---------------------------------------------------------------------------
 
     @abstractmethod
-    def loss(self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch) -> tuple[LossTerm, dict[str, LossTerm]]:
-        """Loss term and metrics of a micro-batch from its log-probabilities and entropies [b, T]."""
+    def loss(
+        self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch
+    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
+        """The loss's terms by name, and metrics, of a micro-batch from its log-probabilities and entropies [b, T]."""
 
     @abstractmethod
-    def loss_count(self, batch: TrainingBatch) -> float:
-        """The count of the loss term over a whole global batch, known before its backward pass."""
+    def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
+        """Each term's count over a whole global batch, known before its backward pass: its denominator."""
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -93,8 +100,8 @@ class MegatronGPTModel(ModelPT):
         metrics = self.policy.forward_backward(
             batch,
             self.loss,
-            loss_count=self.loss_count(batch),
-            micro_batch_size=self.settings.micro_batch_size,
+            loss_counts=self.loss_counts(batch),
+            micro_batching=self.micro_batching,
             temperature=self.temperature,
             forward_only=forward_only,
         )
@@ -140,9 +147,11 @@ class MegatronGPTModel(ModelPT):
 
     def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and exact entropies, each [B, T]: ``interfaces.Policy``."""
-        return self.policy.log_probs(
-            batch, micro_batch_size=self.settings.micro_batch_size, temperature=self.temperature
-        )
+        return self.policy.log_probs(batch, micro_batching=self.micro_batching, temperature=self.temperature)
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        return MicroBatching(self.settings.micro_batch_size, self.settings.micro_batch_tokens)
 
     # --- NeMo ------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,10 @@ class MegatronGPTSFTModel(MegatronGPTModel):
 
     training_config = SFTConfig
 
-    def loss(self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch) -> tuple[LossTerm, dict[str, LossTerm]]:
-        return sft_loss(log_probs, batch.mask), {}
+    def loss(
+        self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch
+    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
+        return {"sft": sft_loss(log_probs, batch.mask)}, {}
 
-    def loss_count(self, batch: TrainingBatch) -> float:
-        return float(reduction_count(batch.mask, "token-mean"))
+    def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
+        return {"sft": float(reduction_count(batch.mask, "token-mean"))}

@@ -14,6 +14,7 @@ import torch
 from nemo_edo.config import OptimizerConfig, ParallelismConfig
 from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron import platform
+from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -47,8 +48,9 @@ def train(policy, tiny, seeds) -> list[float]:
     for seed in seeds:
         batch = tiny.random_batch(seed=seed)
         metrics = policy.train_step(
-            batch, lambda log_probs, _, micro: (sft_loss(log_probs, micro.mask), {}),
-            loss_count=float(reduction_count(batch.mask, "token-mean")), micro_batch_size=2, temperature=1.0,
+            batch, lambda log_probs, _, micro: ({"sft": sft_loss(log_probs, micro.mask)}, {}),
+            loss_counts={"sft": float(reduction_count(batch.mask, "token-mean"))},
+            micro_batching=MicroBatching(2), temperature=1.0,
         )
         losses.append(metrics["loss"])
     return losses
@@ -76,7 +78,7 @@ def test_layers_are_those_of_transformer_engine(policy):
 
 def test_log_probs_are_near_those_of_transformers(policy, tiny, dense):
     batch = tiny.random_batch()
-    log_probs, entropies = policy.log_probs(batch, micro_batch_size=2, temperature=0.7)
+    log_probs, entropies = policy.log_probs(batch, micro_batching=MicroBatching(2), temperature=0.7)
     with torch.no_grad():
         expected = tiny.dense_log_probs(dense, batch.tokens.cuda(), 0.7)
     torch.testing.assert_close(log_probs, expected[0].cpu(), rtol=0, atol=BF16)

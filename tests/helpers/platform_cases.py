@@ -45,6 +45,7 @@ def train_and_save(model: Path, without: list[str], distributed_optimizer: bool)
     from nemo_edo.config import OptimizerConfig, ParallelismConfig
     from nemo_edo.losses import sft_loss
     from nemo_edo.megatron import checkpoint
+    from nemo_edo.megatron.forward_backward import MicroBatching
     from nemo_edo.types import GenerationRequest, SamplingParams
 
     platform.enter(1, without=without)
@@ -52,8 +53,8 @@ def train_and_save(model: Path, without: list[str], distributed_optimizer: bool)
     policy.reset_optimizer(OptimizerConfig(lr=1e-3), total_steps=2)
     batch = tiny_models.random_batch(rows=2)
     policy.train_step(
-        batch, lambda log_probs, _, micro: (sft_loss(log_probs, micro.mask), {}),
-        loss_count=float(batch.mask.sum()), micro_batch_size=1, temperature=1.0,
+        batch, lambda log_probs, _, micro: ({"sft": sft_loss(log_probs, micro.mask)}, {}),
+        loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatching(1), temperature=1.0,
     )
     request = GenerationRequest("problem", 0, (3, 4, 5), seed=7)
     tiny_models.build_engine(policy).generate([request], SamplingParams(1.0, 1.0, 2))

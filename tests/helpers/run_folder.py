@@ -25,13 +25,17 @@ ATTACK = "<script>document.title = 'attacked'; window.attacked = true</script>"
 
 
 def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterations: int = 12, problems: int = 120,
-                     interim: bool = True, start: bool = True, attack: str = ATTACK) -> Path:
-    """``attack`` is put wherever a run's own text reaches the report: a response, a question, a label, the config."""
-    rng = np.random.default_rng(0)
+                     interim: bool = True, start: bool = True, attack: str = ATTACK, seed: int = 42,
+                     alphas: dict[str, float] | None = None) -> Path:
+    """``alphas``: arms besides, of ED-GRPO (or GRPO, with 0) that differ in alpha alone.
+    ``attack`` is put wherever a run's own text reaches the report: a response, a question, a label, the config."""
+    rng = np.random.default_rng(0 if seed == 42 else seed)
     (folder / "evaluations").mkdir(parents=True)
     shown = {arm: ARMS[arm] for arm in arms}
-    _write_config(folder, attack)
-    _write_json(folder / "summary.json", _summary(folder, shown, iterations, attack))
+    for arm, alpha in (alphas or {}).items():
+        shown[arm] = (f"ED-GRPO α={alpha:g}" if alpha else "GRPO", alpha, alpha * 0.001, None, 0.0, 1.0, 0.145)
+    _write_config(folder, attack, seed)
+    _write_json(folder / "summary.json", _summary(shown, iterations, attack, seed))
     lines = [{"kind": "sft_step", "arm": "warmup", "step": step, "loss": 3.5 * 0.97 ** step + 0.4, "lr": 1e-3,
               "grad_norm": 1.0, "time": {"step_s": 0.1}} for step in range(1, 101)] if start else []
     for arm, (*_, speed, entropy) in shown.items():
@@ -50,21 +54,21 @@ def _write_json(path: Path, record: object) -> None:
     path.write_text(json.dumps(record), encoding="utf-8")
 
 
-def _write_config(folder: Path, attack: str) -> None:
-    config = RunConfig(name="quickstart", sft=SFTConfig(steps=100), evaluation=EvaluationConfig(bootstrap=200),
-                       grpo=GRPOConfig(iterations=12), exp_manager={"note": attack},
+def _write_config(folder: Path, attack: str, seed: int) -> None:
+    config = RunConfig(name="quickstart", seed=seed, sft=SFTConfig(steps=100), grpo=GRPOConfig(iterations=12),
+                       evaluation=EvaluationConfig(bootstrap=200), exp_manager={"note": attack},
                        model=ModelConfig(architecture={"model_type": "qwen2", "num_hidden_layers": 2,
                                                        "hidden_size": 128}))
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
 
 
-def _summary(folder: Path, arms: dict[str, tuple], iterations: int, attack: str) -> dict:
+def _summary(arms: dict[str, tuple], iterations: int, attack: str, seed: int) -> dict:
     settings = {
         arm: {"label": label + (attack if arm == "entropy_bonus" else ""), "alpha": alpha, "beta": 0.001,
               "exploration_weight": weight, "log_ratio_floor": floor, "entropy_coefficient": bonus,
               "iterations": iterations}
         for arm, (label, alpha, weight, floor, bonus, *_) in arms.items()}
-    return {"name": "quickstart", "seed": 42, "versions": {"nemo_edo": "0.1.0", "torch": "2.13.0"}, "arms": settings,
+    return {"name": "quickstart", "seed": seed, "versions": {"nemo_edo": "0.1.0", "torch": "2.13.0"}, "arms": settings,
             "baseline": "grpo" if "grpo" in arms and len(arms) > 1 else None,
             "time": {"total_s": 412.3, "warmup_s": 61.0, "training_s": 290.5, "evaluation_s": 60.8}}
 

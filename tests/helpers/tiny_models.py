@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_edo.config import ArithmeticConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config import ArithmeticConfig, LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.data.arithmetic_model import write_tokenizer
 from nemo_edo.types import TrainingBatch
 
@@ -87,17 +87,31 @@ def dense_log_probs(model, tokens: Tensor, temperature: float = 1.0) -> tuple[Te
     return log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
+def add_dense_adapters(model, adapters: dict[str, Tensor], scale: float) -> None:
+    """LoRA by its equation: each named layer's output gains scale * B A x."""
+    for name in (name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")):
+        a, b = (adapters[f"{name}.lora_{factor}.weight"] for factor in "AB")
+
+        def add(layer, inputs, output, a=a, b=b):
+            return output + scale * inputs[0] @ a.T @ b.T
+
+        model.get_submodule(name).register_forward_hook(add)
+
+
 # --- Megatron: imported only where it is used, for the processes that adapt to their platform in steps --------------
 
 
-def build_policy(folder: Path, parallelism: ParallelismConfig | None = None, dtype: str = "fp32"):
+def build_policy(
+    folder: Path, parallelism: ParallelismConfig | None = None, dtype: str = "fp32", lora: LoRAConfig | None = None
+):
     """A MegatronPolicy over the folder's weights, with fresh process groups."""
     from nemo_edo.megatron.build import build_model, device_and_groups
     from nemo_edo.megatron.policy import MegatronPolicy
 
     parallelism, precision = parallelism or ParallelismConfig(), PrecisionConfig(dtype)
     device = device_and_groups(parallelism, seed=0, threads=1)
-    return MegatronPolicy(build_model(folder, parallelism, precision, device), parallelism, precision, device)
+    built = build_model(folder, parallelism, precision, device, lora=lora)
+    return MegatronPolicy(built, parallelism, precision, device)
 
 
 def build_engine(policy, **settings):
@@ -112,15 +126,24 @@ def build_engine(policy, **settings):
     )
 
 
-def exported(policy) -> dict[str, Tensor]:
-    """The weights as Hugging Face names them."""
-    weights = policy.built.bridge.export_hf_weights(policy.chunks, cpu=True, show_progress=False)
-    return {name: tensor.clone() for name, tensor in weights}
+def exported(policy, *, merged: bool = True) -> dict[str, Tensor]:
+    """The weights as Hugging Face names them, with or without what adapters add to them."""
+    weights = policy.built.bridge.export_hf_weights(
+        policy.chunks, cpu=True, show_progress=False, merge_adapter_weights=merged
+    )
+    return {name.replace(".base_layer.", "."): tensor.detach().clone() for name, tensor in weights}
+
+
+def exported_adapters(policy) -> dict[str, Tensor]:
+    """LoRA's factors as Hugging Face names them ("model.layers.0.mlp.up_proj.lora_A.weight"); layers that are one to
+    Megatron share their A."""
+    weights = policy.built.bridge.export_adapter_weights(policy.chunks, cpu=True, show_progress=False)
+    return {name: tensor.detach().clone() for name, tensor in weights}
 
 
 @torch.no_grad()
 def exported_gradients(policy) -> dict[str, Tensor]:
     """The gradients as Hugging Face names them: the export only permutes and splits, whatever the numbers mean."""
-    gradients = [parameter.main_grad.clone() for chunk in policy.chunks for parameter in chunk.parameters()]
-    with policy.weights(gradients):
-        return exported(policy)
+    trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
+    with policy.weights([parameter.main_grad.clone() for parameter in trained]):
+        return exported_adapters(policy) if policy.built.lora else exported(policy)

@@ -77,16 +77,94 @@ def test_export_hands_on_both_folders_and_the_arm(runner: Runner):
     assert runner.calls == [("export", Path("runs/a"), Path("out"), arm) for arm in (None, "grpo")]
 
 
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """No more of a run than its folder."""
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    return folder
+
+
 @pytest.mark.parametrize(("rank", "prints"), [(None, True), ("0", True), ("1", False)])
-def test_report_prints_its_path_once_for_all_ranks(monkeypatch, capsys, rank: str | None, prints: bool):
+def test_report_prints_its_path_once_for_all_ranks(monkeypatch, capsys, run_folder, rank: str | None, prints: bool):
     from nemo_edo.evaluation import report
 
-    monkeypatch.setattr(report, "write_report", lambda run: run / "report.html")
+    monkeypatch.setattr(report, "write_report", lambda run, out: run / "report.html")
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    assert main(["report", "runs/a"]) == 0
-    assert capsys.readouterr().out == ("runs/a/report.html\n" if prints else "")
+    assert main(["report", str(run_folder)]) == 0
+    assert capsys.readouterr().out == (f"{run_folder}/report.html\n" if prints else "")
+
+
+def test_report_of_several_hands_on_the_runs_the_file_and_the_baseline(monkeypatch, capsys, run_folder):
+    from nemo_edo.evaluation import runs_report
+
+    def write(found, out, baseline):
+        return [f"{[folder.name for folder in found.folders]} {out} {baseline}"]
+
+    monkeypatch.setattr(runs_report, "write_runs_report", write)
+    (run_folder / "summary.json").touch()
+    assert main(["report", str(run_folder.parent), "-o", "x.html", "--baseline", "GRPO"]) == 0
+    assert capsys.readouterr().out == "['a'] x.html GRPO\n"
+
+
+def test_report_of_no_run_is_the_users_mistake(capsys, tmp_path: Path):
+    assert main(["report", f"{tmp_path}/none*"]) == 2
+    assert "none*: no such folder" in capsys.readouterr().err
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What ``run_sweep`` was called with; the first member fails where the dict says so."""
+    from nemo_edo import sweep as sweeps
+
+    called = {"fails": False}
+
+    def run_sweep(sweep, *, jobs: int, processes: int):
+        called.update(members=[member.name for member in sweep.members], jobs=jobs, processes=processes)
+        return [sweeps.Failure(sweep.members[0], 3, Path("its.log"))] if called["fails"] else []
+
+    monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
+    monkeypatch.delenv("RANK", raising=False)
+    return called
+
+
+def test_multirun_runs_every_member_of_the_sweep(swept: dict, runner: Runner, capsys):
+    assert main(["train", "-m", "--config-name", "alpha_sweep", "grpo.alpha=0,1e-3", "seed=1,2", "--jobs=2"]) == 0
+    assert swept["members"] == ["alpha=0,seed=1", "alpha=0,seed=2", "alpha=0.001,seed=1", "alpha=0.001,seed=2"]
+    assert (swept["jobs"], swept["processes"], runner.calls) == (2, 1, [])
+    assert capsys.readouterr().out.splitlines() == [
+        "4 of 4 members have finished.", "Their report: nemo-edo report runs/alpha_sweep"]
+
+
+def test_a_failed_member_is_named_with_its_log_and_the_status_is_1(swept: dict, capsys):
+    swept["fails"] = True
+    assert main(["train", "-m", "seed=1,2"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "nemo-edo: seed=1 failed with status 3: see its.log\n"
+    assert shown.out.startswith("1 of 2 members have finished.")
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    (["-m"], "nothing is swept"),
+    (["--jobs=2"], "--jobs and --processes are for sweeps: add -m"),
+    (["seed=1,2"], "write a list as [a,b], quote a text with commas, or add -m for a sweep"),
+])
+def test_sweeps_that_are_none_are_the_users_mistake(swept: dict, runner: Runner, capsys, arguments, complaint):
+    assert main(["train", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+    assert (runner.calls, "members" in swept) == ([], False)
+
+
+def test_a_sweep_under_torchrun_is_refused(swept: dict, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "-m", "seed=1,2"]) == 2
+    assert "instead of torchrun, use --processes N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -120,7 +198,8 @@ def test_a_bug_keeps_its_traceback(runner: Runner):
     ([], "required"),
     (["launch"], "invalid choice"),
     (["train", "--config-nmae", "x"], "--config-nmae"),
-    (["report", "runs/a", "seed=1"], "seed=1"),
+    (["report"], "required: RUN"),
+    (["train", "-m", "--jobs=0"], "0 is not a number of at least 1"),
     (["train", "--on-bad-rows=drop"], "drop"),
 ])
 def test_wrong_arguments_stop_with_status_2_and_name_the_fault(runner, capsys, arguments: list[str], complaint: str):
@@ -141,7 +220,7 @@ def test_help_lists_exactly_the_commands_that_work(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     commands = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
-    assert (stopped.value.code, commands) == (0, ["train", "evaluate", "report", "export"])
+    assert (stopped.value.code, commands) == (0, ["train", "collect", "evaluate", "report", "export"])
 
 
 def test_a_wrong_config_is_told_before_torch_is_loaded():

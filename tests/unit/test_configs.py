@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from nemo_edo.config import GRPOConfig, IDPOConfig
 from nemo_edo.configuration import arm_configs, compose_run, shipped_config_dir
 
 CONFIGS = sorted(path.stem for path in shipped_config_dir().glob("*.yaml"))
@@ -12,22 +15,33 @@ CHOICES = sorted(str(path.relative_to(shipped_config_dir()).with_suffix(""))
 MANDATORY = ["model.path=/models/policy", "data.train=/data/train.jsonl", "data.test=/data/test.jsonl"]
 
 
+BUILT_IN = {"quickstart", "alpha_sweep", "idpo_quickstart", "rivals"}
+SETS = {"alphas", "quickstart", "controls", "rivals", "baselines", "idpo"}
+"""Files of the group ``arm`` that name several others."""
+
+
 def overrides_for(config_name: str) -> list[str]:
-    return [] if config_name == "quickstart" else MANDATORY
+    return [] if config_name in BUILT_IN else MANDATORY
+
+
+def arms_of(*overrides: str) -> dict:
+    return arm_configs(compose_run("quickstart", list(overrides)))
 
 
 @pytest.mark.parametrize("config_name", CONFIGS)
 def test_shipped_config_composes_under_its_own_name(config_name: str):
     cfg = compose_run(config_name, overrides_for(config_name))
     assert cfg.name == config_name
-    assert "grpo" in arm_configs(cfg)
+    has_baseline = [arm.exploration_weight == 0 for arm in arm_configs(cfg).values()]
+    assert any(has_baseline) or config_name == "alpha_sweep"
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_of_every_group_composes_onto_the_quickstart(choice: str):
     group, name = choice.split("/")
+    key = "arms" if group == "arm" else group
     needed = {"model/hf": MANDATORY[:1], "data/gsm8k": MANDATORY[1:]}.get(choice, [])
-    compose_run("quickstart", [f"{group}={name}", *needed])
+    compose_run("quickstart", [f"{key}={name}", *needed])
 
 
 def test_a_choice_sets_what_its_name_says():
@@ -58,3 +72,63 @@ def test_grpo_gsm8k_resolves_to_the_papers_numbers():
     assert (ed_grpo.minibatch_size, ed_grpo.exploration_weight) == (512, pytest.approx(1e-3 * 0.04))
     assert (ed_grpo.beta, ed_grpo.optimizer.lr, ed_grpo.log_ratio_floor, cfg.sft.steps) == (0.04, 1e-6, None, 0)
     assert (cfg.evaluation.samples, cfg.evaluation.rollouts) == (10, 3)
+
+
+def test_dapo_gsm8k_has_dapos_clips_and_buffer_beside_grpo():
+    cfg = compose_run("dapo_gsm8k", MANDATORY)
+    arms = arm_configs(cfg)
+    dapo = arms["dapo"]
+    assert list(arms) == ["grpo", "dapo"]
+    assert (dapo.clip_low, dapo.clip_high, dapo.beta, dapo.aggregation) == (0.2, 0.28, 0, "token-mean")
+    assert (dapo.dynamic_sampling, dapo.overlong_buffer) == (True, cfg.sampling.max_new_tokens // 5)
+
+
+def test_idpo_gsm8k_resolves_to_the_papers_numbers():
+    arms = arm_configs(compose_run("idpo_gsm8k", MANDATORY))
+    assert {name: type(arm) for name, arm in arms.items()} == {"eto": IDPOConfig, "ed_idpo": IDPOConfig}
+    assert [arms[name].exploration_weight for name in arms] == [0, pytest.approx(1e-3 * 0.1)]
+    assert [(arm.minibatch_size, arm.optimizer.lr, arm.iterations) for arm in arms.values()] == [(256, 5e-7, 3)] * 2
+
+
+def test_alpha_sweep_trains_one_policy_that_follows_grpo_alpha():
+    arms = arm_configs(compose_run("alpha_sweep", ["grpo.alpha=0.1"]))
+    assert {name: arm.exploration_weight for name, arm in arms.items()} == {"policy": pytest.approx(1e-4)}
+
+
+# --- arms by name -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [choice.partition("/")[2] for choice in CHOICES if choice.startswith("arm/")])
+def test_arm_of_a_name_is_the_one_arm_of_its_file(name: str):
+    assert list(arms_of(f"arms={name}")) == [name] or name in SETS
+
+
+@pytest.mark.parametrize("name", sorted(SETS))
+def test_set_of_arms_has_a_baseline_first(name: str):
+    arms = arms_of(f"arms={name}")
+    assert len(arms) > 2
+    assert next(iter(arms)) in ("grpo", "eto")
+
+
+def test_sets_and_single_arms_can_be_listed_together_and_an_arm_stands_once():
+    assert list(arms_of("arms=[controls,quickstart,kl_cov]")) == [
+        "grpo", "ed_grpo_floor", "noise", "no_zero_advantage", "entropy_bonus", "ed_grpo", "kl_cov"]
+
+
+def test_an_arm_named_in_a_run_of_another_algorithm_keeps_its_own():
+    arms = arm_configs(compose_run("idpo_quickstart", ["arms=[eto,ed_grpo,noise]"]))
+    assert [type(arm) for arm in arms.values()] == [IDPOConfig, GRPOConfig, GRPOConfig]
+
+
+def test_arms_control_one_thing_each():
+    """The controls share the strength of the arm that they are controls for."""
+    arms = arms_of("arms=controls")
+    floor = arms["ed_grpo_floor"]
+    assert floor.exploration_weight == pytest.approx(0.3)
+    assert arms["noise"] == replace(floor, exploration_control="noise")
+    assert arms["no_zero_advantage"] == replace(floor, explore_uninformative_groups=False)
+
+
+def test_the_two_of_ours_together_are_both():
+    arms = arms_of("arms=rivals")
+    assert arms["pass4_novelty"] == replace(arms["pass4"], novelty_strength=arms["novelty"].novelty_strength)

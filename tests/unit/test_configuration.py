@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_edo.config import RunConfig
+from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
 from nemo_edo.configuration import ConfigError, arm_configs, compose_run, resolved_yaml
 
 
@@ -89,6 +89,73 @@ def test_without_arms_there_is_one_policy_with_the_grpo_section():
     assert arm_configs(cfg) == {"policy": cfg.grpo}
 
 
+def test_without_arms_the_policy_has_the_section_of_the_runs_algorithm():
+    cfg = compose_run("quickstart", ["~arms", "algorithm=idpo", "idpo.beta=0.3"])
+    assert arm_configs(cfg) == {"policy": cfg.idpo}
+    assert (cfg.idpo.beta, cfg.idpo.exploration_weight) == (0.3, pytest.approx(3e-4))
+
+
+@pytest.mark.parametrize("line", ["arms=noise", "arms=[grpo,noise]", "+arms=[noise]"])
+def test_arms_by_name_replace_those_that_the_config_names(line: str):
+    assert list(compose_run("quickstart", [line]).arms) == (["grpo", "noise"] if "grpo" in line else ["noise"])
+
+
+def test_arms_by_name_join_those_that_a_config_spells_out(tmp_path: Path):
+    folder = write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, _self_]\nsampling: {max_new_tokens: 8}\n"
+                                          "arms: {own: {alpha: 3}}\n")
+    assert list(compose_run("mine", ["arms=[grpo,noise]"], folder).arms) == ["own", "grpo", "noise"]
+
+
+def test_an_arm_of_ones_own_folder_can_be_named(tmp_path: Path):
+    write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, {arm@arms: [grpo, bold]}, _self_]\n"
+                                 "sampling: {max_new_tokens: 8}\n", arm__bold="bold: {alpha: 9}\n")
+    assert compose_run("mine", [], tmp_path).arms == {"grpo": {"alpha": 0}, "bold": {"alpha": 9}}
+    assert list(compose_run("mine", ["arms=bold"], tmp_path).arms) == ["bold"]
+
+
+def test_an_arm_by_name_can_be_changed_beside():
+    arms = compose_run("quickstart", ["arms.noise.alpha=7", "arms=[grpo,noise]", "~arms.grpo"]).arms
+    assert [arm["alpha"] for arm in arms.values()] == [7]
+
+
+def test_an_arm_of_the_runs_own_algorithm_does_not_repeat_it():
+    assert compose_run("idpo_quickstart", ["arms=[ed_idpo,ed_grpo]"]).arms == {
+        "ed_idpo": {}, "ed_grpo": {"algorithm": "grpo"}}
+
+
+@pytest.mark.parametrize("line", ["arms=nois", "arms=[grpo,nois]"])
+def test_unknown_arm_is_told_with_the_nearest_name(line: str):
+    assert message_of("quickstart", [line]).startswith(
+        f"command line: {line}: no config nois in group arm; did you mean noise? (there are: alphas, baselines, ")
+
+
+def test_mistake_in_a_named_arm_is_placed_in_its_file():
+    assert "(conf/arm/pass4.yaml:2)" in message_of("quickstart", ["arms=pass4", "sampling.samples_per_prompt=4"])
+
+
+def test_arms_start_from_the_section_of_the_runs_algorithm_or_of_their_own():
+    overrides = ["algorithm=idpo", "idpo.beta=0.3", "grpo.beta=0.7", "~arms",
+                 "+arms={eto: {alpha: 0}, all: {}, dapo: {algorithm: grpo, clip_high: 0.28}}"]
+    arms = arm_configs(compose_run("quickstart", overrides))
+    assert {name: type(arm) for name, arm in arms.items()} == {"eto": IDPOConfig, "all": IDPOConfig, "dapo": GRPOConfig}
+    assert {name: arm.beta for name, arm in arms.items()} == {"eto": 0.3, "all": 0.3, "dapo": 0.7}
+    assert (arms["eto"].exploration_weight, arms["dapo"].clip_high) == (0, 0.28)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "idpo"])
+@pytest.mark.parametrize("name", ["new", "idpo", "grpo", "my_idpo"])
+def test_a_bad_value_of_an_arm_is_told_with_the_arms_key_whatever_its_algorithm_and_name(algorithm: str, name: str):
+    line = f"++arms.{name}={{algorithm: {algorithm}, beta: -1}}"
+    expected = {"grpo": "a number of at least 0", "idpo": "a number above 0"}[algorithm]
+    assert message_of("quickstart", ["~arms", line]) == (
+        f"arms.{name}.beta is -1.0, expected {expected} (command line: {line})")
+
+
+def test_a_controller_in_an_arm_without_exploration_is_told_at_the_start():
+    message = message_of("quickstart", ["grpo.schedule.kind=gradient-share", "~arms", "+arms={a: {}, b: {alpha: 0}}"])
+    assert message.startswith("arms.b.schedule.kind gradient-share starts from the exploration weight 0, expected one")
+
+
 def test_an_arm_differs_from_the_grpo_section_only_in_its_own_keys():
     cfg = compose_run("quickstart", ["arms={new: {optimizer: {lr: 0.5}, clip_high: 0.28}}"])
     new = arm_configs(cfg)["new"]
@@ -109,6 +176,12 @@ def test_an_arm_replaces_the_sections_alpha_by_a_coefficient_only_with_alpha_nul
     ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); the nearest known key is arms.a.alpha"),
     ({"beta": "x"}, "arms.a.beta is 'x', expected a number (arms.a)"),
     ({"beta": -1}, "arms.a.beta is -1.0, expected a number of at least 0 (arms.a)"),
+    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of grpo, idpo (arms.a)"),
+    ({"algoritm": "idpo"}, "unknown key arms.a.algoritm (arms.a); the nearest known key is arms.a.algorithm"),
+    ({"algorithm": "idpo", "clip_high": 0.3},
+     "unknown key arms.a.clip_high (arms.a); the nearest known key is arms.a.alpha"),
+    ({"algorithm": "idpo", "exploration_samples": "some"},
+     "arms.a.exploration_samples is 'some', expected all, paired or a number above 0 (arms.a)"),
 ])
 def test_arm_of_a_run_config_made_in_code_is_checked(differences: dict, expected: str):
     cfg = compose_run("quickstart", [])
@@ -152,8 +225,13 @@ def test_arm_of_a_run_config_made_in_code_is_checked(differences: dict, expected
     ("grpo.beta=???", "a value is needed for grpo.beta (command line: grpo.beta=???); on the command line: KEY=VALUE"),
     ("data=gsm8q", "command line: data=gsm8q: no config gsm8q in group data; did you mean gsm8k? "
                    "(there are: arithmetic, gsm8k)"),
+    ("algorithm=ppo", "algorithm is 'ppo', expected one of grpo, idpo (command line: algorithm=ppo)"),
+    ("idpo.micro_batch_size=3", "idpo.micro_batch_size is 3, expected an even number: a pair is two responses of one "
+                                "pass (command line: idpo.micro_batch_size=3)"),
+    ("idpo.micro_batch_tokens=100", "idpo.micro_batch_tokens is 100, expected null or at least 2 * model.seq_length = "
+                                    "128 (command line: idpo.micro_batch_tokens=100)"),
     ("seed", "command line: seed: not of Hydra's form KEY=VALUE"),
-    ("seed=1,2", "command line: seed=1,2: write a list as [a,b], quote a text with commas"),
+    ("seed=1,2", "command line: seed=1,2: write a list as [a,b], quote a text with commas, or add -m for a sweep"),
     ("=3", "command line: =3: names no setting of a run"),
     ("hydra.run.dir=x", "command line: hydra.run.dir=x: names no setting of a run"),
 ])

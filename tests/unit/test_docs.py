@@ -76,10 +76,15 @@ def folder_of_the_docs(quickstart: RunConfig, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=[f"{page}: {' '.join(a)}"[:80] for page, a in COMMANDS])
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list[str]):
-    from nemo_edo.evaluation import report
+    from nemo_edo import sweep
+    from nemo_edo.evaluation import report, run_set, runs_report
 
     monkeypatch.setattr(nemo_edo, "runner", Runner(), raising=False)
-    monkeypatch.setattr(report, "write_report", lambda run: run / "report.html")
+    monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
+    monkeypatch.setattr(report, "write_report", lambda run, out: run / "report.html")
+    monkeypatch.setattr(runs_report, "write_runs_report", lambda found, out, baseline: [])
+    monkeypatch.setattr(run_set, "find_runs", lambda runs: SimpleNamespace(single=None))
+    monkeypatch.delenv("RANK", raising=False)
     try:
         status = main(arguments)
     except SystemExit as stopped:  # --version
@@ -95,8 +100,8 @@ def test_commands_are_found_behind_torchrun_and_docker_and_over_several_lines():
 
 def test_names_of_the_training_examples_are_all_different():
     """Each example would be refused after another one of its name."""
-    named = [tuple(a for a in arguments if a.startswith("name=")) for page, arguments in COMMANDS
-             if page == "quickstart.md" and arguments[0] == "train"]
+    named = [tuple(a for a in arguments if a.startswith("name=")) or tuple(arguments) for page, arguments in COMMANDS
+             if page in ("quickstart.md", "sweeps.md") and arguments[0] == "train"]
     assert len(named) > 5
     assert len(set(named)) == len(named)
 

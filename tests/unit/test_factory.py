@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_edo import factory
+from nemo_edo.algorithms.grpo import GRPO
+from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.config import ArithmeticConfig, RunConfig
 from nemo_edo.configuration import arm_configs, compose_run
 from nemo_edo.data.arithmetic_model import write_tokenizer
@@ -88,6 +90,13 @@ def test_the_run_seed_fixes_the_random_weights_of_a_built_in_model(tmp_path: Pat
     assert weights[0] == weights[1] != weights[2]
 
 
+def test_the_warm_up_and_every_arm_get_the_adapters_of_the_config(tmp_path: Path):
+    cfg, run = config(tmp_path, "lora.rank=2", "threads=1"), RunFolder(tmp_path)
+    factory.write_builtin_files(cfg, run)
+    for training in (cfg.sft, *arm_configs(cfg).values()):
+        assert factory.build_model(cfg, run, training).built.lora == cfg.lora
+
+
 def test_own_files_with_the_built_in_model_are_loaded(tmp_path: Path, own_files):
     data = load(tmp_path, *own_files())
     assert [p.id for p in data.train] == ["train-1", "train-2", "train-3"]
@@ -114,6 +123,16 @@ def test_skipped_rows_of_all_files_are_counted_and_the_good_ones_stay(tmp_path: 
 def test_a_warmup_file_that_is_the_training_file_counts_its_bad_rows_once(tmp_path: Path, own_files):
     files = own_files(train=[*GOOD[:2], "{broken"])
     assert load(tmp_path, *files, "data.on_bad_rows=skip").skipped_rows == 1
+
+
+def test_each_arm_gets_the_objective_of_its_config(tmp_path: Path):
+    cfg = config(tmp_path, "seed=7", "~arms", "+arms={a: {alpha: 0}, b: {algorithm: idpo}}")
+    data = load(tmp_path, "seed=7")
+    arms = arm_configs(cfg)
+    grpo, idpo = (factory.build_objective(cfg, arm, data) for arm in arms.values())
+    questions = {problem.id: problem.question for problem in data.train}
+    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id)
+    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7)
 
 
 # --- bad problem files --------------------------------------------------------------------------------------------

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from nemo_edo.config import GRPOConfig, ModelConfig, RunConfig
+from nemo_edo.config import CheckpointConfig, GRPOConfig, ModelConfig, RunConfig
 from nemo_edo.configuration import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import Evaluation
@@ -21,12 +26,22 @@ from nemo_edo.run_folder import MetricsLog, RunFolder
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
 
 
-def earlier_run(path: Path, config: RunConfig = CONFIG, marker: str = "first") -> RunFolder:
+def opened(path: Path, config: RunConfig = CONFIG) -> tuple[RunFolder, Path | None]:
+    """The folder taken, and what became of the earlier one."""
     folder = RunFolder(path)
     folder.check_free(resolved_yaml(config))
-    folder.create()
-    folder.write_config(resolved_yaml(config))
+    return folder, folder.open(resolved_yaml(config))
+
+
+def earlier_run(path: Path, config: RunConfig = CONFIG, marker: str = "first", *, finished: bool = True) -> RunFolder:
+    """A run that is over: it came to its end, or was killed after its warm-up."""
+    folder, _ = opened(path, config)
     (path / "marker").write_text(marker)
+    folder.note("warmup", metrics_bytes=0)
+    if finished:
+        folder.write_json("summary.json", {})
+        folder.note("report", metrics_bytes=0)
+    folder.close()
     return folder
 
 
@@ -34,36 +49,91 @@ def earlier_run(path: Path, config: RunConfig = CONFIG, marker: str = "first") -
 
 
 def test_a_folder_that_is_not_there_is_free_and_made_with_its_parents(tmp_path: Path):
-    folder = RunFolder(tmp_path / "runs" / "a")
-    folder.check_free("{}")
-    assert not folder.path.parent.exists()  # looking makes nothing
-    assert folder.create() is None
-    assert folder.path.is_dir()
+    RunFolder(tmp_path / "runs" / "a").check_free("{}")
+    assert not (tmp_path / "runs").exists()  # looking makes nothing
+    folder, earlier = opened(tmp_path / "runs" / "a")
+    assert earlier is None
+    assert (folder.path / "config.yaml").read_text() == resolved_yaml(CONFIG)
 
 
-def test_an_empty_folder_is_free_and_used(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    folder.check_free("{}")
-    assert folder.create() is None
+@pytest.mark.parametrize("leftover", [[], ["lock"], ["lock", ".config.yaml.tmp"]])
+def test_a_folder_with_nothing_but_a_killed_starts_leftovers_is_free_and_used(tmp_path: Path, leftover: list[str]):
+    for name in leftover:
+        (tmp_path / name).write_text("")
+    assert opened(tmp_path)[1] is None
     assert not tmp_path.with_name(f"{tmp_path.name}.1").exists()
 
 
-def test_runs_of_the_same_config_are_kept_under_numbered_names(tmp_path: Path):
+def test_finished_runs_of_the_same_config_are_kept_under_numbered_names(tmp_path: Path):
     path = tmp_path / "a"
     earlier_run(path, marker="first")
     earlier_run(path, marker="second")
-    folder = RunFolder(path)
-    folder.check_free(resolved_yaml(CONFIG))
-    assert folder.create() == tmp_path / "a.2"
+    folder, earlier = opened(path)
+    assert earlier == tmp_path / "a.2"
     assert [(tmp_path / name / "marker").read_text() for name in ("a.1", "a.2")] == ["first", "second"]
-    assert list(path.iterdir()) == []
+    assert sorted(entry.name for entry in path.iterdir()) == ["config.yaml", "lock"]
+    assert (folder.journal(), folder.is_begun) == ({}, False)
+
+
+def test_an_unfinished_run_of_the_same_config_is_gone_on_with(tmp_path: Path):
+    earlier_run(tmp_path / "a", finished=False)
+    assert RunFolder(tmp_path / "a").is_begun
+    folder, earlier = opened(tmp_path / "a")
+    assert (earlier, (tmp_path / "a" / "marker").read_text()) == (None, "first")
+    assert folder.journal() == {"warmup": {"metrics_bytes": 0}}
+
+
+def test_a_run_whose_report_was_not_noted_is_unfinished(tmp_path: Path):
+    folder = earlier_run(tmp_path / "a", finished=False)
+    folder.write_json("summary.json", {})
+    assert (folder.is_finished, folder.is_begun) == (False, True)
+    folder.note("report", metrics_bytes=0)
+    assert (folder.is_finished, folder.is_begun) == (True, False)
 
 
 def test_a_numbered_name_that_is_taken_by_anything_is_passed_over(tmp_path: Path):
     (tmp_path / "a.1").write_text("a file of the user's")
-    folder = earlier_run(tmp_path / "a")
-    assert folder.create() == tmp_path / "a.2"
+    earlier_run(tmp_path / "a")
+    assert opened(tmp_path / "a")[1] == tmp_path / "a.2"
     assert (tmp_path / "a.1").read_text() == "a file of the user's"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_folder_in_use_is_refused_with_its_holder_until_it_is_closed(tmp_path: Path, finished: bool):
+    earlier_run(tmp_path / "a", finished=finished)
+    holder = RunFolder(tmp_path / "a")
+    holder._take()
+    with pytest.raises(UserError, match=rf"a is in use by process {os.getpid()} on {socket.gethostname()}"):
+        opened(tmp_path / "a")
+    assert not (tmp_path / "a.1").exists()
+    holder.close()
+    opened(tmp_path / "a")
+
+
+def test_a_killed_holder_leaves_the_folder_free(tmp_path: Path):
+    code = f"""
+import os, signal
+from pathlib import Path
+from nemo_edo.run_folder import RunFolder
+RunFolder(Path({str(tmp_path / "a")!r})).open("a: 1")
+os.kill(os.getpid(), signal.SIGKILL)"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    RunFolder(tmp_path / "a").open("a: 1")
+
+
+@pytest.mark.parametrize("change", [{"checkpoint": CheckpointConfig(keep=5)}, {"output_dir": "elsewhere"}])
+def test_settings_that_change_no_number_may_change_and_the_new_ones_are_written(tmp_path: Path, change: dict):
+    earlier_run(tmp_path / "a", finished=False)
+    other = replace(CONFIG, **change)
+    assert opened(tmp_path / "a", other)[1] is None
+    assert (tmp_path / "a" / "config.yaml").read_text() == resolved_yaml(other)
+
+
+def test_a_damaged_journal_is_told(tmp_path: Path):
+    folder = earlier_run(tmp_path / "a", finished=False)
+    (tmp_path / "a" / "journal.json").write_text('{"warmup": ')
+    with pytest.raises(UserError, match="journal.json is damaged"):
+        folder.journal()
 
 
 def test_a_folder_of_another_config_is_refused_with_the_first_key_and_both_values(tmp_path: Path):
@@ -202,6 +272,38 @@ def test_lines_without_a_step_are_counted_for_each_arm_and_kind(log: MetricsLog)
         for _ in range(2):
             log("collection", arm=arm, reward=0.5)
     assert [step for _, step in log.sent] == [0, 1, 0, 1]
+
+
+def test_cut_takes_lines_back_and_later_ones_take_their_place(log: MetricsLog, tmp_path: Path):
+    log("collection", arm="grpo", reward=0.5)
+    kept = log.size
+    log("collection", arm="grpo", reward=0.6)
+    log("train_step", arm="grpo", step=0, loss=0.1)
+    log.cut(kept)
+    log("collection", arm="grpo", reward=0.7)
+    assert [line["reward"] for line in lines(tmp_path)] == [0.5, 0.7]
+    assert log.sent[-1] == ({"grpo/collection/reward": 0.7}, 1)  # counted from the lines that are kept
+
+
+def test_a_later_process_counts_lines_and_time_on_from_where_it_cuts(log: MetricsLog, tmp_path: Path):
+    log._start -= 1000.0
+    log("collection", arm="grpo", reward=0.5)
+    kept = log.size
+    loggers = Loggers()
+    later = MetricsLog(tmp_path / "metrics.jsonl", loggers, writes=True)
+    later.cut(kept)
+    later("collection", arm="grpo", reward=0.6)
+    assert loggers.calls == [({"grpo/collection/reward": 0.6}, 1)]
+    assert [line["time"]["elapsed_s"] >= 1000.0 for line in lines(tmp_path)] == [True, True]
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_place_that_is_no_lines_end_is_refused_and_the_file_left_alone(log: MetricsLog, tmp_path: Path, off: int):
+    log("collection", arm="grpo", reward=0.5)
+    before = lines(tmp_path)
+    with pytest.raises(UserError, match=f"has {log.size} bytes there .* up to byte {log.size + off}"):
+        log.cut(log.size + off)
+    assert lines(tmp_path) == before
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

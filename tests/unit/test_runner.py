@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemo_edo.config import ArithmeticConfig, GRPOConfig, RunConfig
+from nemo_edo.config import ArithmeticConfig, GRPOConfig, IDPOConfig, RunConfig, ScheduleConfig
 from nemo_edo.configuration import compose_run, resolved_yaml
 from nemo_edo.data.arithmetic_model import write_base_model
 
@@ -200,7 +200,7 @@ CASES: dict[str, tuple[Callable[[Inputs], list[str]], str]] = {
     "report of no run": (
         lambda i: ["report", str(i.folder)], "{}/summary.json: no such file; a finished run's folder has it"),
 }
-SKIPPED = "bad rows are skipped"
+SKIPPED, BOTH = "bad rows are skipped", "arms of both algorithms"
 
 
 def listing(folder: Path) -> set[str]:
@@ -211,14 +211,17 @@ def listing(folder: Path) -> set[str]:
 def results(tmp_path_factory) -> dict[str, dict]:
     """Of each case: status, out, err, traceback, its folder, and what stood in that before and after."""
     root = tmp_path_factory.mktemp("commands")
-    cases = {name: Inputs(root / f"case{index}") for index, name in enumerate([*CASES, SKIPPED])}
+    cases = {name: Inputs(root / f"case{index}") for index, name in enumerate([*CASES, SKIPPED, BOTH])}
     for inputs in cases.values():
         inputs.folder.mkdir()
     commands = {name: build(cases[name]) for name, (build, _) in CASES.items()}
-    small = ["~arms", "grpo.iterations=1", "sampling.samples_per_prompt=2", "sampling.max_new_tokens=4",
-             "grpo.minibatch_size=8", "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10"]
+    small = ["grpo.iterations=1", "grpo.minibatch_size=8", "idpo.iterations=1", "idpo.minibatch_size=2",
+             "sampling.samples_per_prompt=2", "sampling.max_new_tokens=4", "evaluation.samples=2",
+             "evaluation.rollouts=1", "evaluation.bootstrap=10"]
     problems = cases[SKIPPED].problems(train=[*ROWS[:4], "{", ROWS[0]], test=[*ROWS[4:], "["])
-    commands[SKIPPED] = ["train", "--on-bad-rows=skip", *cases[SKIPPED].train(*problems, *small)[1:]]
+    commands[SKIPPED] = ["train", "--on-bad-rows=skip", *cases[SKIPPED].train(*problems, "~arms", *small)[1:]]
+    arms = "+arms={ed_idpo: {algorithm: idpo, alpha: 0.5}, grpo: {alpha: 0}}"
+    commands[BOTH] = cases[BOTH].train(*cases[BOTH].problems(), "~arms", arms, *small)
     before = {name: listing(inputs.folder) for name, inputs in cases.items()}
     (root / "in.json").write_text(json.dumps(commands))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -259,6 +262,24 @@ def test_a_single_step_for_each_collection_is_warned_of_once_on_stderr(results):
     assert results[SKIPPED]["err"].count("one optimizer step for each collection") == 1
 
 
+def test_a_run_trains_and_compares_arms_of_both_algorithms(results):
+    result = results[BOTH]
+    assert (result["status"], result["traceback"]) == (0, "")
+    run = result["folder"] / "runs" / "a"
+    summary = json.loads((run / "summary.json").read_text())
+    told = {name: [arm[key] for key in ("algorithm", "label", "beta", "entropy_coefficient")]
+            for name, arm in summary["arms"].items()}
+    assert told == {"ed_idpo": ["idpo", "ED-iDPO α=0.5", 0.1, 0.0], "grpo": ["grpo", "GRPO", 0.001, 0.0]}
+    assert summary["baseline"] == "grpo"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = {arm: [line for line in lines if (line["kind"], line["arm"]) == ("train_step", arm)] for arm in told}
+    assert [line["exploration_weight"] for line in steps["ed_idpo"]] == [0.05] * 2  # three prompts by two
+    assert [line["exploration_weight"] for line in steps["grpo"]] == [0.0]
+    collections = {line["arm"]: line for line in lines if line["kind"] == "collection"}
+    assert collections["ed_idpo"]["prompts_without_pairs"] == 3  # a policy that knows nothing: it explores all the same
+    assert {"preference_loss", "reward_margin"} < steps["ed_idpo"][0].keys()
+
+
 # --- labels -------------------------------------------------------------------------------------------------------
 
 
@@ -270,11 +291,34 @@ def test_a_single_step_for_each_collection_is_warned_of_once_on_stderr(results):
     ({"alpha": 0.0, "entropy_coefficient": 0.03}, "GRPO, entropy bonus 0.03"),
     ({"beta": 0.0}, "GRPO"),
     ({"alpha": 0.0, "log_ratio_floor": -0.1}, "GRPO"),
+    ({"exploration_control": "noise"}, "ED-GRPO α=0.001, pure noise"),
+    ({"redundancy_weighted": True, "explore_uninformative_groups": False},
+     "ED-GRPO α=0.001, redundancy-weighted, without zero-advantage groups"),
+    ({"schedule": ScheduleConfig(kind="cosine", steps=9)}, "ED-GRPO α=0.001, cosine schedule"),
+    ({"alpha": 0.0, "exploration_control": "noise", "redundancy_weighted": True, "explore_uninformative_groups": False,
+      "schedule": ScheduleConfig(kind="cosine", steps=9)}, "GRPO"),
+    ({"alpha": 0.0, "covariance_control": "kl-cov"}, "GRPO, kl-cov"),
+    ({"alpha": 0.0, "pass_k": 4, "novelty_strength": 0.5}, "GRPO, pass@4, novelty 0.5"),
+    ({"alpha": 0.0, "dynamic_sampling": True, "importance_sampling_level": "sequence"},
+     "GRPO, dynamic sampling, sequence ratios"),
 ])
-def test_an_arms_label_says_what_it_trains_with(settings: dict, label: str):
+def test_a_grpo_arms_label_says_what_it_trains_with(settings: dict, label: str):
     from nemo_edo.runner import arm_label
 
     assert arm_label(replace(GRPOConfig(), **settings)) == label
+
+
+@pytest.mark.parametrize(("settings", "label"), [
+    ({"alpha": 0.0}, "ETO"),
+    ({}, "ED-iDPO α=0.001"),
+    ({"exploration_coefficient": 0.3, "log_ratio_floor": -0.1}, "ED-iDPO αβ=0.3, floor -0.1"),
+    ({"schedule": ScheduleConfig(kind="gradient-share")}, "ED-iDPO α=0.001, gradient-share schedule"),
+    ({"alpha": 0.0, "schedule": ScheduleConfig(kind="linear", steps=9)}, "ETO"),
+])
+def test_an_idpo_arms_label_says_what_it_trains_with(settings: dict, label: str):
+    from nemo_edo.runner import arm_label
+
+    assert arm_label(replace(IDPOConfig(), **settings)) == label
 
 
 def test_the_helper_sees_tracebacks(tmp_path: Path):

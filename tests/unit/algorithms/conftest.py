@@ -1,36 +1,55 @@
-"""A run of Algorithm 1 on fakes that keep a journal of what was done, in order."""
+"""A run of Algorithm 1 on fakes that keep a journal of what was done, in order; and objectives on tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
+from nemo_edo.algorithms.collection import Objective
+from nemo_edo.algorithms.grpo import GRPO
+from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.algorithms.iteration import Iteration, run_iterations
-from nemo_edo.config import GRPOConfig, SamplingConfig
+from nemo_edo.config import GRPOConfig, IDPOConfig, SamplingConfig
 from nemo_edo.data.rollout_store import RolloutStore
 from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.refit.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.types import Problem, TrainingBatch
+from nemo_edo.types import Problem, Rollout, ScoredRollout, TrainingBatch
 
 PAD, STOP, FIRST_CHARACTER = 0, 1, 2
+MAX_NEW_TOKENS = 64
 
 
+@dataclass
 class FakePolicy:
     """Its log-probabilities are functions of tokens and of the number of steps taken, the reference's without it."""
 
-    def __init__(self, before_step: Callable[[], None] = lambda: None) -> None:
-        self.batches: list[TrainingBatch] = []
-        self.before_step = before_step
+    record: Callable[[tuple], None]
+    before_step: Callable[[], None]
+    entropy: float = 0.5
+    gradient_ratio: float = 2.0
+    batches: list[TrainingBatch] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    """The exploration weight of each step."""
 
-    def train_step(self, batch: TrainingBatch) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None) -> dict[str, float]:
         self.before_step()
+        self.record(("train_step",))
         self.batches.append(batch)
-        return {"loss": float(len(self.batches))}
+        self.weights.append(exploration_weight)
+        return {"loss": float(len(self.batches)), "entropy": self.entropy}
+
+    def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
+        self.record(("gradients", len(self.batches)))
+        return self.gradient_ratio
+
+    def move_reference(self, kind: str, decay: float) -> None:
+        self.record(("reference", kind, decay))
 
     def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         log_probs = self.reference_log_probs(batch) - 0.1 * len(self.batches)
@@ -42,7 +61,8 @@ class FakePolicy:
 
 @dataclass
 class Journal:
-    """What a run did: ("evaluate", t), ("generate", version), ("write", t), ("train_step",), ("push", version)."""
+    """What a run did: ("evaluate", t), ("reference", kind, decay), ("generate", version, requests), ("write", t),
+    ("gradients", steps taken), ("train_step",), ("push", version)."""
 
     events: list[tuple] = field(default_factory=list)
     lines: list[dict] = field(default_factory=list)
@@ -52,41 +72,71 @@ class Journal:
     policy: FakePolicy | None = None
     store: RolloutStore | None = None
 
-    def collected(self, iteration: int):
+    def collected(self, iteration: int) -> list[ScoredRollout]:
         return self.store.read(iteration)
+
+    def of_kind(self, kind: str) -> list[tuple]:
+        return [event for event in self.events if event[0] == kind]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a fake run, beside the objective's config."""
+
+    problems: int = 3
+    samples_per_prompt: int = 4
+    seed: int = 42
+    hopeless: Collection[str] = ()
+    """Ids of problems to which no response is right; of the others' responses every fourth is."""
+    entropy: float = 0.5
+    gradient_ratio: float = 2.0
+    write_rollouts: bool = True
+    folder: str = "rollouts"
 
 
 @pytest.fixture
-def run_fake(tmp_path: Path):
-    """run_fake(problems=..., seed=..., samples_per_prompt=..., **GRPO settings) runs Algorithm 1 to its end."""
+def new_journal() -> type[Journal]:
+    return Journal
 
-    def run(*, problems: int = 3, seed: int = 42, samples_per_prompt: int = 4, write_rollouts: bool = True,
-            folder: str = "rollouts", **settings) -> Journal:
+
+@pytest.fixture
+def fake_iteration(tmp_path: Path):
+    """fake_iteration(algorithm="grpo", problems=..., ..., **settings of the objective): the Iteration, and where
+    ``journal`` is given, what it does is told there."""
+
+    def build(*, algorithm: str = "grpo", journal: Journal | None = None, **given) -> Iteration:
+        of_run = {name: given.pop(name) for name in list(given) if name in Setting.__dataclass_fields__}
+        config = {"grpo": GRPOConfig, "idpo": IDPOConfig}[algorithm](**given)
+        return _fake_iteration(journal or Journal(), tmp_path, Setting(**of_run), config)
+
+    return build
+
+
+@pytest.fixture
+def run_fake(fake_iteration):
+    """run_fake(...) as ``fake_iteration``: runs Algorithm 1 to its end and returns the journal."""
+
+    def run(**given) -> Journal:
         journal = Journal()
-        iteration = _fake_iteration(journal, tmp_path / folder, problems, seed, write_rollouts,
-                                    SamplingConfig(samples_per_prompt=samples_per_prompt), GRPOConfig(**settings))
-        run_iterations(iteration, lambda t: journal.events.append(("evaluate", t)))
+        run_iterations(fake_iteration(journal=journal, **given), lambda t: journal.events.append(("evaluate", t)))
         return journal
 
     return run
 
 
-@pytest.fixture
-def fake_iteration(tmp_path: Path):
-    """The Iteration alone, for what it says about itself."""
-
-    def build(*, problems: int = 3, samples_per_prompt: int = 4, **settings) -> Iteration:
-        return _fake_iteration(Journal(), tmp_path, problems, 42, True,
-                               SamplingConfig(samples_per_prompt=samples_per_prompt), GRPOConfig(**settings))
-
-    return build
+def _objective(config: GRPOConfig | IDPOConfig, questions: dict[str, str], *, seed: int, pad_id: int = PAD,
+               max_new_tokens: int = MAX_NEW_TOKENS) -> Objective:
+    if isinstance(config, IDPOConfig):
+        return IDPO(config, pad_id=pad_id, seed=seed)
+    return GRPO(config, questions, max_new_tokens, pad_id)
 
 
-def _fake_iteration(journal: Journal, folder: Path, problems: int, seed: int, write_rollouts: bool,
-                    sampling: SamplingConfig, grpo: GRPOConfig) -> Iteration:
+def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPOConfig | IDPOConfig) -> Iteration:
+    folder = root / setting.folder
+
     class Engine(ScriptedEngine):
         def generate(self, requests, sampling):
-            journal.events.append(("generate", self.policy_version))
+            journal.events.append(("generate", self.policy_version, len(requests)))
             return super().generate(requests, sampling)
 
     class Sync(InProcessSync):
@@ -100,20 +150,88 @@ def _fake_iteration(journal: Journal, folder: Path, problems: int, seed: int, wr
             return super().write(iteration, scored, **place)
 
     def before_step() -> None:
-        journal.events.append(("train_step",))
         journal.on_disk.append(sum(len(journal.store.read(t)) for t in range(len(list(folder.glob("iter_*"))))))
 
     def script(request, _) -> str:
-        # The seed in the text makes every response unlike any other; a quarter of the answers are right.
-        return f"{request.seed}\n#### {request.sample_index % 4}"
+        # The seed in the text makes every response unlike any other.
+        wrong = request.problem_id in setting.hopeless
+        return f"{request.seed}\n#### {0 if wrong else request.sample_index % 4}"
 
     engine = Engine(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
                     decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP, log_prob=-0.3)
-    journal.policy, journal.store = FakePolicy(before_step), Store(folder)
-    rows = [Problem(f"p-{i}", f"q{i}", "#### 1", "1", f"p.jsonl:{i}") for i in range(problems)]
+    journal.policy = FakePolicy(journal.events.append, before_step, setting.entropy, setting.gradient_ratio)
+    journal.store = Store(folder)
+    rows = [Problem(f"p-{i}", f"q{i}", "#### 1", "1", f"p.jsonl:{i}") for i in range(setting.problems)]
     return Iteration(
         policy=journal.policy, engine=engine, weight_sync=Sync(engine), scorer=ExactAnswerScorer(),
-        store=journal.store, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)}, grpo=grpo,
-        sampling=replace(sampling, max_new_tokens=64), pad_id=PAD, seed=seed, write_rollouts=write_rollouts,
+        store=journal.store, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
+        objective=_objective(config, {row.id: row.question for row in rows}, seed=setting.seed),
+        sampling=SamplingConfig(samples_per_prompt=setting.samples_per_prompt, max_new_tokens=MAX_NEW_TOKENS),
+        seed=setting.seed, write_rollouts=setting.write_rollouts,
         log=lambda kind, **values: journal.lines.append({"kind": kind, **values}),
     )
+
+
+# --- objectives on their own ----------------------------------------------------------------------------------------
+
+
+class TablePolicy:
+    """Gives back the tables that it is made of, and counts the questions."""
+
+    def __init__(self, log_probs=None, entropies=None, reference=None) -> None:
+        self.tables = {"log_probs": log_probs, "entropies": entropies, "reference": reference}
+        self.asked: list[str] = []
+
+    def _table(self, name: str, batch: TrainingBatch) -> Tensor:
+        table = self.tables[name]
+        return torch.full_like(batch.mask, -0.5) if table is None else torch.tensor(table)
+
+    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        self.asked.append("log_probs")
+        return self._table("log_probs", batch), self._table("entropies", batch)
+
+    def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
+        self.asked.append("reference")
+        return self._table("reference", batch)
+
+
+@pytest.fixture
+def table_policy() -> type[TablePolicy]:
+    return TablePolicy
+
+
+@pytest.fixture
+def scored():
+    """scored("a", 0, (1, 2), 1.0): a response to problem a with these tokens and this reward, after prompt (5, 6)."""
+
+    def make(problem: str, index: int, response: tuple[int, ...], reward: float, *, log_prob: float = -0.7,
+             **changes) -> ScoredRollout:
+        rollout = Rollout(problem, index, (5, 6), response, (log_prob,) * len(response), "text", True, 0, index)
+        of_rollout = {name: changes.pop(name) for name in list(changes) if name in Rollout.__dataclass_fields__}
+        item = ScoredRollout(replace(rollout, **of_rollout), reward, None, True, "")
+        return replace(item, **changes)
+
+    return make
+
+
+@pytest.fixture
+def four(scored) -> list[ScoredRollout]:
+    """Two groups, interleaved; responses of 1 to 5 tokens. Rewards of a differ, those of b are equal."""
+    return [
+        scored("a", 0, (1, 2, 3, 4, 5), 1.0, answer="1"),
+        scored("b", 0, (7, 8), 0.0, well_formed=False, finished=False),
+        scored("a", 1, (1, 2, 3, 4), 0.0, well_formed=False, answer="2"),
+        scored("b", 1, (9,), 0.0, answer="1"),
+    ]
+
+
+@pytest.fixture
+def build():
+    """build(scored, policy, config): (what the config's objective collects, the objective)."""
+
+    def collect(samples, policy, config: GRPOConfig | IDPOConfig, *, questions=None, seed: int = 0, **settings):
+        questions = questions or {item.rollout.problem_id: "1 + 2 + 3" for item in samples}
+        objective = _objective(config, questions, seed=seed, **settings)
+        return objective.build(samples, policy), objective
+
+    return collect

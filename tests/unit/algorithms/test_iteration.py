@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
 from collections import Counter
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+
+from nemo_edo.algorithms.iteration import run_iterations
+from nemo_edo.algorithms.progress import Position
+from nemo_edo.config import ScheduleConfig
+from nemo_edo.data.rollout_store import RolloutStore
+from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.losses import build_schedule
 
 
 def rows_of(batches) -> Counter:
@@ -19,8 +29,9 @@ def test_order_is_evaluate_then_collect_write_train_push_evaluate_for_each_itera
     steps = [("train_step",)] * 4
     assert journal.events == [
         ("evaluate", 0),
-        ("generate", 0), ("write", 0), *steps, ("push", 1), ("evaluate", 1),
-        ("generate", 1), ("write", 1), *steps, ("push", 2), ("evaluate", 2),
+        ("generate", 0, 12), ("write", 0), *steps, ("push", 1), ("evaluate", 1),
+        ("reference", "initial", 0.9),
+        ("generate", 1, 12), ("write", 1), *steps, ("push", 2), ("evaluate", 2),
     ]
 
 
@@ -185,3 +196,366 @@ def test_small_collections_are_sampled_and_trained_on_alone(run_fake, fake_itera
         assert counts == dict.fromkeys(ids(iteration, t), 4)
     assert [batch.size for batch in journal.policy.batches] == [4] * 6
     assert (iteration.steps_per_collection, iteration.total_steps) == (2, 6)
+
+
+# --- the reference ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "decay"), [("initial", 0.9), ("previous", 0.9), ("ema", 0.75)])
+def test_the_reference_is_moved_before_every_collection_but_the_first(run_fake, kind: str, decay: float):
+    events = run_fake(iterations=3, minibatch_size=6, reference=kind, ema_decay=decay).events
+    places = [place for place, event in enumerate(events) if event[0] == "reference"]
+    assert [events[place] for place in places] == [("reference", kind, decay)] * 2
+    assert [events[place + 1][:2] for place in places] == [("generate", 1), ("generate", 2)]
+
+
+# --- the exploration weight ---------------------------------------------------------------------------------------
+
+COEFFICIENT = {"beta": 0.0, "exploration_coefficient": 0.2}
+
+
+def test_every_step_is_taken_with_the_configured_weight(run_fake):
+    journal = run_fake(iterations=2, minibatch_size=6, alpha=0.5, beta=0.3)
+    assert journal.policy.weights == [0.15] * 4
+    assert [line["exploration_weight"] for line in journal.lines if line["kind"] == "train_step"] == [0.15] * 4
+    assert run_fake(iterations=1, minibatch_size=6, alpha=0.0, folder="off").policy.weights == [0.0] * 2
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "idpo"])
+def test_a_schedule_gives_each_step_its_weight_across_iterations(run_fake, algorithm: str):
+    config = ScheduleConfig(kind="linear", steps=5, final_factor=0.5)
+    size = {"grpo": 6, "idpo": 2}[algorithm]  # responses, prompts: two steps a collection
+    journal = run_fake(algorithm=algorithm, iterations=3, minibatch_size=size, exploration_coefficient=0.2,
+                       schedule=config)
+    expected = build_schedule(config, 0.2)
+    weights = []
+    for _ in range(6):
+        weights.append(expected.weight)
+        expected.step(entropy=0.5)
+    assert journal.policy.weights == weights == pytest.approx([0.2, 0.18, 0.16, 0.14, 0.12, 0.1])
+    assert [line["exploration_weight"] for line in journal.lines if line["kind"] == "train_step"] == weights
+
+
+@pytest.mark.parametrize(("entropy", "factor"), [(0.25, math.exp(0.1 * 0.5)), (0.5, 1.0), (1.0, math.exp(-0.1))])
+def test_the_entropy_controller_is_told_the_entropy_of_each_step(run_fake, entropy: float, factor: float):
+    schedule = ScheduleConfig(kind="entropy", entropy_target=0.5, rate=0.1)
+    journal = run_fake(iterations=1, minibatch_size=4, entropy=entropy, schedule=schedule, **COEFFICIENT)
+    assert journal.policy.weights == pytest.approx([0.2, 0.2 * factor, 0.2 * factor**2])
+
+
+def test_gradients_are_measured_before_a_step_and_only_where_the_schedule_needs_them(run_fake):
+    schedule = ScheduleConfig(kind="gradient-share", gradient_share=0.1, every=2)
+    journal = run_fake(iterations=1, minibatch_size=2, schedule=schedule, gradient_ratio=2.0, **COEFFICIENT)
+    assert journal.of_kind("gradients") == [("gradients", 0), ("gradients", 2), ("gradients", 4)]
+    assert [event[0] for event in journal.events[3:6]] == ["gradients", "train_step", "train_step"]
+    assert journal.policy.weights == pytest.approx([0.2] + [0.05] * 5)  # share / ratio from the second step on
+    logged = [line.get("exploration_gradient_ratio") for line in journal.lines if line["kind"] == "train_step"]
+    assert logged == [2.0, None, 2.0, None, 2.0, None]
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "warmup-hold-decay", "entropy"])
+def test_other_schedules_never_ask_for_gradients(run_fake, kind: str):
+    schedule = ScheduleConfig(kind=kind, steps=4, entropy_target=0.5)
+    journal = run_fake(iterations=1, minibatch_size=4, schedule=schedule, **COEFFICIENT)
+    assert journal.of_kind("gradients") == []
+    assert not any("exploration_gradient_ratio" in line for line in journal.lines)
+
+
+def test_a_minibatch_without_a_task_gradient_leaves_the_weight_and_is_not_logged_as_a_number(run_fake):
+    """Its ratio is infinite, which no line of JSON holds."""
+    schedule = ScheduleConfig(kind="gradient-share")
+    journal = run_fake(iterations=1, minibatch_size=6, schedule=schedule, gradient_ratio=math.inf, **COEFFICIENT)
+    assert journal.policy.weights == [0.2, 0.2]
+    assert len(journal.of_kind("gradients")) == 2  # asked again: the first said nothing
+    assert not any("exploration_gradient_ratio" in line for line in journal.lines)
+
+
+# --- dynamic sampling ---------------------------------------------------------------------------------------------
+
+
+def requests_of(journal) -> list[tuple[int, int]]:
+    """(policy version, responses) of each call of the engine."""
+    return [event[1:] for event in journal.of_kind("generate")]
+
+
+def trained_problems(journal) -> set[str]:
+    """The problems of all rows that were trained on, by their prompts' first token."""
+    return {f"p-{row[0] - 10}" for batch in journal.policy.batches for row in batch.tokens.tolist()}
+
+
+DAPO = {"dynamic_sampling": True, "iterations": 1, "minibatch_size": 4, "alpha": 0.0}
+
+
+def test_dropped_groups_are_replaced_by_problems_outside_the_collection(run_fake, fake_iteration):
+    settings = {**DAPO, "problems": 12, "problems_per_iteration": 4}
+    collection, others = ids(fake_iteration(**settings), 0), [p.id for p in fake_iteration(**settings).substitutes(0)]
+    journal = run_fake(**settings, hopeless=[*collection[:3], others[1]])
+    assert requests_of(journal) == [(0, 16), (0, 12), (0, 4)]  # the second round replaces a group of the first
+    assert trained_problems(journal) == {collection[3], others[0], others[2], others[3]}
+    assert sum(batch.size for batch in journal.policy.batches) == 16
+    assert {one.rollout.problem_id for one in journal.collected(0)} == {*collection, *others[:4]}
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_no_more_than_max_extra_rounds_are_drawn(run_fake, fake_iteration, rounds: int):
+    settings = {**DAPO, "problems": 12, "problems_per_iteration": 2, "max_extra_rounds": rounds}
+    collection = ids(fake_iteration(**settings), 0)
+    rest = [p.id for p in fake_iteration(**settings).substitutes(0)]
+    journal = run_fake(**settings, hopeless=[collection[0], *rest])
+    assert requests_of(journal) == [(0, 8)] + [(0, 4)] * rounds
+    assert trained_problems(journal) == {collection[1]}
+
+
+def test_all_samples_drawn_are_on_disk_before_the_informative_ones_are_trained_on(run_fake, fake_iteration):
+    settings = {**DAPO, "problems": 6, "problems_per_iteration": 3}
+    hopeless = ids(fake_iteration(**settings), 0)[:2]
+    journal = run_fake(**settings, hopeless=hopeless)
+    assert journal.on_disk == [20] * 3  # 12 and 8, of which 12 are trained on
+    on_disk = {(*one.rollout.prompt_ids, *one.rollout.response_ids) for one in journal.collected(0)}
+    trained = rows_of(journal.policy.batches)
+    assert len(on_disk) == 20 and trained.keys() < on_disk and set(trained.values()) == {1}
+    (line,) = [line for line in journal.lines if line["kind"] == "collection"]
+    assert line["zero_advantage_groups"] == 0 and line["reward"] == pytest.approx(1 / 4)
+
+
+def test_nothing_is_replaced_where_all_groups_say_something(run_fake):
+    journal = run_fake(**DAPO, problems=6, problems_per_iteration=3)
+    assert requests_of(journal) == [(0, 12)]
+
+
+def test_where_the_collection_is_the_whole_set_uninformative_groups_are_dropped_alone(run_fake):
+    journal = run_fake(**DAPO, problems=3, hopeless=["p-1"])
+    assert requests_of(journal) == [(0, 12)]
+    assert trained_problems(journal) == {"p-0", "p-2"}
+
+
+def test_the_last_substitutes_do_for_as_many_as_they_are(run_fake, fake_iteration):
+    settings = {**DAPO, "problems": 5, "problems_per_iteration": 4}
+    collection = ids(fake_iteration(**settings), 0)
+    journal = run_fake(**settings, hopeless=collection[:3])
+    assert requests_of(journal) == [(0, 16), (0, 4)]
+    assert len(trained_problems(journal)) == 2
+
+
+@pytest.mark.parametrize(("problems", "part", "drawn"), [(3, None, 3), (8, 2, 8), (20, 2, 8)])
+def test_nothing_left_to_train_on_is_an_error_and_the_samples_stay_on_disk(run_fake, tmp_path, problems, part, drawn):
+    hopeless = [f"p-{i}" for i in range(problems)]
+    message = f"iteration 0: the rewards of all {drawn} groups are all equal.*dynamic_sampling=false"
+    with pytest.raises(UserError, match=message):
+        run_fake(**DAPO, problems=problems, problems_per_iteration=part, hopeless=hopeless)
+    assert len(RolloutStore(tmp_path / "rollouts").read(0)) == 4 * drawn
+
+
+def test_substitutes_are_all_other_problems_in_an_order_of_each_iteration_that_the_seed_fixes(fake_iteration):
+    iteration, again, other = (
+        fake_iteration(problems=12, problems_per_iteration=4, seed=seed) for seed in (1, 1, 2))
+    orders = [[problem.id for problem in iteration.substitutes(t)] for t in range(6)]
+    assert orders == [[problem.id for problem in again.substitutes(t)] for t in range(6)]
+    assert orders != [[problem.id for problem in other.substitutes(t)] for t in range(6)]
+    for t, order in enumerate(orders):
+        assert sorted([*order, *ids(iteration, t)]) == sorted(f"p-{i}" for i in range(12))
+    in_both = [[[name for name in order if name in orders[0] and name in later] for order in (orders[0], later)]
+               for later in orders[1:]]
+    assert all(one != other for one, other in in_both)
+
+
+def test_dynamic_sampling_with_exploration_warns_and_without_it_does_not(run_fake):
+    settings = {**DAPO, "hopeless": ["p-0"]}
+    with pytest.warns(UserWarning, match="dynamic_sampling drops groups.*exploration"):
+        run_fake(**{**settings, "alpha": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_fake(**settings, folder="plain")
+
+
+# --- ED-iDPO ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "epochs", "steps"), [(3, 1, 1), (2, 1, 2), (1, 2, 6), (64, 2, 2)])
+def test_steps_of_ed_idpo_are_of_prompts_and_as_many_as_announced(run_fake, fake_iteration, size, epochs, steps):
+    settings = {"algorithm": "idpo", "minibatch_size": size, "epochs": epochs, "iterations": 2,
+                "hopeless": ["p-2"], "exploration_coefficient": 0.1}
+    announced = fake_iteration(**settings)
+    assert (announced.steps_per_collection, announced.total_steps) == (steps, 2 * steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        journal = run_fake(**settings)
+    assert len(journal.policy.batches) == 2 * steps
+    prompts = [len(set(batch.tokens[batch.mask.any(dim=1), 0].tolist())) for batch in journal.policy.batches]
+    assert max(prompts) == min(size, 3) and sum(prompts) == 2 * epochs * 3
+
+
+def test_each_epoch_of_ed_idpo_explores_every_response_once_and_has_every_pair_once(run_fake):
+    journal = run_fake(algorithm="idpo", iterations=1, epochs=2, minibatch_size=2, pairs_per_prompt=3)
+    for epoch in (journal.policy.batches[:2], journal.policy.batches[2:]):
+        exploring = rows_of([batch.rows(batch.exploration_weights == 1) for batch in epoch])
+        assert len(exploring) == 12 and set(exploring.values()) == {1}
+        assert sum(int((batch.pair_role == 1).sum()) for batch in epoch) == 3 * 3  # one right of four: three pairs
+
+
+def test_eto_with_one_step_a_collection_does_not_warn_and_ed_idpo_does(run_fake):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_fake(algorithm="idpo", iterations=1, alpha=0.0)
+    with pytest.warns(UserWarning, match="one optimizer step for each collection"):
+        run_fake(algorithm="idpo", iterations=1, folder="exploring")
+
+
+# --- stopped and gone on with -------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A Progress that keeps everything in memory, and stops the run at the n-th place where that may be done."""
+
+    def __init__(self, *, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
+        self.start = start or Position()
+        self.collected = collected
+        self.positions: list[Position] = []
+        self.stop_at = stop_at
+
+    def reached(self, position: Position) -> None:
+        self.positions.append(position)
+        if len(self.positions) == self.stop_at:
+            raise RunStopped
+
+    def keep(self, iteration: int, collected) -> None:
+        self.collected = collected
+
+    def kept(self, iteration: int):
+        return self.collected
+
+
+SCHEDULED = {"schedule": ScheduleConfig(kind="linear", steps=9, final_factor=0.5), **COEFFICIENT}
+RESUMED = [
+    {"problems": 3, "iterations": 3, "epochs": 2, "minibatch_size": 8, **SCHEDULED},
+    {"algorithm": "idpo", "problems": 4, "iterations": 2, "minibatch_size": 3, "exploration_coefficient": 0.2},
+    {"problems": 12, "problems_per_iteration": 4, "iterations": 2, "minibatch_size": 8, "dynamic_sampling": True,
+     "alpha": 0.0, "hopeless": ["p-1", "p-2", "p-5", "p-7"]},
+]
+
+
+@pytest.fixture
+def go(fake_iteration, new_journal):
+    """go(settings, memory, folder=..., before=a journal): runs on from where ``before`` ended; gives the journal, and
+    whether it came to the end. The policy has the steps of ``before`` behind it, as one that is loaded from a checkpoint has."""
+
+    def run(settings: dict, memory: Memory, *, folder: str, before=None):
+        journal = new_journal()
+        iteration = fake_iteration(journal=journal, folder=folder, **settings)
+        iteration = replace(iteration, progress=memory, part_size=5)
+        if before:
+            iteration.policy.batches.extend(before.policy.batches)
+            iteration.policy.weights.extend(before.policy.weights)
+        try:
+            run_iterations(iteration, lambda t: journal.lines.append({"kind": "evaluation", "iteration": t}))
+        except RunStopped:
+            return journal, False
+        return journal, True
+
+    return run
+
+
+@pytest.mark.parametrize("settings", RESUMED, ids=["grpo", "idpo", "dynamic sampling"])
+def test_a_run_stopped_at_any_place_and_gone_on_with_does_what_an_unbroken_one_does(go, settings: dict):
+    memory = Memory()
+    whole, finished = go(settings, memory, folder="whole")
+    assert finished and len(memory.positions) > 8
+    for stop_at in range(1, len(memory.positions) + 1):
+        folder = f"stopped {stop_at}"
+        stopping = Memory(stop_at=stop_at)
+        first, finished = go(settings, stopping, folder=folder)
+        assert not finished
+        position = Position(**json.loads(json.dumps(asdict(stopping.positions[-1]))))
+        resumed = Memory(start=position, collected=stopping.collected)
+        second, finished = go(settings, resumed, folder=folder, before=first)
+        assert finished
+        # What was logged behind the place that is gone on from, inside a collection, is logged again.
+        kept = [line for line in first.lines if is_before(line, position)]
+        assert kept + second.lines == whole.lines
+        assert second.policy.weights == whole.policy.weights
+        pairs = zip(second.policy.batches, whole.policy.batches, strict=True)
+        assert all(torch.equal(mine.tensors()[name], theirs.tensors()[name])
+                   for mine, theirs in pairs for name in theirs.tensors())
+        for t in range(settings["iterations"]):
+            assert second.store.drawn(t) == whole.store.drawn(t)
+
+
+def is_before(line: dict, position: Position) -> bool:
+    if line["kind"] == "train_step":
+        return line["step"] < position.steps_taken
+    return line["iteration"] < position.iteration or (line["iteration"] == position.iteration and position.step > 0)
+
+
+def test_a_collection_that_was_broken_off_draws_only_what_is_not_on_disk(go):
+    settings = {"problems": 3, "iterations": 1, "minibatch_size": 6, "alpha": 0.0}
+    stopping = Memory(stop_at=4)  # the beginning, and before each of the three parts: the third is not drawn
+    first, _ = go(settings, stopping, folder="parts")
+    second, _ = go(settings, Memory(), folder="parts", before=first)
+    assert [event[2] for event in first.of_kind("generate")] == [5, 5]
+    assert [event[2] for event in second.of_kind("generate")] == [2]
+    third, _ = go(settings, Memory(), folder="parts", before=first)
+    assert third.of_kind("generate") == []
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"seed": 7}, "a response with seed [0-9]+ there where [0-9]+ is asked for here"),
+    ({"samples_per_prompt": 3}, "a response with (sample_index|problem_id) .* there where"),
+])
+def test_parts_of_another_run_are_refused_with_both_sides(go, change: dict, told: str):
+    settings = {"problems": 3, "iterations": 1, "minibatch_size": 6, "alpha": 0.0}
+    go(settings, Memory(stop_at=4), folder="parts")
+    with pytest.raises(UserError, match=rf"parts: iteration 0 has {told}"):
+        go({**settings, **change}, Memory(), folder="parts")
+
+
+# --- given rollouts -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train_on(fake_iteration, new_journal):
+    """train_on(store, **settings): the journal of a run that trains on stored rollouts."""
+
+    def run(store: RolloutStore, **settings):
+        journal = new_journal()
+        iteration = replace(fake_iteration(journal=journal, folder="own", **settings), given=store)
+        run_iterations(iteration, lambda t: None)
+        return journal
+
+    return run
+
+
+GIVEN = {"problems": 6, "problems_per_iteration": 3, "iterations": 2, "minibatch_size": 4, "alpha": 0.0,
+         "dynamic_sampling": True, "hopeless": ["p-1", "p-4"]}
+
+
+def test_training_on_a_runs_rollouts_takes_its_steps_without_drawing_anything(run_fake, train_on):
+    whole = run_fake(**GIVEN)
+    again = train_on(whole.store, **GIVEN)
+    assert again.of_kind("generate") == []
+    assert again.lines == whole.lines
+    assert [again.store.drawn(t) for t in range(2)] == [whole.store.drawn(t) for t in range(2)]
+
+
+def changed(store: RolloutStore, iteration: int, folder, **fields) -> RolloutStore:
+    """A copy whose first response of an iteration has other fields."""
+    copy = RolloutStore(folder)
+    for t in range(2):
+        drawn = store.drawn(t)
+        if t == iteration:
+            drawn[0] = replace(drawn[0], rollout=replace(drawn[0].rollout, **fields))
+        copy.write(t, drawn, rank=0, world_size=1)
+    return copy
+
+
+@pytest.mark.parametrize(("iteration", "fields", "told"), [
+    (0, {"policy_version": 3}, "iteration 0 is of policy version 3 there; version 0 is trained on here"),
+    (1, {"policy_version": 0}, "iteration 1 is of policy version 0 there; version 1 is trained on here"),
+    (0, {"problem_id": "p-99"}, "answers problem p-99, which is none of this run's"),
+    (1, {"prompt_ids": (3, 3)}, r"after the prompt \(3, 3\) there, which is \(1[0-9], 7\) here"),
+])
+def test_given_rollouts_that_do_not_fit_are_refused_with_both_sides(
+    run_fake, train_on, tmp_path, iteration: int, fields: dict, told: str
+):
+    store = changed(run_fake(**GIVEN).store, iteration, tmp_path / "copy", **fields)
+    with pytest.raises(UserError, match=told):
+        train_on(store, **GIVEN)

@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 
+from nemo_edo.algorithms.progress import Position
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import SFTConfig
+from nemo_edo.errors import RunStopped
 
 
 class Recorder:
@@ -92,3 +94,30 @@ def test_no_steps_train_nothing():
 def test_each_step_is_logged_with_its_number():
     assert learn(count=10, steps=3, batch_size=4).lines == [
         ("sft_step", {"step": step, "loss": 0.5}) for step in range(3)]
+
+
+class Stopping:
+    """A Progress that stops the training when so many steps are taken."""
+
+    def __init__(self, start: Position, stop_at: int | None = None) -> None:
+        self.start = start
+        self.stop_at = stop_at
+
+    def reached(self, position: Position) -> None:
+        assert position.step == position.steps_taken
+        if position.steps_taken == self.stop_at:
+            raise RunStopped
+
+
+@pytest.mark.parametrize("stop_at", range(1, 8))
+def test_a_warm_up_stopped_after_any_step_and_gone_on_with_takes_the_steps_of_an_unbroken_one(stop_at: int):
+    config, settings = SFTConfig(steps=8, batch_size=4), {"pad_id": 0, "seed": 3}
+    whole, broken = Recorder(), Recorder()
+    train_supervised(whole, solutions(10), config, log=whole.log, **settings)
+    with pytest.raises(RunStopped):
+        train_supervised(broken, solutions(10), config, log=broken.log, progress=Stopping(Position(), stop_at),
+                         **settings)
+    assert len(broken.steps) == stop_at
+    rest = Stopping(Position(step=stop_at, steps_taken=stop_at))
+    train_supervised(broken, solutions(10), config, log=broken.log, progress=rest, **settings)
+    assert (broken.steps, broken.lines) == (whole.steps, whole.lines)

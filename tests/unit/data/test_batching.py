@@ -3,7 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_edo.data.batching import build_batch, epoch_order, minibatches, pad_rows
+from nemo_edo.data.batching import (
+    build_batch,
+    epoch_order,
+    minibatches,
+    padding_share,
+    plan_micro_batches,
+    sequence_lengths,
+    take_rows,
+)
 
 PAD = 0
 TOKENS = st.integers(1, 50)
@@ -60,18 +68,58 @@ def test_sequences_and_values_that_do_not_match_are_errors(arguments, message):
         build_batch(**{"sequences": [([1], [2, 3]), ([1], [2])], "pad_id": PAD} | arguments)
 
 
-@given(SEQUENCES, st.integers(1, 5))
-def test_padded_rows_reach_the_multiple_and_count_nowhere(sequences, multiple):
-    values = [[-1.0] * len(response) for _, response in sequences]
-    batch = build_batch(sequences, pad_id=7, advantages=[2.0] * len(sequences), old_logprobs=values)
-    padded = pad_rows(batch, multiple, pad_id=7)
-    assert padded.size % multiple == 0
-    assert 0 <= padded.size - batch.size < multiple
-    for name, value in batch.tensors().items():
-        assert torch.equal(padded.tensors()[name][: batch.size], value)
-        added = padded.tensors()[name][batch.size :]
-        assert added.dtype == value.dtype
-        assert (added == (7 if name == "tokens" else 0)).all()
+LENGTHS = st.lists(st.integers(2, 20), min_size=1, max_size=30)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.sampled_from([None, 60, 77]))
+def test_a_plan_holds_every_row_once_within_its_bounds_and_keeps_units_together(lengths, ranks, unit, units, tokens):
+    lengths = [length for length in lengths for _ in range(unit)]
+    plans = plan_micro_batches(lengths, ranks=ranks, rows=units * unit, tokens=tokens, unit=unit)
+    assert len(plans) == ranks and len({len(plan) for plan in plans}) == 1
+    micro_batches = [rows for plan in plans for rows in plan if rows]
+    assert sorted(row for rows in micro_batches for row in rows) == list(range(len(lengths)))
+    for rows in micro_batches:
+        assert len(rows) <= units * unit
+        assert tokens is None or len(rows) * max(lengths[row] for row in rows) <= tokens
+        starts = rows[::unit]
+        assert rows == [start + k for start in starts for k in range(unit)] and not any(s % unit for s in starts)
+
+
+def test_without_a_token_bound_rows_stay_in_their_order_dealt_to_the_ranks():
+    assert plan_micro_batches([5] * 7, ranks=2, rows=2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+
+
+def test_a_token_bound_puts_rows_of_like_length_together():
+    plan = plan_micro_batches([2, 9, 3, 10], ranks=1, rows=4, tokens=20)
+    assert plan == [[[3, 1], [2, 0]]]
+    assert padding_share([2, 9, 3, 10], plan) == pytest.approx(1 - 24 / 26)
+    assert padding_share([2, 9, 3, 10], [[[0, 1, 2, 3]]]) == pytest.approx(1 - 24 / 40)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"rows": 1, "unit": 2}, "cannot keep 2 rows together"),
+    ({"rows": 4, "unit": 2, "lengths": [3, 3, 3]}, "3 rows in micro-batches of 4 cannot keep 2"),
+    ({"rows": 4, "tokens": 9, "unit": 2}, "2 rows of 5 tokens exceed the 9 tokens"),
+])
+def test_a_plan_that_cannot_hold_a_unit_is_an_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_micro_batches(**{"lengths": [5, 4], "ranks": 1} | arguments)
+
+
+@given(SEQUENCES.filter(lambda sequences: max(len(p) + len(r) for p, r in sequences) > 1))
+def test_the_length_of_a_row_reaches_to_its_last_response_token(sequences):
+    batch = build_batch(sequences, pad_id=PAD)
+    responses = [(len(prompt) + len(response)) if response else 2 for prompt, response in sequences]
+    assert sequence_lengths(batch) == responses
+
+
+def test_taken_rows_are_cut_and_none_at_all_gives_padding():
+    batch = build_batch([([1], [2, 3]), ([4, 5], [6])], pad_id=PAD, advantages=[2.0, 3.0])
+    taken = take_rows(batch, [1], 3)
+    assert (taken.tokens.tolist(), taken.mask.tolist(), taken.advantages.tolist()) == ([[4, 5, 6]], [[0, 1]], [3])
+    empty = take_rows(batch, [], 2)
+    assert empty.size == batch.unit == 1
+    assert not any(value.any() for value in empty.tensors().values())
 
 
 @given(st.integers(0, 200), st.integers(0, 5), st.integers(0, 5))

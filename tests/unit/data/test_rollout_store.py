@@ -8,7 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.data.rollout_store import DiskSpaceError, RolloutStore, check_disk_space, estimate_bytes
+from nemo_edo.data.rollout_store import (
+    DiskSpaceError,
+    RolloutStore,
+    check_disk_space,
+    estimate_bytes,
+    tokenizer_identity,
+)
+from nemo_edo.errors import UserError
 from nemo_edo.types import Rollout, ScoredRollout
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
@@ -160,3 +167,93 @@ def test_disk_check_names_needed_free_and_folder_and_passes_at_equality(tmp_path
         check_disk_space(folder, 3 * 2**30)
     assert str(folder) in str(error.value)
     assert asked == [tmp_path, tmp_path]
+
+
+# --- an iteration that is still being drawn -----------------------------------------------------------------------
+
+UNSORTED = [scored("train-2", 1), scored("train-2", 0), scored("train-1", 5), scored("train-10", 2)]
+
+
+def test_nothing_is_drawn_where_nothing_is(tmp_path):
+    assert RolloutStore(tmp_path).drawn(0) == []
+
+
+def test_parts_are_given_back_in_their_order_up_to_the_first_that_is_missing(tmp_path):
+    store = RolloutStore(tmp_path)
+    for part, one in enumerate(UNSORTED):
+        if part != 2:
+            store.write_part(4, part, [one])
+    assert store.drawn(4) == UNSORTED[:2]
+    store.write_part(4, 2, [UNSORTED[2]])
+    assert store.drawn(4) == UNSORTED
+
+
+def test_parts_are_no_shards_until_the_shard_takes_their_place(tmp_path):
+    store = RolloutStore(tmp_path)
+    part = store.write_part(0, 0, UNSORTED)
+    with pytest.raises(ValueError, match="iter_00000: has no rollouts"):
+        store.read(0)
+    shard = store.write(0, UNSORTED, rank=0, world_size=1)
+    assert not part.exists()
+    assert list(shard.parent.iterdir()) == [shard]
+    assert store.drawn(0) == UNSORTED  # as they were drawn, not sorted as read gives them
+
+
+def test_a_shard_counts_where_a_kill_left_its_parts_behind(tmp_path):
+    store = RolloutStore(tmp_path)
+    store.write(0, UNSORTED, rank=0, world_size=1)
+    store.write_part(0, 0, UNSORTED[:1])
+    assert store.drawn(0) == UNSORTED
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: content[:-10], lambda content: content[: len(content) // 2], lambda content: b"",
+    lambda content: content[:4] + bytes(len(content) - 200) + content[-196:],
+], ids=["end cut off", "half", "empty", "zeros in the middle"])
+@pytest.mark.parametrize("kind", ["shard", "part"])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage, kind: str):
+    store = RolloutStore(tmp_path)
+    rows = [scored(sample_index=index, text="some text " * 20) for index in range(50)]
+    path = store.write(0, rows, rank=0, world_size=1) if kind == "shard" else store.write_part(0, 0, rows)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=rf"{path.name}: is not a readable Parquet file"):
+        store.drawn(0)
+
+
+def test_a_parquet_file_of_something_else_is_an_error_that_names_what_it_lacks(tmp_path):
+    path = RolloutStore(tmp_path).write(0, [scored()], rank=0, world_size=1)
+    pandas.read_parquet(path).drop(columns="reward").to_parquet(path)
+    with pytest.raises(UserError, match="rank_0_of_1.parquet: has no column reward; its columns: problem_id, sample"):
+        RolloutStore(tmp_path).drawn(0)
+
+
+def test_rollouts_of_another_tokenizer_are_refused_with_both_names(tmp_path):
+    RolloutStore(tmp_path, tokenizer="abc (128 tokens)").write(0, [scored()], rank=0, world_size=1)
+    other = RolloutStore(tmp_path, tokenizer="def (256 tokens)")
+    for read in (other.read, other.drawn, lambda iteration: other.require(iteration + 1)):
+        with pytest.raises(UserError, match=r"another tokenizer: abc \(128 tokens\) there, def \(256 tokens\) here"):
+            read(0)
+    assert RolloutStore(tmp_path, tokenizer="abc (128 tokens)").read(0) == RolloutStore(tmp_path).read(0) == [scored()]
+
+
+def test_all_iterations_that_are_required_have_to_be_there(tmp_path):
+    store = RolloutStore(tmp_path)
+    for iteration in range(2):
+        store.write(iteration, [scored()], rank=0, world_size=1)
+    store.require(2)
+    with pytest.raises(UserError, match="iter_00002: has no rollouts"):
+        store.require(3)
+
+
+class Tokenizer(dict):
+    """A vocabulary, as far as its identity goes."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self)
+
+
+def test_a_tokenizers_identity_is_that_of_its_vocabulary():
+    identity = tokenizer_identity(Tokenizer(a=0, b=1))
+    assert identity == tokenizer_identity(Tokenizer(b=1, a=0))
+    assert identity.endswith("(2 tokens)")
+    assert len({identity, *map(tokenizer_identity, (Tokenizer(a=1, b=0), Tokenizer(a=0, c=1), Tokenizer(a=0)))}) == 4

@@ -12,6 +12,7 @@ from nemo_edo.evaluation.comparison import (
     main_metrics,
     match_accuracy,
     metric_order,
+    newly_solved_and_lost,
 )
 
 PROBLEMS = tuple(f"test-{index}" for index in range(50))
@@ -149,3 +150,20 @@ def test_the_largest_vote_and_pass_are_chosen_whatever_the_config_asked_for():
     names = ["vote@2", "vote@128", "pass@9", "pass@64", "distinct_4"]
     assert main_metrics(names) == ["vote@128", "pass@64", "distinct_4"]
     assert largest(["entropy"], "vote@") is None
+
+
+def greedy(name: str, rewards: list[float], problems: tuple[str, ...] = ("a", "b", "c", "d")) -> Evaluation:
+    return Evaluation(name, problems, {"greedy_accuracy": (np.array(rewards), np.ones(len(rewards)))})
+
+
+def test_newly_solved_and_lost_count_full_rewards_that_came_and_went():
+    before, after = greedy("start", [1.0, 1.0, 0.0, 0.5]), greedy("grpo", [1.0, 0.9, 1.0, 1.0])
+    assert newly_solved_and_lost(before, after) == {"newly_solved": 2.0, "lost": 1.0}
+    assert newly_solved_and_lost(after, before) == {"newly_solved": 1.0, "lost": 2.0}
+
+
+def test_newly_solved_and_lost_pair_by_problem_and_refuse_others():
+    before, after = greedy("start", [1.0, 0.0, 0.0, 0.0]), greedy("grpo", [0.0, 0.0, 0.0, 1.0], ("d", "c", "b", "a"))
+    assert newly_solved_and_lost(before, after) == {"newly_solved": 0.0, "lost": 0.0}
+    with pytest.raises(ValueError, match="1 problems that after has not: 'd'"):
+        newly_solved_and_lost(before, greedy("other", [1.0] * 4, ("a", "b", "c", "e")))

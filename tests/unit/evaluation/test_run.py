@@ -125,6 +125,21 @@ def test_accuracy_is_the_share_of_right_responses(evaluated):
     assert evaluation.metrics["accuracy"][1].tolist() == [SAMPLES * ROLLOUTS] * len(PROBLEMS)
 
 
+def test_answers_are_counted_and_spread_among_the_responses_of_each_rollout(evaluated):
+    evaluation, _, reference, _, _ = evaluated
+
+    def shares(rollout) -> list[float]:
+        given = [s.answer for s in rollout if s.answer is not None]
+        return [given.count(answer) / len(given) for answer in set(given)]
+
+    counted = reference.per_problem(lambda problem, rollout: len(shares(rollout)))
+    spread = reference.per_problem(lambda problem, rollout: -sum(share * np.log(share) for share in shares(rollout)))
+    np.testing.assert_allclose(means(evaluation, "distinct_answers"), counted)
+    np.testing.assert_allclose(means(evaluation, "answer_entropy"), spread, atol=1e-12)
+    assert 1 < max(counted)
+    assert 0 < max(spread)
+
+
 def vote_over_all_tie_breaks(answers: Sequence[str | None], reference: str) -> float:
     """The mean score of the vote over all orders in which the first seen of equals wins."""
     scores = []

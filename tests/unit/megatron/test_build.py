@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.build import build_model, check_model_folder, export_hf_folder, initialize_parallel_state
+from nemo_edo.megatron.forward_backward import MicroBatching
 
 MODELS = {
     "qwen2": ("qwen2", {}),
@@ -92,12 +94,12 @@ def test_bf16_export_is_the_rounded_weights_and_says_bf16(half, tiny_qwen2, tmp_
 
 def test_bf16_log_probs_are_near_those_of_transformers_in_bf16(half, tiny, tiny_qwen2):
     batch = tiny.random_batch()
-    log_probs, entropies = half.log_probs(batch, micro_batch_size=2, temperature=1.0)
+    log_probs, entropies = half.log_probs(batch, micro_batching=MicroBatching(2), temperature=1.0)
     with torch.no_grad():
         dense = tiny.dense_log_probs(tiny.load_dense(tiny_qwen2, torch.bfloat16), batch.tokens)
     assert log_probs.dtype is entropies.dtype is torch.float32
-    torch.testing.assert_close(log_probs, dense[0], rtol=0, atol=0.15)
-    torch.testing.assert_close(entropies, dense[1], rtol=0, atol=0.15)
+    for found, expected in zip((log_probs, entropies), dense, strict=True):
+        torch.testing.assert_close(found * batch.mask, expected * batch.mask, rtol=0, atol=0.15)
 
 
 # --- what cannot be built -----------------------------------------------------------------------------------------
@@ -152,6 +154,13 @@ def test_a_vocabulary_that_tensor_parallelism_cannot_split_is_an_error_that_name
     folder = tiny.write_tiny_model(tmp_path / "odd", vocab_size=131)
     with pytest.raises(UserError, match="parallelism.tensor_model_parallel_size 2 does not divide .* 131 vocabulary"):
         build_model(folder, ParallelismConfig(tensor_model_parallel_size=2), PrecisionConfig(), half.device)
+
+
+def test_another_model_of_the_same_split_makes_no_new_process_groups(half, tiny, tiny_qwen2):
+    """Each group has threads that last as long as the process."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    tiny.build_policy(tiny_qwen2)
+    assert parallel_state.get_tensor_model_parallel_group() is group
 
 
 def test_a_world_that_the_split_does_not_divide_is_an_error_that_says_how_many_processes_fit(half):

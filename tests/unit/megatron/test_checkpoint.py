@@ -1,3 +1,6 @@
+import shutil
+
+import psutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -6,6 +9,8 @@ from nemo_edo.config import OptimizerConfig, ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron import checkpoint
+from nemo_edo.megatron.checksums import DamagedCheckpoint
+from nemo_edo.megatron.forward_backward import MicroBatching
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
 
@@ -16,8 +21,9 @@ def train(policy, tiny, seeds) -> list[dict[str, float]]:
         batch = tiny.random_batch(rows=3, seed=seed)
         metrics.append(
             policy.train_step(
-                batch, lambda log_probs, _, micro: (sft_loss(log_probs, micro.mask), {}),
-                loss_count=float(reduction_count(batch.mask, "token-mean")), micro_batch_size=2, temperature=1.0,
+                batch, lambda log_probs, _, micro: ({"sft": sft_loss(log_probs, micro.mask)}, {}),
+                loss_counts={"sft": float(reduction_count(batch.mask, "token-mean"))},
+                micro_batching=MicroBatching(2), temperature=1.0,
             )
         )
     return metrics
@@ -123,3 +129,83 @@ def test_the_folder_appears_only_when_it_is_whole(policy, tmp_path, monkeypatch)
     checkpoint.save(policy, folder)
     checkpoint.load(policy, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.fixture(scope="module")
+def saved(policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    checkpoint.save(policy, folder, extra={"position": {"step": 3}, "note": "α"})
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def test_extra_comes_back_as_it_was_given(saved):
+    assert checkpoint.load_extra(saved) == {"position": {"step": 3}, "note": "α"}
+
+
+def test_a_later_save_of_the_same_name_takes_the_earlier_ones_place(policy, copy):
+    checkpoint.save(policy, copy, extra={"new": True})
+    assert checkpoint.load_extra(copy) == {"new": True}
+    checkpoint.load(policy, copy)
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+def test_saving_leaves_no_process_behind(policy, tmp_path):
+    """One that outlives a killed trainer would hold its files and its lock."""
+    before = psutil.Process().children(recursive=True)
+    checkpoint.save(policy, tmp_path / "checkpoint")
+    assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
+
+
+def flip_a_bit(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("damage", "told"), [
+    (lambda folder: flip_a_bit(max(folder.glob("*.distcp"))), r"\.distcp has other content than was written"),
+    (lambda folder: flip_a_bit(folder / "about.json"), "about.json has other content"),
+    (lambda folder: max(folder.glob("*.distcp")).unlink(), r"\.distcp is missing"),
+    (lambda folder: (folder / "about.json").unlink(), "about.json is missing"),
+    (lambda folder: (folder / "metadata.json").unlink(), "metadata.json is missing"),
+    (lambda folder: (folder / "checksums.json").unlink(), "checksums.json cannot be read"),
+    (lambda folder: (folder / "checksums.json").write_text('{"a": '), "checksums.json cannot be read"),
+    (lambda folder: (folder / "more").write_text(""), "more is not one of its files"),
+])
+def test_any_damage_is_noticed_before_anything_is_loaded(policy, copy, damage, told: str):
+    damage(copy)
+    before = policy.snapshot()
+    with pytest.raises(DamagedCheckpoint, match=rf"{copy} is damaged: .*{told}"):
+        checkpoint.load(policy, copy)
+    assert all(map(torch.equal, policy.snapshot(), before))
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_with_both_sides(tiny, saved, tmp_path):
+    wider = tiny.build_policy(tiny.write_tiny_model(tmp_path / "wider", intermediate_size=128))
+    with pytest.raises(UserError, match="of another model: intermediate_size is 96 there and 128 here"):
+        checkpoint.load(wider, saved)
+
+
+def test_weights_alone_are_no_place_to_go_on_from(policy, saved):
+    with pytest.raises(UserError, match="holds weights alone, no state of an optimizer"):
+        checkpoint.load(policy, saved, with_optimizer=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_reference_comes_back_to_the_last_bit_and_leaves_the_weights_alone(tiny, tiny_qwen2, tmp_path, dtype: str):
+    """In fp32 even beside bf16 weights: moves below the spacing of bf16 add up in it."""
+    policy = tiny.build_policy(tiny_qwen2, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    reference = [torch.randn(weight.shape, generator=generator) for weight in policy.snapshot()]
+    before = policy.snapshot()
+    checkpoint.save(policy, tmp_path / "checkpoint", reference=reference)
+    checkpoint.load(policy, tmp_path / "checkpoint")
+    assert all(map(torch.equal, policy.snapshot(), before))
+    loaded = checkpoint.load_reference(policy, tmp_path / "checkpoint")
+    assert [weight.dtype for weight in loaded] == [torch.float32] * len(reference)
+    assert all(map(torch.equal, loaded, reference))

@@ -1,16 +1,26 @@
 """Megatron's pass over a global batch against plain autograd through the same weights in ``transformers``."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemo_edo.config import GRPOLossConfig
-from nemo_edo.data.batching import pad_rows
-from nemo_edo.losses import LossTerm, entropy_bonus, grpo_loss, reduce_tokens, reduction_count, sft_loss
+from nemo_edo.config import DPOLossConfig, GRPOLossConfig
+from nemo_edo.losses import (
+    LossTerm,
+    ed_idpo_loss,
+    entropy_bonus,
+    grpo_loss,
+    reduce_tokens,
+    reduction_count,
+    sequence_logprobs,
+    sft_loss,
+)
+from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
+ED_IDPO = DPOLossConfig(beta=0.3, exploration_coefficient=0.2)
 ED_GRPO = GRPOLossConfig(beta=0.04, exploration_coefficient=0.3, log_ratio_floor=-2.0)
 
 
@@ -20,14 +30,34 @@ def ed_grpo(log_probs, entropies, micro):
         log_probs, micro.old_logprobs, micro.ref_logprobs, micro.advantages, micro.mask, ED_GRPO
     )
     term = term.plus(entropy_bonus(entropies, micro.mask, reduction=ED_GRPO.aggregation), 0.1)
-    return term, {**metrics, "entropy": reduce_tokens(entropies.detach(), micro.mask, "token-mean")}
+    return {"grpo": term}, {**metrics, "entropy": reduce_tokens(entropies.detach(), micro.mask, "token-mean")}
 
 
 def sft(log_probs, entropies, micro):
-    return sft_loss(log_probs, micro.mask), {}
+    return {"sft": sft_loss(log_probs, micro.mask)}, {}
 
 
-LOSSES = {"ed-grpo": (ed_grpo, ED_GRPO.aggregation), "sft": (sft, "token-mean")}
+def ed_idpo(log_probs, entropies, micro):
+    """Two terms with denominators of their own: pairs, and the responses that explore."""
+    policy, ref = (sequence_logprobs(values, micro.mask) for values in (log_probs, micro.ref_logprobs))
+    chosen, rejected = micro.pair_role == 1, micro.pair_role == -1
+    samples = micro.mask * micro.exploration_weights[:, None]
+    preference, exploration, metrics = ed_idpo_loss(
+        policy[chosen], policy[rejected], ref[chosen], ref[rejected], log_probs, micro.old_logprobs, samples, ED_IDPO
+    )
+    return {"preference": preference, "exploration": exploration}, metrics
+
+
+def counts(name: str, batch) -> dict[str, float]:
+    """Each term's count over the batch."""
+    if name == "ed-idpo":
+        pairs, samples = (batch.pair_role == 1).sum(), batch.exploration_weights.sum()
+        return {"preference": float(pairs), "exploration": float(samples)}
+    reduction = {"ed-grpo": ED_GRPO.aggregation, "sft": "token-mean"}[name]
+    return {{"ed-grpo": "grpo"}.get(name, name): float(reduction_count(batch.mask, reduction))}
+
+
+LOSSES = {"ed-grpo": ed_grpo, "sft": sft, "ed-idpo": ed_idpo}
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +67,40 @@ def policy(tiny, tiny_qwen2):
 
 @pytest.fixture(scope="module")
 def batch(tiny):
-    return tiny.random_batch(rows=5)
-
-
-def run(policy, tiny, batch, loss, reduction: str, micro_batch_size: int, **settings) -> SimpleNamespace:
-    for chunk in policy.chunks:
-        chunk.zero_grad_buffer()
-    settings = {"loss_count": float(reduction_count(batch.mask, reduction)), **settings}
-    metrics = policy.forward_backward(
-        batch, loss, micro_batch_size=micro_batch_size, temperature=TEMPERATURE, **settings
+    """Six rows: two pairs, and two single responses one of which does not explore."""
+    return tiny.random_batch(rows=6).with_fields(
+        pair_role=torch.tensor([1, -1, 0, 0, 1, -1]), exploration_weights=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
     )
-    return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy))
+
+
+@pytest.fixture(scope="module")
+def run(policy, tiny):
+    """run(batch, name of the loss, rows, tokens): metrics, exported gradients and padding of one pass."""
+
+    def one_pass(batch, name: str, rows: int, tokens: int | None = None, loss=None, **settings) -> SimpleNamespace:
+        for chunk in policy.chunks:
+            chunk.zero_grad_buffer()
+        settings = {"loss_counts": counts(name, batch), "temperature": TEMPERATURE, **settings}
+        metrics = policy.forward_backward(
+            batch, loss or LOSSES[name], micro_batching=MicroBatching(rows, tokens), **settings
+        )
+        padding = metrics.pop("padding_share")
+        return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy), padding=padding)
+
+    return one_pass
 
 
 @pytest.fixture(scope="module")
 def dense(tiny, tiny_qwen2, batch) -> dict[str, SimpleNamespace]:
     """Each loss of the whole batch at once, by autograd through ``transformers``."""
     results = {}
-    for name, (loss, _) in LOSSES.items():
+    for name, loss in LOSSES.items():
         model = tiny.load_dense(tiny_qwen2)
-        term, metrics = loss(*tiny.dense_log_probs(model, batch.tokens, TEMPERATURE), batch)
-        term.mean().backward()
+        terms, metrics = loss(*tiny.dense_log_probs(model, batch.tokens, TEMPERATURE), batch)
+        total = sum(term.mean() for term in terms.values())
+        total.backward()
         results[name] = SimpleNamespace(
-            metrics={key: float(value.mean()) for key, value in {"loss": term, **metrics}.items()},
+            metrics={"loss": float(total), **{key: float(value.mean()) for key, value in metrics.items()}},
             gradients={key: parameter.grad for key, parameter in model.named_parameters()},
         )
     return results
@@ -77,84 +118,97 @@ def assert_same(found: SimpleNamespace, expected: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 64])
-def test_gradients_and_metrics_are_the_dense_ones_whatever_the_micro_batch_size(
-    policy, tiny, batch, dense, name, micro_batch_size
-):
-    assert_same(run(policy, tiny, batch, *LOSSES[name], micro_batch_size), dense[name])
+@pytest.mark.parametrize(("rows", "tokens"), [(2, None), (3, None), (5, None), (64, None), (64, 30), (4, 40)])
+def test_gradients_and_metrics_are_the_dense_ones_however_the_batch_is_cut(run, batch, dense, name, rows, tokens):
+    assert_same(run(batch, name, rows, tokens), dense[name])
+
+
+@pytest.mark.parametrize("name", ["ed-grpo", "sft"])
+def test_one_sequence_at_a_time_gives_the_same_gradients(run, batch, dense, name):
+    single = batch.with_fields(pair_role=None)
+    assert_same(run(single, name, rows=1), dense[name])
+
+
+def test_a_token_budget_computes_less_padding_than_the_order_of_the_rows(run, batch):
+    in_order, by_length = (run(batch, "sft", 4, tokens).padding for tokens in (None, 40))
+    assert 0 <= by_length < in_order < 1
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_rows_and_micro_batches_that_are_all_padding_contribute_nothing(policy, tiny, batch, dense, name):
-    padded = pad_rows(batch, 9, pad_id=0)
-    assert padded.size == 9 and not padded.mask[5:].any()
-    assert_same(run(policy, tiny, padded, *LOSSES[name], micro_batch_size=2), dense[name])
+def test_rows_and_micro_batches_that_are_all_padding_contribute_nothing(run, batch, dense, name):
+    tensors = batch.tensors().items()
+    padded = TrainingBatch(**{key: torch.cat([value, torch.zeros_like(value[:4])]) for key, value in tensors})
+    assert padded.size == 10 and not padded.mask[6:].any()
+    assert_same(run(padded, name, rows=2), dense[name])
 
 
-def test_whatever_padding_holds_changes_nothing(policy, tiny, batch, dense):
+def test_whatever_padding_holds_changes_nothing(run, batch, dense):
     """Values at masked positions, and tokens behind the response: causal attention and the mask keep them out."""
     valid = batch.mask.bool()
     after = batch.mask.flip(1).cumsum(1).flip(1) == 0  # positions behind the last response token
     tokens = batch.tokens.clone()
     tokens[:, 1:][after] = 77
-    rubbish = replace(
-        batch, tokens=tokens,
+    rubbish = batch.with_fields(
+        tokens=tokens,
         old_logprobs=torch.where(valid, batch.old_logprobs, torch.nan),
         ref_logprobs=torch.where(valid, batch.ref_logprobs, -torch.inf),
     )
     assert not torch.equal(tokens, batch.tokens)
-    assert_same(run(policy, tiny, rubbish, *LOSSES["ed-grpo"], micro_batch_size=2), dense["ed-grpo"])
+    for name in ("ed-grpo", "ed-idpo"):
+        assert_same(run(rubbish, name, rows=2), dense[name])
 
 
-def test_a_batch_without_any_response_token_has_loss_and_gradients_of_zero(policy, tiny, batch):
-    empty = replace(batch, mask=torch.zeros_like(batch.mask))
-    found = run(policy, tiny, empty, *LOSSES["ed-grpo"], micro_batch_size=2)
-    assert set(found.metrics.values()) == {0.0}
-    assert not any(gradient.any() for gradient in found.gradients.values())
+def test_a_batch_without_any_response_token_is_an_error(policy, batch):
+    empty = batch.with_fields(mask=torch.zeros_like(batch.mask))
+    with pytest.raises(ValueError, match="none of the batch's 6 rows has a response token"):
+        policy.forward_backward(
+            empty, sft, loss_counts={"sft": 0.0}, micro_batching=MicroBatching(2), temperature=TEMPERATURE
+        )
 
 
-def test_forward_only_gives_the_same_metrics_and_no_gradient(policy, tiny, batch, dense):
-    found = run(policy, tiny, batch, *LOSSES["ed-grpo"], micro_batch_size=2, forward_only=True)
+def test_forward_only_gives_the_same_metrics_and_no_gradient(run, batch, dense):
+    found = run(batch, "ed-grpo", rows=2, forward_only=True)
     assert found.metrics == pytest.approx(dense["ed-grpo"].metrics, rel=1e-4, abs=1e-6)
     assert not any(gradient.any() for gradient in found.gradients.values())
 
 
-def test_gradients_of_two_batches_add_up(policy, tiny, batch):
-    once = run(policy, tiny, batch, *LOSSES["sft"], micro_batch_size=2).gradients
-    count = float(reduction_count(batch.mask, "token-mean"))
-    policy.forward_backward(batch, sft, loss_count=count, micro_batch_size=5, temperature=TEMPERATURE)
+def test_gradients_of_two_batches_add_up(run, policy, tiny, batch):
+    once = run(batch, "sft", rows=2).gradients
+    policy.forward_backward(
+        batch, sft, loss_counts=counts("sft", batch), micro_batching=MicroBatching(4), temperature=TEMPERATURE
+    )
     for name, gradient in tiny.exported_gradients(policy).items():
         torch.testing.assert_close(gradient, 2 * once[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_that_is_not_finite_raises_and_the_message_has_the_metrics(policy, tiny, batch):
+def test_a_loss_that_is_not_finite_raises_and_the_message_has_the_metrics(run, batch):
     def broken(log_probs, entropies, micro):
-        return LossTerm(log_probs.sum() * torch.nan, micro.mask.sum()), {"own": LossTerm(micro.mask.sum(), 1.0)}
+        term = LossTerm(log_probs.sum() * torch.nan, micro.mask.sum())
+        return {"sft": term}, {"own": LossTerm(micro.mask.sum(), 1.0)}
 
     with pytest.raises(FloatingPointError, match="the loss is nan; the optimizer step was not taken.*'own'"):
-        run(policy, tiny, batch, broken, "token-mean", micro_batch_size=2)
+        run(batch, "sft", rows=2, loss=broken)
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
-def test_a_count_that_the_terms_do_not_add_up_to_raises(policy, tiny, batch, wrong):
-    count = wrong * float(reduction_count(batch.mask, "token-mean"))
-    with pytest.raises(RuntimeError, match=r"the loss terms count .*, the global batch"):
-        run(policy, tiny, batch, sft, "token-mean", micro_batch_size=2, loss_count=count)
+def test_a_count_that_the_terms_do_not_add_up_to_raises(run, batch, wrong):
+    expected = {"sft": wrong * counts("sft", batch)["sft"]}
+    with pytest.raises(RuntimeError, match=r"the micro-batches' terms 'sft' count .*, the global batch"):
+        run(batch, "sft", rows=2, loss_counts=expected)
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 5])
+@pytest.mark.parametrize(("rows", "tokens"), [(2, None), (6, None), (6, 30)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropies_are_those_of_transformers(
-    policy, tiny, tiny_qwen2, batch, temperature, micro_batch_size
-):
-    found = policy.log_probs(batch, micro_batch_size=micro_batch_size, temperature=temperature)
+def test_log_probs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwen2, batch, temperature, rows, tokens):
+    found = policy.log_probs(batch, micro_batching=MicroBatching(rows, tokens), temperature=temperature)
     with torch.no_grad():
         expected = tiny.dense_log_probs(tiny.load_dense(tiny_qwen2), batch.tokens, temperature)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours * batch.mask, theirs * batch.mask, rtol=0, atol=1e-4)
 
 
-def test_log_probs_leave_the_gradients_alone(policy, tiny, batch):
-    before = run(policy, tiny, batch, *LOSSES["sft"], micro_batch_size=2).gradients
-    policy.log_probs(batch, micro_batch_size=2, temperature=1.0)
+def test_log_probs_leave_the_gradients_alone(run, policy, tiny, batch):
+    before = run(batch, "sft", rows=2).gradients
+    policy.log_probs(batch, micro_batching=MicroBatching(2), temperature=1.0)
     after = tiny.exported_gradients(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)

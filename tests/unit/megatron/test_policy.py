@@ -5,19 +5,20 @@ import torch
 
 from nemo_edo.config import OptimizerConfig
 from nemo_edo.losses import LossTerm, reduction_count, sft_loss
+from nemo_edo.megatron.forward_backward import MicroBatching
 
 
 def sft(log_probs, entropies, micro):
-    return sft_loss(log_probs, micro.mask), {}
+    return {"sft": sft_loss(log_probs, micro.mask)}, {}
 
 
 def broken(log_probs, entropies, micro):
-    return LossTerm(log_probs.sum() * torch.nan, micro.mask.sum()), {}
+    return {"sft": LossTerm(log_probs.sum() * torch.nan, micro.mask.sum())}, {}
 
 
 def broken_gradient(log_probs, entropies, micro):
     """The loss is 0, its gradient infinite or NaN."""
-    return LossTerm((log_probs - log_probs.detach()).abs().sqrt().sum(), micro.mask.sum()), {}
+    return {"sft": LossTerm((log_probs - log_probs.detach()).abs().sqrt().sum(), micro.mask.sum())}, {}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,8 @@ def from_the_start(policy, start):
 
 
 def step(policy, batch, loss=sft) -> dict[str, float]:
-    count = float(reduction_count(batch.mask, "token-mean"))
-    return policy.train_step(batch, loss, loss_count=count, micro_batch_size=2, temperature=1.0)
+    counts = {"sft": float(reduction_count(batch.mask, "token-mean"))}
+    return policy.train_step(batch, loss, loss_counts=counts, micro_batching=MicroBatching(2), temperature=1.0)
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_weights_computes_with_the_frozen_ones_and_restores_its_own_exactly(poli
     batch = tiny.random_batch()
 
     def log_probs(policy):
-        return policy.log_probs(batch, micro_batch_size=2, temperature=1.0)[0]
+        return policy.log_probs(batch, micro_batching=MicroBatching(2), temperature=1.0)[0]
 
     own, frozen = log_probs(policy), log_probs(other)
     with policy.weights(other.snapshot()):
@@ -199,7 +200,7 @@ def test_weights_in_the_middle_of_training_change_no_step(request, tiny, name):
         for _ in range(2):
             if swap:
                 with policy.weights(frozen):
-                    policy.log_probs(batch, micro_batch_size=2, temperature=1.0)
+                    policy.log_probs(batch, micro_batching=MicroBatching(2), temperature=1.0)
             step(policy, batch)
         return policy.snapshot()
 

@@ -4,10 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nemo_edo.config import GRPOConfig, ParallelismConfig, PrecisionConfig, SFTConfig
-from nemo_edo.models import MegatronGPTGRPOModel, MegatronGPTSFTModel
+from nemo_edo.config import GRPOConfig, IDPOConfig, LoRAConfig, ParallelismConfig, PrecisionConfig, SFTConfig
+from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel, model_config
+from nemo_edo.types import TrainingBatch
 
 HELPER = Path(__file__).parents[2] / "helpers" / "tiny_models.py"
 TEMPERATURE = 0.7
@@ -25,15 +27,29 @@ def tiny_qwen2(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_model(tiny_qwen2) -> Callable[[SFTConfig | GRPOConfig], MegatronGPTModel]:
+def pairs(tiny) -> TrainingBatch:
+    """Eight rows: two pairs, and four single responses. A response of a pair and a single one do not explore, and the
+    last row is padding."""
+    batch = tiny.random_batch(rows=8)
+    batch.mask[7] = 0.0
+    return batch.with_fields(
+        pair_role=torch.tensor([1, -1, 0, 0, 1, -1, 0, 0]),
+        exploration_weights=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_model(tiny_qwen2) -> Callable[..., MegatronGPTModel]:
     """The model class of a training config, with the tiny weights."""
 
-    def make(training: SFTConfig | GRPOConfig) -> MegatronGPTModel:
-        model_class = MegatronGPTSFTModel if isinstance(training, SFTConfig) else MegatronGPTGRPOModel
+    def make(training: SFTConfig | GRPOConfig | IDPOConfig, lora: LoRAConfig | None = None) -> MegatronGPTModel:
+        classes = {
+            SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel
+        }
         settings = model_config(
             tiny_qwen2, parallelism=ParallelismConfig(), precision=PrecisionConfig(), seed=0, threads=1,
-            training=training, temperature=TEMPERATURE,
+            lora=lora, training=training, temperature=TEMPERATURE,
         )
-        return model_class(settings)
+        return classes[type(training)](settings)
 
     return make

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nemo_edo.config import GRPOConfig, OptimizerConfig, SFTConfig
-from nemo_edo.losses import grpo_loss, sft_loss
+from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, SFTConfig
+from nemo_edo.losses import dpo_loss, exploration_term, grpo_loss, sequence_logprobs, sft_loss
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 OPTIMIZER = OptimizerConfig(lr=1e-3)
@@ -12,6 +12,7 @@ TEMPERATURE = 0.7  # of conftest.py
 CONFIGS = {
     "sft": SFTConfig(micro_batch_size=2, optimizer=OPTIMIZER),
     "grpo": GRPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, exploration_coefficient=0.3, beta=0.1),
+    "idpo": IDPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, exploration_coefficient=0.3, beta=0.1),
 }
 
 
@@ -40,8 +41,8 @@ def model(shared, start):
 
 
 @pytest.fixture(scope="module")
-def batch(tiny):
-    return tiny.random_batch(rows=5)
+def batch(tiny, pairs, kind):
+    return pairs if kind == "idpo" else tiny.random_batch(rows=5)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,12 @@ def expected_loss(tiny, tiny_qwen2, batch, kind) -> float:
         log_probs, _ = tiny.dense_log_probs(tiny.load_dense(tiny_qwen2), batch.tokens, TEMPERATURE)
     if kind == "sft":
         return float(sft_loss(log_probs, batch.mask).mean())
+    if kind == "idpo":
+        of_rows = [sequence_logprobs(values, batch.mask) for values in (log_probs, batch.ref_logprobs)]
+        policy_and_ref = [values[batch.pair_role == role] for values in of_rows for role in (1, -1)]
+        explored = batch.mask * batch.exploration_weights[:, None]
+        exploration = exploration_term(log_probs, batch.old_logprobs, explored, reduction="seq-sum")
+        return float(dpo_loss(*policy_and_ref, beta=0.1).mean() + 0.3 * exploration.mean())
     terms = (log_probs, batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.mask, CONFIGS["grpo"])
     return float(grpo_loss(*terms)[0].mean())
 
@@ -153,8 +160,10 @@ def test_infer_answers_every_request_from_the_current_weights(model, tiny, batch
 def test_get_inference_log_probs_are_those_of_transformers(model, tiny, tiny_qwen2, batch):
     with torch.no_grad():
         expected, entropies = tiny.dense_log_probs(tiny.load_dense(tiny_qwen2), batch.tokens, TEMPERATURE)
-    torch.testing.assert_close(model.get_inference_log_probs(batch), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(model.log_probs(batch), (expected, entropies), rtol=0, atol=1e-4)
+    counts = batch.mask.flip(1).cumsum(1).flip(1) > 0  # up to the last response token; what stands behind is padding
+    for found in (model.get_inference_log_probs(batch), model.log_probs(batch)[0]):
+        torch.testing.assert_close(found * counts, expected * counts, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model.log_probs(batch)[1] * counts, entropies * counts, rtol=0, atol=1e-4)
 
 
 # --- NeMo ---------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ def model(make_model):
 def test_the_loss_is_the_mean_negative_log_likelihood_of_response_tokens(model, tiny):
     batch = tiny.random_batch()
     log_probs, entropies = model.log_probs(batch)
-    term, metrics = model.loss(log_probs, entropies, batch)
+    terms, metrics = model.loss(log_probs, entropies, batch)
+    term = terms["sft"]
     assert metrics == {}
     assert float(term.sum) == pytest.approx(-float((log_probs * batch.mask).sum()), rel=1e-6)
-    assert float(term.count) == model.loss_count(batch) == float(batch.mask.sum())
+    assert float(term.count) == model.loss_counts(batch)["sft"] == float(batch.mask.sum())
 
 
 def test_training_steps_lower_the_loss(model, tiny):

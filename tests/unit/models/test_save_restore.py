@@ -6,22 +6,23 @@ import torch
 from omegaconf import OmegaConf, errors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_edo.config import GRPOConfig, OptimizerConfig, SFTConfig
-from nemo_edo.models import MegatronGPTGRPOModel, MegatronGPTSFTModel
+from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, SFTConfig
+from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
 
 OPTIMIZER = OptimizerConfig(lr=2e-3)
 CONFIGS = {
     MegatronGPTSFTModel: SFTConfig(micro_batch_size=2, optimizer=OPTIMIZER),
     MegatronGPTGRPOModel: GRPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, alpha=0.25, clip_high=0.28),
+    MegatronGPTDPOModel: IDPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, alpha=0.25, length_normalized=True),
 }
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=lambda model_class: model_class.__name__)
-def model(request, make_model, tiny):
+def model(request, make_model, pairs):
     """Trained a step, so that its weights are no longer those of its folder."""
     model = make_model(CONFIGS[request.param])
     model.start_training(1)
-    model.train_step(tiny.random_batch())
+    model.train_step(pairs)
     return model
 
 
@@ -48,10 +49,10 @@ def test_a_restored_model_has_class_config_and_weights_to_the_last_bit(model, ar
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_a_restored_model_can_be_trained(model, archive, tiny):
+def test_a_restored_model_can_be_trained(model, archive, pairs):
     restored = type(model).restore_from(str(archive))
     restored.start_training(1)
-    assert restored.train_step(tiny.random_batch())["grad_norm"] > 0
+    assert restored.train_step(pairs)["grad_norm"] > 0
 
 
 def test_a_restored_model_can_be_saved_again(model, archive, tiny, tmp_path):
@@ -94,7 +95,7 @@ def test_return_config_gives_the_config_alone(model, archive):
 
 
 def test_an_override_replaces_values_of_the_saved_config(model, archive):
-    override = OmegaConf.create({"training": {"micro_batch_size": 5}})
+    override = OmegaConf.create({"training": {"micro_batch_size": 6}})
     restored = type(model).restore_from(str(archive), override_config_path=override)
-    assert restored.settings.micro_batch_size == 5
+    assert restored.settings.micro_batch_size == 6
     assert restored.settings.optimizer == model.settings.optimizer

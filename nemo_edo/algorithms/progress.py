@@ -1,0 +1,53 @@
+"""Where a training stands: what it needs to know to go on exactly after it was killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_edo.algorithms.collection import Collected
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two optimizer steps. Plain values, which survive JSON."""
+
+    iteration: int = 0
+    step: int = 0
+    """Optimizer steps taken in the iteration; 0: its samples are not collected yet, and the weights are pi_t."""
+    steps_taken: int = 0
+    """Since the beginning of the training."""
+    schedule: dict[str, Any] | None = None
+    """The state of the exploration weight's schedule; None: there is none, or it has not begun."""
+
+
+class Progress(Protocol):
+    """Keeps checkpoints of a training, and says where it goes on."""
+
+    start: Position
+
+    def reached(self, position: Position) -> None:
+        """Called at every place where the training may stop: saves where a checkpoint is due, and raises RunStopped,
+        with everything saved, where the run is asked to stop."""
+
+    def keep(self, iteration: int, collected: Collected) -> None:
+        """What the iteration trains on. Behind its first step it could not be built again: log-probabilities under
+        pi_t need pi_t."""
+
+    def kept(self, iteration: int) -> Collected:
+        """What was kept, to the last bit. Called where ``start`` lies within the iteration."""
+
+
+class FromTheBeginning:
+    """A Progress that keeps nothing."""
+
+    start = Position()
+
+    def reached(self, position: Position) -> None:
+        pass
+
+    def keep(self, iteration: int, collected: Collected) -> None:
+        pass
+
+    def kept(self, iteration: int) -> Collected:
+        raise LookupError(f"nothing is kept of iteration {iteration}")

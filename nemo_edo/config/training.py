@@ -1,0 +1,175 @@
+"""The sections of a config that train: the warm-up, and Algorithm 1 around each objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from nemo_edo.config.checks import one_of, positive, require, share
+from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
+
+
+@dataclass
+class OptimizerConfig:
+    """Megatron-core's Adam, with its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """The highest learning rate."""
+    min_lr: float = 0.0
+    """Where the decay ends."""
+    schedule: str = "constant"
+    """constant, linear or cosine; the decay runs over the whole of the training."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
+    weight_decay: float = 0.0
+    """Decoupled from the gradient, as in AdamW."""
+    adam_beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
+    adam_beta2: float = 0.999
+    """Decay of the running mean of its square."""
+    adam_eps: float = 1e-8
+    """Added to the denominator of the step."""
+    clip_grad: float = 1.0
+    """Global gradient norm; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        positive(self, "optimizer", "lr", "adam_eps")
+        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"a number in [0, lr = {self.lr}]")
+        for name in ("warmup_steps", "weight_decay", "clip_grad"):
+            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "a number of at least 0")
+
+
+@dataclass
+class MicroBatchConfig:
+    """How a batch is cut into forward passes: memory and speed, never the result."""
+
+    micro_batch_size: int = 8
+    """Responses of one forward pass on one rank, at most."""
+    micro_batch_tokens: Optional[int] = None
+    """Tokens of one forward pass on one rank, padding included, at most: responses of like length share a pass. null:
+    no such bound, and responses stay in their order."""
+
+
+def _check_micro_batches(config: MicroBatchConfig, section: str) -> None:
+    positive(config, section, "micro_batch_size")
+    tokens = config.micro_batch_tokens
+    require(tokens is None or tokens > 0, f"{section}.micro_batch_tokens", tokens, "null or a number above 0")
+
+
+@dataclass
+class SFTConfig(MicroBatchConfig):
+    """The supervised warm-up. ``steps = 0`` leaves it out."""
+
+    steps: int = 0
+    """Optimizer steps; 0 leaves the warm-up out."""
+    batch_size: int = 128
+    """Solutions of one optimizer step, over all data-parallel ranks."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, "sft.steps", self.steps, "a number of at least 0")
+        positive(self, "sft", "batch_size")
+        _check_micro_batches(self, "sft")
+
+
+@dataclass
+class LoopConfig(MicroBatchConfig):
+    """Algorithm 1 around an objective: what ED-GRPO and ED-iDPO share."""
+
+    iterations: int = 3
+    """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
+    problems_per_iteration: Optional[int] = None
+    """null: every iteration samples for the whole prompt set, as in the paper. A number: for so many problems, each
+    pass over the set in a new order."""
+    epochs: int = 1
+    """Passes over an iteration's samples."""
+    reference: str = "initial"
+    """The centre of the trust region: initial, the policy that the arm starts from; previous, the policy that
+    collected the iteration's samples; ema, an exponential moving average of those."""
+    ema_decay: float = 0.9
+    """Of the ema reference, once an iteration: the share of its weights that stays."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def _check_loop(config: LoopConfig, section: str) -> None:
+    positive(config, section, "iterations", "epochs")
+    _check_micro_batches(config, section)
+    one_of(f"{section}.reference", config.reference, ("initial", "previous", "ema"))
+    share(config, section, "ema_decay")
+    schedule, weight = config.schedule, config.exploration_weight
+    if schedule.kind in CONTROLLERS and not schedule.min_weight <= weight <= schedule.max_weight:
+        raise ValueError(
+            f"{section}.schedule.kind {schedule.kind} starts from the exploration weight {weight:g}, expected one in "
+            f"[min_weight, max_weight] = [{schedule.min_weight:g}, {schedule.max_weight:g}]"
+        )
+    some = config.problems_per_iteration
+    require(some is None or some > 0, f"{section}.problems_per_iteration", some, "null or a number above 0")
+
+
+@dataclass
+class GRPOConfig(LoopConfig, GRPOLossConfig):
+    """GRPO and ED-GRPO: the loss, the advantages and the loop around them."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of an entropy bonus, the plain rival of the exploration term."""
+    advantage_scale: str = "std"
+    """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
+    advantage_baseline: str = "mean"
+    """mean of the group's rewards, or leave-one-out: the mean of the others (RLOO)."""
+    pass_k: Optional[int] = None
+    """pass@k training: advantages of the best of k responses instead of the mean (rewards 0 or 1). null: off."""
+    novelty_strength: float = 0.0
+    """lambda of the novelty advantage: credit moves from repeated to rare correct solutions of a group. 0: off."""
+    solution_paths: str = "arithmetic"
+    """How novelty and redundancy tell solutions apart: arithmetic, a parser of the built-in task; ngrams, clusters of
+    texts that share word 4-grams."""
+    redundancy_weighted: bool = False
+    """The exploration term only pushes down correct solutions whose path others of their group took too."""
+    explore_uninformative_groups: bool = True
+    """False, a control: groups whose rewards are all equal have no part in the exploration term."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all equal are dropped and other problems sampled in their place (DAPO)."""
+    max_extra_rounds: int = 3
+    """Rounds of sampling that dynamic_sampling may add to a collection."""
+    overlong_buffer: Optional[int] = None
+    """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
+    minibatch_size: int = 512
+    """Responses of one optimizer step, over all data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_loop(self, "grpo")
+        for name in ("entropy_coefficient", "novelty_strength", "max_extra_rounds"):
+            require(getattr(self, name) >= 0, f"grpo.{name}", getattr(self, name), "a number of at least 0")
+        one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
+        one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
+        one_of("grpo.solution_paths", self.solution_paths, ("arithmetic", "ngrams"))
+        positive(self, "grpo", "minibatch_size")
+        for name in ("pass_k", "overlong_buffer"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"grpo.{name}", value, "null or a number above 0")
+
+
+@dataclass
+class IDPOConfig(LoopConfig, DPOLossConfig):
+    """Iterative DPO and ED-iDPO: the loss, the pairs and the loop around them."""
+
+    pairs_per_prompt: int = 4
+    """S: pairs for each prompt, at most, of a response with reward 1 and one with reward 0."""
+    exploration_samples: str = "all"
+    """The responses that the exploration term runs over: all that the sampler drew for a prompt, those in pairs only
+    (paired), or a number of them."""
+    minibatch_size: int = 64
+    """Prompts of one optimizer step, over all data-parallel ranks: all their pairs and samples."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_loop(self, "idpo")
+        positive(self, "idpo", "pairs_per_prompt", "minibatch_size")
+        rows = self.micro_batch_size
+        require(rows % 2 == 0, "idpo.micro_batch_size", rows, "an even number: a pair is two responses of one pass")
+        samples = self.exploration_samples
+        known = samples in ("all", "paired") or (samples.isdecimal() and int(samples) > 0)
+        require(known, "idpo.exploration_samples", samples, "all, paired or a number above 0")

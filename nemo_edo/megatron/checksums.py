@@ -1,0 +1,70 @@
+"""Checksums of a checkpoint's files: a damaged one is noticed before it is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import xxhash
+
+from nemo_edo.errors import UserError
+
+FILE = "checksums.json"
+_BLOCK = 1 << 22
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those that were written."""
+
+
+def write_checksums(folder: Path) -> None:
+    """Adds ``checksums.json`` to a folder that all ranks have written into. Every rank calls it and reads its share."""
+    names = _files(folder)
+    found: list[dict[str, str] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, {name: checksum(folder / name) for name in _share(names)})
+    if torch.distributed.get_rank() == 0:
+        checksums = {name: value for part in found for name, value in part.items()}
+        (folder / FILE).write_text(json.dumps(checksums, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    torch.distributed.barrier()
+
+
+def check_checksums(folder: Path) -> None:
+    """Raises DamagedCheckpoint, on every rank, if a file is missing, new or changed. Every rank reads its share."""
+    fault = _fault(folder)
+    faults: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(faults, fault)
+    first = next((fault for fault in faults if fault), None)
+    if first:
+        raise DamagedCheckpoint(f"{folder} is damaged: {first}")
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        expected = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        return f"{FILE} cannot be read ({error})"
+    present = _files(folder)
+    if set(present) != expected.keys():
+        name = min(set(present) ^ expected.keys())
+        return f"{name} is {'missing' if name in expected else 'not one of its files'}"
+    changed = (name for name in _share(present) if checksum(folder / name) != expected[name])
+    return next((f"{name} has other content than was written" for name in changed), None)
+
+
+def _files(folder: Path) -> list[str]:
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if path != Path(FILE))
+
+
+def _share(names: list[str]) -> list[str]:
+    return names[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+
+
+def checksum(path: Path) -> str:
+    """Of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

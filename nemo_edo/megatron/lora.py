@@ -1,0 +1,129 @@
+"""LoRA (Hu et al. 2021) through Megatron-Bridge: small trained adapters beside frozen weights.
+
+A target layer computes W x + alpha / rank * B A x, where A and B are trained. Two things are ours:
+
+- The random start of an adapter follows from the seed and the layer's place in the whole model, so that it is the same
+  at every tensor- and pipeline-parallel size.
+- Adapters can be merged into the weights in place, also where both are split. Policies are trained from there with new
+  adapters: the policy without them is then the one that the training starts from, and serves as its reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from nemo_edo.config import LoRAConfig
+from nemo_edo.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+
+
+def check_splits(config: LoRAConfig, model, tensor_parallel: int) -> None:
+    """Raises UserError where adapters of this config cannot be had. model: Megatron's config of it."""
+    if config.rank % tensor_parallel:
+        raise UserError(
+            f"lora.rank {config.rank} is not a multiple of parallelism.tensor_model_parallel_size {tensor_parallel}, "
+            "over which adapters are split"
+        )
+    mlp = [target for target in config.targets if target in ("linear_fc1", "linear_fc2")]
+    if mlp and model.num_moe_experts:
+        raise UserError(f"lora.targets {mlp} are experts in this model, which have no adapters; leave them out")
+    if "linear_fc1" in mlp and tensor_parallel > 1 and not model.gated_linear_unit:
+        # Megatron-Bridge 0.3 writes them to checkpoints as if they were a gate and an up projection.
+        raise UserError(
+            "lora.targets linear_fc1 needs parallelism.tensor_model_parallel_size 1 in a model without gated MLPs"
+        )
+
+
+def add_adapters(chunks: list[MegatronModule], config: LoRAConfig, seed: int) -> list[MegatronModule]:
+    """Freezes every weight and puts adapters beside those of the target layers; before DistributedDataParallel.
+
+    Raises UserError where a target names no layer of the model.
+    """
+    from megatron.bridge.peft.lora import LoRA
+
+    # Only in the decoder: elsewhere (extra layers that predict further tokens) a name would not tell the place.
+    targets = [f"decoder.layers.*.{target}" for target in config.targets]
+    LoRA(target_modules=targets, dim=config.rank, alpha=config.alpha)(chunks, training=True)
+    found = {name.rpartition(".")[2] for name, _ in _adapted_layers(chunks)}
+    without = [target for target in config.targets if target not in found]
+    if without:
+        raise UserError(
+            f"lora.targets {', '.join(without)} name no layer of this model; "
+            f"of lora.targets it has {', '.join(sorted(found)) or 'none'}"
+        )
+    for _, layer in _adapted_layers(chunks):
+        layer.register_load_state_dict_pre_hook(_name_wrapped_weights)
+    initialize_adapters(chunks, seed)
+    return chunks
+
+
+@torch.no_grad()
+def initialize_adapters(chunks: list[MegatronModule], seed: int) -> None:
+    """A random A (Glorot and Bengio's normal distribution) and B = 0: adapters that change nothing yet."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, layer in _adapted_layers(chunks):
+        weight = layer.adapter.linear_in.weight
+        shape = list(weight.shape)
+        shape[weight.partition_dim] *= size
+        digest = hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        whole = torch.nn.init.xavier_normal_(torch.empty(shape, device="cpu"), generator=generator)
+        weight.copy_(whole.chunk(size, dim=weight.partition_dim)[rank])
+        layer.adapter.linear_out.weight.zero_()
+
+
+@torch.no_grad()
+def merge_adapters(chunks: list[MegatronModule], seed: int) -> None:
+    """Adds the adapters' products to the frozen weights, in place, and starts the adapters anew. All ranks call it."""
+    for _, layer in _adapted_layers(chunks):
+        adapter, weight = layer.adapter, layer.to_wrap.weight
+        a, b = adapter.linear_in.weight.float(), adapter.linear_out.weight.float()
+        # A rank has some of the weight's columns or rows, which one of the two factors follows; the other is split
+        # another way, along the rank or the outputs, and needed whole.
+        if adapter.input_is_parallel:
+            b = _gather_rows(b)
+        else:
+            a = _gather_rows(a)
+        weight.copy_(weight.float() + adapter.alpha / adapter.dim * (b @ a))
+    initialize_adapters(chunks, seed)
+
+
+def describe(config: LoRAConfig | None) -> dict[str, Any] | None:
+    """What two models need in common to load each other's checkpoints; None without adapters."""
+    if config is None:
+        return None
+    return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(set(config.targets))}
+
+
+def _adapted_layers(chunks: list[MegatronModule]) -> Iterator[tuple[str, AdapterWrapper]]:
+    """This rank's wrapped layers, by their place in the whole model ("3.mlp.linear_fc1")."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+
+    for chunk in unwrap_model(chunks):
+        for block in chunk.decoder.layers:
+            for name, module in block.named_modules():
+                if isinstance(module, AdapterWrapper):
+                    yield f"{block.layer_number}.{name}", module
+
+
+def _gather_rows(part: Tensor) -> Tensor:
+    """The whole matrix from the rows of each tensor-parallel rank. Megatron gathers columns."""
+    return gather_from_tensor_model_parallel_region(part.t()).t()
+
+
+def _name_wrapped_weights(layer: AdapterWrapper, state: dict[str, Any], prefix: str, *_) -> None:
+    """Megatron-Bridge writes a wrapped layer's weights under the layer's own name, and cannot read them there."""
+    inside, adapter = f"{prefix}to_wrap.", f"{prefix}adapter."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith((inside, adapter))]:
+        state[inside + key.removeprefix(prefix)] = state.pop(key)

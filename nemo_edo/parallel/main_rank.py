@@ -1,0 +1,43 @@
+"""What one rank decides for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from nemo_edo.errors import UserError
+
+T = TypeVar("T")
+
+
+def is_main() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """What ``work`` returns on rank 0, the only one that calls it, on every rank. A UserError is raised on all of them:
+    none waits for a rank that has given up."""
+    told: list[tuple[T | None, UserError | None]] = [(None, None)]
+    if is_main():
+        try:
+            told = [(work(), None)]
+        except UserError as error:
+            told = [(None, error)]
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.broadcast_object_list(told)
+    result, error = told[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; every rank calls it."""
+    if torch.distributed.get_world_size() == 1:
+        return flag
+    device = torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+    flags = torch.tensor([int(flag)], device=device)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return bool(flags.item())

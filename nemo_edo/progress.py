@@ -1,0 +1,202 @@
+"""Checkpoints that a killed run goes on from, and the signal that asks a run to stop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from nemo_edo.algorithms.collection import Collected
+from nemo_edo.algorithms.progress import Position
+from nemo_edo.config import CheckpointConfig
+from nemo_edo.data.rollout_store import RolloutStore
+from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.files import replacing
+from nemo_edo.megatron import checkpoint
+from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
+from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+from nemo_edo.parallel.main_rank import any_rank, is_main, on_main
+from nemo_edo.types import ScoredRollout, TrainingBatch
+
+
+class StopSignal:
+    """Inside the block, SIGTERM (of a scheduler whose allocation ends) does not end the process: it is remembered."""
+
+    def __init__(self) -> None:
+        self._received = False
+
+    def __enter__(self) -> StopSignal:
+        self._earlier = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGTERM, self._earlier)
+
+    def _receive(self, *_) -> None:
+        self._received = True
+
+    def agreed(self) -> bool:
+        """Whether any rank has received it. Every rank calls this at the same place."""
+        return any_rank(self._received)
+
+
+class SavedProgress:
+    """An ``algorithms.progress.Progress`` in a folder: ``step_00000120`` and so on, each a checkpoint with the
+    optimizer's state, and ``batch_00003.safetensors``, what iteration 3 trains on.
+
+    A checkpoint's name counts the optimizer steps before it. Its notes hold the position, the length of metrics.jsonl
+    at that time, and the checksum of the batch, if it lies within an iteration.
+    """
+
+    def __init__(
+        self,
+        model: MegatronGPTModel,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        stop: StopSignal,
+        metrics_size: Callable[[], int],
+        keeps_reference: bool = False,
+    ) -> None:
+        """keeps_reference: whether the model's reference moves in a way that it cannot be had again (ema)."""
+        self.folder = folder
+        self.start = Position()
+        self.metrics_bytes: int | None = None
+        """The length of metrics.jsonl at ``start``; None where there was no checkpoint to go on from."""
+        self._model = model
+        self._config = config
+        self._stop = stop
+        self._metrics_size = metrics_size
+        self._keeps_reference = keeps_reference
+        self._collected: Collected | None = None
+        self._batch: dict[str, Any] | None = None
+        """File name and checksum of the current iteration's batch on disk."""
+        self._saved_at = 0
+
+    # --- going on --------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Loads the newest checkpoint that is whole into the model and sets ``start``. Damaged ones are warned of, and
+        removed: the training will come to that place again."""
+        for folder in on_main(self._checkpoints)[::-1]:
+            try:
+                self._load(folder)
+            except DamagedCheckpoint as error:
+                if is_main():
+                    warnings.warn(f"{error}; going on from before it", stacklevel=2)
+                    shutil.rmtree(folder)
+            else:
+                return
+
+    def _load(self, folder: Path) -> None:
+        checkpoint.load(self._model.policy, folder, with_optimizer=True)
+        notes = checkpoint.load_extra(folder)
+        if notes["batch"] is not None:
+            on_main(lambda: _require_unchanged(self.folder / notes["batch"]["file"], notes["batch"]["checksum"]))
+        if self._keeps_reference:
+            self._model.reference = checkpoint.load_reference(self._model.policy, folder)
+        self.start = Position(**notes["position"])
+        self.metrics_bytes = notes["metrics_bytes"]
+        self._batch, self._saved_at = notes["batch"], self.start.steps_taken
+
+    def kept(self, iteration: int) -> Collected:
+        """``algorithms.progress.Progress``."""
+        return read_collected(self.folder / self._batch["file"])
+
+    # --- keeping ---------------------------------------------------------------------------------------------------
+
+    def keep(self, iteration: int, collected: Collected) -> None:
+        """``algorithms.progress.Progress``. It is written with the first checkpoint that needs it."""
+        self._collected, self._batch = collected, None
+
+    def reached(self, position: Position) -> None:
+        """``algorithms.progress.Progress``."""
+        stop = self._stop.agreed()
+        steps = position.steps_taken - self._saved_at
+        begins_iteration = position.step == 0 and steps > 0
+        if begins_iteration or steps >= self._config.every_steps or (stop and steps > 0):
+            self._save(position)
+        if stop:
+            raise RunStopped(f"asked to stop: everything up to step {position.steps_taken} of this stage is saved")
+
+    def _save(self, position: Position) -> None:
+        if position.step and self._collected is not None and self._batch is None:
+            self._batch = on_main(lambda: self._write_batch(position.iteration))
+        notes = {
+            "position": asdict(position),
+            "metrics_bytes": self._metrics_size(),
+            "batch": self._batch if position.step else None,
+        }
+        checkpoint.save(
+            self._model.policy,
+            self.folder / f"step_{position.steps_taken:08d}",
+            with_optimizer=True,
+            reference=self._model.reference if self._keeps_reference else None,
+            extra=notes,
+        )
+        self._saved_at = position.steps_taken
+        on_main(self._prune)
+
+    def _write_batch(self, iteration: int) -> dict[str, Any]:
+        path = self.folder / f"batch_{iteration:05d}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_collected(self._collected, path)
+        return {"file": path.name, "checksum": checksum(path)}
+
+    def _checkpoints(self) -> list[Path]:
+        """In the order of their steps."""
+        return sorted(path for path in self.folder.glob("step_*") if path.suffix != ".part")
+
+    def _prune(self) -> None:
+        """Leaves the newest checkpoints and what they need."""
+        folders = self._checkpoints()
+        for folder in folders[: -self._config.keep]:
+            shutil.rmtree(folder)
+        batches = [checkpoint.load_extra(folder)["batch"] for folder in folders[-self._config.keep :]]
+        needed = {batch["file"] for batch in batches if batch is not None}
+        for path in self.folder.glob("batch_*"):
+            if path.name not in needed:
+                path.unlink()
+
+
+def _require_unchanged(path: Path, expected: str) -> None:
+    if not path.is_file() or checksum(path) != expected:
+        state = "has other content than was written" if path.is_file() else "is missing"
+        raise DamagedCheckpoint(f"{path} {state}")
+
+
+# --- an iteration's batch on disk ---------------------------------------------------------------------------------
+
+
+def write_collected(collected: Collected, path: Path) -> None:
+    """All of it in one file, from which ``read_collected`` has it back to the last bit."""
+    about = {"items": json.dumps(collected.items), "statistics": json.dumps(collected.statistics)}
+    tensors = {name: tensor.contiguous() for name, tensor in collected.batch.tensors().items()}
+    with replacing(path) as file:
+        file.write(save(tensors, metadata=about))
+
+
+def read_collected(path: Path) -> Collected:
+    """Raises UserError for a file that is no iteration's batch."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            about = file.metadata()
+        return Collected(TrainingBatch(**tensors), json.loads(about["items"]), json.loads(about["statistics"]))
+    except (SafetensorError, OSError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not the batch of an iteration ({error})") from error
+
+
+class SharedRolloutStore(RolloutStore):
+    """A RolloutStore that rank 0 reads for all ranks: what it finds cannot change while another one looks."""
+
+    def drawn(self, iteration: int) -> list[ScoredRollout]:
+        return on_main(lambda: super(SharedRolloutStore, self).drawn(iteration))

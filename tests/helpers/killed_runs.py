@@ -1,0 +1,102 @@
+"""Runs ``nemo-edo`` commands, each in a process of its own that is killed on the way, and begun again, to its end.
+
+    python killed_runs.py IN.json OUT.json
+
+IN holds a list of {"arguments": [...], "ends": [END, ...]}. A command is run once for each END until it comes to its
+own end, and once more where none is left. END is [FUNCTION, n] or [FUNCTION, n, SIGNAL], and the process sends itself the
+signal (default: SIGKILL) as it calls FUNCTION ("module:Class.name") for the n-th time; or a number n, for its n-th call
+of any function of the package. OUT will hold, for each command, a list of {"status": -9 after SIGKILL, "said": ...}.
+
+The processes are forked from one that has imported everything: a start costs nothing, and the kill is a real one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import nemo_edo
+import nemo_edo.runner  # noqa: F401
+from nemo_edo.cli import main
+
+PACKAGE = str(Path(nemo_edo.__file__).parent)
+
+
+def die_in(function: str, number: int, sent: int) -> None:
+    module, _, path = function.partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), 0
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            os.kill(os.getpid(), sent)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def die_at_call(number: int) -> None:
+    calls = 0
+
+    def profile(frame, event, _):
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(profile)
+
+
+def run(arguments: list[str], end: list | int | None, said: Path) -> None:
+    """In the forked process, which it ends."""
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    status = 1
+    try:
+        if isinstance(end, list):
+            die_in(end[0], end[1], signal.Signals[end[2] if len(end) > 2 else "SIGKILL"])
+        elif end is not None:
+            die_at_call(end)
+        status = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def attempt(arguments: list[str], end: list | int | None) -> dict:
+    said = Path(tempfile.mkdtemp()) / "said"
+    child = os.fork()
+    if not child:
+        run(arguments, end, said)
+    _, waited = os.waitpid(child, 0)
+    return {"status": os.waitstatus_to_exitcode(waited), "said": said.read_text(errors="replace")}
+
+
+def attempts(command: dict) -> list[dict]:
+    done = []
+    for end in [*command["ends"], None]:
+        done.append(attempt(command["arguments"], end))
+        if done[-1]["status"] not in (-signal.SIGKILL, os.EX_TEMPFAIL):
+            break
+    return done
+
+
+if __name__ == "__main__":
+    commands = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps([attempts(command) for command in commands]))

@@ -1,0 +1,74 @@
+"""What the samples of an iteration say, whatever is trained on them: whose log-probabilities, and the statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nemo_edo.algorithms.collection import by_problem, sample_statistics, view_of_sampler
+
+
+def statistics_of(samples, policy) -> dict[str, float]:
+    return sample_statistics(samples, view_of_sampler(samples, policy, pad_id=0, with_reference=True))
+
+
+def test_groups_are_the_responses_to_a_problem_in_order_of_first_appearance(four):
+    groups = by_problem([four[1], *four])
+    assert list(groups) == ["b", "a"]
+    assert [item.rollout.sample_index for item in groups["b"]] == [0, 0, 1]
+    assert groups["a"] == [four[0], four[2]]
+
+
+def test_rows_are_the_samples_in_their_order(four, table_policy):
+    batch = view_of_sampler(four, table_policy(), pad_id=99, with_reference=False).batch
+    assert batch.tokens.tolist() == [
+        [5, 6, 1, 2, 3, 4, 5], [5, 6, 7, 8, 99, 99, 99], [5, 6, 1, 2, 3, 4, 99], [5, 6, 9, 99, 99, 99, 99]]
+    assert batch.mask.tolist() == [
+        [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
+
+
+def test_old_log_probs_are_the_trainers_and_the_engines_stand_beside_them(four, table_policy):
+    table = -0.1 * torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    batch = view_of_sampler(four, table_policy(table.tolist()), pad_id=0, with_reference=False).batch
+    assert torch.equal(batch.old_logprobs, table)
+    torch.testing.assert_close(batch.sampler_logprobs, -0.7 * batch.mask)
+
+
+def test_the_reference_is_asked_only_where_it_is_wanted(four, table_policy):
+    table = -0.2 * torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    policy = table_policy(reference=table.tolist())
+    without = view_of_sampler(four, policy, pad_id=0, with_reference=False)
+    assert policy.asked == ["log_probs"] and without.batch.ref_logprobs is None
+    assert "kl" not in sample_statistics(four, without)
+    asked = view_of_sampler(four, policy, pad_id=0, with_reference=True)
+    assert torch.equal(asked.batch.ref_logprobs, table)
+
+
+def test_statistics_of_responses_and_groups_equal_hand_computed_values(four, table_policy):
+    statistics = statistics_of(four, table_policy())
+    assert statistics["reward"] == pytest.approx(1 / 4)
+    assert statistics["well_formed"] == pytest.approx(2 / 4)
+    assert statistics["truncated"] == pytest.approx(1 / 4)
+    assert statistics["response_length"] == pytest.approx((5 + 2 + 4 + 1) / 4)
+    # a has the 4-grams 1234, 2345 and 1234: two of three are distinct. b has none, which counts as 0.
+    assert statistics["distinct_4"] == pytest.approx((2 / 3 + 0) / 2)
+    assert statistics["distinct_answers"] == pytest.approx((2 + 1) / 2)  # no answer is not an answer
+    assert statistics["zero_advantage_groups"] == pytest.approx(1 / 2)  # b: all rewards equal
+
+
+def test_statistics_of_tokens_are_means_over_response_tokens_only(scored, table_policy):
+    samples = [scored("a", 0, (1, 2, 3), 1.0, log_prob=-1.0), scored("a", 1, (4,), 0.0, log_prob=-2.0)]
+    outside = 1e6  # on prompts and padding: it must not show
+    policy = table_policy(
+        log_probs=[[outside, -1.5, -1.0, -0.5], [outside, -1.0, outside, outside]],
+        entropies=[[outside, 0.1, 0.2, 0.3], [outside, 1.0, outside, outside]],
+        reference=[[outside, -1.0, -1.0, -1.0], [outside, -3.0, outside, outside]],
+    )
+    statistics = statistics_of(samples, policy)
+    assert statistics["entropy"] == pytest.approx((0.1 + 0.2 + 0.3 + 1.0) / 4)
+    assert statistics["sampler_gap"] == pytest.approx((0.5 + 0.0 + 0.5 + 1.0) / 4)
+    differences = [-0.5, 0.0, 0.5, 2.0]  # log pi_old - log pi_ref
+    expected = sum(math.exp(-d) - 1 + d for d in differences) / 4  # Schulman's k3
+    assert statistics["kl"] == pytest.approx(expected)
