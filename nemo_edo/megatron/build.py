@@ -130,7 +130,6 @@ def build_model(
     lora = lora if lora and lora.rank else None
     if lora:
         adapters.check_splits(lora, provider, parallelism.tensor_model_parallel_size)
-        # Bridge loads the weights in such a hook too, the first one.
         provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
     provider.finalize()
     with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress

@@ -58,8 +58,8 @@ def forward_backward(
     The loss is the sum over its terms of term.sum / loss_counts[name]: each has a denominator of its own.
     loss_counts: for each term its count over the global batch; the micro-batches' counts must add up to it.
     Returns the global means of the loss ("loss") and its metrics, the same on every rank, and "padding_share".
-    Raises FloatingPointError if the loss is not finite, before an optimizer could use its gradient, and ValueError for a
-    batch without any response token.
+    Raises FloatingPointError if the loss is not finite, before an optimizer could use its gradient, and ValueError
+    for a batch without any response token.
     """
     if not batch.mask.any():
         raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")

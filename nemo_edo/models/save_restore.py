@@ -59,6 +59,7 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
             if return_config:
                 return config
             instance = calling_cls(OmegaConf.merge(config, {"folder": str(unpacked / "hf")}), trainer=trainer)
+            torch.distributed.barrier()  # every rank has loaded: the first one's model takes the folder with it
             # An export copies the tokenizer from the folder, so it lasts as long as the model.
             weakref.finalize(instance, cleanup.pop_all().close)
         return instance

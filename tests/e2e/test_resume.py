@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 
 HELPER = Path(__file__).parents[1] / "helpers" / "killed_runs.py"
 ARMS = ("grpo", "idpo")
-RANDOM_KILLS = 10
+RANDOM_KILLS = 5
+WHOLE_QUICKSTART = "NEMO_EDO_KILL_QUICKSTART"
+"""The environment variable that asks for the test of runs of the quickstart's size, which takes half an hour."""
+pytestmark = pytest.mark.timeout(1800)
 SETTINGS = [
     "sft.steps=24", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=8e-3",
     "sft.optimizer.warmup_steps=0", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=10",
@@ -37,7 +43,6 @@ DEATHS = [
     ["nemo_edo.generation.megatron_engine:MegatronEngine._batch", 6],  # the second part of GRPO's first collection
     ["nemo_edo.data.rollout_store:RolloutStore.write", 1],
     ["nemo_edo.algorithms.grpo:GRPO.build", 1],
-    ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 2],
     ["nemo_edo.progress:write_collected", 1],
     ["nemo_edo.progress:SavedProgress._prune", 1],
     ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.move_reference", 1],
@@ -46,8 +51,6 @@ DEATHS = [
     ["nemo_edo.run_folder:RunFolder.remove_progress", 2],  # GRPO is done
     ["nemo_edo.algorithms.idpo:IDPO.build", 1],
     ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.exploration_gradient_ratio", 1],
-    ["nemo_edo.megatron.checkpoint:write_checksums", 2],
-    ["nemo_edo.data.rollout_store:RolloutStore.write_part", 2],
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 1],
     ["nemo_edo.evaluation.run:Evaluator.evaluate", 1],
     ["nemo_edo.runner:_conclude", 1],
@@ -57,7 +60,6 @@ DEATHS = [
 REQUESTS = [
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 5, "SIGTERM"],
     ["nemo_edo.generation.megatron_engine:MegatronEngine._batch", 6, "SIGTERM"],
-    ["nemo_edo.evaluation.run:Evaluator.evaluate", 2, "SIGTERM"],
 ]
 """Where a run is asked to stop, one after another."""
 
@@ -68,7 +70,7 @@ def perform(folder: Path, commands: list[dict]) -> list[list[dict]]:
     (folder / "in.json").write_text(json.dumps(commands))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(HELPER), str(folder / "in.json"), str(folder / "out.json")],
-                          env=environment, capture_output=True, text=True, timeout=900)
+                          env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "out.json").read_text())
 
@@ -169,6 +171,32 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(runs):
     assert_same_end(folder / "anywhere", folder / "whole")
 
 
+@pytest.mark.skipif(WHOLE_QUICKSTART not in os.environ, reason=f"{WHOLE_QUICKSTART} is not set")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("config", "arms"), [
+    ("quickstart", "{grpo: {alpha: 0}, ed_grpo_floor: {alpha: 300, log_ratio_floor: -0.1}}"),
+    ("idpo_quickstart", "{ed_idpo: {exploration_coefficient: 0.1}}"),
+])
+def test_runs_of_the_quickstarts_size_killed_ten_times_end_as_ones_that_were_not(tmp_path, config: str, arms: str):
+    draw = random.Random(config)
+
+    def command(name: str, ends: list[float]) -> dict:
+        return {"arguments": ["train", f"--config-name={config}", f"name={name}", f"output_dir={tmp_path}", "~arms",
+                              f"+arms={arms}"], "ends": ends}
+
+    begun = time.monotonic()
+    [[whole]] = perform(tmp_path / "whole run", [command("whole", [])])
+    seconds = time.monotonic() - begun
+    assert whole["status"] == 0, whole["said"]
+    [attempts] = perform(tmp_path / "killed run", [
+        command("killed", [draw.uniform(1.0, seconds / 4) for _ in range(10)])])
+    assert [attempt["status"] for attempt in attempts] == [-9] * 10 + [0], attempts[-1]["said"]
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    for checkpoint in (tmp_path / "whole" / "checkpoints").iterdir():
+        mine, others = weights(tmp_path / "killed", checkpoint.name), weights(tmp_path / "whole", checkpoint.name)
+        assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
 def test_a_run_that_is_asked_to_stop_saves_says_so_with_status_75_and_goes_on(runs):
     folder, attempts = runs
     *asked, last = attempts["asked"]
@@ -212,3 +240,46 @@ def test_settings_that_may_not_change_are_named_with_both_values(runs):
     said = runs[1]["other settings"][0]
     assert said["status"] == 2
     assert "exists already with another config: seed is 42 there and 1 here" in said["said"]
+
+
+# --- two processes ------------------------------------------------------------------------------------------------
+
+
+def torchrun(folder: Path, command: dict) -> subprocess.Popen:
+    """The command on two processes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                             "-m", "nemo_edo", *command["arguments"]], env=environment,
+                            stdout=(folder / "said").open("a"), stderr=subprocess.STDOUT)
+
+
+def wait_for(run: Path, kind: str, count: int) -> None:
+    """Until the run has logged so many lines of a kind."""
+    path, deadline = run / "metrics.jsonl", time.monotonic() + 600
+    while not path.is_file() or path.read_text().count(f'"kind": "{kind}"') < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_processes_killed_and_asked_to_stop_end_as_two_that_were_not(train, tmp_path):
+    sharded = ["parallelism.use_distributed_optimizer=true", "sft.steps=60"]
+    whole, stopped = train("two", *sharded), train("two stopped", *sharded)
+    run = train.folder / "two stopped"
+    assert torchrun(tmp_path, whole).wait() == 0, (tmp_path / "said").read_text()[-3000:]
+    for kind, count, sent in (("sft_step", 13, signal.SIGKILL), ("train_step", 1, signal.SIGTERM)):
+        launcher = torchrun(tmp_path, stopped)
+        wait_for(run, kind, count)
+        if sent == signal.SIGKILL:  # the processes first: they would go on without torchrun
+            doomed = [*psutil.Process(launcher.pid).children(recursive=True), launcher]
+            for process in doomed:
+                process.kill()
+            psutil.wait_procs(doomed[:-1])
+        else:
+            launcher.send_signal(sent)  # it hands the signal on
+        assert launcher.wait() != 0
+        assert not (run / "report.html").exists()
+    assert torchrun(tmp_path, stopped).wait() == 0, (tmp_path / "said").read_text()[-3000:]
+    said = (tmp_path / "said").read_text()
+    assert said.count("the same command goes on from here") == 1
+    assert said.count("going on with the unfinished run") == 2
+    assert_same_end(run, train.folder / "two")

@@ -214,7 +214,7 @@ def test_rollouts_are_parquet_that_pandas_reads_and_their_rewards_are_the_logged
 def test_tensorboard_has_the_scalars_of_the_metrics(first: Finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(first.folder))
+    events = EventAccumulator(str(first.folder / "logs"))
     events.Reload()
     for arm in ARMS:
         logged = [(line["step"], line["loss"]) for line in first.of_kind("train_step", arm)]

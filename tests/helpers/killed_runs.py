@@ -2,10 +2,15 @@
 
     python killed_runs.py IN.json OUT.json
 
-IN holds a list of {"arguments": [...], "ends": [END, ...]}. A command is run once for each END until it comes to its
-own end, and once more where none is left. END is [FUNCTION, n] or [FUNCTION, n, SIGNAL], and the process sends itself the
-signal (default: SIGKILL) as it calls FUNCTION ("module:Class.name") for the n-th time; or a number n, for its n-th call
-of any function of the package. OUT will hold, for each command, a list of {"status": -9 after SIGKILL, "said": ...}.
+IN holds a list of {"arguments": [...], "ends": [END, ...]}. A command is run once for each END, until it comes to its
+own end, and once more where none is left. END is one of
+
+- [FUNCTION, n] or [FUNCTION, n, SIGNAL]: the process sends itself the signal (default: SIGKILL) as it calls FUNCTION
+  ("module:Class.name") for the n-th time;
+- a whole number n: SIGKILL at its n-th call of any function of the package;
+- a number of seconds, such as 12.5: SIGKILL after them.
+
+OUT will hold, for each command, a list of {"status": -9 after SIGKILL, "said": ...}.
 
 The processes are forked from one that has imported everything: a start costs nothing, and the kill is a real one.
 """
@@ -18,6 +23,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -59,7 +65,16 @@ def die_at_call(number: int) -> None:
     sys.setprofile(profile)
 
 
-def run(arguments: list[str], end: list | int | None, said: Path) -> None:
+def kill_after(seconds: float) -> None:
+    doomed = os.getpid()
+    if not os.fork():
+        time.sleep(seconds)
+        if os.getppid() == doomed:
+            os.kill(doomed, signal.SIGKILL)
+        os._exit(0)
+
+
+def run(arguments: list[str], end: list | float | None, said: Path) -> None:
     """In the forked process, which it ends."""
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -68,8 +83,10 @@ def run(arguments: list[str], end: list | int | None, said: Path) -> None:
     try:
         if isinstance(end, list):
             die_in(end[0], end[1], signal.Signals[end[2] if len(end) > 2 else "SIGKILL"])
-        elif end is not None:
+        elif isinstance(end, int):
             die_at_call(end)
+        elif end is not None:
+            kill_after(end)
         status = main(arguments)
     except BaseException:
         traceback.print_exc()
@@ -79,7 +96,7 @@ def run(arguments: list[str], end: list | int | None, said: Path) -> None:
         os._exit(status)
 
 
-def attempt(arguments: list[str], end: list | int | None) -> dict:
+def attempt(arguments: list[str], end: list | float | None) -> dict:
     said = Path(tempfile.mkdtemp()) / "said"
     child = os.fork()
     if not child:

@@ -47,6 +47,9 @@ class Runner(SimpleNamespace):
     def train(self, cfg: RunConfig) -> None:
         self.trained = cfg
 
+    def collect(self, cfg: RunConfig, arm: str | None) -> None:
+        assert arm is None or arm in arm_configs(cfg)
+
     def evaluate(self, run: Path, arm: str | None, overrides: list[str]) -> None:
         arms = {"warmup", *arm_configs(compose_run("quickstart", overrides))}
         assert arm is None or arm in arms

@@ -16,6 +16,8 @@ from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.progress import Position
 from nemo_edo.config import CheckpointConfig, OptimizerConfig
 from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.losses import sft_loss
+from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.progress import SavedProgress, SharedRolloutStore, StopSignal, read_collected, write_collected
 from nemo_edo.types import TrainingBatch
 
@@ -24,10 +26,15 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Of a model class, what SavedProgress knows: a policy with an optimizer, and a reference."""
+    """Of a model class, what SavedProgress knows: a policy whose optimizer has taken a step, and a reference."""
     tiny = SimpleNamespace(**runpy.run_path(str(HELPERS / "tiny_models.py")))
     policy = tiny.build_policy(tiny.write_tiny_model(tmp_path_factory.mktemp("model")))
     policy.reset_optimizer(OptimizerConfig(lr=1e-3), total_steps=8)
+    batch = tiny.random_batch(rows=2)
+    policy.train_step(
+        batch, lambda log_probs, _, micro: ({"sft": sft_loss(log_probs, micro.mask)}, {}),
+        loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatching(2), temperature=1.0,
+    )
     return SimpleNamespace(policy=policy, reference=None)
 
 

@@ -165,6 +165,10 @@ CASES: dict[str, tuple[Callable[[Inputs], list[str]], str]] = {
     "more processes needed": (
         lambda i: i.train("parallelism=tp2"), "1 processes cannot be split into tensor_model_parallel_size 2"),
     "name of another run": (used_name, "{}/runs/a exists already with another config: seed is 1 there and 2 here"),
+    "no stored rollouts": (
+        lambda i: i.train(f"train.rollouts={i.folder}/none"), "{}/none/iter_00000: has no rollouts"),
+    "best by an unknown metric": (
+        lambda i: i.train("evaluation.every=1", "checkpoint.best=acuracy"), "checkpoint.best is 'acuracy', expected"),
     "unknown key": (lambda i: i.train("grpo.alhpa=0"), "unknown key grpo.alhpa (command line: grpo.alhpa=0)"),
     "export of no run": (
         lambda i: ["export", str(i.folder), str(i.folder / "out")],
@@ -198,7 +202,7 @@ CASES: dict[str, tuple[Callable[[Inputs], list[str]], str]] = {
         lambda i: ["evaluate", str(checkpoints(i.run(), "warmup", "one"))],
         "{}/runs/a/checkpoints/two is missing: the run did not come to the end of arm two"),
     "report of no run": (
-        lambda i: ["report", str(i.folder)], "{}/summary.json: no such file; a finished run's folder has it"),
+        lambda i: ["report", str(i.folder)], "{}: no run is in it; name folders of runs"),
 }
 SKIPPED, BOTH = "bad rows are skipped", "arms of both algorithms"
 

@@ -437,7 +437,7 @@ RESUMED = [
 @pytest.fixture
 def go(fake_iteration, new_journal):
     """go(settings, memory, folder=..., before=a journal): runs on from where ``before`` ended; gives the journal, and
-    whether it came to the end. The policy has the steps of ``before`` behind it, as one that is loaded from a checkpoint has."""
+    whether it came to the end. The policy has the steps of ``before`` behind it, like one from a checkpoint."""
 
     def run(settings: dict, memory: Memory, *, folder: str, before=None):
         journal = new_journal()

@@ -11,7 +11,6 @@ from nemo_edo.config import AGGREGATIONS
 from nemo_edo.config.losses import KL_ESTIMATORS
 from nemo_edo.losses import (
     GRPOLossConfig,
-    LossTerm,
     dapo_config,
     dr_grpo_config,
     exploration_term,
