@@ -51,6 +51,10 @@ class RunFolder:
     def rollouts(self, arm: str) -> Path:
         return self.path / "rollouts" / arm
 
+    def evaluation(self, arm: str) -> Path:
+        """The arm's final results, problem by problem."""
+        return self.path / "evaluations" / f"{arm}.json"
+
     # --- whose it is -----------------------------------------------------------------------------------------------
 
     def check_free(self, config: str) -> None:
@@ -177,7 +181,7 @@ class RunFolder:
             for name, (sums, counts) in evaluation.metrics.items()
         }
         record = {"arm": evaluation.arm, "problems": list(evaluation.problems), "metrics": metrics}
-        self.write_json(f"evaluations/{evaluation.arm}.json", record)
+        self.write_json(str(self.evaluation(evaluation.arm).relative_to(self.path)), record)
 
 
 class MetricsLog:

@@ -19,11 +19,11 @@ from nemo_edo.configuration import arm_configs, compose_run, resolved_yaml
 from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
 from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.evaluation.comparison import START as WARMUP
-from nemo_edo.evaluation.comparison import Evaluation
+from nemo_edo.evaluation.comparison import Evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.conclusions import conclusions, terminal_table
 from nemo_edo.evaluation.report import write_report
 from nemo_edo.evaluation.run import Evaluator
-from nemo_edo.evaluation.run_record import compare_run, read_run
+from nemo_edo.evaluation.run_record import compare_run, load_evaluation, read_run
 from nemo_edo.megatron import checkpoint, platform
 from nemo_edo.megatron.build import device_and_groups, export_hf_folder
 from nemo_edo.megatron.checksums import DamagedCheckpoint
@@ -360,7 +360,10 @@ def _evaluate(job: Job, model: MegatronGPTModel, arm: str, iteration: int, *, fi
         for name in evaluation.metrics
     }
     metrics = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in intervals.items()}
-    job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics)
+    changes = {}
+    if job.is_main and arm != WARMUP:
+        changes = newly_solved_and_lost(load_evaluation(job.folder.evaluation(WARMUP)), evaluation)
+    job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes)
     if final and job.is_main:
         job.folder.write_evaluation(evaluation)
     return scored

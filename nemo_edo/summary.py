@@ -11,12 +11,11 @@ import torch
 
 from nemo_edo import __version__
 from nemo_edo.config import GRPOConfig, IDPOConfig, LoopConfig, RunConfig
+from nemo_edo.evaluation.comparison import PLAIN_LABELS
 from nemo_edo.types import Problem, ScoredRollout
 
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3
 """Test problems, and responses to each by each arm, that the report shows side by side."""
-PLAIN = ("GRPO", "ETO")
-"""The labels of arms without exploration or a rival to it: what the others are compared with."""
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transformers")
 
 
@@ -35,7 +34,7 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
         }
         for name, settings in arms.items()
     }
-    plain = [name for name, settings in arms.items() if arm_label(settings) in PLAIN]
+    plain = [name for name, settings in arms.items() if arm_label(settings) in PLAIN_LABELS]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
         "name": cfg.name,

@@ -187,7 +187,8 @@ class EvaluationConfig:
     def metrics(self) -> tuple[str, ...]:
         """The names of what an evaluation measures."""
         sampled = ("accuracy", f"vote@{self.samples}", *(f"pass@{k}" for k in range(1, self.samples + 1)))
-        return ("greedy_accuracy", *sampled, "distinct_4", "entropy", "well_formed", "response_length")
+        diversity = ("distinct_4", "distinct_answers", "answer_entropy", "entropy")
+        return ("greedy_accuracy", *sampled, *diversity, "well_formed", "response_length")
 
 
 @dataclass

@@ -21,6 +21,8 @@ from nemo_edo.metrics.paired import solved_and_lost
 START = "warmup"
 """The name under which the policy that every arm starts from is evaluated."""
 START_LABEL = "Start (before RL)"
+PLAIN_LABELS = ("GRPO", "ETO")
+"""Arms without exploration or a rival to it: what the others are compared with."""
 MATCHED_MEASURES = ("entropy", "distinct_4")
 MIN_GAIN = 0.02
 """Accuracy gained over the first collection below which an arm has not learned: the sampling noise of a collection."""

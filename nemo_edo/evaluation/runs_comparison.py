@@ -15,6 +15,7 @@ import numpy as np
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import (
     MATCHED_MEASURES,
+    PLAIN_LABELS,
     START,
     START_LABEL,
     Difference,
@@ -28,8 +29,6 @@ from nemo_edo.evaluation.run_record import curve, setting
 from nemo_edo.evaluation.run_set import RunSet, Trained
 from nemo_edo.metrics import Interval, holm, mean_interval, paired_bootstrap, paired_permutation_test
 
-PLAIN_LABELS = ("GRPO", "ETO")
-"""Arms without exploration or a rival to it: what the others are compared with."""
 SOLVED_METRIC = "greedy_accuracy"
 
 
