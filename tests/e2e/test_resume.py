@@ -189,7 +189,7 @@ def test_runs_of_the_quickstarts_size_killed_ten_times_end_as_ones_that_were_not
     seconds = time.monotonic() - begun
     assert whole["status"] == 0, whole["said"]
     [attempts] = perform(tmp_path / "killed run", [
-        command("killed", [draw.uniform(1.0, seconds / 4) for _ in range(10)])])
+        command("killed", [draw.uniform(1.0, seconds / 8) for _ in range(10)])])
     assert [attempt["status"] for attempt in attempts] == [-9] * 10 + [0], attempts[-1]["said"]
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
     for checkpoint in (tmp_path / "whole" / "checkpoints").iterdir():
