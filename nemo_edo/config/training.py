@@ -150,6 +150,11 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
         for name in ("pass_k", "overlong_buffer"):
             value = getattr(self, name)
             require(value is None or value > 0, f"grpo.{name}", value, "null or a number above 0")
+        if self.pass_k is not None:
+            unused = {"overlong_buffer": None, "advantage_scale": "std", "advantage_baseline": "mean"}
+            for name, default in unused.items():
+                value, only = getattr(self, name), "null" if default is None else default
+                require(value == default, f"grpo.{name}", value, f"{only} beside pass_k, which takes no other")
 
 
 @dataclass
