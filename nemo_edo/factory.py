@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nemo_edo.config import DataConfig, GRPOConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.data.problems import LoadedProblems, load_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions
-from nemo_edo.data.rollout_store import check_disk_space, estimate_bytes
+from nemo_edo.data.rollout_store import RolloutStore, check_disk_space, estimate_bytes, tokenizer_identity
 from nemo_edo.errors import UserError
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
@@ -204,6 +204,15 @@ def build_engine(cfg: RunConfig, model: MegatronGPTModel, data: Data) -> Megatro
         device=model.platform_device,
         progress=torch.distributed.get_rank() == 0,
     )
+
+
+def given_rollouts(cfg: RunConfig, arm: str, data: Data) -> RolloutStore | None:
+    """Where an arm's rollouts come from that are not its own."""
+    if cfg.train.rollouts is None:
+        return None
+    folder = Path(cfg.train.rollouts)
+    own = folder / arm
+    return RolloutStore(own if own.is_dir() else folder, tokenizer=tokenizer_identity(data.tokenizer))
 
 
 def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path, Path, Path]:

@@ -9,14 +9,14 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.comparison import Evaluation
+from nemo_edo.evaluation.comparison import START, Evaluation
 from nemo_edo.files import replacing, temporary_name
 
 MAY_CHANGE = ("checkpoint", "exp_manager", "name", "output_dir")
@@ -54,6 +54,13 @@ class RunFolder:
     def evaluation(self, arm: str) -> Path:
         """The arm's final results, problem by problem."""
         return self.path / "evaluations" / f"{arm}.json"
+
+    def require_arm(self, arm: str, known: Iterable[str]) -> None:
+        """Raises UserError unless the run has trained the arm to its end."""
+        if arm not in known:
+            raise UserError(f"{self.path} has no arm {arm!r}; it has {', '.join(known)}")
+        if not self.checkpoint(arm).is_dir():
+            raise UserError(f"{self.checkpoint(arm)} is missing: the run did not come to the end of arm {arm}")
 
     # --- whose it is -----------------------------------------------------------------------------------------------
 
@@ -182,6 +189,15 @@ class RunFolder:
         }
         record = {"arm": evaluation.arm, "problems": list(evaluation.problems), "metrics": metrics}
         self.write_json(str(self.evaluation(evaluation.arm).relative_to(self.path)), record)
+
+
+def check_arm_names(arms: Iterable[str]) -> None:
+    """Raises UserError for a name that cannot be that of an arm's folders and files."""
+    for arm in arms:
+        if arm == START:
+            raise UserError(f"arms.{arm}: {START} is what the start of all arms is called; choose another name")
+        if "/" in arm or arm.startswith(".") or arm.endswith((".best", ".progress", ".part")):
+            raise UserError(f"arms.{arm}: an arm's name has no /, no . at its beginning and no .best at its end")
 
 
 class MetricsLog:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from nemo_edo.algorithms.sampling import sampling_requests
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import LoopConfig, RunConfig
 from nemo_edo.configuration import arm_configs, compose_run, resolved_yaml
-from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
+from nemo_edo.data.rollout_store import tokenizer_identity
 from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.evaluation.comparison import START as WARMUP
 from nemo_edo.evaluation.comparison import Evaluation, newly_solved_and_lost
@@ -32,7 +32,7 @@ from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.progress import SavedProgress, SharedRolloutStore, StopSignal
 from nemo_edo.refit.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.run_folder import METRICS, MetricsLog, RunFolder
+from nemo_edo.run_folder import METRICS, MetricsLog, RunFolder, check_arm_names
 from nemo_edo.summary import arm_label, examples, side_by_side, summary
 from nemo_edo.tracking import check_settings, log_numbers, start_tracking
 
@@ -92,7 +92,7 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     trained = arm_configs(cfg)
     names = [arm] if arm else [WARMUP, *trained]
     for name in names:
-        _require_arm(name, [WARMUP, *trained], folder)
+        folder.require_arm(name, [WARMUP, *trained])
     platform.init_process_group(platform.enter(cfg.threads))
     data = factory.load_data(cfg, folder)
     log = MetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main())
@@ -116,7 +116,7 @@ def export(run: Path, out: Path, arm: str | None) -> None:
             raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")
         arm = own[0] if own else next(iter(arms))
     best = [f"{name}.best" for name in arms if folder.best_checkpoint(name).is_dir()]
-    _require_arm(arm, [WARMUP, *arms, *best], folder)
+    folder.require_arm(arm, [WARMUP, *arms, *best])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
     model = factory.build_model(cfg, folder, arms.get(arm.removesuffix(".best"), cfg.grpo))
@@ -131,7 +131,7 @@ def export(run: Path, out: Path, arm: str | None) -> None:
 
 def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     arms = arm_configs(cfg)
-    _require_arm_names(arms)
+    check_arm_names(arms)
     check_settings(cfg.exp_manager)
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     config = resolved_yaml(cfg)
@@ -140,7 +140,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     factory.check_model(cfg)
     data = factory.load_checked_data(cfg, folder, arms.values())
     for arm, settings in arms.items():
-        given = _given_rollouts(cfg, arm, data)
+        given = factory.given_rollouts(cfg, arm, data)
         if given is not None:
             given.require(settings.iterations)
     torch.distributed.barrier()  # every rank has looked at the folder before it changes
@@ -274,19 +274,10 @@ def _iteration(job: Job, model: MegatronGPTModel, arm: str) -> Iteration:
         write_rollouts=job.is_main,
         bar=arm if job.is_main else None,
         part_size=cfg.generation.part_size,
-        given=_given_rollouts(cfg, arm, data),
+        given=factory.given_rollouts(cfg, arm, data),
     )
     model.start_training(iteration.total_steps)
     return replace(iteration, progress=_resumed(job, model, arm, keeps_reference=settings.reference == "ema"))
-
-
-def _given_rollouts(cfg: RunConfig, arm: str, data: factory.Data) -> RolloutStore | None:
-    """Where an arm's rollouts come from that are not its own."""
-    if cfg.train.rollouts is None:
-        return None
-    folder = Path(cfg.train.rollouts)
-    own = folder / arm
-    return RolloutStore(own if own.is_dir() else folder, tokenizer=tokenizer_identity(data.tokenizer))
 
 
 # --- where a stage stands -----------------------------------------------------------------------------------------
@@ -401,22 +392,6 @@ def _open(run: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
     return RunFolder(run), compose_run("config", overrides, config_dir=run)
-
-
-def _require_arm_names(arms: Iterable[str]) -> None:
-    """An arm's name is that of its folders and files."""
-    for arm in arms:
-        if arm == WARMUP:
-            raise UserError(f"arms.{arm}: {WARMUP} is what the start of all arms is called; choose another name")
-        if "/" in arm or arm.startswith(".") or arm.endswith((".best", ".progress", ".part")):
-            raise UserError(f"arms.{arm}: an arm's name has no /, no . at its beginning and no .best at its end")
-
-
-def _require_arm(arm: str, known: Iterable[str], folder: RunFolder) -> None:
-    if arm not in known:
-        raise UserError(f"{folder.path} has no arm {arm!r}; it has {', '.join(known)}")
-    if not folder.checkpoint(arm).is_dir():
-        raise UserError(f"{folder.checkpoint(arm)} is missing: the run did not come to the end of arm {arm}")
 
 
 def _named(log: MetricsLog, arm: str):
