@@ -6,6 +6,7 @@ only. Checks that need no files, weights or devices stand in ``__post_init__`` a
 
 from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
+from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
 from nemo_edo.config.run import (
     ALGORITHMS,
     ArithmeticConfig,
@@ -14,8 +15,6 @@ from nemo_edo.config.run import (
     EvaluationConfig,
     GenerationConfig,
     ModelConfig,
-    ParallelismConfig,
-    PrecisionConfig,
     RunConfig,
     SamplingConfig,
     TrainConfig,

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 from nemo_edo.config.checks import one_of, positive, require, share
 from nemo_edo.config.lora import LoRAConfig
+from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
 from nemo_edo.config.training import GRPOConfig, IDPOConfig, SFTConfig
 
 ALGORITHMS = ("grpo", "idpo")
@@ -28,30 +29,6 @@ class ModelConfig:
         positive(self, "model", "seq_length")
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError("model.architecture has no model_type (for example qwen2)")
-
-
-@dataclass
-class PrecisionConfig:
-    dtype: str = "fp32"
-    """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
-
-    def __post_init__(self) -> None:
-        one_of("precision.dtype", self.dtype, ("fp32", "bf16"))
-
-
-@dataclass
-class ParallelismConfig:
-    """Megatron's splits. The data-parallel size is what remains of the world."""
-
-    tensor_model_parallel_size: int = 1
-    """Processes that share each layer."""
-    pipeline_model_parallel_size: int = 1
-    """Groups of layers, each on processes of its own."""
-    use_distributed_optimizer: bool = False
-    """Split the optimizer's state over the data-parallel ranks."""
-
-    def __post_init__(self) -> None:
-        positive(self, "parallelism", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
 
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron import platform
+from nemo_edo.megatron.layer_spec import local_layer_spec
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +163,7 @@ def _configure(provider, parallelism: ParallelismConfig, dtype: torch.dtype, dev
     if device.type == "cpu":
         for name, value in WITHOUT_CUDA.items():
             setattr(provider, name, value)
-        provider.transformer_layer_spec = get_gpt_layer_local_spec(
-            normalization=provider.normalization, qk_layernorm=provider.qk_layernorm
-        )
+        provider.transformer_layer_spec = local_layer_spec(provider)
 
 
 def _check_splits(provider, parallelism: ParallelismConfig) -> None:

@@ -307,7 +307,7 @@ def test_a_run_trains_and_compares_arms_of_both_algorithms(results):
      "GRPO, dynamic sampling, sequence ratios"),
 ])
 def test_a_grpo_arms_label_says_what_it_trains_with(settings: dict, label: str):
-    from nemo_edo.runner import arm_label
+    from nemo_edo.summary import arm_label
 
     assert arm_label(replace(GRPOConfig(), **settings)) == label
 
@@ -320,7 +320,7 @@ def test_a_grpo_arms_label_says_what_it_trains_with(settings: dict, label: str):
     ({"alpha": 0.0, "schedule": ScheduleConfig(kind="linear", steps=9)}, "ETO"),
 ])
 def test_an_idpo_arms_label_says_what_it_trains_with(settings: dict, label: str):
-    from nemo_edo.runner import arm_label
+    from nemo_edo.summary import arm_label
 
     assert arm_label(replace(IDPOConfig(), **settings)) == label
 

@@ -1,0 +1,238 @@
+"""A run's stages: the warm-up, each arm's training, their evaluations. Each is done once, and goes on where it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nemo_edo import factory
+from nemo_edo.algorithms.iteration import Iteration, collect_iteration, run_iterations
+from nemo_edo.algorithms.sampling import sampling_requests
+from nemo_edo.algorithms.supervised import train_supervised
+from nemo_edo.config import LoopConfig, RunConfig
+from nemo_edo.data.rollout_store import tokenizer_identity
+from nemo_edo.errors import RunStopped
+from nemo_edo.evaluation.comparison import START as WARMUP
+from nemo_edo.evaluation.comparison import Evaluation, newly_solved_and_lost
+from nemo_edo.evaluation.run import Evaluator
+from nemo_edo.evaluation.run_record import load_evaluation
+from nemo_edo.megatron import checkpoint
+from nemo_edo.megatron.checksums import DamagedCheckpoint
+from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.progress import SavedProgress, SharedRolloutStore, StopSignal
+from nemo_edo.refit.in_process import InProcessSync
+from nemo_edo.rewards.verifier import ExactAnswerScorer
+from nemo_edo.run_folder import MetricsLog, RunFolder
+from nemo_edo.summary import examples
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every stage of a run needs."""
+
+    cfg: RunConfig
+    arms: dict[str, LoopConfig]
+    folder: RunFolder
+    data: factory.Data
+    trainer: object
+    log: MetricsLog
+    is_main: bool
+    stop: StopSignal
+
+
+def stage(job: Job, name: str, work: Callable[[], list]) -> None:
+    """Does a stage unless it is done: its checkpoint, its evaluation and its samples are on disk when it is noted."""
+    if name not in on_main(job.folder.journal):
+        if job.stop.agreed():
+            raise RunStopped(f"asked to stop before {name} was begun")
+        begun = job.log.elapsed
+        scored = work()
+        if job.is_main:
+            job.folder.write_json(f"samples/{name}.json", examples(job.data.test, scored))
+            seconds = round(job.log.elapsed - begun, 1)
+            job.folder.note(name, metrics_bytes=job.log.size, seconds=seconds)
+    if job.is_main:
+        job.folder.remove_progress(name)
+    torch.distributed.barrier()
+
+
+def warm_up(job: Job) -> list:
+    cfg = job.cfg
+    model = factory.build_model(cfg, job.folder, cfg.sft, job.trainer)
+    if not _load_trained(job, model, WARMUP):
+        if cfg.sft.steps:
+            model.start_training(cfg.sft.steps)
+            train_supervised(
+                model,
+                job.data.solutions,
+                cfg.sft,
+                pad_id=job.data.pad_id,
+                seed=cfg.seed,
+                log=_named(job.log, WARMUP),
+                bar=job.is_main,
+                progress=_resumed(job, model, WARMUP),
+            )
+        else:
+            _cut_metrics(job, None)
+        _save_trained(job, model, WARMUP)
+    return evaluate_policy(job, model, WARMUP, 0)
+
+
+def train_arm(job: Job, arm: str) -> list:
+    settings = job.arms[arm]
+    model = _arm_model(job, settings)
+
+    def short_evaluation(t: int) -> None:
+        every = job.cfg.evaluation.every
+        if every and t % every == 0 and t < settings.iterations:
+            evaluate_policy(job, model, arm, t, final=False)
+
+    if not _load_trained(job, model, arm):
+        run_iterations(_iteration(job, model, arm), short_evaluation)
+        _save_trained(job, model, arm)
+    return evaluate_policy(job, model, arm, settings.iterations)
+
+
+def collect_arm(job: Job, arm: str) -> None:
+    """Draws what the arm draws next, if it has not begun to train on it."""
+    iteration = _iteration(job, _arm_model(job, job.arms[arm]), arm)
+    start = iteration.progress.start
+    if start.iteration < iteration.config.iterations and not start.step:
+        collect_iteration(iteration, start)
+    if job.is_main:
+        print(f"rollouts of arm {arm}: {job.folder.rollouts(arm)}")
+
+
+def _arm_model(job: Job, settings: LoopConfig) -> MegatronGPTModel:
+    """The policy that every arm starts from."""
+    model = factory.build_model(job.cfg, job.folder, settings, job.trainer)
+    checkpoint.load(model.policy, job.folder.checkpoint(WARMUP))
+    model.freeze_reference()
+    model.engine = factory.build_engine(job.cfg, model, job.data)
+    return model
+
+
+def _iteration(job: Job, model: MegatronGPTModel, arm: str) -> Iteration:
+    """Algorithm 1 of an arm, where it stands."""
+    cfg, data, settings = job.cfg, job.data, job.arms[arm]
+    iteration = Iteration(
+        policy=model,
+        engine=model.engine,
+        weight_sync=InProcessSync(model.engine),
+        scorer=ExactAnswerScorer(),
+        store=SharedRolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer_identity(data.tokenizer)),
+        problems=data.train,
+        prompts=data.prompts,
+        objective=factory.build_objective(cfg, settings, data),
+        sampling=cfg.sampling,
+        seed=cfg.seed,
+        log=_named(job.log, arm),
+        write_rollouts=job.is_main,
+        bar=arm if job.is_main else None,
+        part_size=cfg.generation.part_size,
+        given=factory.given_rollouts(cfg, arm, data),
+    )
+    model.start_training(iteration.total_steps)
+    return replace(iteration, progress=_resumed(job, model, arm, keeps_reference=settings.reference == "ema"))
+
+
+# --- where a stage stands -----------------------------------------------------------------------------------------
+
+
+def _resumed(job: Job, model: MegatronGPTModel, stage: str, **settings: Any) -> SavedProgress:
+    """Puts the model where the stage's last checkpoint has it, and the metrics with it."""
+    progress = SavedProgress(
+        model,
+        job.folder.progress(stage),
+        job.cfg.checkpoint,
+        stop=job.stop,
+        metrics_size=lambda: job.log.size,
+        **settings,
+    )
+    progress.resume()
+    _cut_metrics(job, progress.metrics_bytes)
+    return progress
+
+
+def _save_trained(job: Job, model: MegatronGPTModel, stage: str) -> None:
+    checkpoint.save(model.policy, job.folder.checkpoint(stage), extra={"metrics_bytes": job.log.size})
+
+
+def _load_trained(job: Job, model: MegatronGPTModel, stage: str) -> bool:
+    """Whether the stage's training was finished already, but not its evaluation: then the model has its weights."""
+    folder = job.folder.checkpoint(stage)
+    if not on_main(folder.is_dir):
+        return False
+    try:
+        checkpoint.load(model.policy, folder)
+    except DamagedCheckpoint as error:
+        if job.is_main:
+            warnings.warn(f"{error}; training on from before it", stacklevel=2)
+        return False
+    _cut_metrics(job, checkpoint.load_extra(folder)["metrics_bytes"])
+    return True
+
+
+def _cut_metrics(job: Job, size: int | None) -> None:
+    """Takes back what was logged behind the place that the run goes on from; None: the end of the last stage."""
+    journal = on_main(job.folder.journal)
+    last = [notes["metrics_bytes"] for notes in journal.values()][-1]
+    on_main(lambda: job.log.cut(last if size is None else size))
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int, *, final: bool = True) -> list:
+    """Evaluates, logs, and where it is the final one keeps the per-problem results; returns scored responses."""
+    cfg, data = job.cfg, job.data
+    engine = model.engine or factory.build_engine(cfg, model, data)
+    evaluator = Evaluator(
+        policy=model,
+        engine=engine,
+        scorer=ExactAnswerScorer(),
+        problems=data.test,
+        prompts=data.prompts,
+        config=cfg.evaluation,
+        max_new_tokens=cfg.sampling.max_new_tokens,
+        pad_id=data.pad_id,
+    )
+    rollouts = cfg.evaluation.rollouts if final else 1
+    # The same random numbers for every arm and iteration: differences between them are the policies' own.
+    requests = sampling_requests(data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate")
+    evaluation, scored = evaluator.evaluate(arm, requests, rollouts)
+    _keep_best(job, model, evaluation, iteration)
+    intervals = {
+        name: evaluation.interval(name, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
+        for name in evaluation.metrics
+    }
+    metrics = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in intervals.items()}
+    changes = {}
+    if job.is_main and arm != WARMUP:
+        changes = newly_solved_and_lost(load_evaluation(job.folder.evaluation(WARMUP)), evaluation)
+    job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes)
+    if final and job.is_main:
+        job.folder.write_evaluation(evaluation)
+    return scored
+
+
+def _keep_best(job: Job, model: MegatronGPTModel, evaluation: Evaluation, iteration: int) -> None:
+    """Keeps an arm's policy if it is better than what was kept, by the chosen metric."""
+    metric = job.cfg.checkpoint.best
+    if metric is None or evaluation.arm == WARMUP:
+        return
+    folder = job.folder.best_checkpoint(evaluation.arm)
+    sums, counts = evaluation.metrics[metric]
+    value = float(sums.sum() / counts.sum())
+    kept = on_main(lambda: checkpoint.load_extra(folder) if folder.is_dir() else None)
+    if kept is None or kept["metric"] != metric or value > kept["value"]:
+        checkpoint.save(model.policy, folder, extra={"metric": metric, "value": value, "iteration": iteration})
+
+
+def _named(log: MetricsLog, arm: str):
+    return lambda kind, **values: log(kind, arm=arm, **values)
