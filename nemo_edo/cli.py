@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TextIO
 
 from nemo_edo import __version__
-from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+
+STOPPED_BY_GUARD = 3
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0; 1 where a member of a sweep failed; 2 where the user's input is at
-    fault; 75 (EX_TEMPFAIL) where a run was asked to stop and can be gone on with."""
+    fault; 3 where a guard has stopped a run; 75 (EX_TEMPFAIL) where a run was asked to stop and can be gone on with."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one place only, but overrides may stand before and after an option.
@@ -26,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"nemo-edo: error: {error}", file=sys.stderr)
         return 2
+    except StoppedByGuard as stopped:
+        hint = "it is saved, and the same command goes on from here, with other guards.* if need be"
+        _say(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", file=sys.stderr)
+        return STOPPED_BY_GUARD
     except RunStopped as stopped:
         _say(f"nemo-edo: {stopped}; the same command goes on from here", file=sys.stderr)
         return os.EX_TEMPFAIL
@@ -64,13 +70,31 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--baseline", metavar="LABEL", help="of several runs: the arm to compare with")
     report.set_defaults(command=_report)
 
+    doctor = commands.add_parser("doctor", help="check a config, and this machine, before time is spent")
+    doctor.add_argument("--config-name", metavar="NAME", help="default: none, the machine alone")
+    doctor.add_argument("--config-path", metavar="DIR", help="a folder of configs; default: those of the package")
+    doctor.add_argument("--gpus", type=_count, metavar="N", help="of all nodes together; default: this machine's")
+    doctor.add_argument(
+        "--gpu-memory", type=_size, metavar="SIZE", help="of each, such as 80GB; default: as found, or 80GB"
+    )
+    _add_overrides(doctor)
+    doctor.set_defaults(command=_doctor)
+
     export = commands.add_parser("export", help="write a trained policy as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     export.add_argument(
         "--arm", metavar="NAME", help="default: the only arm, or the one that is the config's grpo section as it is"
     )
+    export.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights; default: %(default)s"
+    )
     export.set_defaults(command=_export)
+
+    replay = commands.add_parser("replay", help="show which responses broke a step that a guard has stopped a run at")
+    replay.add_argument("file", type=Path, metavar="FILE", help="RUN/failures/ARM_step_XXXXXXXX.safetensors")
+    _add_overrides(replay)
+    replay.set_defaults(command=_replay)
     return parser
 
 
@@ -89,6 +113,15 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return value
+
+
+def _size(text: str) -> int:
+    from nemo_edo.doctor.report import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
@@ -151,9 +184,28 @@ def _report(args: argparse.Namespace, _: list[str]) -> None:
         _say(line)
 
 
+def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
+    from nemo_edo.doctor.report import diagnose
+
+    overrides = args.overrides + more_overrides
+    if args.config_name is None and overrides:
+        raise UserError(f"{' '.join(overrides)}: settings of which config? Name it with --config-name")
+    text, good = diagnose(args.config_name, overrides, args.config_path, count=args.gpus, memory=args.gpu_memory)
+    _say(text)
+    return 0 if good else 2
+
+
 def _export(args: argparse.Namespace, _: list[str]) -> None:
+    from nemo_edo.sizes import parse_size
+
+    max_shard_bytes = parse_size("--max-shard-size", args.max_shard_size)
     runner = _runner()
-    runner.export(args.run, args.out, args.arm)
+    runner.export(args.run, args.out, args.arm, max_shard_bytes)
+
+
+def _replay(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    runner = _runner()
+    runner.replay(args.file, args.overrides + more_overrides)
 
 
 def _runner():

@@ -25,11 +25,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from nemo_edo.config import ALGORITHMS, LoopConfig, RunConfig
+from nemo_edo.config import ALGORITHMS, SFT, LoopConfig, RunConfig
 from nemo_edo.errors import UserError
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 DEFAULT = "a default of nemo_edo/config/"
+NOT_GIVEN = "(not given)"
 
 
 class ConfigError(UserError):
@@ -50,14 +51,37 @@ def compose_run(config_name: str, overrides: list[str], config_dir: str | Path |
     ``overrides`` are in Hydra's syntax. Groups that ``config_dir`` lacks come from the shipped ``conf/``. Raises
     ``ConfigError``.
     """
+    values, sources, missing = _composed(config_name, overrides, config_dir)
+    if missing:
+        places = [f"{key} ({sources.place(key)})" for key in missing]
+        raise ConfigError(f"a value is needed for {', '.join(places)}; on the command line: KEY=VALUE")
+    return _checked(values, sources)
+
+
+def compose_incomplete(
+    config_name: str, overrides: list[str], config_dir: str | Path | None = None
+) -> tuple[RunConfig, list[str]]:
+    """As ``compose_run``, of a configuration that may lack values (``???``): it has the text ``NOT_GIVEN`` in their
+    place. Returns their keys as well."""
+    values, sources, missing = _composed(config_name, overrides, config_dir)
+    for key in missing:
+        OmegaConf.update(values, key, NOT_GIVEN)
+    return _checked(values, sources), missing
+
+
+def _composed(
+    config_name: str, overrides: list[str], config_dir: str | Path | None
+) -> tuple[DictConfig, _Sources, list[str]]:
+    """The composed values with known keys only, their sources, and the keys that lack a value."""
     folders = [Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir()]
     _require_config(config_name, folders[0])
     values, sources = _compose(config_name, overrides, folders)
     plain = OmegaConf.to_container(values)
     _check_keys(plain, _schema_keys(RunConfig), "", sources.place)
-    missing = [f"{key} ({sources.place(key)})" for key in _missing(plain)]
-    if missing:
-        raise ConfigError(f"a value is needed for {', '.join(missing)}; on the command line: KEY=VALUE")
+    return values, sources, _missing(plain)
+
+
+def _checked(values: DictConfig, sources: _Sources) -> RunConfig:
     cfg = _typed(RunConfig, values, "", sources.place)
     _arm_configs(cfg, sources.place)
     for differences in cfg.arms.values():  # an arm that only names the run's own algorithm differs in nothing
@@ -68,7 +92,7 @@ def compose_run(config_name: str, overrides: list[str], config_dir: str | Path |
 
 def arm_configs(cfg: RunConfig) -> dict[str, LoopConfig]:
     """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
-    ``policy``.
+    ``policy``, and none where supervised training is all.
 
     Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run`` has checked that already).
     """
@@ -81,6 +105,8 @@ def resolved_yaml(cfg: RunConfig) -> str:
 
 
 def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopConfig]:
+    if cfg.algorithm == SFT:
+        return {}
     if not cfg.arms:
         return {"policy": getattr(cfg, cfg.algorithm)}
     arms = {}

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import DataConfig, GRPOConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
+from nemo_edo.data.disk_space import check_disk_space, estimate_bytes
 from nemo_edo.data.problems import LoadedProblems, load_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions
-from nemo_edo.data.rollout_store import RolloutStore, check_disk_space, estimate_bytes, tokenizer_identity
+from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
 from nemo_edo.errors import UserError
+from nemo_edo.model_shape import check_expected
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 
@@ -122,7 +124,9 @@ def check_model(cfg: RunConfig) -> None:
     folder = Path(cfg.model.path)
     check_model_folder(folder)
     _check_weights(folder)
-    context = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
+    context = fields.get("max_position_embeddings")
     if context is not None and context < cfg.model.seq_length:
         raise UserError(
             f"model.seq_length is {cfg.model.seq_length}, but {folder / 'config.json'} has max_position_embeddings "
@@ -149,7 +153,12 @@ def _check_weights(folder: Path) -> None:
 def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:
     """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
     needed = 0
+    evaluated = len(data.test) * (cfg.evaluation.samples + 1)
+    needed += cfg.evaluation.rollouts * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
     for arm in arms:
+        short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
+        evaluations = short + cfg.evaluation.rollouts
+        needed += evaluations * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
         problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
         rollouts = problems * cfg.sampling.samples_per_prompt
         needed += arm.iterations * estimate_bytes(rollouts, data.longest_prompt, cfg.sampling.max_new_tokens)
@@ -170,6 +179,8 @@ def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig
         lora=cfg.lora,
         seed=cfg.seed,
         threads=cfg.threads,
+        attention=cfg.model.attention,
+        loss_head=cfg.model.loss_head,
         training=training,
         temperature=1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,8 +37,12 @@ class WeightSync(Protocol):
 class Policy(Protocol):
     """A trainable policy. Every data-parallel rank is handed the same global batch and takes its own share."""
 
-    def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None) -> dict[str, float]:
-        """One optimizer step on the global batch; returns global means of the loss and its metrics.
+    def train_step(
+        self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
+    ) -> dict[str, float]:
+        """One optimizer step on the global batch; returns global means of the loss and its metrics, "grad_norm" and
+        "skipped": 1 where the step was not taken, on any rank, because the loss or the norm is not finite or the norm
+        is above ``grad_norm_limit``. Weights and optimizer then are as before.
 
         exploration_weight: of the exploration term in this step; None: the configured one.
         """

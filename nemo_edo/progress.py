@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import warnings
@@ -11,16 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.progress import Position
 from nemo_edo.config import CheckpointConfig
+from nemo_edo.data.batch_file import read_batch, write_batch
 from nemo_edo.data.rollout_store import RolloutStore
 from nemo_edo.errors import RunStopped, UserError
-from nemo_edo.files import replacing
 from nemo_edo.megatron import checkpoint
+from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.parallel.main_rank import any_rank, is_main, on_main
@@ -64,9 +61,11 @@ class SavedProgress:
         *,
         stop: StopSignal,
         metrics_size: Callable[[], int],
+        failure: Callable[[int], Path],
         keeps_reference: bool = False,
     ) -> None:
-        """keeps_reference: whether the model's reference moves in a way that it cannot be had again (ema)."""
+        """failure: where the batch of a step, by its number, is kept that the training broke on.
+        keeps_reference: whether the model's reference moves in a way that it cannot be had again (ema)."""
         self.folder = folder
         self.start = Position()
         self.metrics_bytes: int | None = None
@@ -75,8 +74,11 @@ class SavedProgress:
         self._config = config
         self._stop = stop
         self._metrics_size = metrics_size
+        self._failure = failure
         self._keeps_reference = keeps_reference
         self._collected: Collected | None = None
+        self._writing: Writing | None = None
+        """The checkpoint that is being written."""
         self._batch: dict[str, Any] | None = None
         """File name and checksum of the current iteration's batch on disk."""
         self._saved_at = 0
@@ -98,6 +100,9 @@ class SavedProgress:
 
     def _load(self, folder: Path) -> None:
         checkpoint.load(self._model.policy, folder, with_optimizer=True)
+        changed = checkpoint.changed_layout(folder)
+        if changed and is_main():
+            print(f"going on at another layout than {folder} was saved at: {changed}; sums are rounded otherwise now")
         notes = checkpoint.load_extra(folder)
         if notes["batch"] is not None:
             on_main(lambda: _require_unchanged(self.folder / notes["batch"]["file"], notes["batch"]["checksum"]))
@@ -119,15 +124,32 @@ class SavedProgress:
 
     def reached(self, position: Position) -> None:
         """``algorithms.progress.Progress``."""
+        self.settle(wait=False)
         stop = self._stop.agreed()
         steps = position.steps_taken - self._saved_at
         begins_iteration = position.step == 0 and steps > 0
         if begins_iteration or steps >= self._config.every_steps or (stop and steps > 0):
             self._save(position)
         if stop:
+            self.settle()
             raise RunStopped(f"asked to stop: everything up to step {position.steps_taken} of this stage is saved")
 
+    def save(self, position: Position) -> None:
+        """``algorithms.progress.Progress``. Where no step was taken since the last checkpoint, that one will do."""
+        if position.steps_taken > self._saved_at:
+            self._save(position)
+        self.settle()
+
+    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
+        """``algorithms.progress.Progress``. The batch in a file, and beside it the weights in a folder of its name."""
+        self.settle()
+        path = self._failure(position.steps_taken - 1)
+        checkpoint.save(self._model.policy, path.with_suffix(""))
+        on_main(lambda: write_batch(batch, {"metrics": about}, path))
+        return str(path)
+
     def _save(self, position: Position) -> None:
+        self.settle()  # one at a time
         if position.step and self._collected is not None and self._batch is None:
             self._batch = on_main(lambda: self._write_batch(position.iteration))
         notes = {
@@ -135,15 +157,23 @@ class SavedProgress:
             "metrics_bytes": self._metrics_size(),
             "batch": self._batch if position.step else None,
         }
-        checkpoint.save(
+        self._writing = checkpoint.begin_save(
             self._model.policy,
             self.folder / f"step_{position.steps_taken:08d}",
             with_optimizer=True,
             reference=self._model.reference if self._keeps_reference else None,
             extra=notes,
+            reshardable=self._config.reshardable,
         )
         self._saved_at = position.steps_taken
-        on_main(self._prune)
+        self.settle(wait=not self._config.asynchronous)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Makes a checkpoint that is being written one to go on from, if all of it is there; wait: once it is. Every
+        rank calls it at the same place, and before it leaves the training."""
+        if self._writing is not None and self._writing.is_finished(wait=wait):
+            self._writing = None
+            on_main(self._prune)
 
     def _write_batch(self, iteration: int) -> dict[str, Any]:
         path = self.folder / f"batch_{iteration:05d}.safetensors"
@@ -156,7 +186,9 @@ class SavedProgress:
         return sorted(path for path in self.folder.glob("step_*") if path.suffix != ".part")
 
     def _prune(self) -> None:
-        """Leaves the newest checkpoints and what they need."""
+        """Leaves the newest checkpoints and what they need. Nothing is being written now."""
+        for folder in self.folder.glob("*.part"):
+            shutil.rmtree(folder)
         folders = self._checkpoints()
         for folder in folders[: -self._config.keep]:
             shutil.rmtree(folder)
@@ -178,21 +210,15 @@ def _require_unchanged(path: Path, expected: str) -> None:
 
 def write_collected(collected: Collected, path: Path) -> None:
     """All of it in one file, from which ``read_collected`` has it back to the last bit."""
-    about = {"items": json.dumps(collected.items), "statistics": json.dumps(collected.statistics)}
-    tensors = {name: tensor.contiguous() for name, tensor in collected.batch.tensors().items()}
-    with replacing(path) as file:
-        file.write(save(tensors, metadata=about))
+    write_batch(collected.batch, {"items": collected.items, "statistics": collected.statistics}, path)
 
 
 def read_collected(path: Path) -> Collected:
     """Raises UserError for a file that is no iteration's batch."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            about = file.metadata()
-        return Collected(TrainingBatch(**tensors), json.loads(about["items"]), json.loads(about["statistics"]))
-    except (SafetensorError, OSError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is not the batch of an iteration ({error})") from error
+    batch, about = read_batch(path)
+    if about.keys() != {"items", "statistics"}:
+        raise UserError(f"{path} is not the batch of an iteration: it has no items and statistics")
+    return Collected(batch, **about)
 
 
 class SharedRolloutStore(RolloutStore):

@@ -19,14 +19,17 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import START, Evaluation
 from nemo_edo.files import replacing, temporary_name
 
-MAY_CHANGE = ("checkpoint", "exp_manager", "name", "output_dir")
-"""Settings that a run may be gone on with another value of: they change no number that it ends with."""
+MAY_CHANGE = ("checkpoint", "exp_manager", "guards", "name", "output_dir", "parallelism")
+"""Settings that a run may be gone on with another value of. They change no number that it ends with, but for the
+guards', which say when it stops, and the layout, which rounds otherwise."""
+PLACES = ("iteration", "policy_version", "step")
+"""Numbers of a line that say where it belongs, and measure nothing."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 
 
 class RunFolder:
     """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
-    ``rollouts/ARM``, ``checkpoints/ARM``, ``evaluations``, ``samples``, ``data`` and ``base`` (the built-in task's
+    ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``samples``, ``data`` and ``base`` (the built-in task's
     problems and model), ``report.html``, and NeMo's ``logs``."""
 
     def __init__(self, path: Path) -> None:
@@ -48,12 +51,27 @@ class RunFolder:
         """What an arm in training goes on from."""
         return self.path / "checkpoints" / f"{arm}.progress"
 
+    def failure(self, arm: str, step: int) -> Path:
+        """The batch of a step that a guard has stopped the arm at; its weights are in the folder of that name."""
+        return self.path / "failures" / f"{arm}_step_{step:08d}.safetensors"
+
     def rollouts(self, arm: str) -> Path:
         return self.path / "rollouts" / arm
 
-    def evaluation(self, arm: str) -> Path:
-        """The arm's final results, problem by problem."""
-        return self.path / "evaluations" / f"{arm}.json"
+    def evaluation(self, arm: str, iteration: int | None = None) -> Path:
+        """The arm's results, problem by problem: the final ones, or those before an iteration."""
+        name = arm if iteration is None else f"{arm}/{_iteration_name(iteration)}"
+        return self.path / "evaluations" / f"{name}.json"
+
+    def evaluated(self, arm: str, kind: str) -> Path:
+        """The responses, "greedy" or "sampled", that the arm's evaluations drew."""
+        return self.path / "evaluations" / arm / kind
+
+    def evaluation_before(self, arm: str, iteration: int) -> Path:
+        """The arm's last evaluation before the iteration; where it has none, that of the policy it started from."""
+        found = (self.path / "evaluations" / arm).glob("iter_*.json")
+        earlier = [path for path in found if path.stem < _iteration_name(iteration)]
+        return max(earlier, default=self.evaluation(START))
 
     def require_arm(self, arm: str, known: Iterable[str]) -> None:
         """Raises UserError unless the run has trained the arm to its end."""
@@ -130,11 +148,13 @@ class RunFolder:
             holder = lock.read().strip()
             lock.close()
             raise UserError(
-                f"{self.path} is in use by {holder or 'another process'}; wait for it, or choose another name=..."
+                f"{self.path} is in use by {holder or 'another process'}; wait for it, or end it, or choose another "
+                "name=..."
             ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
+        os.register_at_fork(after_in_child=lock.close)  # else it would last as long as any forked process
         self._lock = lock
 
     # --- how far the run came --------------------------------------------------------------------------------------
@@ -182,13 +202,19 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
-    def write_evaluation(self, evaluation: Evaluation) -> None:
+    def write_evaluation(self, evaluation: Evaluation, iteration: int | None = None) -> None:
+        """``iteration``: of an evaluation before one; None: the final one."""
         metrics = {
             name: {"sum": sums.tolist(), "count": counts.tolist()}
             for name, (sums, counts) in evaluation.metrics.items()
         }
         record = {"arm": evaluation.arm, "problems": list(evaluation.problems), "metrics": metrics}
-        self.write_json(str(self.evaluation(evaluation.arm).relative_to(self.path)), record)
+        self.write_json(str(self.evaluation(evaluation.arm, iteration).relative_to(self.path)), record)
+
+
+def _iteration_name(iteration: int) -> str:
+    """In the order of the numbers."""
+    return f"iter_{iteration:05d}"
 
 
 def check_arm_names(arms: Iterable[str]) -> None:
@@ -203,7 +229,9 @@ def check_arm_names(arms: Iterable[str]) -> None:
 class MetricsLog:
     """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers. Ranks other than the first write nothing.
 
-    Everything that a clock says is under "time": the rest is the same in every run of a config.
+    Everything that a clock says is under "time": the rest is the same in every run of a config. The loggers get a
+    line's numbers under ARM/KIND/NAME, those under "time" as well, and of a metric with an interval the mean; at the
+    line's "step", else its "iteration", else the number of such lines before it.
     """
 
     def __init__(self, path: Path, log_numbers: Callable[[dict[str, float], int], None], *, writes: bool) -> None:
@@ -215,15 +243,18 @@ class MetricsLog:
     def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
         if self._file is None:
             return
-        line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": round(self.elapsed, 3)}}
+        clocks = values.pop("time", {})
+        line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": round(self.elapsed, 3), **clocks}}
         try:
             text = json.dumps(line, allow_nan=False)
         except ValueError as error:
             raise FloatingPointError(f"{kind} of arm {arm} has a number that is not finite: {values}") from error
         self._file.write(text + "\n")
         self._file.flush()
-        numbers = {f"{arm}/{kind}/{name}": value for name, value in values.items() if isinstance(value, float)}
-        self._log_numbers(numbers, values.get("step", self._lines[arm, kind]))
+        means = {name: metric["mean"] for name, metric in values.get("metrics", {}).items()}
+        numbers = {name: value for name, value in {**values, **means, **clocks}.items() if _is_measured(name, value)}
+        step = values.get("step", values.get("iteration", self._lines[arm, kind]))
+        self._log_numbers({f"{arm}/{kind}/{name}": value for name, value in numbers.items()}, step)
         self._lines[arm, kind] += 1
 
     @property
@@ -257,6 +288,10 @@ class MetricsLog:
         lines = [json.loads(line) for line in kept[:size].splitlines()]
         self._lines = Counter((line["arm"], line["kind"]) for line in lines)
         self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
+
+
+def _is_measured(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and name not in PLACES
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

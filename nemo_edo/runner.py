@@ -17,12 +17,13 @@ from nemo_edo.megatron import checkpoint, platform
 from nemo_edo.megatron.build import device_and_groups, export_hf_folder
 from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.progress import StopSignal
+from nemo_edo.replay import replay
 from nemo_edo.run_folder import METRICS, MetricsLog, RunFolder, check_arm_names
-from nemo_edo.stages import WARMUP, Job, collect_arm, evaluate_policy, stage, train_arm, warm_up
+from nemo_edo.stages import WARMUP, Job, collect_arm, discard_evaluated, evaluate_policy, stage, train_arm, warm_up
 from nemo_edo.summary import side_by_side, summary
 from nemo_edo.tracking import check_settings, log_numbers, start_tracking
 
-__all__ = ["collect", "evaluate", "export", "train"]
+__all__ = ["collect", "evaluate", "export", "replay", "train"]
 
 
 def train(cfg: RunConfig) -> Path:
@@ -45,6 +46,8 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
     with StopSignal() as stop:
         job = _prepare(cfg, stop)
         try:
+            if not job.arms:
+                raise UserError("algorithm sft trains on the solutions of data.warmup: there is nothing to draw")
             if arm is not None and arm not in job.arms:
                 raise UserError(f"the config has no arm {arm!r}; it has {', '.join(job.arms)}")
             stage(job, WARMUP, lambda: warm_up(job))
@@ -56,7 +59,8 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
 
 
 def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
-    """Evaluates a run's trained arms anew (``overrides`` of evaluation.*), and writes its report again."""
+    """Evaluates a run's trained arms anew (``overrides`` of evaluation.*), and writes its report again. An evaluation
+    of the same settings that was killed goes on."""
     strange = [override for override in overrides if not override.startswith("evaluation.")]
     if strange:
         raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
@@ -72,30 +76,37 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     for name in names:
         model = factory.build_model(cfg, folder, trained.get(name, cfg.grpo))
         checkpoint.load(model.policy, folder.checkpoint(name))
-        evaluate_policy(job, model, name, trained[name].iterations if name in trained else 0)
+        iteration = trained[name].iterations if name in trained else 0
+        discard_evaluated(job, name, iteration)
+        evaluate_policy(job, model, name, iteration)
     if job.is_main:
         _conclude(folder)
 
 
-def export(run: Path, out: Path, arm: str | None) -> None:
-    """Writes a trained policy as a Hugging Face folder. ``arm``: needed where the run has several and none of them
-    is the config's own section as it is. ARM.best: the policy that was best by ``checkpoint.best``."""
+def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
+    """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``. ``arm``: needed where
+    the run has several and none of them is the config's own section as it is. ARM.best: the policy that was best by
+    ``checkpoint.best``."""
     folder, cfg = _open(run, [])
     arms = arm_configs(cfg)
     if arm is None:
-        own = [name for name in arms if not cfg.arms.get(name)]
-        if len(arms) != 1 and len(own) != 1:
-            raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")
-        arm = own[0] if own else next(iter(arms))
+        arm = _only_arm(run, cfg, list(arms))
     best = [f"{name}.best" for name in arms if folder.best_checkpoint(name).is_dir()]
     folder.require_arm(arm, [WARMUP, *arms, *best])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
     model = factory.build_model(cfg, folder, arms.get(arm.removesuffix(".best"), cfg.grpo))
     checkpoint.load(model.policy, folder.checkpoint(arm))
-    export_hf_folder(model.built, out)
+    export_hf_folder(model.built, out, max_shard_bytes)
     if is_main():
         print(f"the policy of arm {arm} is in {out}")
+
+
+def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
+    own = [name for name in arms if not cfg.arms.get(name)] or arms or [WARMUP]
+    if len(own) != 1:
+        raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")
+    return own[0]
 
 
 # --- stages -------------------------------------------------------------------------------------------------------
@@ -150,7 +161,8 @@ def _run_stages(job: Job) -> None:
         of_arms = {name: job.folder.read_json(f"samples/{name}.json") for name in stages}
         job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
         seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
-        job.folder.write_json("summary.json", summary(job.cfg, job.arms, job.data.skipped_rows, seconds))
+        about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds)
+        job.folder.write_json("summary.json", {**about, "kernels": job.folder.read_json("kernels.json")})
         _conclude(job.folder)
         job.folder.note("report", metrics_bytes=job.log.size)
     torch.distributed.barrier()

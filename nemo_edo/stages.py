@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,21 +16,25 @@ from nemo_edo.algorithms.iteration import Iteration, collect_iteration, run_iter
 from nemo_edo.algorithms.sampling import sampling_requests
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import LoopConfig, RunConfig
-from nemo_edo.data.rollout_store import tokenizer_identity
-from nemo_edo.errors import RunStopped
+from nemo_edo.data.drawing import Draw, DrawnInParts
+from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
+from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.evaluation.comparison import START as WARMUP
 from nemo_edo.evaluation.comparison import Evaluation, newly_solved_and_lost
-from nemo_edo.evaluation.run import Evaluator
+from nemo_edo.evaluation.run import KINDS, Evaluator
 from nemo_edo.evaluation.run_record import load_evaluation
 from nemo_edo.megatron import checkpoint
 from nemo_edo.megatron.checksums import DamagedCheckpoint
+from nemo_edo.megatron.kernels import kernels
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.progress import SavedProgress, SharedRolloutStore, StopSignal
 from nemo_edo.refit.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.run_folder import MetricsLog, RunFolder
-from nemo_edo.summary import examples
+from nemo_edo.summary import SOLUTION_COLUMNS, examples, solution_rows
+from nemo_edo.tracking import log_table
+from nemo_edo.types import GenerationRequest, ScoredRollout
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,10 @@ def stage(job: Job, name: str, work: Callable[[], list]) -> None:
         if job.stop.agreed():
             raise RunStopped(f"asked to stop before {name} was begun")
         begun = job.log.elapsed
-        scored = work()
+        try:
+            scored = work()
+        except StoppedByGuard as stopped:
+            raise StoppedByGuard(f"{name}, {stopped}") from stopped
         if job.is_main:
             job.folder.write_json(f"samples/{name}.json", examples(job.data.test, scored))
             seconds = round(job.log.elapsed - begun, 1)
@@ -64,9 +73,11 @@ def stage(job: Job, name: str, work: Callable[[], list]) -> None:
 def warm_up(job: Job) -> list:
     cfg = job.cfg
     model = factory.build_model(cfg, job.folder, cfg.sft, job.trainer)
+    _say_kernels(job, model)
     if not _load_trained(job, model, WARMUP):
         if cfg.sft.steps:
             model.start_training(cfg.sft.steps)
+            progress = _resumed(job, model, WARMUP)
             train_supervised(
                 model,
                 job.data.solutions,
@@ -75,12 +86,21 @@ def warm_up(job: Job) -> list:
                 seed=cfg.seed,
                 log=_named(job.log, WARMUP),
                 bar=job.is_main,
-                progress=_resumed(job, model, WARMUP),
+                progress=progress,
+                guards=cfg.guards,
             )
+            progress.settle()
         else:
             _cut_metrics(job, None)
         _save_trained(job, model, WARMUP)
     return evaluate_policy(job, model, WARMUP, 0)
+
+
+def _say_kernels(job: Job, model: MegatronGPTModel) -> None:
+    if job.is_main:
+        used = kernels(model.built.chunks)
+        print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
+        job.folder.write_json("kernels.json", used)
 
 
 def train_arm(job: Job, arm: str) -> list:
@@ -93,7 +113,13 @@ def train_arm(job: Job, arm: str) -> list:
             evaluate_policy(job, model, arm, t, final=False)
 
     if not _load_trained(job, model, arm):
-        run_iterations(_iteration(job, model, arm), short_evaluation)
+        iteration = _iteration(job, model, arm)
+        try:
+            run_iterations(iteration, short_evaluation)
+        except RunStopped:  # in an evaluation: the training before it is not lost
+            iteration.progress.settle()
+            raise
+        iteration.progress.settle()
         _save_trained(job, model, arm)
     return evaluate_policy(job, model, arm, settings.iterations)
 
@@ -136,6 +162,7 @@ def _iteration(job: Job, model: MegatronGPTModel, arm: str) -> Iteration:
         bar=arm if job.is_main else None,
         part_size=cfg.generation.part_size,
         given=factory.given_rollouts(cfg, arm, data),
+        guards=cfg.guards,
     )
     model.start_training(iteration.total_steps)
     return replace(iteration, progress=_resumed(job, model, arm, keeps_reference=settings.reference == "ema"))
@@ -152,6 +179,7 @@ def _resumed(job: Job, model: MegatronGPTModel, stage: str, **settings: Any) -> 
         job.cfg.checkpoint,
         stop=job.stop,
         metrics_size=lambda: job.log.size,
+        failure=lambda step: job.folder.failure(stage, step),
         **settings,
     )
     progress.resume()
@@ -201,24 +229,76 @@ def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int,
         config=cfg.evaluation,
         max_new_tokens=cfg.sampling.max_new_tokens,
         pad_id=data.pad_id,
+        keeping=partial(_keeping, job, arm, iteration),
     )
+    InProcessSync(engine).push(iteration)  # an engine that is new does not know whose weights it has
     rollouts = cfg.evaluation.rollouts if final else 1
     # The same random numbers for every arm and iteration: differences between them are the policies' own.
     requests = sampling_requests(data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate")
+    begun = time.monotonic()
     evaluation, scored = evaluator.evaluate(arm, requests, rollouts)
+    seconds = time.monotonic() - begun
     _keep_best(job, model, evaluation, iteration)
     intervals = {
         name: evaluation.interval(name, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
         for name in evaluation.metrics
     }
     metrics = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in intervals.items()}
-    changes = {}
-    if job.is_main and arm != WARMUP:
-        changes = newly_solved_and_lost(load_evaluation(job.folder.evaluation(WARMUP)), evaluation)
-    job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes)
-    if final and job.is_main:
-        job.folder.write_evaluation(evaluation)
+    changes = _changes(job, evaluation, iteration) if job.is_main else {}
+    clocks = {"evaluation_s": seconds}
+    job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
+    if job.is_main:
+        job.folder.write_evaluation(evaluation, None if final else iteration)
+        log_table(
+            job.trainer,
+            f"{arm}/evaluation/solutions",
+            SOLUTION_COLUMNS,
+            solution_rows(data.test, scored, arm, iteration),
+            step=iteration,
+        )
     return scored
+
+
+def discard_evaluated(job: Job, arm: str, iteration: int) -> None:
+    """Responses of an evaluation that came to its end are not those of the next one."""
+    for kind in KINDS:
+        store = RolloutStore(job.folder.evaluated(arm, kind))
+        on_main(partial(store.discard_finished, iteration))
+
+
+def _keeping(job: Job, arm: str, iteration: int, kind: str, draw: Draw) -> Draw:
+    """A way to draw an evaluation's responses that goes on where an earlier process was killed."""
+    store = SharedRolloutStore(job.folder.evaluated(arm, kind), tokenizer=tokenizer_identity(job.data.tokenizer))
+
+    def stop_if_asked() -> None:
+        if job.stop.agreed():
+            raise RunStopped(f"asked to stop: what was drawn to evaluate {arm} is saved")
+
+    def draw_and_keep(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
+        size = job.cfg.generation.part_size
+        in_parts = DrawnInParts(
+            store, iteration, draw, part_size=size, writes=job.is_main, before_part=stop_if_asked
+        )
+        drawn = in_parts(requests)
+        if job.is_main:
+            store.write(iteration, drawn, rank=0, world_size=1)
+        return drawn
+
+    return draw_and_keep
+
+
+def _changes(job: Job, evaluation: Evaluation, iteration: int) -> dict[str, float]:
+    """Test problems that an arm has newly solved and lost, since its start and since its last evaluation. The earlier
+    evaluations are read from disk: a run that was killed in between has them, too."""
+    arm = evaluation.arm
+    if arm == WARMUP:
+        return {}
+    earlier = {"": job.folder.evaluation(WARMUP), "_since_last": job.folder.evaluation_before(arm, iteration)}
+    return {
+        name + suffix: number
+        for suffix, path in earlier.items()
+        for name, number in newly_solved_and_lost(load_evaluation(path), evaluation).items()
+    }
 
 
 def _keep_best(job: Job, model: MegatronGPTModel, evaluation: Evaluation, iteration: int) -> None:

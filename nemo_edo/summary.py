@@ -15,7 +15,7 @@ from nemo_edo.evaluation.comparison import PLAIN_LABELS
 from nemo_edo.types import Problem, ScoredRollout
 
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3
-"""Test problems, and responses to each by each arm, that the report shows side by side."""
+"""Test problems, and responses to each by each arm, that the report and the trackers show."""
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transformers")
 
 
@@ -42,7 +42,7 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
         "versions": {"nemo-edo": __version__, "python": machine.python_version(), **versions},
         "processes": torch.distributed.get_world_size(),
         "arms": settings_of,
-        "baseline": (plain or list(arms))[0],
+        "baseline": next(iter(plain or arms), None),
         "skipped_rows": skipped_rows,
         "time": dict(seconds),
     }
@@ -51,13 +51,28 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
 def examples(problems: Sequence[Problem], scored: Sequence[ScoredRollout]) -> dict[str, list[dict[str, Any]]]:
     """An arm's first responses to the first problems, by problem."""
     return {
-        problem.id: [
-            {"text": item.rollout.text, "reward": item.reward}
-            for item in scored
-            if item.rollout.problem_id == problem.id
-        ][:EXAMPLE_RESPONSES]
+        problem.id: [{"text": item.rollout.text, "reward": item.reward} for item in _first_responses(problem, scored)]
         for problem in problems[:EXAMPLES]
     }
+
+
+def _first_responses(problem: Problem, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    return [item for item in scored if item.rollout.problem_id == problem.id][:EXAMPLE_RESPONSES]
+
+
+SOLUTION_COLUMNS = ("problem", "arm", "iteration", "sample", "text", "answer", "reward")
+"""Of the table of solutions that an evaluation hands to the trackers."""
+
+
+def solution_rows(
+    problems: Sequence[Problem], scored: Sequence[ScoredRollout], arm: str, iteration: int
+) -> list[tuple[str, str, int, int, str, str, float]]:
+    """An arm's first responses to the first problems, by ``SOLUTION_COLUMNS``; "" where no answer was found."""
+    return [
+        (problem.question, arm, iteration, sample, item.rollout.text, item.answer or "", item.reward)
+        for problem in problems[:EXAMPLES]
+        for sample, item in enumerate(_first_responses(problem, scored))
+    ]
 
 
 def side_by_side(problems: Sequence[Problem], of_arms: Mapping[str, dict[str, list[dict[str, Any]]]]) -> list[dict]:

@@ -104,6 +104,10 @@ class TrainingBatch:
     """[B, S] int64, prompt then response then padding."""
     mask: Tensor
     """[B, T] float32, 1 where the predicted token is a response token that counts."""
+    groups: Tensor | None = None
+    """[B] int64, equal for the rows that answer one prompt."""
+    rewards: Tensor | None = None
+    """[B] float32, what each response was given."""
     advantages: Tensor | None = None
     """[B] float32, one for each response (policy-gradient training)."""
     old_logprobs: Tensor | None = None

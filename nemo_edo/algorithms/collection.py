@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_edo.config import LoopConfig
 from nemo_edo.data.batching import build_batch
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import kl_per_token, reduce_tokens
-from nemo_edo.metrics import distinct_n
+from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, pass_at_k
 from nemo_edo.types import ScoredRollout, TrainingBatch
 
 
@@ -47,12 +48,19 @@ def by_problem(scored: Sequence[ScoredRollout]) -> dict[str, list[ScoredRollout]
     return groups
 
 
+def group_numbers(scored: Sequence[ScoredRollout]) -> Tensor:
+    """[B] int64: of each response the number of its group, in order of first appearance."""
+    numbers = {problem: number for number, problem in enumerate(by_problem(scored))}
+    return torch.tensor([numbers[item.rollout.problem_id] for item in scored])
+
+
 @dataclass(frozen=True)
 class Sampled:
     """All samples of an iteration as a batch, as the trainer sees them."""
 
     batch: TrainingBatch
-    """With old_logprobs of the trainer, sampler_logprobs of the engine and, if asked for, ref_logprobs."""
+    """With groups, rewards, old_logprobs of the trainer, sampler_logprobs of the engine and, if asked for,
+    ref_logprobs."""
     entropies: Tensor
 
 
@@ -69,30 +77,87 @@ def view_of_sampler(scored: Sequence[ScoredRollout], policy: Policy, *, pad_id: 
         sampler_logprobs=[r.response_logprobs for r in rollouts],
     )
     old_logprobs, entropies = policy.log_probs(batch)
-    batch = batch.with_fields(old_logprobs=old_logprobs)
+    batch = batch.with_fields(
+        old_logprobs=old_logprobs,
+        groups=group_numbers(scored),
+        rewards=torch.tensor([item.reward for item in scored], dtype=torch.float32),
+    )
     if with_reference:
         batch = batch.with_fields(ref_logprobs=policy.reference_log_probs(batch))
     return Sampled(batch, entropies)
 
 
 def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
-    """Means over responses, groups or tokens of what the samples show."""
+    """Those of ``response_statistics``, and the means over response tokens of the policy's "entropy" (exact, nats),
+    of "sampler_gap" (|log pi_old - log pi_gen|, nats) with its "sampler_gap_max", and of "kl", the k3 estimate of
+    KL(pi_old || pi_ref) (nats), where the reference was asked."""
     batch = sampled.batch
-    groups = by_problem(scored).values()
+    gap = (batch.sampler_logprobs - batch.old_logprobs).abs()
+    per_token: dict[str, Tensor] = {"entropy": sampled.entropies, "sampler_gap": gap}
+    if batch.ref_logprobs is not None:
+        per_token["kl"] = kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3")
+    means = {name: float(reduce_tokens(v, batch.mask, "token-mean").mean()) for name, v in per_token.items()}
+    return {**response_statistics(scored), **means, "sampler_gap_max": float(gap[batch.mask != 0].max())}
+
+
+def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """What the responses show of the policy that drew them.
+
+    Means over responses: "reward", "accuracy" (share with reward 1), "well_formed", "truncated" (share that did not
+    end by itself), "response_length" (tokens).
+    Means over the groups of responses to one prompt: "voted_accuracy" (probability that the majority's answer is one
+    with reward 1, ties broken at random), "pass@k" (unbiased; k up to the smallest group's size), "distinct_4",
+    "distinct_answers" and "zero_advantage_groups" (share whose rewards are all equal).
+    """
+    groups = list(by_problem(scored).values())
     per_response = {
         "reward": [item.reward for item in scored],
+        "accuracy": [float(item.reward == 1) for item in scored],
         "well_formed": [float(item.well_formed) for item in scored],
         "truncated": [float(not item.rollout.finished) for item in scored],
         "response_length": [float(len(item.rollout.response_ids)) for item in scored],
     }
+    correct = [(len(group), sum(item.reward == 1 for item in group)) for group in groups]
     per_group = {
+        "voted_accuracy": [_vote(group) for group in groups],
+        **{f"pass@{k}": [pass_at_k(n, c, k) for n, c in correct] for k in range(1, min(map(len, groups)) + 1)},
         "distinct_4": [distinct_n([item.rollout.response_ids for item in group], n=4) for group in groups],
-        "distinct_answers": [float(len({item.answer for item in group} - {None})) for group in groups],
+        "distinct_answers": [float(distinct_answers(item.answer for item in group)) for group in groups],
         "zero_advantage_groups": [float(len({item.reward for item in group}) == 1) for group in groups],
     }
-    gap = (batch.sampler_logprobs - batch.old_logprobs).abs()
-    per_token: Mapping[str, Tensor] = {"entropy": sampled.entropies, "sampler_gap": gap}
-    if batch.ref_logprobs is not None:
-        per_token = {**per_token, "kl": kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3")}
-    means = {name: sum(values) / len(values) for name, values in {**per_response, **per_group}.items()}
-    return means | {name: float(reduce_tokens(v, batch.mask, "token-mean").mean()) for name, v in per_token.items()}
+    return {name: sum(values) / len(values) for name, values in {**per_response, **per_group}.items()}
+
+
+def _vote(group: Sequence[ScoredRollout]) -> float:
+    """A scorer may take several answers for right: each is one that the vote can give."""
+    right = {item.answer for item in group if item.reward == 1} - {None}
+    return sum(expected_vote_score([item.answer for item in group], answer) for answer in right)
+
+
+def step_statistics(batch: TrainingBatch) -> dict[str, float]:
+    """What a step's global batch says before any model has seen it, so the same in every layout.
+
+    Over its responses: "reward" (mean), "advantage_spread" (population standard deviation), "zero_advantage_groups"
+    (share of the prompts there whose responses all have advantage 0), "share_with_pairs" (of the prompts),
+    "response_length" (mean, tokens). Over its response tokens: "sampler_gap_max" (|log pi_old - log pi_gen|, nats) and
+    "sampler_ratio_max" (pi_old / pi_gen). What the batch has no tensors for is left out.
+    """
+    counted = batch.mask != 0
+    real = counted.any(dim=1)
+    statistics = {"response_length": float(counted.sum() / real.sum())}
+    if batch.rewards is not None:
+        statistics["reward"] = float(batch.rewards[real].double().mean())
+    if batch.advantages is not None:
+        statistics["advantage_spread"] = float(batch.advantages[real].double().std(correction=0))
+    if batch.groups is not None:
+        groups = batch.groups[real]
+        prompts = groups.unique().numel()
+        if batch.advantages is not None:
+            informed = groups[batch.advantages[real] != 0].unique().numel()
+            statistics["zero_advantage_groups"] = 1 - informed / prompts
+        if batch.pair_role is not None:
+            statistics["share_with_pairs"] = groups[batch.pair_role[real] != 0].unique().numel() / prompts
+    if batch.sampler_logprobs is not None and batch.old_logprobs is not None:
+        gap = (batch.old_logprobs - batch.sampler_logprobs)[counted].double()
+        statistics |= {"sampler_gap_max": float(gap.abs().max()), "sampler_ratio_max": float(gap.max().exp())}
+    return statistics

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_edo.algorithms.collection import Collected, by_problem, sample_statistics, view_of_sampler
+from nemo_edo.algorithms.collection import Collected, by_problem, group_numbers, sample_statistics, view_of_sampler
 from nemo_edo.algorithms.sampling import request_seed
 from nemo_edo.config import GRPOConfig
 from nemo_edo.data.arithmetic import solution_path
@@ -43,8 +43,7 @@ class GRPO:
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
         config = self.config
         sampled = view_of_sampler(scored, policy, pad_id=self.pad_id, with_reference=config.beta > 0)
-        group_ids = _group_ids(scored)
-        rewards = torch.tensor([item.reward for item in scored])
+        group_ids, rewards = sampled.batch.groups, sampled.batch.rewards
         advantages = self._advantages(scored, rewards, group_ids)
         weights = torch.ones_like(advantages)
         statistics = sample_statistics(scored, sampled)
@@ -100,10 +99,5 @@ def keep_informative(scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     """Those of groups whose rewards are not all equal (DAPO's dynamic sampling)."""
     if not scored:
         return []
-    keep = informative_groups(torch.tensor([item.reward for item in scored]), _group_ids(scored))
+    keep = informative_groups(torch.tensor([item.reward for item in scored]), group_numbers(scored))
     return [item for item, kept in zip(scored, keep.tolist(), strict=True) if kept]
-
-
-def _group_ids(scored: Sequence[ScoredRollout]) -> Tensor:
-    numbers = {problem: number for number, problem in enumerate(by_problem(scored))}
-    return torch.tensor([numbers[item.rollout.problem_id] for item in scored])

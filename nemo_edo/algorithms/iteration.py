@@ -9,24 +9,28 @@ It can go on from between any two steps, and a collection from between any two o
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from tqdm import tqdm
 
-from nemo_edo.algorithms.collection import Collected, Objective
+from nemo_edo.algorithms.collection import Collected, Objective, by_problem, response_statistics, step_statistics
 from nemo_edo.algorithms.grpo import keep_informative
+from nemo_edo.algorithms.guards import Guards, exploration_hazards, loggable, respond
 from nemo_edo.algorithms.progress import FromTheBeginning, Position, Progress
 from nemo_edo.algorithms.sampling import sampling_requests
 from nemo_edo.algorithms.supervised import Log
-from nemo_edo.config import GRPOConfig, LoopConfig, SamplingConfig
+from nemo_edo.config import GRPOConfig, GuardsConfig, LoopConfig, SamplingConfig
 from nemo_edo.data.batching import epoch_order, minibatches
+from nemo_edo.data.drawing import DrawnInParts, require_version
 from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.errors import UserError
+from nemo_edo.errors import StoppedByGuard, UserError
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
-from nemo_edo.losses import Schedule, build_schedule
+from nemo_edo.losses import NotFinite, Schedule, build_schedule
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout, TrainingBatch
 
 
@@ -52,6 +56,7 @@ class Iteration:
     progress: Progress = field(default_factory=FromTheBeginning)
     part_size: int = 2048
     """Responses that are drawn, and put on disk, at a time."""
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     given: RolloutStore | None = None
     """Stored rollouts to train on; None: the policy's own are drawn."""
 
@@ -88,14 +93,17 @@ class Iteration:
 
     @property
     def total_steps(self) -> int:
+        """What learning-rate schedules run over: an upper bound, where collections may give fewer steps."""
         return self.config.iterations * self.steps_per_collection
 
 
 def run_iterations(run: Iteration, evaluate: Callable[[int], None]) -> None:
     """T iterations. ``evaluate(t)`` is called with pi_t before each of them, and with pi_T at the end."""
-    _warn_of_exploration_that_cannot_act(run)
+    for hazard in exploration_hazards(run.config, run.steps_per_collection):
+        warnings.warn(hazard, stacklevel=2)
     schedule = build_schedule(run.config.schedule, run.config.exploration_weight)
     start = run.progress.start
+    guards = Guards(run.guards, start.guards)
     if start.schedule is not None:
         schedule.load_state_dict(start.schedule)
     if start.iteration:
@@ -108,25 +116,45 @@ def run_iterations(run: Iteration, evaluate: Callable[[int], None]) -> None:
         if first:
             collected = run.progress.kept(t)
         else:
-            here = Position(t, 0, steps_taken, schedule.state_dict())
+            here = Position(t, 0, steps_taken, schedule.state_dict(), guards.state_dict())
             run.progress.reached(here)
             evaluate(t)
-            collected = _prepare(run, here)
+            collected = _prepare(run, here, guards)
         for step, batch in enumerate(_minibatches(run, collected, t, first), start=first):
-            metrics = _train_step(run.policy, batch, schedule)
-            run.log("train_step", iteration=t, step=steps_taken, **metrics)
+            place = {"iteration": t, "step": steps_taken}
+            metrics = _train_step(run, batch, schedule, guards.grad_norm_limit)
+            alarms = guards.step(metrics)
+            run.log("train_step", **place, **loggable(metrics), skipped_steps=guards.skipped_steps)
             steps_taken += 1
-            run.progress.reached(Position(t, step + 1, steps_taken, schedule.state_dict()))
+            here = Position(t, step + 1, steps_taken, schedule.state_dict(), guards.state_dict())
+            respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
+            run.progress.reached(here)
         run.weight_sync.push(t + 1)
     evaluate(run.config.iterations)
 
 
-def _prepare(run: Iteration, here: Position) -> Collected:
+def _prepare(run: Iteration, here: Position, guards: Guards) -> Collected:
     """What the iteration trains on, built from fresh samples; the policy is pi_t."""
     if here.iteration:
         run.policy.move_reference(run.config.reference, run.config.ema_decay)
-    collected = run.objective.build(_collect(run, here), run.policy)
-    run.log("collection", iteration=here.iteration, policy_version=here.iteration, **collected.statistics)
+    samples = _collect(run, here)
+    try:
+        collected = run.objective.build(samples.kept, run.policy)
+    except NotFinite as error:
+        raise StoppedByGuard(
+            f"iteration {here.iteration}: {error}: the policy gives its own samples no probability that is a number; "
+            "lower optimizer.lr, or go back to an earlier policy"
+        ) from error
+    collected = replace(collected, statistics=collected.statistics | samples.statistics)
+    run.log(
+        "collection",
+        iteration=here.iteration,
+        policy_version=here.iteration,
+        **loggable(collected.statistics),
+        time=samples.time,
+    )
+    alarms = guards.collection(collected.statistics)
+    respond(alarms, here, {"iteration": here.iteration}, log=run.log, progress=run.progress)
     run.progress.keep(here.iteration, collected)
     return collected
 
@@ -146,42 +174,61 @@ def _minibatches(run: Iteration, collected: Collected, t: int, first: int) -> It
         yield run.objective.minibatch(collected, items, f"{run.seed} {t} {epoch} {place}")
 
 
-def _train_step(policy: Policy, batch: TrainingBatch, schedule: Schedule) -> dict[str, float]:
-    """A step with the schedule's exploration weight, which the schedule then moves on."""
-    ratio = policy.exploration_gradient_ratio(batch) if schedule.needs_gradients else None
-    weight = schedule.weight
-    metrics = policy.train_step(batch, exploration_weight=weight)
-    schedule.step(entropy=metrics["entropy"], gradient_ratio=ratio)
-    # inf, of a batch without advantages, says nothing and is no number that a log takes.
-    measured = {} if ratio is None or math.isinf(ratio) else {"exploration_gradient_ratio": ratio}
-    return {**metrics, **measured, "exploration_weight": weight}
+def _train_step(run: Iteration, batch: TrainingBatch, schedule: Schedule, grad_norm_limit: float) -> dict[str, Any]:
+    """A step with the schedule's exploration weight, which the schedule then moves on: what is logged of it. A step
+    that is skipped leaves the schedule where it is."""
+    begun = time.monotonic()
+    ratio = run.policy.exploration_gradient_ratio(batch) if schedule.needs_gradients else None
+    weight, beta = schedule.weight, run.config.beta
+    metrics = run.policy.train_step(batch, exploration_weight=weight, grad_norm_limit=grad_norm_limit)
+    seconds = time.monotonic() - begun
+    if not metrics["skipped"]:
+        schedule.step(entropy=metrics["entropy"], gradient_ratio=ratio)
+    # inf, of a batch without advantages, and NaN, of a broken one, are no numbers that a log takes.
+    measured = {} if ratio is None or not math.isfinite(ratio) else {"exploration_gradient_ratio": ratio}
+    measured |= {"exploration_weight": weight} | ({"effective_alpha": weight / beta} if beta > 0 else {})
+    speed = {"step_s": seconds, "tokens_per_s": int((batch.mask != 0).sum()) / seconds}
+    return {**metrics, **step_statistics(batch), **measured, "time": speed}
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Samples:
+    """An iteration's scored samples, and what is logged of their collection."""
+
+    kept: list[ScoredRollout]
+    """What is trained on."""
+    statistics: dict[str, float]
+    """Those of all samples that were drawn, where they are not those of ``kept``, and of the groups."""
+    time: dict[str, float]
+    """Of the samples that this process has drawn; empty where all of them stood on disk."""
 
 
 def collect_iteration(run: Iteration, here: Position) -> list[ScoredRollout]:
     """Draws the samples of ``here.iteration`` alone; ``run_iterations`` finds them on disk."""
     if here.iteration:
         run.weight_sync.push(here.iteration)
-    return _collect(run, here)
+    return _collect(run, here).kept
 
 
-def _collect(run: Iteration, here: Position) -> list[ScoredRollout]:
-    """The scored samples of ``here.iteration`` that are trained on. All that were drawn are on disk before.
+def _collect(run: Iteration, here: Position) -> Samples:
+    """The scored samples of ``here.iteration``. All that were drawn are on disk before any is trained on.
 
     What an earlier, killed process has drawn is taken from there.
     """
-    t, dynamic = here.iteration, getattr(run.config, "dynamic_sampling", False)
+    t, dynamic, speed = here.iteration, getattr(run.config, "dynamic_sampling", False), {}
     if run.given is not None:
         drawn = run.given.drawn(t)
         _require_this_runs(run, drawn, t)
         kept = keep_informative(drawn) if dynamic else drawn
     else:
-        drawing = _Drawing(run, here, run.store.drawn(t))
+        drawing = _Drawing(run, here)
         drawn = kept = drawing.draw(run.collection_problems(t))
         if dynamic:
             kept, drawn = _replace_uninformative(run, drawing, drawn)
+        speed = drawing.speed
     if run.write_rollouts:
         run.store.write(t, drawn, rank=0, world_size=1)
     if not kept:
@@ -189,7 +236,9 @@ def _collect(run: Iteration, here: Position) -> list[ScoredRollout]:
             f"iteration {t}: the rewards of all {len(drawn) // run.sampling.samples_per_prompt} groups are all equal, "
             "so dynamic sampling leaves nothing to train on; easier or harder problems, or dynamic_sampling=false"
         )
-    return kept
+    groups = len(by_problem(drawn))
+    statistics = {"groups": float(groups), "dropped_groups": float(groups - len(by_problem(kept)))}
+    return Samples(kept, (response_statistics(drawn) if len(kept) < len(drawn) else {}) | statistics, speed)
 
 
 def _replace_uninformative(
@@ -210,51 +259,40 @@ def _replace_uninformative(
 class _Drawing:
     """Draws an iteration's samples in parts of a fixed size, each on disk before the next is begun."""
 
-    def __init__(self, run: Iteration, here: Position, on_disk: list[ScoredRollout]) -> None:
+    def __init__(self, run: Iteration, here: Position) -> None:
         self.run = run
         self.here = here
-        self._on_disk = on_disk
-        self._taken = 0
-        """Responses of ``on_disk`` that were asked for."""
-        self._parts = 0
+        self._in_parts = DrawnInParts(
+            run.store,
+            here.iteration,
+            self._answer,
+            part_size=run.part_size,
+            writes=run.write_rollouts,
+            before_part=lambda: run.progress.reached(here),
+        )
+        self._tokens = 0
+        self._seconds = 0.0
+        """Spent in the engine on ``_tokens`` response tokens."""
+
+    @property
+    def speed(self) -> dict[str, float]:
+        if not self._tokens:
+            return {}
+        return {"sampling_s": self._seconds, "tokens_per_s": self._tokens / self._seconds}
 
     def draw(self, problems: Sequence[Problem]) -> list[ScoredRollout]:
         run, t = self.run, self.here.iteration
         requests = sampling_requests(problems, run.prompts, run.sampling.samples_per_prompt, run.seed, "collect", t)
-        parts = [self._part(part, problems) for part in minibatches(requests, run.part_size)]
-        return [scored for part in parts for scored in part]
+        return self._in_parts(requests)
 
-    def _part(self, requests: list[GenerationRequest], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        run, t = self.run, self.here.iteration
-        part = self._on_disk[self._taken : self._taken + len(requests)]
-        if part:
-            _require_answers(part, requests, t, str(run.store.folder))
-            self._taken += len(part)
-        else:
-            run.progress.reached(self.here)
-            params = SamplingParams(run.sampling.temperature, run.sampling.top_p, run.sampling.max_new_tokens)
-            part = run.scorer.score(run.engine.generate(requests, params), problems)
-            if run.write_rollouts:
-                run.store.write_part(t, self._parts, part)
-        self._parts += 1
-        return part
-
-
-def _require_answers(
-    scored: Sequence[ScoredRollout], requests: Sequence[GenerationRequest], t: int, where: str
-) -> None:
-    """What was found on disk are the very responses that are asked for."""
-    if len(scored) != len(requests):
-        raise UserError(f"{where}: iteration {t} has {len(scored)} of a part's {len(requests)} responses there")
-    for item, request in zip(scored, requests, strict=True):
-        for name in ("problem_id", "sample_index", "prompt_ids", "seed"):
-            there, here = getattr(item.rollout, name), getattr(request, name)
-            if there != here:
-                raise UserError(
-                    f"{where}: iteration {t} has a response with {name} {there} there where {here} is asked for here; "
-                    "they are another run's, or the problems have changed"
-                )
-    _require_version(scored, t, where)
+    def _answer(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
+        run = self.run
+        params = SamplingParams(run.sampling.temperature, run.sampling.top_p, run.sampling.max_new_tokens)
+        begun = time.monotonic()
+        rollouts = run.engine.generate(requests, params)
+        self._seconds += time.monotonic() - begun
+        self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
+        return run.scorer.score(rollouts, run.problems)
 
 
 def _require_this_runs(run: Iteration, given: Sequence[ScoredRollout], t: int) -> None:
@@ -269,30 +307,4 @@ def _require_this_runs(run: Iteration, given: Sequence[ScoredRollout], t: int) -
                 f"{where}: iteration {t} answers {rollout.problem_id} after the prompt {there} there, which is {here} "
                 "here: another tokenizer, or another data.prompt"
             )
-    _require_version(given, t, where)
-
-
-def _require_version(scored: Sequence[ScoredRollout], t: int, where: str) -> None:
-    strange = next((item.rollout for item in scored if item.rollout.policy_version != t), None)
-    if strange is not None:
-        raise UserError(
-            f"{where}: a response of iteration {t} is of policy version {strange.policy_version} there; version {t} "
-            "is trained on here"
-        )
-
-
-def _warn_of_exploration_that_cannot_act(run: Iteration) -> None:
-    if not run.config.exploration_weight:
-        return
-    if run.steps_per_collection == 1:
-        warnings.warn(
-            "one optimizer step for each collection: while the policy equals its sampler the exploration term's "
-            "expected gradient is zero, so it adds noise only; lower minibatch_size or raise epochs",
-            stacklevel=3,
-        )
-    if getattr(run.config, "dynamic_sampling", False):
-        warnings.warn(
-            "dynamic_sampling drops groups whose rewards are all equal, and these carry much of the exploration "
-            "term's effect; it acts on the others only",
-            stacklevel=3,
-        )
+    require_version(given, t, where)

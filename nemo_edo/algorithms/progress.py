@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nemo_edo.algorithms.collection import Collected
+from nemo_edo.types import TrainingBatch
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Position:
     """Since the beginning of the training."""
     schedule: dict[str, Any] | None = None
     """The state of the exploration weight's schedule; None: there is none, or it has not begun."""
+    guards: dict[str, Any] | None = None
+    """The state of the guards; None: they have seen nothing yet."""
 
 
 class Progress(Protocol):
@@ -29,6 +32,12 @@ class Progress(Protocol):
     def reached(self, position: Position) -> None:
         """Called at every place where the training may stop: saves where a checkpoint is due, and raises RunStopped,
         with everything saved, where the run is asked to stop."""
+
+    def save(self, position: Position) -> None:
+        """Saves now, whether a checkpoint is due or not."""
+
+    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
+        """Keeps a batch that the training broke on, with the weights that it broke, and returns where."""
 
     def keep(self, iteration: int, collected: Collected) -> None:
         """What the iteration trains on. Behind its first step it could not be built again: log-probabilities under
@@ -45,6 +54,12 @@ class FromTheBeginning:
 
     def reached(self, position: Position) -> None:
         pass
+
+    def save(self, position: Position) -> None:
+        pass
+
+    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
+        return "nowhere"
 
     def keep(self, iteration: int, collected: Collected) -> None:
         pass

@@ -7,8 +7,9 @@ from itertools import count, islice
 
 from tqdm import tqdm
 
+from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.progress import FromTheBeginning, Position, Progress
-from nemo_edo.config import SFTConfig
+from nemo_edo.config import GuardsConfig, SFTConfig
 from nemo_edo.data.batching import PromptAndResponse, build_batch, epoch_order, minibatches
 from nemo_edo.interfaces import Policy
 
@@ -26,12 +27,15 @@ def train_supervised(
     log: Log,
     bar: bool = False,
     progress: Progress | None = None,
+    guards: GuardsConfig | None = None,
 ) -> None:
     """``config.steps`` optimizer steps over seeded permutations of the solutions, whole batches only.
 
     bar: whether to show a progress bar. progress: where to go on; None: at the beginning, and nothing is kept.
+    guards: None: with their defaults. Raises StoppedByGuard where one of them ends the training.
     """
     progress = progress or FromTheBeginning()
+    watch = Guards(guards or GuardsConfig(), progress.start.guards)
     batch_size = min(config.batch_size, len(solutions))
     batches = (
         rows
@@ -44,6 +48,10 @@ def train_supervised(
         islice(batches, first, config.steps), initial=first, total=config.steps, desc="warm-up", disable=not bar
     )
     for step, rows in enumerate(steps, start=first):
-        metrics = policy.train_step(build_batch([solutions[row] for row in rows], pad_id=pad_id))
-        log("sft_step", step=step, **metrics)
-        progress.reached(Position(step=step + 1, steps_taken=step + 1))
+        batch = build_batch([solutions[row] for row in rows], pad_id=pad_id)
+        metrics = policy.train_step(batch, grad_norm_limit=watch.grad_norm_limit)
+        alarms = watch.step(metrics)
+        log("sft_step", step=step, **loggable(metrics), skipped_steps=watch.skipped_steps)
+        here = Position(step=step + 1, steps_taken=step + 1, guards=watch.state_dict())
+        respond(alarms, here, {"step": step}, log=log, progress=progress, batch=batch, about=metrics)
+        progress.reached(here)

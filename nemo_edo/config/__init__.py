@@ -4,11 +4,14 @@ Hydra composes the files of ``conf/`` over these dataclasses (``nemo_edo.configu
 only. Checks that need no files, weights or devices stand in ``__post_init__`` and name the key as a user writes it.
 """
 
+from nemo_edo.config.guards import BoundsConfig, GuardsConfig
 from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
 from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
 from nemo_edo.config.run import (
     ALGORITHMS,
+    FUSED_FROM_COLUMNS,
+    SFT,
     ArithmeticConfig,
     CheckpointConfig,
     DataConfig,
@@ -25,13 +28,16 @@ __all__ = [
     "AGGREGATIONS",
     "ALGORITHMS",
     "ArithmeticConfig",
+    "BoundsConfig",
     "CheckpointConfig",
     "DPOLossConfig",
     "DataConfig",
     "EvaluationConfig",
+    "FUSED_FROM_COLUMNS",
     "GRPOConfig",
     "GRPOLossConfig",
     "GenerationConfig",
+    "GuardsConfig",
     "IDPOConfig",
     "LoRAConfig",
     "LoopConfig",
@@ -41,6 +47,7 @@ __all__ = [
     "ParallelismConfig",
     "PrecisionConfig",
     "RunConfig",
+    "SFT",
     "SFTConfig",
     "SamplingConfig",
     "ScheduleConfig",

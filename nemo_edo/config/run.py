@@ -6,11 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from nemo_edo.config.checks import one_of, positive, require, share
+from nemo_edo.config.guards import GuardsConfig
 from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
 from nemo_edo.config.training import GRPOConfig, IDPOConfig, SFTConfig
 
 ALGORITHMS = ("grpo", "idpo")
+"""Of arms."""
+SFT = "sft"
+"""The algorithm of a run without arms: the supervised training alone."""
+FUSED_FROM_COLUMNS = 4096
+"""Of a rank's share of the vocabulary: from here on model.loss_head auto fuses. Below, the logits are small beside the
+model's activations, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
 
 
 @dataclass
@@ -20,13 +27,23 @@ class ModelConfig:
     path: Optional[str] = None
     """A folder with config.json, a tokenizer and safetensors weights."""
     architecture: Optional[dict[str, Any]] = None
-    """Where ``path`` is null: the fields of a Hugging Face config, ``model_type`` among them; the weights are random
-    and the tokenizer is the built-in task's."""
+    """Fields of a Hugging Face config, ``model_type`` among them. Beside ``path``: the sizes that the folder's model is
+    expected to have; memory is estimated from them where the folder is not at hand. Where ``path`` is null: the model;
+    the weights are random and the tokenizer is the built-in task's."""
     seq_length: int = 1024
     """The longest sequence, prompt and response together, in tokens."""
+    attention: str = "auto"
+    """te: Transformer Engine's, on a GPU; sdpa: torch's scaled_dot_product_attention; local: Megatron's own, which
+    holds every score and takes no packed sequences. auto: te where it is installed and there is a GPU, else sdpa, and
+    local for a model that sdpa cannot compute."""
+    loss_head: str = "auto"
+    """logits: the output layer's logits are held, for all tokens of a micro-batch. fused: they never are, which takes
+    a fraction of the memory and a fourth matrix product. auto: fused from 16,384 vocabulary entries a rank on."""
 
     def __post_init__(self) -> None:
         positive(self, "model", "seq_length")
+        one_of("model.attention", self.attention, ("auto", "te", "sdpa", "local"))
+        one_of("model.loss_head", self.loss_head, ("auto", "logits", "fused"))
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError("model.architecture has no model_type (for example qwen2)")
 
@@ -138,6 +155,13 @@ class CheckpointConfig:
     best: Optional[str] = None
     """A metric of the evaluations, such as greedy_accuracy: the policy with the highest is kept too, as
     checkpoints/ARM.best. It needs evaluation.every. null: none is kept."""
+    asynchronous: bool = False
+    """Write checkpoints while the training goes on, by a process of each rank's own; the ranks' copies of their shares
+    stay in host memory until then."""
+    reshardable: bool = True
+    """Keep a distributed optimizer's state so that the run can go on at another layout. The first data-parallel rank
+    gathers that of all of them in host memory. false: each rank writes its own part, which is faster and goes on at
+    the same layout only."""
 
     def __post_init__(self) -> None:
         positive(self, "checkpoint", "every_steps", "keep")
@@ -189,7 +213,8 @@ class RunConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     algorithm: str = "grpo"
-    """grpo (GRPO, ED-GRPO, DAPO) or idpo (ETO, ED-iDPO): the section that the arms start from."""
+    """grpo (GRPO, ED-GRPO, DAPO) or idpo (ETO, ED-iDPO): the section that the arms start from. sft: the supervised
+    training alone, without arms."""
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     idpo: IDPOConfig = field(default_factory=IDPOConfig)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -198,6 +223,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
 
@@ -205,9 +231,15 @@ class RunConfig:
         require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
         require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
         require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
-        one_of("algorithm", self.algorithm, ALGORITHMS)
-        if (self.model.path is None) == (self.model.architecture is None):
-            raise ValueError("model.path and model.architecture: give exactly one of them (the other null)")
+        one_of("algorithm", self.algorithm, (SFT, *ALGORITHMS))
+        if self.algorithm == SFT:
+            require(not self.arms, "arms", list(self.arms), "none with algorithm sft (take them out with '~arms')")
+            require(self.sft.steps > 0, "sft.steps", self.sft.steps, "a number above 0 with algorithm sft")
+        if self.model.path is None and self.model.architecture is None:
+            raise ValueError("model.path and model.architecture: give at least one of them")
+        for name in ("context_parallel_size", "expert_model_parallel_size"):
+            size, here = getattr(self.parallelism, name), self.generation.backend == "megatron"
+            require(size == 1 or not here, f"parallelism.{name}", size, "1 with generation.backend megatron")
         needed = self.sampling.max_new_tokens + 1
         require(
             self.model.seq_length >= needed,

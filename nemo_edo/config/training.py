@@ -18,7 +18,8 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Where the decay ends."""
     schedule: str = "constant"
-    """constant, linear or cosine; the decay runs over the whole of the training."""
+    """constant, linear or cosine; the decay runs over the steps that the training announces, an upper bound where a
+    collection may give fewer."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
     weight_decay: float = 0.0
@@ -45,16 +46,20 @@ class MicroBatchConfig:
     """How a batch is cut into forward passes: memory and speed, never the result."""
 
     micro_batch_size: int = 8
-    """Responses of one forward pass on one rank, at most."""
+    """Responses of one forward pass on one rank, at most. With packing, micro_batch_tokens alone bounds them."""
     micro_batch_tokens: Optional[int] = None
     """Tokens of one forward pass on one rank, padding included, at most: responses of like length share a pass. null:
     no such bound, and responses stay in their order."""
+    packing: bool = False
+    """Responses of a forward pass stand behind each other in one row, without padding, up to micro_batch_tokens."""
 
 
 def _check_micro_batches(config: MicroBatchConfig, section: str) -> None:
     positive(config, section, "micro_batch_size")
     tokens = config.micro_batch_tokens
     require(tokens is None or tokens > 0, f"{section}.micro_batch_tokens", tokens, "null or a number above 0")
+    fits = tokens is not None or not config.packing
+    require(fits, f"{section}.packing", config.packing, f"false, or a number of {section}.micro_batch_tokens to a pack")
 
 
 @dataclass
@@ -89,6 +94,10 @@ class LoopConfig(MicroBatchConfig):
     collected the iteration's samples; ema, an exponential moving average of those."""
     ema_decay: float = 0.9
     """Of the ema reference, once an iteration: the share of its weights that stays."""
+    reference_placement: str = "host"
+    """Where the reference's copy of the weights is kept: host, in host memory, from where it changes places with the
+    policy's for each of its passes; resident, on the device beside them, where no weight is copied. With LoRA and
+    ``reference`` initial it is the policy with its adapters off, and there is no copy."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -98,6 +107,7 @@ def _check_loop(config: LoopConfig, section: str) -> None:
     _check_micro_batches(config, section)
     one_of(f"{section}.reference", config.reference, ("initial", "previous", "ema"))
     share(config, section, "ema_decay")
+    one_of(f"{section}.reference_placement", config.reference_placement, ("host", "resident"))
     schedule, weight = config.schedule, config.exploration_weight
     if schedule.kind in CONTROLLERS and not schedule.min_weight <= weight <= schedule.max_weight:
         raise ValueError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -84,14 +86,23 @@ def sequence_lengths(batch: TrainingBatch) -> list[int]:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, ranks: int, rows: int, tokens: int | None = None, unit: int = 1
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    rows: int,
+    tokens: int | None = None,
+    unit: int = 1,
+    packing: bool = False,
 ) -> list[list[list[int]]]:
     """For each data-parallel rank its micro-batches, each a list of rows; every rank has as many, some maybe empty.
 
     lengths: tokens of each row of the global batch. rows: at most so many to a micro-batch. tokens: at most so many to
     a micro-batch, padding included; rows of like length then share one. unit: consecutive rows that stay together.
+    packing: rows stand behind each other, as many as ``tokens`` allows, whatever ``rows`` says.
     Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
     """
+    if packing:
+        return _deal_packs(lengths, ranks, tokens, unit)
     if rows < unit or len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
     longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
@@ -119,11 +130,49 @@ def _fill(order: list[int], longest: list[int], units: int, tokens: int | None, 
     return micro_batches
 
 
-def padding_share(lengths: Sequence[int], plans: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Of the tokens that a plan's forward passes compute, the share that is padding."""
-    micro_batches = [[lengths[row] for row in rows] for plan in plans for rows in plan if rows]
-    computed = sum(len(micro) * max(micro) for micro in micro_batches)
-    return 1 - sum(map(sum, micro_batches)) / computed
+def _deal_packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int) -> list[list[list[int]]]:
+    """Packs of at most ``tokens`` tokens, dealt out to the ranks. Neither two packs nor two ranks differ by more tokens
+    than the longest unit has.
+
+    Each unit, the longest first, goes to the pack that has least (Graham's rule for equal loads): first with as few
+    packs as could do, then with as many more as it takes.
+    """
+    if len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows in packs cannot keep {unit} rows together")
+    sizes = [sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
+    longest = max(sizes, default=0)
+    if longest > tokens:
+        raise ValueError(f"{unit} rows of {longest} tokens together exceed the {tokens} tokens of a pack")
+    count = ranks * math.ceil(sum(sizes) / tokens / ranks)
+    while (packs := _even_packs(sizes, count, tokens)) is None:
+        count += ranks
+    packs.sort(key=lambda pack: -sum(sizes[index] for index in pack))
+    rows = [[index * unit + k for index in sorted(pack) for k in range(unit)] for pack in packs]
+    return [rows[rank::ranks] for rank in range(ranks)]
+
+
+def _even_packs(sizes: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
+    """``count`` packs of the indices of ``sizes``; None where one would exceed ``tokens``."""
+    packs: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, place) for place in range(count)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable: the same on every rank
+        load, place = loads[0]
+        if load + sizes[index] > tokens:
+            return None
+        packs[place].append(index)
+        heapq.heapreplace(loads, (load + sizes[index], place))
+    return packs
+
+
+def input_shape(lengths: Sequence[int], *, packing: bool) -> tuple[int, int]:
+    """[rows, length] of what the model sees of a micro-batch with rows of these lengths: all tokens but the last."""
+    inputs = [length - 1 for length in lengths]
+    return (1, sum(inputs)) if packing else (len(inputs), max(inputs))
+
+
+def padding_share(lengths: Sequence[int], shapes: Iterable[tuple[int, int]]) -> float:
+    """Of the tokens that forward passes of these input shapes compute, the share that is padding."""
+    return 1 - (sum(lengths) - len(lengths)) / sum(rows * length for rows, length in shapes)
 
 
 def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> TrainingBatch:

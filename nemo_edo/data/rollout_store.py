@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nemo_edo.data.disk_space import DiskSpaceError
 from nemo_edo.errors import UserError
 from nemo_edo.files import replacing
 from nemo_edo.types import Rollout, ScoredRollout
@@ -49,10 +50,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
 _TOKENIZER = b"nemo_edo.tokenizer"
 """The key of the file's metadata that says whose token ids it holds."""
-
-
-class DiskSpaceError(UserError):
-    """The file system is too full for the run."""
 
 
 class RolloutStore:
@@ -98,6 +95,12 @@ class RolloutStore:
             numbered = (folder / "parts" / f"part_{part:05d}.parquet" for part in itertools.count())
             paths = list(itertools.takewhile(Path.is_file, numbered))
         return [_from_row(row) for path in paths for row in self._read_rows(path)]
+
+    def discard_finished(self, iteration: int) -> None:
+        """Removes the iteration's rollouts, unless they are still being drawn."""
+        folder = self._iteration_folder(iteration)
+        if any(_SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.parquet")):
+            shutil.rmtree(folder)
 
     def require(self, iterations: int) -> None:
         """Raises UserError unless the shards of iterations 0 to ``iterations`` - 1 are there, readable as far as a look
@@ -179,32 +182,6 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     digest = hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest()
     return f"{digest} ({len(tokenizer)} tokens)"
-
-
-def estimate_bytes(num_rollouts: int, max_prompt: int, max_response: int) -> int:
-    """An upper bound, in bytes, of the disk space of rollouts with the given lengths in tokens.
-
-    Ids and log-probabilities take 4 bytes each; 8 bytes of text a token are generous; compression is left out.
-    """
-    per_rollout = 4 * max_prompt + (4 + 4 + 8) * max_response + 256
-    file_overhead = 32 * 1024
-    return num_rollouts * per_rollout + file_overhead
-
-
-def check_disk_space(folder: str | Path, needed_bytes: int) -> None:
-    """Raises DiskSpaceError if the file system of ``folder`` (which need not exist yet) has less space free."""
-    folder = Path(folder).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise DiskSpaceError(
-            f"{folder}: needs {_size(needed_bytes)} for rollouts but has {_size(free)} free; "
-            "free some space, or set output_dir to another file system"
-        )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _damaged(path: Path) -> UserError:

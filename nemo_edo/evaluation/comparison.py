@@ -21,6 +21,8 @@ from nemo_edo.metrics.paired import solved_and_lost
 START = "warmup"
 """The name under which the policy that every arm starts from is evaluated."""
 START_LABEL = "Start (before RL)"
+ALONE_LABEL = "SFT"
+"""Of the same policy in a run without arms, whose supervised training is all."""
 PLAIN_LABELS = ("GRPO", "ETO")
 """Arms without exploration or a rival to it: what the others are compared with."""
 MATCHED_MEASURES = ("entropy", "distinct_4")
@@ -166,7 +168,7 @@ def compare(
         arm: {metric: evaluations[arm].interval(metric, resamples=resamples, seed=seed) for metric in metrics}
         for arm in shown
     }
-    labels = {START: START_LABEL} | {arm: settings.label for arm, settings in arms.items()}
+    labels = {START: START_LABEL if arms else ALONE_LABEL} | {arm: settings.label for arm, settings in arms.items()}
     return Comparison(
         dict(arms),
         {arm: labels[arm] for arm in shown},

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
+from nemo_edo.data.drawing import Draw
 from nemo_edo.evaluation.comparison import Evaluation
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
 from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pass_at_k
 from nemo_edo.test_time import expected_vote_score
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 
+KINDS = ("greedy", "sampled")
+"""What an evaluation draws: one greedy response to each problem, and the sampled ones."""
 Sums = dict[str, tuple[float, float]]
 """metric -> (sum, count) on one problem."""
 
@@ -31,6 +34,8 @@ class Evaluator:
     config: EvaluationConfig
     max_new_tokens: int
     pad_id: int
+    keeping: Callable[[str, Draw], Draw] = lambda kind, draw: draw
+    """Makes a way to draw one that keeps what it draws, of one of the ``KINDS``."""
 
     def evaluate(
         self, arm: str, requests: Sequence[GenerationRequest], rollouts: int
@@ -48,8 +53,8 @@ class Evaluator:
         """
         samples = self.config.samples
         each = rollouts * samples
-        greedy = self._scored(requests[::each], SamplingParams(0.0, 1.0, self.max_new_tokens))
-        scored = self._scored(requests, SamplingParams(1.0, 1.0, self.max_new_tokens))
+        greedy = self._scored("greedy", requests[::each], SamplingParams(0.0, 1.0, self.max_new_tokens))
+        scored = self._scored("sampled", requests, SamplingParams(1.0, 1.0, self.max_new_tokens))
         of_problem = minibatches(scored, each)
         first = [item for responses in of_problem for item in responses[:samples]]
         rows = [
@@ -60,8 +65,13 @@ class Evaluator:
         ]
         return _evaluation(arm, self.problems, rows), first
 
-    def _scored(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[ScoredRollout]:
-        return self.scorer.score(self.engine.generate(requests, sampling), self.problems)
+    def _scored(
+        self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams
+    ) -> list[ScoredRollout]:
+        def draw(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
+            return self.scorer.score(self.engine.generate(requests, sampling), self.problems)
+
+        return self.keeping(kind, draw)(requests)
 
     def _entropies(self, scored: Sequence[ScoredRollout], samples: int) -> list[tuple[float, float]]:
         """(sum of entropies, tokens) of each problem's responses."""

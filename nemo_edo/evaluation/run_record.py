@@ -72,8 +72,6 @@ def read_run(folder: Path) -> RunRecord:
     """Read every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
     summary = _read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
     arms = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
-    if not arms:
-        raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     config_path = folder / "config.yaml"
     config_text = _read_text(config_path)
     try:
@@ -82,6 +80,8 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{config_path}: not YAML: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}")
+    if not arms and config.get("algorithm") != "sft":
+        raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
     evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in (*evaluated, *arms)}
     return RunRecord(

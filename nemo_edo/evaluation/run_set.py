@@ -22,11 +22,12 @@ from nemo_edo.evaluation.run_record import RunRecord, read_run
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
-WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens")
+WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing")
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
     *("name", "output_dir", "seed", "threads", "parallelism", "generation", "exp_manager", "checkpoint"),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
+    *("sft.packing", "model.attention"),
     *(f"sampling.{name}" for name in SAMPLING_OF_THE_ARM),
     *OF_THE_ARM,
 )

@@ -169,8 +169,8 @@ def _baseline(runs: RunSet, wanted: str | None, has_start: bool) -> str | None:
         if wanted not in runs.arms:
             raise UserError(f"--baseline: there is no arm {wanted!r}; the arms are {'; '.join(runs.arms)}")
         return wanted
-    if len(runs.arms) == 1:
-        return START_LABEL if has_start else None
+    if len(runs.arms) < 2:
+        return START_LABEL if has_start and runs.arms else None
     plain = [arm for arm, by_seed in runs.arms.items() if next(iter(by_seed.values())).settings.label in PLAIN_LABELS]
     return (plain or list(runs.arms))[0]
 

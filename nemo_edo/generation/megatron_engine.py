@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from tqdm import tqdm
 
+from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.megatron.build import BuiltModel
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
@@ -42,23 +41,17 @@ class MegatronEngine:
         device: torch.device,
         progress: bool = False,
     ) -> None:
-        if len(built.chunks) != 1:
-            raise ValueError("in-process generation cannot use virtual pipeline stages")
+        config = get_model_config(built.chunks[0])
+        if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
+            raise ValueError("in-process generation can use neither context nor expert parallelism")
         self.policy_version = 0
-        self._model = built.chunks[0]
+        self._built = built
         self._vocab_size = built.vocab_size
         self._stop_ids = torch.tensor(sorted(stop_ids), device=device)
         self._decode = decode
         self._max_batch_size = max_batch_size
         self._device = device
         self._progress = progress
-        config = get_model_config(self._model)
-        self._wrapper_config = InferenceWrapperConfig(
-            hidden_size=config.hidden_size,
-            params_dtype=config.params_dtype,
-            inference_batch_times_seqlen_threshold=-1,  # decode steps are never split over the pipeline
-            padded_vocab_size=built.vocab_size,
-        )
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
@@ -67,16 +60,17 @@ class MegatronEngine:
         # Rows of a batch advance together, so prompts of like length go together.
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
         rollouts: list[Rollout | None] = [None] * len(mine)
-        was_training = self._model.training
-        with tqdm(
-            total=len(mine), desc="generate", disable=not self._progress, leave=False, delay=PROGRESS_DELAY_S
-        ) as bar:
+        with (
+            token_by_token(self._built.chunks) as self._chunks,
+            tqdm(
+                total=len(mine), desc="generate", disable=not self._progress, leave=False, delay=PROGRESS_DELAY_S
+            ) as bar,
+        ):
             for start in range(0, len(order), self._max_batch_size):
                 places = order[start : start + self._max_batch_size]
                 for place, rollout in zip(places, self._batch([mine[i] for i in places], sampling), strict=True):
                     rollouts[place] = rollout
                 bar.update(len(places))
-        self._model.train(was_training)
         return _interleave(_gather(rollouts), len(requests))
 
     @torch.inference_mode()
@@ -99,8 +93,7 @@ class MegatronEngine:
         """Runs the prompts' common length once for each different prompt, then gives every row its cache."""
         prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
         context = StaticInferenceContext(max_batch_size=len(prefixes), max_sequence_length=decoding.length)
-        decoding.wrapper = GPTInferenceWrapper(self._model, self._wrapper_config, context)
-        decoding.wrapper.prep_model_for_inference()
+        decoding.context = context
         logits = self._forward(decoding, prefixes, 0)
         decoding.select_cache(owner)
         return None if logits is None else logits[owner]
@@ -108,9 +101,7 @@ class MegatronEngine:
     def _forward(self, decoding: _Decoding, tokens: Tensor, position: int) -> Tensor | None:
         """[B, V] logits of the last token, on the last pipeline stage; None on the others."""
         positions = torch.arange(position, position + tokens.shape[1], device=self._device).expand_as(tokens)
-        logits = decoding.wrapper.run_one_forward_step(
-            {"tokens": tokens, "position_ids": positions, "attention_mask": None}
-        )
+        logits = through_stages(self._chunks, tokens, positions, decoding.context)
         return None if logits is None else logits[:, -1, : self._vocab_size]
 
     def _choose(self, logits: Tensor | None, decoding: _Decoding, position: int, sampling: SamplingParams):
@@ -164,7 +155,7 @@ class _Decoding:
         self.rows = torch.arange(len(requests), device=device)
         self.alive = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.last = self.prompts[:, self.prefix - 1]
-        self.wrapper: GPTInferenceWrapper | None = None
+        self.context: StaticInferenceContext | None = None
 
     @property
     def done(self) -> bool:
@@ -197,11 +188,10 @@ class _Decoding:
         self.rows, self.last, self.alive = self.rows[keep], self.last[keep], self.alive[keep]
 
     def select_cache(self, rows: Tensor) -> None:
-        context = self.wrapper.inference_context
-        filled = context.sequence_len_offset
-        for layer, (keys, values) in context.key_value_memory_dict.items():
-            context.key_value_memory_dict[layer] = tuple(_rows_of(part, rows, filled) for part in (keys, values))
-        context.max_batch_size = len(rows)
+        filled = self.context.sequence_len_offset
+        for layer, (keys, values) in self.context.key_value_memory_dict.items():
+            self.context.key_value_memory_dict[layer] = tuple(_rows_of(part, rows, filled) for part in (keys, values))
+        self.context.max_batch_size = len(rows)
 
     def responses(self) -> list[tuple[list[int], list[float], bool]]:
         """Tokens, log-probabilities and whether it stopped by itself, for each request."""

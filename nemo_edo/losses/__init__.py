@@ -8,7 +8,7 @@ from nemo_edo.losses.advantages import (
     positive_downweighted_advantages,
 )
 from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
-from nemo_edo.losses.diagnostics import GradientComparison, exploration_diagnostics, gradient_comparison
+from nemo_edo.losses.diagnostics import GradientComparison, exploration_diagnostics, gradient_comparison, token_spread
 from nemo_edo.losses.entropy import entropy_bonus
 from nemo_edo.losses.exploration import (
     exact_exploration_term,
@@ -42,7 +42,7 @@ from nemo_edo.losses.reward_model import bradley_terry_loss, ranking_nce_loss
 from nemo_edo.losses.reward_shaping import soft_overlong_penalty
 from nemo_edo.losses.schedules import Schedule, build_schedule
 from nemo_edo.losses.supervised import sft_loss
-from nemo_edo.losses.term import LossTerm, reduce_tokens, reduction_count
+from nemo_edo.losses.term import LossTerm, NotFinite, reduce_tokens, reduction_count
 
 __all__ = [
     "DPOLossConfig",
@@ -50,6 +50,7 @@ __all__ = [
     "GradientComparison",
     "LossTerm",
     "NgramPaths",
+    "NotFinite",
     "PathFunction",
     "Schedule",
     "bradley_terry_loss",
@@ -92,6 +93,7 @@ __all__ = [
     "sft_loss",
     "soft_overlong_penalty",
     "token_covariances",
+    "token_spread",
     "truncated_importance_weights",
     "vpo_loss",
     "xpo_loss",

@@ -10,7 +10,6 @@ with one aggregation for all terms. PPO, DAPO, Dr.GRPO and GSPO are settings of 
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
@@ -65,7 +64,8 @@ def ppo_clip_loss(
     advantages: [B], one for each response, or [B, T]. mask: [B, T], 1 where a response token counts.
     dual_clip: as in ``clipped_surrogate``. reduction, norm_length: as in ``reduce_tokens``, where the counts are.
 
-    The metrics log_ratio (log pi_theta - log pi_old) and clip_fraction are means over valid tokens, without gradient.
+    The metrics log_ratio (log pi_theta - log pi_old), clip_fraction, and of it clip_low_fraction, clip_high_fraction
+    and clip_dual_fraction are means over valid tokens, without gradient.
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and clips or
     reductions that are out of range.
     """
@@ -79,7 +79,7 @@ def ppo_clip_loss(
     surrogate, held = clipped_surrogate(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    metrics = {"log_ratio": _token_mean(log_ratio, mask), "clip_fraction": _token_mean(held, mask)}
+    metrics = {"log_ratio": _token_mean(log_ratio, mask), **_clip_shares(held, mask)}
     return reduce_tokens(-surrogate, mask, reduction, norm_length), metrics
 
 
@@ -111,12 +111,12 @@ def grpo_loss(
     The loss, and the metrics policy_loss (the negated surrogate), kl (the estimate, without beta; absent without
     ref_logprobs), exploration (log-ratio with the floor, without its coefficient) and kl_cov (its penalty, likewise),
     are reduced by config.aggregation: count = sequences, or tokens for token-mean. The metrics log_ratio (log pi_theta
-    - log pi_old), clip_fraction, floor_fraction, selected_fraction, sampler_weight, sampler_bounded (weights that the
-    correction has cut off or set to 0) and those of ``sampler_gap`` are means over valid tokens. None has a gradient.
+    - log pi_old), clip_fraction with its parts (``ppo_clip_loss``), floor_fraction, selected_fraction, sampler_weight,
+    sampler_bounded (weights that the correction has cut off or set to 0) and those of ``sampler_gap`` are means over
+    valid tokens. None has a gradient.
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and a missing
-    ref_logprobs, sampler_logprobs or selected. Warns of k1 with exploration, which is GRPO with another beta.
+    ref_logprobs, sampler_logprobs or selected.
     """
-    _warn_of_k1(config)
     advantages, logprobs, old_logprobs = without_padding(
         mask, advantages=per_token(advantages.detach(), mask), logprobs=logprobs, old_logprobs=old_logprobs.detach()
     )
@@ -159,20 +159,23 @@ def grpo_exploration(
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """min(ratio A, clip(ratio) A) at each token, to be maximised, and where the clip holds it (its gradient is zero).
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """min(ratio A, clip(ratio) A) at each token, to be maximised, and where it is held (its gradient is zero).
 
     With dual_clip, a negative advantage's surrogate is at least dual_clip * A (Ye et al. 2020, eq. 5).
+    Held by "low", the lower bound on the ratios of negative advantages, by "high", the upper one on those of positive
+    ones, or by the "dual" clip: boolean tensors, of which at most one is true at a token.
     Arguments of one shape, not reduced. Raises ValueError for ratios that overflow.
     """
     ratio = log_ratio.exp()
     require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
     unclipped = ratio * advantages
     surrogate = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    held = surrogate < unclipped
+    clipped = surrogate < unclipped
+    held = {"low": clipped & (advantages < 0), "high": clipped & (advantages > 0), "dual": torch.zeros_like(clipped)}
     if dual_clip is not None:
         bound = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-        held = held | (surrogate < bound)
+        held["dual"] = surrogate < bound
         surrogate = torch.maximum(surrogate, bound)
     return surrogate, held
 
@@ -212,7 +215,7 @@ def _policy_loss(
     metrics = {
         "policy_loss": loss.detached(),
         "log_ratio": _token_mean(log_ratio, mask),
-        "clip_fraction": _token_mean(held, mask),
+        **_clip_shares(held, mask),
     }
     if selected is not None:
         metrics["selected_fraction"] = _token_mean(selected, mask)
@@ -295,16 +298,11 @@ def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Ten
     return selected_BT == 1
 
 
+def _clip_shares(held: dict[str, Tensor], mask: Tensor) -> dict[str, LossTerm]:
+    """clip_fraction, and of it what each bound holds: they exclude each other."""
+    shares = {f"clip_{bound}_fraction": _token_mean(at_BT, mask) for bound, at_BT in held.items()}
+    return {"clip_fraction": _token_mean(sum(held.values()), mask), **shares}
+
+
 def _token_mean(values_BT: Tensor, mask: Tensor) -> LossTerm:
     return reduce_tokens(values_BT.detach(), mask, "token-mean")
-
-
-def _warn_of_k1(config: GRPOLossConfig) -> None:
-    plain = config.exploration_control == "none"
-    if config.kl_estimator == "k1" and config.exploration_weight > 0 and plain:
-        warnings.warn(
-            f"kl_estimator k1 with exploration weight {config.exploration_weight}: without a floor the exploration "
-            "term's gradient is then the KL's own, and the loss is GRPO with beta = "
-            f"{config.beta + config.exploration_weight}; k3 keeps the two apart",
-            stacklevel=3,
-        )

@@ -13,6 +13,10 @@ from torch import Tensor
 REDUCTIONS = ("seq-sum", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 
 
+class NotFinite(ValueError):
+    """NaN or infinity where a loss needs numbers: a fault of this batch's values, not of how the loss is called."""
+
+
 @dataclass(frozen=True, eq=False)
 class LossTerm:
     """A sum, and the count that the global sum is divided by once all micro-batches and ranks have been added."""
@@ -50,9 +54,9 @@ class LossTerm:
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """Raises ValueError, with the name, if any value is NaN or infinite."""
+    """Raises NotFinite, with the name, if any value is NaN or infinite."""
     if not torch.isfinite(values).all():
-        raise ValueError(f"{name} has NaN or infinite values at positions that count (mask 1); all must be finite")
+        raise NotFinite(f"{name} has NaN or infinite values at positions that count (mask 1); all must be finite")
 
 
 def valid_tokens(mask_BT: Tensor) -> Tensor:

@@ -2,73 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import queue
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.errors import UserError
+from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import FILE as CHECKSUMS
 from nemo_edo.megatron.checksums import check_checksums, write_checksums
 from nemo_edo.megatron.lora import describe
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
+from nemo_edo.model_shape import SHAPE_FIELDS
 
-# The optimizer's sharding that runs over gloo as well as NCCL; it asks for the same data-parallel size at loading.
-OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+# How Megatron keeps a distributed optimizer's state: as one that is not distributed, gathered by gloo on the
+# first data-parallel rank, or each rank's part as it is, which asks for the same layout at loading.
+RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+AS_IT_IS = {"distrib_optim_sharding_type": "dp_reshardable"}
 ABOUT = "about.json"
-SHAPES = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-)
 
 
-def save(
+def save(policy: MegatronPolicy, folder: Path, **settings: Any) -> None:
+    """Writes a checkpoint folder; it appears under its name only when it is whole. Every rank calls it.
+
+    An earlier folder of that name is replaced. ``settings`` as in ``begin_save``.
+    """
+    begin_save(policy, folder, **settings).is_finished(wait=True)
+
+
+def begin_save(
     policy: MegatronPolicy,
     folder: Path,
     *,
     with_optimizer: bool = False,
     reference: Weights | None = None,
     extra: dict[str, Any] | None = None,
-) -> None:
-    """Writes a checkpoint folder; it appears under its name only when it is whole. Every rank calls it.
+    reshardable: bool = True,
+) -> Writing:
+    """``save``, of which the writing goes on behind the call: the policy may be trained on.
 
-    An earlier folder of that name is replaced. reference: a frozen copy of the policy's weights (``snapshot``) to be
-    kept as well. extra: what ``load_extra`` gives back, plain values for JSON.
+    reference: a frozen copy of the policy's weights (``snapshot``) to be kept as well. extra: what ``load_extra`` gives
+    back, plain values for JSON. reshardable: whether the state of a distributed optimizer can be loaded at another
+    number of ranks; it takes the first data-parallel rank room for that of all of them, in host memory.
     """
     staging = folder.with_name(folder.name + ".part")
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(staging, ignore_errors=True)  # what a killed run left behind
         staging.mkdir(parents=True)
     torch.distributed.barrier()
-    state = _sharded_state(policy, with_optimizer, is_loading=False)
+    sharding = RESHARDABLE if reshardable else AS_IT_IS
+    state = _sharded_state(policy, with_optimizer, sharding, is_loading=False)
     if reference is not None:
         state |= {name: part for name, (_, part) in _sharded_copy(policy, reference).items()}
-    _write_without_another_process()
-    dist_checkpointing.save(state, str(staging), content_metadata=OPTIMIZER_METADATA)
+    about = {
+        "architecture": _architecture(policy),
+        "optimizer": _optimizer_needs(policy, reshardable) if with_optimizer else None,
+        "layout": _layout(),
+        "extra": extra or {},
+    }
+    finish = partial(_finish, staging, folder, json.dumps(about, indent=1) + "\n")
+    return Writing(state, staging, content_metadata=sharding, finish=finish)
+
+
+def _finish(staging: Path, folder: Path, about: str, checksums: dict[str, str]) -> None:
+    """The files are there: what is known of them joins them, and the folder gets its name."""
     if torch.distributed.get_rank() == 0:
-        about = {"architecture": _architecture(policy), "optimizer": _optimizer_layout(policy, with_optimizer)}
-        text = json.dumps({**about, "extra": extra or {}}, indent=1)
-        (staging / ABOUT).write_text(text + "\n", encoding="utf-8")
-    torch.distributed.barrier()
-    write_checksums(staging)
+        (staging / ABOUT).write_text(about, encoding="utf-8")
+    write_checksums(staging, checksums)
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         staging.replace(folder)
@@ -84,8 +98,9 @@ def load_extra(folder: Path) -> dict[str, Any]:
 def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) -> None:
     """Puts a checkpoint's weights (and optimizer state) in place.
 
-    Raises UserError where there is none, where it is of another architecture or has no optimizer (or one that is split
-    over another number of ranks), and its subclass DamagedCheckpoint where files are not what was written.
+    The layout may be another one than at saving, but for a distributed optimizer's state that was saved as it is.
+    Raises UserError where there is none, where it is of another architecture or has no optimizer (or another kind of
+    one), and its subclass DamagedCheckpoint where files are not what was written.
     """
     if not (folder / ABOUT).is_file() and not (folder / CHECKSUMS).is_file():
         raise UserError(f"{folder} is not a checkpoint: it has no {ABOUT}")
@@ -93,11 +108,14 @@ def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) 
     _check_fits(policy, folder, with_optimizer)
     if with_optimizer:
         _begin_adam(policy.optimizer)
-    state = dist_checkpointing.load(_sharded_state(policy, with_optimizer, is_loading=True), str(folder))
+    sharding = dist_checkpointing.load_content_metadata(str(folder))
+    wanted = _sharded_state(policy, with_optimizer, sharding, is_loading=True)
+    state = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(unwrap_model(policy.chunks)):
         chunk.load_state_dict(state[f"model{index}"])
     if with_optimizer:
-        policy.optimizer.load_state_dict(state["optimizer"])
+        with _own_step_counters(policy.optimizer):
+            policy.optimizer.load_state_dict(state["optimizer"])
         _count_adam_steps(policy.optimizer)
         policy.scheduler.num_steps = 0  # it adds the loaded steps to its own
         policy.scheduler.load_state_dict(state["scheduler"])
@@ -120,45 +138,55 @@ def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> N
         )
     if not with_optimizer:
         return
-    there, here = about["optimizer"], _optimizer_layout(policy, True)
+    there = about["optimizer"]
     if there is None:
         raise UserError(f"{folder} holds weights alone, no state of an optimizer to go on with")
-    if there != here:
-        key = next(key for key in here if there[key] != here[key])
-        raise UserError(
-            f"{folder} holds an optimizer's state of another layout: {key} is {there[key]} there and {here[key]} here"
-        )
+    here = {**_layout(), **_optimizer_needs(policy, reshardable=True)}
+    different = [key for key in there if there[key] != here[key]]
+    if different:
+        raise UserError(f"{folder} holds another optimizer's state: {_sides(there, here, different)}")
 
 
 def _architecture(policy: MegatronPolicy) -> dict[str, Any]:
     """What of a model's config the shapes of its weights follow from, and its adapters."""
     config = policy.built.bridge.hf_pretrained.config
-    shapes = {name: getattr(config, name) for name in SHAPES if hasattr(config, name)}
+    shapes = {name: getattr(config, name) for name in SHAPE_FIELDS if hasattr(config, name)}
     return {**shapes, "lora": describe(policy.built.lora)}
 
 
-def _optimizer_layout(policy: MegatronPolicy, with_optimizer: bool) -> dict[str, Any] | None:
-    """What of the layout an optimizer's state depends on; None without one."""
-    if not with_optimizer:
-        return None
-    ranks = parallel_state.get_data_parallel_world_size() if any(_distributed(policy.optimizer)) else None
-    return {"data-parallel ranks that split it": ranks}
+def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any]:
+    """What has to be the same for an optimizer's state to be loaded."""
+    distributed = any(_distributed(policy.optimizer))
+    layout = _layout() if distributed and not reshardable else {}
+    return {"distributed optimizer": distributed, **layout}
 
 
-def _write_without_another_process() -> None:
-    """Megatron's writer hands its results over by a queue in a process of its own, which would survive a trainer that
-    is killed. The writer runs in this very process: a plain queue does."""
-    if not isinstance(filesystem_async._results_queue, queue.Queue):
-        filesystem_async._results_queue = queue.Queue()
+def changed_layout(folder: Path) -> str | None:
+    """How the checkpoint's layout differs from this one, in words; None: not at all."""
+    there, here = _about(folder)["layout"], _layout()
+    different = [key for key in here if there[key] != here[key]]
+    return _sides(there, here, different) if different else None
 
 
-def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, *, is_loading: bool) -> dict:
+def _layout() -> dict[str, int]:
+    return {
+        "tensor-parallel size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline-parallel size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context-parallel size": parallel_state.get_context_parallel_world_size(),
+        "expert-parallel size": parallel_state.get_expert_model_parallel_world_size(),
+        "data-parallel size": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def _sides(there: dict[str, Any], here: dict[str, Any], keys: list[str]) -> str:
+    return ", ".join(f"{key} is {there[key]} there and {here[key]} here" for key in keys)
+
+
+def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict, *, is_loading: bool) -> dict:
     state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(unwrap_model(policy.chunks))}
     if with_optimizer:
         model_state = {key: value for part in state.values() for key, value in part.items()}
-        state["optimizer"] = policy.optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=OPTIMIZER_METADATA
-        )
+        state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
         state["scheduler"] = policy.scheduler.state_dict()
     return state
 
@@ -214,6 +242,26 @@ def _begin_adam(optimizer: MegatronOptimizer) -> None:
             if not adam.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+
+@contextlib.contextmanager
+def _own_step_counters(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside the block, a parameter's loaded state has the step counter that the parameter has already: Megatron leaves
+    it out of a reshardable state, and asks for it when that is put in place."""
+    parts = [part for part in _distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+
+    def with_counter(part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict) -> None:
+        group, place = part.model_param_group_index_map[parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {"step": state["step"], **tensors})
+
+    for part in parts:
+        part._set_main_param_and_optimizer_states = partial(with_counter, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
 
 
 def _count_adam_steps(optimizer: MegatronOptimizer) -> None:

@@ -18,13 +18,14 @@ class DamagedCheckpoint(UserError):
     """A checkpoint whose files are not those that were written."""
 
 
-def write_checksums(folder: Path) -> None:
-    """Adds ``checksums.json`` to a folder that all ranks have written into. Every rank calls it and reads its share."""
-    names = _files(folder)
+def write_checksums(folder: Path, known: dict[str, str]) -> None:
+    """Adds ``checksums.json`` to a folder that all ranks have written into. Every rank calls it with what it knows of
+    the checksums, by file name; the first one reads what is left."""
     found: list[dict[str, str] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, {name: checksum(folder / name) for name in _share(names)})
+    torch.distributed.all_gather_object(found, known)
     if torch.distributed.get_rank() == 0:
         checksums = {name: value for part in found for name, value in part.items()}
+        checksums |= {name: checksum(folder / name) for name in _files(folder) if name not in checksums}
         (folder / FILE).write_text(json.dumps(checksums, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     torch.distributed.barrier()
 

@@ -20,13 +20,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.data.batching import padding_share, plan_micro_batches, sequence_lengths, take_rows
-from nemo_edo.losses import LossTerm
-from nemo_edo.parallel.vocab import vocab_parallel_log_probs_and_entropy
+from nemo_edo.data.batching import input_shape, padding_share, plan_micro_batches, sequence_lengths, take_rows
+from nemo_edo.losses import LossTerm, NotFinite
+from nemo_edo.megatron.output_layer import LossHead, in_own_type
+from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
+from nemo_edo.megatron.shapes import context_share, input_shapes
 from nemo_edo.types import TrainingBatch
 
 TERM = "term:"
 """Before the names of the loss's terms, among the metrics."""
+TOKENS = "tokens:"
+"""Among the metrics: the log-probabilities and entropies of a micro-batch."""
 
 LossFunction = Callable[[Tensor, Tensor, TrainingBatch], tuple[dict[str, LossTerm], dict[str, LossTerm]]]
 """(log-probabilities [b, T], entropies [b, T], micro-batch) -> (terms of the loss by name, metrics)."""
@@ -37,9 +41,31 @@ class MicroBatching:
     """How a rank's share of a global batch is cut: memory and speed, never the result."""
 
     rows: int
-    """At most so many to a micro-batch."""
+    """At most so many to a micro-batch that is not packed."""
     tokens: int | None = None
     """At most so many, padding included; None: no such bound, and rows stay in their order."""
+    packing: bool = False
+    """Rows stand behind each other in one, without padding; it needs ``tokens``."""
+
+    def __post_init__(self) -> None:
+        if self.packing and self.tokens is None:
+            raise ValueError("packing needs a number of tokens that a pack has at most")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A global batch, cut into micro-batches; every rank knows those of all data-parallel ranks."""
+
+    lengths: list[int]
+    """Of the batch's rows, in tokens."""
+    plans: list[list[list[int]]]
+    """For each data-parallel rank its micro-batches' rows."""
+    shapes: list[list[tuple[int, int]]]
+    """For each data-parallel rank the shapes of its micro-batches' token ids as they enter the model."""
+    packing: bool
+
+    def padding_share(self) -> float:
+        return padding_share(self.lengths, (shape for shapes in self.shapes for shape in shapes))
 
 
 def forward_backward(
@@ -50,38 +76,48 @@ def forward_backward(
     loss_counts: Mapping[str, float],
     micro_batching: MicroBatching,
     temperature: float,
-    vocab_size: int,
+    head: LossHead,
     forward_only: bool = False,
+    of_tokens: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """Accumulates the gradient of the loss over the global batch, reduced over all ranks.
 
     The loss is the sum over its terms of term.sum / loss_counts[name]: each has a denominator of its own.
     loss_counts: for each term its count over the global batch; the micro-batches' counts must add up to it.
+    of_tokens: makes metrics of the log-probabilities and entropies of the whole global batch, each [B, T] on the CPU,
+        such as no sum over micro-batches gives: percentiles. Where it is given, every rank gathers these 2 B T numbers.
     Returns the global means of the loss ("loss") and its metrics, the same on every rank, and "padding_share".
-    Raises FloatingPointError if the loss is not finite, before an optimizer could use its gradient, and ValueError
-    for a batch without any response token.
+    The loss is NaN where it is not finite in any micro-batch of any rank, or a loss function says ``NotFinite``: then
+    the gradient is of no use, and the metrics leave that micro-batch out.
+    Raises ValueError for a batch without any response token.
     """
     if not batch.mask.any():
         raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")
 
-    def to_scalar(logits: Tensor, micro: TrainingBatch):
-        log_probs, entropies = _log_probs_and_entropy(logits, micro, temperature, vocab_size)
+    def to_scalar(outputs: Tensor, inputs: ModelInputs):
+        micro = inputs.micro
+        log_probs, entropies = _log_probs_and_entropy(head, outputs, inputs, temperature)
+        tokens = {} if of_tokens is None else {TOKENS: (log_probs.detach(), entropies.detach())}
         if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss is asked for it
-            return log_probs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=logits.device), {}
-        terms, metrics = loss(log_probs, entropies, micro)
+            return log_probs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=outputs.device), tokens
+        try:
+            terms, metrics = loss(log_probs, entropies, micro)
+        except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
+            terms, metrics = dict.fromkeys(loss_counts, LossTerm(log_probs.sum() * math.nan, math.nan)), {}
         total = sum(terms[name].sum / max(count, 1.0) for name, count in loss_counts.items())
         sums = {name: _pair(value) for name, value in metrics.items()}
         sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
         # The second value is a token count that Megatron would divide by; see _sum_gradients.
-        return total, torch.zeros([], dtype=torch.int, device=logits.device), sums
+        return total, torch.zeros([], dtype=torch.int, device=outputs.device), sums | tokens
 
-    lengths, plans = _plan(batch, micro_batching)
-    stored = _run_schedule(chunks, batch, lengths, plans, to_scalar, forward_only)
-    totals = _reduce_metrics(stored, batch.tokens.device)
-    means = _means(totals, loss_counts)
-    if not math.isfinite(means["loss"]):
-        raise FloatingPointError(f"the loss is {means['loss']}; the optimizer step was not taken. Metrics: {means}")
-    return {**means, "padding_share": padding_share(lengths, plans)}
+    cut = _cut(chunks, batch, micro_batching)
+    with head.installed():
+        stored = _run_schedule(chunks, batch, cut, to_scalar, forward_only)
+    tokens = [micro.pop(TOKENS) for micro in stored] if of_tokens is not None else []
+    means = _means(_reduce_metrics(stored, batch.tokens.device), loss_counts)
+    if of_tokens is not None and math.isfinite(means["loss"]):
+        means |= of_tokens(*_of_global_batch(batch, cut, tokens).cpu())
+    return {**means, "padding_share": cut.padding_share()}
 
 
 @torch.no_grad()
@@ -91,82 +127,114 @@ def log_probs_and_entropy(
     *,
     micro_batching: MicroBatching,
     temperature: float,
-    vocab_size: int,
+    head: LossHead,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank.
 
     Zero behind a row's last response token.
     """
 
-    def keep(logits: Tensor, micro: TrainingBatch):
+    def keep(outputs: Tensor, inputs: ModelInputs):
         return (
-            logits.new_zeros(()),
-            torch.zeros([], dtype=torch.int, device=logits.device),
-            (_log_probs_and_entropy(logits, micro, temperature, vocab_size)),
+            outputs.new_zeros(()),
+            torch.zeros([], dtype=torch.int, device=outputs.device),
+            _log_probs_and_entropy(head, outputs, inputs, temperature),
         )
 
-    lengths, plans = _plan(batch, micro_batching)
-    stored = _run_schedule(chunks, batch, lengths, plans, keep, forward_only=True)
+    cut = _cut(chunks, batch, micro_batching)
+    with head.installed():
+        stored = _run_schedule(chunks, batch, cut, keep, forward_only=True)
+    log_probs, entropies = _of_global_batch(batch, cut, stored)
+    return log_probs, entropies
+
+
+def _of_global_batch(batch: TrainingBatch, cut: _Cut, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[2, B, T], the same on every rank, of what this rank's micro-batches have given, [b, t] each (on the last
+    pipeline stage; nothing on the others); zero behind a row's last response token."""
     result = torch.zeros(2, *batch.mask.shape, device=batch.tokens.device)
     if stored:
-        for rows, values in zip(plans[parallel_state.get_data_parallel_rank()], stored, strict=True):
+        for rows, values in zip(cut.plans[parallel_state.get_data_parallel_rank()], stored, strict=True):
+            both = torch.stack(values)
             for place, row in enumerate(rows):
-                result[:, row, : lengths[row] - 1] = torch.stack(values)[:, place, : lengths[row] - 1]
+                end = cut.lengths[row] - 1
+                result[:, row, :end] = both[:, place, :end]
     torch.distributed.all_reduce(result, group=parallel_state.get_data_parallel_group())
     _broadcast_from_last_stage(result)
-    return result[0], result[1]
+    return result
 
 
-def _log_probs_and_entropy(logits: Tensor, micro: TrainingBatch, temperature: float, vocab_size: int):
-    group = parallel_state.get_tensor_model_parallel_group()
-    return vocab_parallel_log_probs_and_entropy(
-        logits,
-        micro.tokens[:, 1:],
-        vocab_start=group.rank() * logits.shape[-1],
-        group=group,
-        temperature=temperature,
-        vocab_size=vocab_size,
-    )
+def _log_probs_and_entropy(
+    head: LossHead, outputs: Tensor, inputs: ModelInputs, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Of the micro-batch's rows, each [b, T], from the model's output for its inputs."""
+    values = head(outputs, context_share(inputs.targets), temperature)
+    log_probs, entropies = (inputs.to_rows(value) for value in values)
+    return log_probs, entropies
 
 
-def _plan(batch: TrainingBatch, micro_batching: MicroBatching) -> tuple[list[int], list[list[list[int]]]]:
-    """The rows' lengths, and every data-parallel rank's micro-batches."""
+def _cut(chunks: list[MegatronModule], batch: TrainingBatch, how: MicroBatching) -> _Cut:
     lengths = sequence_lengths(batch)
-    ranks = parallel_state.get_data_parallel_world_size()
+    asked = input_shapes(get_model_config(chunks[0]))
     plans = plan_micro_batches(
-        lengths, ranks=ranks, rows=micro_batching.rows, tokens=micro_batching.tokens, unit=batch.unit
+        lengths,
+        ranks=parallel_state.get_data_parallel_world_size(),
+        rows=how.rows,
+        tokens=how.tokens // asked.multiple * asked.multiple if how.packing else how.tokens,
+        unit=batch.unit,
+        packing=how.packing,
     )
-    return lengths, plans
+    plans = [plan + [[]] * (-len(plan) % asked.group) for plan in plans]
+    shapes = [
+        asked.fit([input_shape(_row_lengths(rows, lengths, batch.unit), packing=how.packing) for rows in plan])
+        for plan in plans
+    ]
+    return _Cut(lengths, plans, shapes, how.packing)
 
 
-def _run_schedule(
-    chunks, batch: TrainingBatch, lengths: list[int], plans, loss_func: Callable, forward_only: bool
-) -> list:
+def _row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:
+    """Tokens of a micro-batch's rows; one that is padding alone has ``unit`` of the shortest ones."""
+    return [lengths[row] for row in rows] or [2] * unit
+
+
+def _inputs(batch: TrainingBatch, cut: _Cut) -> list[ModelInputs]:
+    """What the model sees of this rank's micro-batches."""
+    rank = parallel_state.get_data_parallel_rank()
+    inputs = []
+    for rows, shape in zip(cut.plans[rank], cut.shapes[rank], strict=True):
+        lengths = _row_lengths(rows, cut.lengths, batch.unit)
+        micro = take_rows(batch, rows, max(lengths))
+        inputs.append(packed_inputs(micro, lengths, shape) if cut.packing else row_inputs(micro, shape))
+    return inputs
+
+
+def _run_schedule(chunks, batch: TrainingBatch, cut: _Cut, loss_func: Callable, forward_only: bool) -> list:
     """Megatron's schedule over this rank's micro-batches; returns what ``loss_func`` gave as its third value
     for each of them, on the last pipeline stage (an empty list on the others)."""
-    plan = plans[parallel_state.get_data_parallel_rank()]
-    widths = [max((lengths[row] for row in rows), default=2) for rows in plan]
-    micro_batches = [take_rows(batch, rows, width) for rows, width in zip(plan, widths, strict=True)]
-    config = get_model_config(chunks[0])
-    config.finalize_model_grads_func = _sum_gradients
+    micro_batches = _inputs(batch, cut)
+    shapes = cut.shapes[parallel_state.get_data_parallel_rank()]
+    get_model_config(chunks[0]).finalize_model_grads_func = _sum_gradients
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss_func=loss_func),
         data_iterator=[iter(micro_batches) for _ in chunks],
         model=chunks,
         num_microbatches=len(micro_batches),
-        # Micro-batches differ in both; pipeline stages tell each other the shapes (variable_seq_lengths in build.py).
-        seq_length=max(widths) - 1,
-        micro_batch_size=max(micro.size for micro in micro_batches),
+        # Where micro-batches differ in both, pipeline stages tell each other the shapes (variable_seq_lengths).
+        seq_length=max(length for _, length in shapes),
+        micro_batch_size=max(rows for rows, _ in shapes),
         forward_only=forward_only,
     )
 
 
-def _forward_step(micro_batches: Iterator[TrainingBatch], chunk: MegatronModule, *, loss_func: Callable):
-    micro = next(micro_batches)
-    inputs = micro.tokens[:, :-1].contiguous()
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    # Right-padded rows need no attention mask: causal attention never looks ahead into the padding.
-    return chunk(inputs, positions, None), partial(loss_func, micro=micro)
+def _forward_step(micro_batches: Iterator[ModelInputs], chunk: MegatronModule, *, loss_func: Callable):
+    inputs = next(micro_batches)
+    outputs = chunk(
+        context_share(inputs.tokens).contiguous(),
+        context_share(inputs.positions),
+        None,
+        packed_seq_params=inputs.packed,
+        **in_own_type(chunk),
+    )
+    return outputs, partial(loss_func, inputs=inputs)
 
 
 def _sum_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **kwargs) -> None:

@@ -1,11 +1,71 @@
-"""The modules that a transformer layer is made of where Transformer Engine is absent."""
+"""The modules that a transformer layer is made of: Transformer Engine's, or Megatron's local ones."""
 
 from __future__ import annotations
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+import logging
+from functools import partial
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from nemo_edo.errors import UserError
+from nemo_edo.megatron.attention import SDPAttention, sdpa_lacks
+from nemo_edo.megatron.norm import TorchNorm
+
+logger = logging.getLogger(__name__)
+
+CORES = {"sdpa": SDPAttention, "local": DotProductAttention}
+"""The core of the attention in a local layer."""
 
 
-def local_layer_spec(provider) -> ModuleSpec:
-    """Megatron's local layer, for the model that ``provider`` (Megatron-Bridge's) describes."""
-    return get_gpt_layer_local_spec(normalization=provider.normalization, qk_layernorm=provider.qk_layernorm)
+def set_layer_spec(provider, attention: str, device: torch.device) -> None:
+    """Gives Megatron-Bridge's ``provider`` the layers of ``model.attention``; Bridge's own are Transformer Engine's.
+
+    Raises UserError for an attention that this machine or this model does not allow.
+    """
+    attention = choose_attention(attention, provider, device, has_te=HAVE_TE)
+    logger.info("attention: %s", attention)
+    if attention != "te":
+        provider.transformer_layer_spec = partial(local_layer_spec, core_attention=CORES[attention])
+
+
+def choose_attention(attention: str, config: TransformerConfig, device: torch.device, *, has_te: bool) -> str:
+    """te, sdpa or local; what auto means is in ``ModelConfig.attention``."""
+    te, lacks = has_te and device.type == "cuda", sdpa_lacks(config)
+    if attention == "te" and not te:
+        raise UserError("model.attention=te needs Transformer Engine and a GPU: set model.attention=auto")
+    if attention == "sdpa" and lacks:
+        raise UserError(f"model.attention=sdpa, but this model needs {lacks}: set model.attention=auto")
+    if attention != "auto":
+        return attention
+    if not te and lacks:
+        logger.warning("attention: Megatron's own, which is slower than torch's, since this model needs %s", lacks)
+    return "te" if te else "local" if lacks else "sdpa"
+
+
+def local_layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None, *, core_attention: type = SDPAttention
+) -> TransformerBlockSubmodules:
+    """Megatron's local layers of this pipeline stage and virtual stage, with norms that allow sequence parallelism."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        _put_norms(layer)
+        layer.submodules.self_attention.submodules.core_attention = core_attention
+    block.layer_norm = TorchNorm
+    return block
+
+
+def _put_norms(layer: ModuleSpec) -> None:
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):
+            setattr(attention, name, TorchNorm)

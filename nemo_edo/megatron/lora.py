@@ -10,6 +10,7 @@ A target layer computes W x + alpha / rank * B A x, where A and B are trained. T
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,19 @@ def merge_adapters(chunks: list[MegatronModule], seed: int) -> None:
             a = _gather_rows(a)
         weight.copy_(weight.float() + adapter.alpha / adapter.dim * (b @ a))
     initialize_adapters(chunks, seed)
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: list[MegatronModule]) -> Iterator[None]:
+    """Inside the block, layers compute with their frozen weights alone."""
+    layers = [layer for _, layer in _adapted_layers(chunks)]
+    for layer in layers:
+        layer.disable_adapter_layers()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapter_layers()
 
 
 def describe(config: LoRAConfig | None) -> dict[str, Any] | None:

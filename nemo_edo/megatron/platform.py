@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nemo_edo.processes import end_with_torchrun
+
 _entered: torch.device | None = None
 
 
@@ -55,6 +57,7 @@ def init_process_group(device: torch.device) -> None:
     """torch.distributed over torchrun's environment, or a world of one process where there is none."""
     if torch.distributed.is_initialized():
         return
+    end_with_torchrun()
     if "RANK" in os.environ:
         torch.distributed.init_process_group(backend(device))
     else:  # a store in memory: no port that could be taken
@@ -127,9 +130,15 @@ class _NoStream:
     def wait_stream(self, stream) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event=None) -> _NoStream:
+        return self  # all that came before it is done, as a stream's own ``synchronize`` says
+
 
 def _streams() -> None:
-    """Bridge wraps models for data parallelism on a side stream."""
+    """Bridge wraps models for data parallelism on a side stream; experts are told apart on another."""
     torch.cuda.Stream = _NoStream
     torch.cuda.current_stream = lambda device=None: _NoStream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
@@ -145,6 +154,13 @@ def _contiguous_scatter() -> None:
         return scatter(tensor, chunks, *args, **kwargs)
 
     torch.distributed.scatter = contiguous_scatter
+
+
+def _router_product() -> None:
+    """The router of experts looks for a product of Transformer Engine's under a name that only its presence defines."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
 
 
 class _StandIn(types.ModuleType):
@@ -200,5 +216,6 @@ ADAPTATIONS: dict[str, Callable[[], None]] = {
     "random_state": _random_state,
     "streams": _streams,
     "contiguous_scatter": _contiguous_scatter,
+    "router_product": _router_product,
     "bridge_import": _bridge_import,
 }

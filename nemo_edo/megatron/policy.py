@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.megatron.build import BuiltModel
+from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.megatron.build import BuiltModel, optimizer_storage
 from nemo_edo.megatron.forward_backward import LossFunction, forward_backward, log_probs_and_entropy
-from nemo_edo.megatron.lora import merge_adapters
+from nemo_edo.megatron.lora import adapters_off, merge_adapters
+from nemo_edo.megatron.output_layer import LossHead
+from nemo_edo.parallel.main_rank import any_rank
 from nemo_edo.types import TrainingBatch
 
 Weights = list[Tensor]
@@ -25,15 +30,24 @@ class MegatronPolicy:
     """Runs loss functions through the model and Megatron's optimizer. It holds no maths of its own."""
 
     def __init__(
-        self, built: BuiltModel, parallelism: ParallelismConfig, precision: PrecisionConfig, device: torch.device
+        self,
+        built: BuiltModel,
+        parallelism: ParallelismConfig,
+        precision: PrecisionConfig,
+        device: torch.device,
+        loss_head: str = ModelConfig.loss_head,
     ) -> None:
         self.built = built
-        self.chunks = built.chunks
         self.device = device
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
-        self._distributed_optimizer = parallelism.use_distributed_optimizer
-        self._bf16 = precision.dtype == "bf16"
+        self._storage = optimizer_storage(parallelism, precision)
+        self._head = LossHead(built.chunks, loss_head, built.vocab_size)
+
+    @property
+    def chunks(self) -> list[MegatronModule]:
+        """The model's, one for each virtual pipeline stage."""
+        return self.built.chunks
 
     def reset_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """A fresh optimizer, and a learning-rate schedule over ``total_steps``."""
@@ -47,9 +61,7 @@ class MegatronPolicy:
                 adam_beta2=config.adam_beta2,
                 adam_eps=config.adam_eps,
                 clip_grad=config.clip_grad,
-                bf16=self._bf16,
-                params_dtype=torch.bfloat16 if self._bf16 else torch.float32,
-                use_distributed_optimizer=self._distributed_optimizer,
+                **self._storage,
             ),
             self.chunks,
         )
@@ -68,29 +80,49 @@ class MegatronPolicy:
         )
 
     def train_step(self, batch: TrainingBatch, loss: LossFunction, **settings) -> dict[str, float]:
-        """One optimizer step. Returns the metrics of ``forward_backward``, "grad_norm" (before clipping) and "lr"."""
+        """One optimizer step. Returns the metrics of ``forward_backward`` and of ``apply_gradients``."""
         self.zero_grad()
         metrics = self.forward_backward(batch, loss, **settings)
-        return {**metrics, **self.apply_gradients()}
+        return {**metrics, **self.apply_gradients(metrics["loss"])}
 
     def zero_grad(self) -> None:
-        for chunk in self.chunks:
+        for chunk in self.built.training_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def forward_backward(self, batch: TrainingBatch, loss: LossFunction, **settings) -> dict[str, float]:
         """Accumulates gradients only; ``settings`` as in ``forward_backward.forward_backward``."""
-        return forward_backward(self.chunks, batch.to(self.device), loss, vocab_size=self.built.vocab_size, **settings)
+        # Only behind zero_grad does Megatron gather changed weights on its way.
+        chunks = self.chunks if settings.get("forward_only") else self.built.training_chunks
+        return forward_backward(chunks, batch.to(self.device), loss, head=self._head, **settings)
 
-    def apply_gradients(self) -> dict[str, float]:
-        """Clips, steps and moves the schedule on. Raises FloatingPointError for a gradient that is not finite."""
-        lr = self.optimizer.param_groups[0]["lr"]
-        succeeded, grad_norm, _ = self.optimizer.step()
-        grad_norm = float(grad_norm) if grad_norm is not None else 0.0
-        if not succeeded or not torch.isfinite(torch.tensor(grad_norm)):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}: training cannot go on from here")
-        self.scheduler.step(increment=1)
-        return {"grad_norm": grad_norm, "lr": float(lr)}
+    def apply_gradients(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
+        """Clips, steps and moves the schedule on; returns "grad_norm" (before clipping), "lr" and "skipped", 0 or 1.
+
+        The step is skipped, on every rank, where on any of them the ``loss`` or the gradient norm is not finite or the
+        norm is above ``grad_norm_limit``: weights, optimizer and schedule stay as they are, and gradients are zeroed.
+        """
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        overflow = self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        usable = not overflow and math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm <= grad_norm_limit
+        skipped = any_rank(not usable)
+        if skipped:
+            self.zero_grad()
+        else:
+            self._clip(grad_norm)
+            self.optimizer.step_with_ready_grads()
+            self.built.weights_have_changed()
+            self.scheduler.step(increment=1)
+        return {"grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
+
+    def _clip(self, grad_norm: float) -> None:
+        """Megatron's own clipping, with the norm that is known already: its ``step`` would look at it too late."""
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters, config = part.get_parameters(), part.config
+            if parameters and config.clip_grad > 0:
+                decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, decoupled)
 
     def gradient_norm(self) -> float:
         """Norm of the accumulated gradient over all ranks, before clipping; no step is taken."""
@@ -100,14 +132,13 @@ class MegatronPolicy:
     def log_probs(self, batch: TrainingBatch, **settings) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, T] of the current weights, on the CPU. ``settings`` as in
         ``forward_backward.log_probs_and_entropy``."""
-        results = log_probs_and_entropy(
-            self.chunks, batch.to(self.device), vocab_size=self.built.vocab_size, **settings
-        )
+        results = log_probs_and_entropy(self.chunks, batch.to(self.device), head=self._head, **settings)
         return results[0].cpu(), results[1].cpu()
 
-    def snapshot(self) -> Weights:
-        """A copy of the current trained weights in host memory."""
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+    def snapshot(self, *, resident: bool = False) -> Weights:
+        """A copy of the current trained weights: on their own device, or in host memory (pinned beside a GPU)."""
+        weights = [parameter.detach() for parameter in self._parameters()]
+        return [weight.clone() for weight in weights] if resident else [_copy_to_host(weight) for weight in weights]
 
     def load(self, weights: Weights) -> None:
         """Puts a snapshot's weights in place. The optimizer's fp32 copies, where it has them, follow."""
@@ -124,13 +155,24 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def weights(self, frozen: Weights) -> Iterator[None]:
-        """Inside the block the model computes with ``frozen``; its own weights return behind it."""
-        own = self.snapshot()
-        self._put(frozen)
+        """Inside the block the model computes with ``frozen``; its own weights return behind it.
+
+        The two change places, so that no third copy is needed: by their addresses where they lie on one device, else
+        by their contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. The optimizer's fp32
+        weights, where it has them, are not touched.
+        """
+        pairs = [(p, f.to(p.dtype)) for p, f in zip(self._parameters(), frozen, strict=True)]
+        _exchange(pairs)
         try:
             yield
         finally:
-            self._put(own)
+            _exchange(pairs)
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside the block the model computes without its adapters: with the weights that they were started beside."""
+        with adapters_off(self.chunks):
+            yield
 
     @torch.no_grad()
     def _put(self, weights: Weights) -> None:
@@ -140,3 +182,26 @@ class MegatronPolicy:
     def _parameters(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
             yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
+
+
+def _copy_to_host(weight: Tensor) -> Tensor:
+    """Pinned memory: a GPU reads and writes it at the full speed of its bus."""
+    return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
+
+
+@torch.no_grad()
+def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Parameters and frozen copies of their dtype change places; a second call undoes the first, to the last bit."""
+    for parameter, other in pairs:
+        if parameter.device == other.device:
+            parameter.data, other.data = other.data, parameter.data
+        else:
+            exchange_contents(parameter, other)
+    torch.cuda.synchronize()  # pinned memory is written behind the host's back
+
+
+def exchange_contents(one: Tensor, other: Tensor) -> None:
+    """Two tensors of one shape and dtype, on devices of their own; needs the memory of a copy of ``one`` beside it."""
+    kept = one.clone()
+    one.copy_(other, non_blocking=True)
+    other.copy_(kept, non_blocking=True)

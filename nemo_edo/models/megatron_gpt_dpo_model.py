@@ -3,7 +3,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from nemo_edo.config import IDPOConfig
-from nemo_edo.losses import LossTerm, ed_idpo_loss, exploration_term, reduce_tokens, sequence_logprobs
+from nemo_edo.losses import (
+    LossTerm,
+    ed_idpo_loss,
+    exploration_term,
+    kl_per_token,
+    reduce_tokens,
+    sampler_gap,
+    sequence_logprobs,
+)
 from nemo_edo.models.megatron_gpt_exploring_model import MegatronGPTExploringModel
 from nemo_edo.types import TrainingBatch
 
@@ -32,7 +40,14 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
             *_explored(log_probs, batch),
             settings,
         )
-        metrics = {**metrics, "entropy": reduce_tokens(entropies.detach(), batch.mask, "token-mean")}
+        # In double, as a metric that overflows must not cost the step.
+        kl = kl_per_token(log_probs.detach().double(), batch.ref_logprobs.double(), "k3")
+        metrics |= {
+            "entropy": reduce_tokens(entropies.detach(), batch.mask, "token-mean"),
+            "kl": reduce_tokens(kl, batch.mask, "token-mean"),
+        }
+        if batch.sampler_logprobs is not None:
+            metrics |= sampler_gap(batch.old_logprobs, batch.sampler_logprobs, batch.mask)
         return {"preference": preference, "exploration": exploration}, metrics
 
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.losses import LossTerm
+from nemo_edo.megatron.attention import check_packing
 from nemo_edo.megatron.build import build_model, device_and_groups
 from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.megatron.policy import MegatronPolicy
@@ -32,6 +34,8 @@ def model_config(
     lora: LoRAConfig | None = None,
     temperature: float = 1.0,
     threads: int | None = None,
+    attention: str = ModelConfig.attention,
+    loss_head: str = ModelConfig.loss_head,
 ) -> DictConfig:
     """The ``cfg`` of a model class. ``training``: an SFTConfig, GRPOConfig or IDPOConfig, as the class needs."""
     sections = {"parallelism": parallelism, "precision": precision, "training": training, "lora": lora or LoRAConfig()}
@@ -41,6 +45,8 @@ def model_config(
             "seed": seed,
             "threads": threads,
             "temperature": temperature,
+            "attention": attention,
+            "loss_head": loss_head,
             **{name: OmegaConf.structured(value) for name, value in sections.items()},
         }
     )
@@ -66,10 +72,18 @@ class MegatronGPTModel(ModelPT):
         )
         lora = LoRAConfig(**cfg.lora)
         self.built = build_model(
-            Path(cfg.folder), parallelism, precision, self.platform_device, lora=lora, seed=cfg.seed
+            Path(cfg.folder),
+            parallelism,
+            precision,
+            self.platform_device,
+            lora=lora,
+            seed=cfg.seed,
+            attention=cfg.attention,
         )
+        if self.settings.packing:
+            check_packing(self.built.chunks)
         self.model = torch.nn.ModuleList(self.built.chunks)
-        self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device)
+        self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device, cfg.loss_head)
         self.temperature = cfg.temperature
         self.engine: GenerationEngine | None = None
 
@@ -84,6 +98,11 @@ class MegatronGPTModel(ModelPT):
     @abstractmethod
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
         """Each term's count over a whole global batch, known before its backward pass: its denominator."""
+
+    def of_tokens(self, batch: TrainingBatch) -> Callable[[Tensor, Tensor], dict[str, float]] | None:
+        """Metrics of a whole global batch from its log-probabilities and entropies (``forward_backward``); None: there
+        are none, and the ranks gather nothing."""
+        return None
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -104,18 +123,20 @@ class MegatronGPTModel(ModelPT):
             micro_batching=self.micro_batching,
             temperature=self.temperature,
             forward_only=forward_only,
+            of_tokens=self.of_tokens(batch),
         )
         return metrics["loss"], metrics
 
-    def finish_training_step(self) -> dict[str, float]:
-        """Takes the optimizer step; returns "grad_norm" (before clipping) and "lr"."""
-        return self.policy.apply_gradients()
+    def finish_training_step(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
+        """Takes the optimizer step, unless the loss or the gradient norm forbids it; returns "grad_norm" (before
+        clipping), "lr" and "skipped": ``MegatronPolicy.apply_gradients``."""
+        return self.policy.apply_gradients(loss, grad_norm_limit=grad_norm_limit)
 
-    def train_step(self, batch: TrainingBatch) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
         """The three above in a row: ``interfaces.Policy``."""
         self.prepare_for_training_step()
-        _, metrics = self.get_loss_and_metrics(batch, forward_only=False)
-        return {**metrics, **self.finish_training_step()}
+        loss, metrics = self.get_loss_and_metrics(batch, forward_only=False)
+        return {**metrics, **self.finish_training_step(loss, grad_norm_limit=grad_norm_limit)}
 
     def prepare_for_validation_step(self) -> None:
         self.model.eval()
@@ -151,7 +172,8 @@ class MegatronGPTModel(ModelPT):
 
     @property
     def micro_batching(self) -> MicroBatching:
-        return MicroBatching(self.settings.micro_batch_size, self.settings.micro_batch_tokens)
+        settings = self.settings
+        return MicroBatching(settings.micro_batch_size, settings.micro_batch_tokens, settings.packing)
 
     # --- NeMo ------------------------------------------------------------------------------------------------------
 

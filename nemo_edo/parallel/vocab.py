@@ -1,10 +1,21 @@
-"""Log-probabilities and entropies from logits whose vocabulary is split over processes, without gathering it."""
+"""Log-probabilities and entropies from logits whose vocabulary is split over processes, without gathering it.
+
+The logits are read a chunk of positions at a time, and again in the backward pass: nothing of their size is kept or
+made beside their gradient, which has their type.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from nemo_edo.parallel.softmax import ResultGradients, RunningSoftmax, add_columns, write_gradient
+
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+"""Logits of a chunk: few enough for a CPU's caches, and on a GPU enough to keep it busy."""
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -16,6 +27,7 @@ def vocab_parallel_log_probs_and_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     with_entropy: bool = True,
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and the entropy of p = softmax(logits / temperature), in nats, exact over the whole vocabulary.
 
@@ -24,73 +36,79 @@ def vocab_parallel_log_probs_and_entropy(
     targets: [...] int64 global ids, the same on every process. Each needs to be a real id, at padding too.
     vocab_size: columns with global ids from here on pad the embedding and have probability 0; None: there are none.
     with_entropy: False leaves the entropy out (None in its place).
+    overwrite_logits: the backward pass writes the gradient over the logits. They must serve nothing else; autograd
+        raises RuntimeError where they do.
 
     Returns [...] tensors, the same on every process, in fp32 (fp64 for fp64 logits), differentiable with respect to
     the logits. As with Megatron's own vocabulary-parallel losses, each process computes the whole loss from them,
     and its gradient reaches its own columns without communication.
-    Raises ValueError for shapes that do not fit, a temperature not above 0, and targets outside the vocabulary.
+    Raises ValueError for shapes that do not fit, a temperature not above 0, targets outside the vocabulary, and
+    logits to overwrite that are a leaf of the graph.
     """
-    if targets.shape != logits_shard.shape[:-1]:
-        raise ValueError(f"targets have shape {tuple(targets.shape)}, logits_shard {tuple(logits_shard.shape)}")
+    if overwrite_logits and logits_shard.is_leaf and logits_shard.requires_grad:
+        raise ValueError("overwrite_logits needs logits that were computed; these are a leaf of the graph")
+    *positions, columns = logits_shard.shape
+    vocab_size = check_arguments(targets, positions, columns, group, temperature, vocab_size)
+    return _LogProbsAndEntropy.apply(
+        logits_shard, targets, vocab_start, group, temperature, vocab_size, with_entropy, overwrite_logits
+    )
+
+
+def check_arguments(
+    targets: Tensor,
+    positions: Sequence[int],
+    columns: int,
+    group: dist.ProcessGroup | None,
+    temperature: float,
+    vocab_size: int | None,
+) -> int:
+    """The vocabulary's size. Raises ValueError for targets outside it or not of the shape ``positions``, and for a
+    temperature not above 0."""
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, expected a number above 0")
+    if list(targets.shape) != list(positions):
+        raise ValueError(f"targets have shape {tuple(targets.shape)}, expected {tuple(positions)}")
     if vocab_size is None:
-        vocab_size = logits_shard.shape[-1] * (1 if group is None else group.size())
+        vocab_size = columns * (1 if group is None else group.size())
     if ((targets < 0) | (targets >= vocab_size)).any():
         raise ValueError(f"targets must lie in [0, {vocab_size}), found {targets.min()} to {targets.max()}")
-    return _LogProbsAndEntropy.apply(logits_shard, targets, vocab_start, group, temperature, vocab_size, with_entropy)
+    return vocab_size
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """With z = logits / temperature - max and s = sum of exp(z): log p = z - log s, H = log s - sum of p z.
-
-    d log p(target) / dz = onehot(target) - p          dH / dz = -p (log p + H)
-    """
-
     @staticmethod
-    def forward(ctx, logits, targets, vocab_start, group, temperature, vocab_size, with_entropy):
-        # One copy of the logits, changed in place from here on: with large vocabularies it is what fills the memory.
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
-        columns = z.shape[-1]
-        z[..., min(max(vocab_size - vocab_start, 0), columns) :] = -torch.inf
-        z -= _all_reduce(z.amax(dim=-1), dist.ReduceOp.MAX, group).unsqueeze(-1)
-
-        local_targets = targets - vocab_start
-        here = (local_targets >= 0) & (local_targets < columns)
-        local_targets = local_targets.clamp(0, columns - 1).unsqueeze(-1)
-        target_z = torch.where(here, z.gather(-1, local_targets).squeeze(-1), 0.0)
-
-        z.clamp_(min=torch.finfo(z.dtype).min)  # finite, so that p * z is 0 where p is 0
-        exp_z = z.exp()
-        sums = [exp_z.sum(dim=-1), target_z]
-        if with_entropy:
-            sums.append(exp_z.mul_(z).sum(dim=-1))
-        sum_exp, target_z, *sum_exp_z = _all_reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
-        log_sum = sum_exp.log()
-        entropies = log_sum - sum_exp_z[0] / sum_exp if with_entropy else None
-
-        log_p = z.sub_(log_sum.unsqueeze(-1))
-        ctx.save_for_backward(log_p, entropies, local_targets, here)
-        ctx.temperature, ctx.logits_dtype = temperature, logits.dtype
+    def forward(ctx, logits, targets, vocab_start, group, temperature, vocab_size, with_entropy, overwrite):
+        rows, targets_here = logits.reshape(-1, logits.shape[-1]), targets.flatten() - vocab_start
+        real = min(max(vocab_size - vocab_start, 0), rows.shape[1])
+        softmax = RunningSoftmax.start(logits, len(rows), with_entropy)
+        for chunk in _chunks(rows[:, :real]):
+            add_columns(softmax[chunk], rows[chunk, :real], targets_here[chunk], temperature)
+        softmax.reduce_(group)
+        log_probs, entropies, log_sum_exp = softmax.results()
+        ctx.save_for_backward(logits, targets_here, log_sum_exp, entropies)
+        ctx.temperature, ctx.real, ctx.overwrite = temperature, real, overwrite
         ctx.set_materialize_grads(False)
-        return target_z - log_sum, entropies
+        return log_probs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, entropies, local_targets, here = ctx.saved_tensors
-        p = log_p.exp()
-        grad = torch.zeros_like(p)
-        if grad_logprobs is not None:
-            grad = p * -grad_logprobs.unsqueeze(-1)
-            onehot = torch.where(here, grad_logprobs, 0.0).unsqueeze(-1)
-            grad.scatter_add_(-1, local_targets, onehot)
-        if grad_entropies is not None:  # p first: it is 0 where log p is the lowest number
-            grad -= p * (log_p + entropies.unsqueeze(-1)) * grad_entropies.unsqueeze(-1)
-        return (grad / ctx.temperature).to(ctx.logits_dtype), None, None, None, None, None, None
+    def backward(ctx, grad_log_probs, grad_entropies):
+        logits, targets, log_sum_exp, entropies = ctx.saved_tensors
+        rows = logits.reshape(-1, logits.shape[-1])
+        grad = rows if ctx.overwrite else torch.empty_like(rows)
+        results = ResultGradients.of(log_sum_exp, entropies, grad_log_probs, grad_entropies)
+        for chunk in _chunks(rows[:, : ctx.real]):
+            real = (chunk, slice(ctx.real))
+            write_gradient(grad[real], rows[real], targets[chunk], ctx.temperature, results[chunk])
+        grad[:, ctx.real :] = 0
+        if ctx.overwrite:  # kernels write without telling autograd, which then could not tell of a second use
+            torch.autograd.graph.increment_version(logits)
+        return grad.view(logits.shape), None, None, None, None, None, None, None
 
 
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None:
-        dist.all_reduce(tensor, op=op, group=group)
-    return tensor
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    if not rows.numel():
+        return
+    step = max(CHUNK_ELEMENTS[rows.device.type] // rows.shape[1], 1)
+    for start in range(0, len(rows), step):
+        yield slice(start, start + step)

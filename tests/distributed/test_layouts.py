@@ -25,8 +25,8 @@ LAYOUTS = {
     "data, distributed optimizer": (2, {"use_distributed_optimizer": True}),
 }
 TRAININGS = {
-    "plain": "plain", "tied": "tied", "token budget": "plain",
-    "sft": "plain", "ed-grpo": "sft", "ed-idpo": "sft",
+    "plain": "plain", "tied": "tied", "token budget": "plain", "packed": "plain",
+    "sft": "plain", "ed-grpo": "sft", "ed-idpo": "sft", "packed ed-idpo": "sft",
     "lora sft": "tied", "lora ed-grpo": "lora sft", "lora ed-idpo": "lora sft",
 }
 """Each with the model, or the training, that it starts from."""
@@ -144,6 +144,13 @@ def test_a_token_budget_changes_no_step(single):
     assert_close(single["token budget trained"], single["plain trained"], atol=1e-5)
     budget, plain = (single[f"{name} metrics"] for name in ("token budget", "plain"))
     assert sum(step["padding_share"] for step in budget) < sum(step["padding_share"] for step in plain)
+
+
+@pytest.mark.parametrize(("packed", "rows"), [("packed", "plain"), ("packed ed-idpo", "ed-idpo")])
+def test_packing_changes_no_step_and_leaves_no_padding(single, packed, rows):
+    assert_close(single[f"{packed} trained"], single[f"{rows} trained"], atol=1e-5)
+    assert all(step["padding_share"] == 0 for step in single[f"{packed} metrics"])
+    assert all(step["padding_share"] > 0 for step in single[f"{rows} metrics"])
 
 
 @pytest.mark.parametrize("key", ["moved reference", "lora moved reference"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_edo.parallel import vocab_parallel_log_probs_and_entropy
+from nemo_edo.parallel import linear, linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
 
 PROCESSES, COLUMNS = 2, 6
 CASES = {
@@ -19,6 +19,8 @@ CASES = {
     "without entropy": {"with_entropy": False},
     "half precision": {"dtype": torch.bfloat16},
 }
+FUSED = [name for name in CASES if name != "half precision"]
+"""Cases of the fused head: the same logits, as products of hidden states and output weights."""
 
 
 def run_case(process: int, group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float64, **options) -> dict:
@@ -39,12 +41,34 @@ def run_case(process: int, group: dist.ProcessGroup | None, dtype: torch.dtype =
     return {**{name: result.detach() for name, result in results.items()}, "gradient": logits.grad}
 
 
+def run_fused_case(process: int, group: dist.ProcessGroup | None, **options) -> dict:
+    """As ``run_case``; the hidden states' gradient is summed over the processes, as Megatron's layers do."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 7, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(PROCESSES * COLUMNS, 3, generator=generator, dtype=torch.float64)
+    targets = torch.randint(options.get("vocab_size", PROCESSES * COLUMNS), (4, 7), generator=generator)
+    coefficients = torch.randn(2, 4, 7, generator=generator, dtype=torch.float64)
+    start = process * COLUMNS
+    weight = weight[slice(None) if group is None else slice(start, start + COLUMNS)].requires_grad_()
+    logprobs, entropies = linear_log_probs_and_entropy(
+        hidden, weight, targets, vocab_start=start, group=group, **options
+    )
+    results = {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropies": entropies}
+    sum((coefficients[index] * result).sum() for index, result in enumerate(results.values())).backward()
+    if group is not None:
+        dist.all_reduce(hidden.grad, group=group)
+    values = {name: result.detach() for name, result in results.items()}
+    return {**values, "hidden gradient": hidden.grad, "gradient": weight.grad.T}
+
+
 def process_main(process: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=process, world_size=PROCESSES,
         timeout=timedelta(seconds=60),
     )
+    linear.BLOCK_ELEMENTS, linear.MIN_COLUMNS = {"cpu": 1}, 4  # two blocks on each process
     results = {name: run_case(process, dist.group.WORLD, **options) for name, options in CASES.items()}
+    results |= {f"fused, {name}": run_fused_case(process, dist.group.WORLD, **CASES[name]) for name in FUSED}
     torch.save(results, f"{folder}/{process}.pt")
     dist.destroy_process_group()
 
@@ -71,8 +95,17 @@ def split_results(tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_of_two_processes_are_those_of_the_unsplit_vocabulary(split_results, name):
-    expected = run_case(0, None, **CASES[name])
-    parts = [results[name] for results in split_results]
+    assert_parts_of([results[name] for results in split_results], run_case(0, None, **CASES[name]))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_head_of_two_processes_is_that_of_the_unsplit_vocabulary(split_results, name):
+    parts = [results[f"fused, {name}"] for results in split_results]
+    assert_parts_of(parts, run_fused_case(0, None, **CASES[name]))
+
+
+def assert_parts_of(parts: list[dict], expected: dict) -> None:
+    """Every process has the same values and hidden states' gradients, and its own columns' gradient."""
     for value in expected.keys() - {"gradient"}:
         assert torch.equal(parts[0][value], parts[1][value]), f"the processes disagree on {value}"
         torch.testing.assert_close(parts[0][value], expected[value])

@@ -30,9 +30,9 @@ seen, apply_gradients = {}, MegatronPolicy.apply_gradients
 def names(thing):
     return [f"{base.__module__}.{base.__qualname__}" for base in type(thing).__mro__]
 
-def spy(policy):
+def spy(policy, *loss, **limit):
     seen.update(model=names(unwrap_model(policy.chunks)[0]), optimizer=names(policy.optimizer))
-    return apply_gradients(policy)
+    return apply_gradients(policy, *loss, **limit)
 
 MegatronPolicy.apply_gradients = spy
 status = main(sys.argv[2:])
@@ -85,7 +85,7 @@ class Finished:
     @classmethod
     def of(cls, folder: Path, output: str) -> Finished:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        evaluations = {path.stem: json.loads(path.read_text()) for path in (folder / "evaluations").iterdir()}
+        evaluations = {path.stem: json.loads(path.read_text()) for path in (folder / "evaluations").glob("*.json")}
         return cls(folder, lines, evaluations, output)
 
     def of_kind(self, kind: str, arm: str) -> list[dict]:
@@ -318,6 +318,11 @@ def test_the_earlier_run_of_the_same_config_is_kept_and_named(runs):
     first, second, _ = runs
     assert f"the earlier run of this config is kept as {first.folder}" in second.output.splitlines()
     assert (first.folder / "config.yaml").read_text() == (second.folder / "config.yaml").read_text()
+
+
+def test_no_guard_fires_and_no_step_is_skipped_in_a_healthy_run(first: Finished):
+    assert [line for line in first.lines if line["kind"] == "guard"] == []
+    assert {line["skipped_steps"] for line in first.lines if line["kind"].endswith("_step")} == {0}
 
 
 # --- evaluate, report, export -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import tiny_models
@@ -37,7 +38,8 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, clip_grad=
 GRPO = GRPOConfig(beta=0.04, exploration_coefficient=0.3, log_ratio_floor=-2.0, micro_batch_size=2,
                   optimizer=OPTIMIZER)
 # Micro-batches of two or four rows, and of other widths: room for two rows of 12 tokens, or four short ones.
-IDPO = IDPOConfig(beta=0.3, exploration_coefficient=0.2, micro_batch_size=4, micro_batch_tokens=32, optimizer=OPTIMIZER)
+IDPO = IDPOConfig(beta=0.3, exploration_coefficient=0.2, micro_batch_size=4, micro_batch_tokens=32, reference="ema",
+                  optimizer=OPTIMIZER)
 SFT = SFTConfig(micro_batch_size=2, optimizer=OPTIMIZER)
 LORA = LoRAConfig(rank=4, alpha=12.0)
 TOKEN_BUDGET = 26
@@ -51,11 +53,11 @@ def loss(log_probs, entropies, micro):
     return {"grpo": term}, metrics
 
 
-def settings(batch, rows: int = 2, tokens: int | None = None) -> dict:
+def settings(batch, rows: int = 2, tokens: int | None = None, packing: bool = False) -> dict:
     from nemo_edo.megatron.forward_backward import MicroBatching
 
     return {"loss_counts": {"grpo": float(reduction_count(batch.mask, GRPO.aggregation))},
-            "micro_batching": MicroBatching(rows, tokens), "temperature": TEMPERATURE}
+            "micro_batching": MicroBatching(rows, tokens, packing), "temperature": TEMPERATURE}
 
 
 def train(policy, seeds, **cut) -> list[dict[str, float]]:
@@ -99,6 +101,11 @@ def algorithms(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | 
     checkpoint.save(grpo.policy, out / "ed-grpo")
     export_hf_folder(grpo.built, out / "exported")
     results["ed-grpo log_probs"] = grpo.log_probs(pairs(0))[0]
+
+    if lora is None:
+        packed = make(MegatronGPTDPOModel, replace(IDPO, packing=True, micro_batch_tokens=40))
+        checkpoint.load(packed.policy, out / "sft")
+        results |= record("packed ed-idpo", packed, explore(packed, [pairs(seed) for seed in range(STEPS)]))
 
     idpo = make(MegatronGPTDPOModel, IDPO)
     checkpoint.load(idpo.policy, out / "sft")
@@ -194,6 +201,9 @@ def run(models: Path, out: Path, parallelism: ParallelismConfig, foreign: Path |
     policy, results["token budget metrics"] = trained_from(models / "plain", parallelism, [0, 1, 2], rows=5,
                                                            tokens=TOKEN_BUDGET)
     results["token budget trained"] = tiny_models.exported(policy)
+    policy, results["packed metrics"] = trained_from(models / "plain", parallelism, [0, 1, 2], rows=1,
+                                                     tokens=TOKEN_BUDGET, packing=True)
+    results["packed trained"] = tiny_models.exported(policy)
     results |= algorithms(models / "plain", parallelism, None, out / "full")
     with_lora = algorithms(models / "tied", parallelism, LORA, out / "lora")
     results |= {f"lora {name}": value for name, value in with_lora.items()}

@@ -102,7 +102,11 @@ def add_dense_adapters(model, adapters: dict[str, Tensor], scale: float) -> None
 
 
 def build_policy(
-    folder: Path, parallelism: ParallelismConfig | None = None, dtype: str = "fp32", lora: LoRAConfig | None = None
+    folder: Path,
+    parallelism: ParallelismConfig | None = None,
+    dtype: str = "fp32",
+    lora: LoRAConfig | None = None,
+    attention: str = "auto",
 ):
     """A MegatronPolicy over the folder's weights, with fresh process groups."""
     from nemo_edo.megatron.build import build_model, device_and_groups
@@ -110,7 +114,7 @@ def build_policy(
 
     parallelism, precision = parallelism or ParallelismConfig(), PrecisionConfig(dtype)
     device = device_and_groups(parallelism, seed=0, threads=1)
-    built = build_model(folder, parallelism, precision, device, lora=lora)
+    built = build_model(folder, parallelism, precision, device, lora=lora, attention=attention)
     return MegatronPolicy(built, parallelism, precision, device)
 
 
@@ -144,6 +148,17 @@ def exported_adapters(policy) -> dict[str, Tensor]:
 @torch.no_grad()
 def exported_gradients(policy) -> dict[str, Tensor]:
     """The gradients as Hugging Face names them: the export only permutes and splits, whatever the numbers mean."""
+    if any(chunk.ddp_config.use_distributed_optimizer for chunk in policy.chunks):
+        _gather_gradients(policy.chunks)
     trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
     with policy.weights([parameter.main_grad.clone() for parameter in trained]):
         return exported_adapters(policy) if policy.built.lora else exported(policy)
+
+
+def _gather_gradients(chunks) -> None:
+    """Makes whole what the distributed optimizer leaves a rank: its own part of each bucket."""
+    for group in (group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups):
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=ranks)

@@ -12,7 +12,7 @@ import pytest
 
 import nemo_edo
 from nemo_edo.cli import main
-from nemo_edo.errors import UserError
+from nemo_edo.errors import StoppedByGuard, UserError
 
 
 class Runner(SimpleNamespace):
@@ -71,10 +71,17 @@ def test_evaluate_hands_on_the_run_the_arm_and_the_overrides(runner: Runner):
     assert runner.calls == [("evaluate", Path("runs/a"), "ed_grpo", ["evaluation.samples=4"])]
 
 
-def test_export_hands_on_both_folders_and_the_arm(runner: Runner):
+def test_export_hands_on_both_folders_the_arm_and_the_size_of_files(runner: Runner):
     assert main(["export", "runs/a", "out"]) == 0
-    assert main(["export", "runs/a", "out", "--arm=grpo"]) == 0
-    assert runner.calls == [("export", Path("runs/a"), Path("out"), arm) for arm in (None, "grpo")]
+    assert main(["export", "runs/a", "out", "--arm=grpo", "--max-shard-size=2GiB"]) == 0
+    folders = Path("runs/a"), Path("out")
+    assert runner.calls == [("export", *folders, None, 5 * 10**9), ("export", *folders, "grpo", 2**31)]
+
+
+def test_a_size_that_is_none_is_told_before_anything_is_loaded(runner: Runner, capsys: pytest.CaptureFixture):
+    assert main(["export", "runs/a", "out", "--max-shard-size=five"]) == 2
+    assert "--max-shard-size is five, expected a size such as 5GB" in capsys.readouterr().err
+    assert runner.calls == []
 
 
 @pytest.fixture
@@ -220,7 +227,22 @@ def test_help_lists_exactly_the_commands_that_work(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     commands = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
-    assert (stopped.value.code, commands) == (0, ["train", "collect", "evaluate", "report", "export"])
+    known = ["train", "collect", "evaluate", "report", "doctor", "export", "replay"]
+    assert (stopped.value.code, commands) == (0, known)
+
+
+def test_a_guard_that_stops_a_run_is_told_without_a_traceback_by_a_status_of_its_own(runner: Runner, capsys):
+    def stop(*_):
+        raise StoppedByGuard("grpo, step 3: the policy has collapsed")
+
+    runner.train = stop
+    assert main(["train"]) == 3
+    assert "stopped by a guard: grpo, step 3: the policy has collapsed\n" in capsys.readouterr().err
+
+
+def test_replay_hands_on_the_file_and_the_overrides(runner: Runner):
+    assert main(["replay", "a/failures/grpo_step_00000001.safetensors", "precision.dtype=fp32"]) == 0
+    assert runner.calls == [("replay", Path("a/failures/grpo_step_00000001.safetensors"), ["precision.dtype=fp32"])]
 
 
 def test_a_wrong_config_is_told_before_torch_is_loaded():

@@ -40,7 +40,8 @@ def test_shipped_config_composes_under_its_own_name(config_name: str):
 def test_every_choice_of_every_group_composes_onto_the_quickstart(choice: str):
     group, name = choice.split("/")
     key = "arms" if group == "arm" else group
-    needed = {"model/hf": MANDATORY[:1], "data/gsm8k": MANDATORY[1:]}.get(choice, [])
+    pretrained = group == "model" and name != "tiny_llama"
+    needed = MANDATORY[:1] if pretrained else MANDATORY[1:] if choice == "data/gsm8k" else []
     compose_run("quickstart", [f"{key}={name}", *needed])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,14 @@ def test_arms_start_from_the_section_of_the_runs_algorithm_or_of_their_own():
     assert (arms["eto"].exploration_weight, arms["dapo"].clip_high) == (0, 0.28)
 
 
+def test_supervised_training_alone_has_no_arms():
+    assert arm_configs(compose_run("quickstart", ["~arms", "algorithm=sft"])) == {}
+    for overrides, told in ((["algorithm=sft"], "arms is ['grpo'"), (["~arms", "algorithm=sft", "sft.steps=0"],
+                                                                    "sft.steps is 0, expected a number above 0")):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            compose_run("quickstart", overrides)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "idpo"])
 @pytest.mark.parametrize("name", ["new", "idpo", "grpo", "my_idpo"])
 def test_a_bad_value_of_an_arm_is_told_with_the_arms_key_whatever_its_algorithm_and_name(algorithm: str, name: str):
@@ -176,7 +185,7 @@ def test_an_arm_replaces_the_sections_alpha_by_a_coefficient_only_with_alpha_nul
     ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); the nearest known key is arms.a.alpha"),
     ({"beta": "x"}, "arms.a.beta is 'x', expected a number (arms.a)"),
     ({"beta": -1}, "arms.a.beta is -1.0, expected a number of at least 0 (arms.a)"),
-    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of grpo, idpo (arms.a)"),
+    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of sft, grpo, idpo (arms.a)"),
     ({"algoritm": "idpo"}, "unknown key arms.a.algoritm (arms.a); the nearest known key is arms.a.algorithm"),
     ({"algorithm": "idpo", "clip_high": 0.3},
      "unknown key arms.a.clip_high (arms.a); the nearest known key is arms.a.alpha"),
@@ -225,11 +234,15 @@ def test_arm_of_a_run_config_made_in_code_is_checked(differences: dict, expected
     ("grpo.beta=???", "a value is needed for grpo.beta (command line: grpo.beta=???); on the command line: KEY=VALUE"),
     ("data=gsm8q", "command line: data=gsm8q: no config gsm8q in group data; did you mean gsm8k? "
                    "(there are: arithmetic, gsm8k)"),
-    ("algorithm=ppo", "algorithm is 'ppo', expected one of grpo, idpo (command line: algorithm=ppo)"),
+    ("algorithm=ppo", "algorithm is 'ppo', expected one of sft, grpo, idpo (command line: algorithm=ppo)"),
     ("idpo.micro_batch_size=3", "idpo.micro_batch_size is 3, expected an even number: a pair is two responses of one "
                                 "pass (command line: idpo.micro_batch_size=3)"),
     ("idpo.micro_batch_tokens=100", "idpo.micro_batch_tokens is 100, expected null or at least 2 * model.seq_length = "
                                     "128 (command line: idpo.micro_batch_tokens=100)"),
+    ("grpo.packing=true", "grpo.packing is True, expected false, or a number of grpo.micro_batch_tokens to a pack "
+                          "(command line: grpo.packing=true)"),
+    ("model.attention=flash", "model.attention is 'flash', expected one of auto, te, sdpa, local "
+                              "(command line: model.attention=flash)"),
     ("seed", "command line: seed: not of Hydra's form KEY=VALUE"),
     ("seed=1,2", "command line: seed=1,2: write a list as [a,b], quote a text with commas, or add -m for a sweep"),
     ("=3", "command line: =3: names no setting of a run"),

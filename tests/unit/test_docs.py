@@ -54,7 +54,10 @@ class Runner(SimpleNamespace):
         arms = {"warmup", *arm_configs(compose_run("quickstart", overrides))}
         assert arm is None or arm in arms
 
-    def export(self, run: Path, out: Path, arm: str | None) -> None:
+    def replay(self, file: Path, overrides: list[str]) -> None:
+        assert file.parent.name == "failures" and not overrides
+
+    def export(self, run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
         assert arm in {"warmup", *arm_configs(compose_run("quickstart", []))}
 
 

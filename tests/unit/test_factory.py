@@ -266,15 +266,37 @@ def test_a_disk_without_room_for_all_arms_and_iterations_is_told_before_the_run_
     assert set(asked) == {tmp_path}  # the nearest folder that exists
 
 
-@pytest.mark.parametrize(("arms", "times"), [
-    ("{a: {}}", 2), ("{a: {}, b: {}}", 4), ("{a: {}, b: {iterations: 5}}", 7), ("{a: {problems_per_iteration: 99}}", 2),
-])
-def test_the_space_asked_for_is_that_of_every_arms_iterations(tmp_path: Path, monkeypatch, arms: str, times: int):
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """space(arms, ...): the bytes that a run of two iterations asks for."""
     needs = []
     monkeypatch.setattr(factory, "check_disk_space", lambda folder, needed: needs.append(needed))
-    for chosen, iterations in (("{a: {}}", 1), (arms, 2)):
-        load(tmp_path, f"grpo.iterations={iterations}", "grpo.problems_per_iteration=null", "~arms", f"+arms={chosen}")
-    assert needs[1] == times * needs[0]
+
+    def needed(arms: str, *overrides: str) -> int:
+        whole = ("grpo.problems_per_iteration=null", "grpo.iterations=2", "evaluation.every=0", "~arms")
+        load(tmp_path, *whole, f"+arms={arms}", *overrides)
+        return needs.pop()
+
+    return needed
+
+
+@pytest.mark.parametrize(("arms", "iterations", "evaluations"), [
+    ("{a: {}}", 2, 2), ("{a: {}, b: {}}", 4, 3), ("{a: {}, b: {iterations: 5}}", 7, 3),
+    ("{a: {problems_per_iteration: 99}}", 2, 2),
+])
+def test_the_space_asked_for_is_that_of_every_arms_iterations_and_all_evaluations(
+    space, arms: str, iterations: int, evaluations: int
+):
+    """One evaluation is the start's."""
+    iteration = space("{a: {iterations: 2}}") - space("{a: {iterations: 1}}")
+    evaluation = (space("{a: {iterations: 1}}") - iteration) // 2
+    assert space(arms) == iterations * iteration + evaluations * evaluation
+
+
+def test_short_evaluations_ask_for_space_too(space):
+    every, none = (space("{a: {}}", "evaluation.rollouts=1", f"evaluation.every={every}") for every in (1, 0))
+    iterations = 2 * (none - space("{a: {iterations: 1}}", "evaluation.rollouts=1"))
+    assert every - none == none - iterations  # two short ones, as there are two final ones: the start's and the arm's
 
 
 def test_small_collections_ask_for_less_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,10 +15,11 @@ HEAVY = {"megatron", "nemo", "lightning", "pytorch_lightning", "vllm", "tensorrt
          "httpx", "requests", "aiohttp"}
 
 RULES = [  # parts that share a rule share an interpreter: starting one with torch is slow
-    (["errors"], HEAVY | {"torch", "numpy"}),
+    (["errors", "processes", "sizes"], HEAVY | {"torch", "numpy"}),
     (["config"], HEAVY | {"torch"}),
     (["cli"], HEAVY | {"torch"}),
-    (["configuration"], HEAVY - {"hydra"} | {"torch"}),
+    (["model_shape"], HEAVY | {"torch"}),
+    (["configuration", "doctor"], HEAVY - {"hydra"} | {"torch"}),
     (["types", "interfaces", "losses", "metrics", "test_time", "parallel", "algorithms"], HEAVY | {"transformers"}),
     (["data", "run_folder", "factory"], HEAVY),
     (["evaluation"], HEAVY | {"nemo_edo.algorithms"}),

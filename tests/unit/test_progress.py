@@ -6,11 +6,13 @@ import math
 import os
 import runpy
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.progress import Position
@@ -58,8 +60,12 @@ def begin(model, tmp_path):
 
     def start(**settings) -> SavedProgress:
         metrics_size = iter(range(100, 1000)).__next__
+
+        def failure(step: int) -> Path:
+            return tmp_path / "failures" / f"grpo_step_{step:08d}.safetensors"
+
         progress = SavedProgress(model, tmp_path / "progress", CheckpointConfig(**settings), stop=Asked(),
-                                 metrics_size=metrics_size)
+                                 metrics_size=metrics_size, failure=failure)
         progress.resume()
         return progress
 
@@ -173,6 +179,42 @@ def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, 
     assert begin().start == Position(0, 2, 2)
 
 
+@pytest.fixture
+def slow_writer(monkeypatch):
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def wait_and_write(*args, **kwargs):
+        time.sleep(1)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(wait_and_write))
+
+
+def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_before_it_stays(
+    begin, model, tmp_path, slow_writer
+):
+    progress = begin(every_steps=1, keep=1, asynchronous=True)
+    walk(progress, model, 1)
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001.part"]
+    mark(model, 2)
+    progress.reached(Position(0, 2, 2))
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001", "step_00000002.part"]
+    progress.settle()
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002"]
+    mark(model, 99)
+    assert begin().start == Position(0, 2, 2)
+    assert {weight.unique().item() for weight in model.policy.snapshot()} == {2.0}
+
+
+def test_a_request_to_stop_waits_for_what_is_written_in_the_background(begin, model, tmp_path, slow_writer):
+    progress = begin(every_steps=1, asynchronous=True)
+    walk(progress, model, 1)
+    progress._stop.received = True
+    with pytest.raises(RunStopped):
+        progress.reached(Position(0, 1, 1, {"kind": "constant", "steps": 1}))
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001"]
+
+
 def test_a_request_to_stop_where_nothing_is_new_writes_nothing(begin, tmp_path):
     progress = begin()
     progress._stop.received = True
@@ -204,7 +246,7 @@ def test_a_batch_comes_back_to_the_last_bit(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"something else", bytes(100)])
 def test_a_file_that_is_no_batch_is_an_error_that_names_it(tmp_path, content: bytes):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(UserError, match="file is not the batch of an iteration"):
+    with pytest.raises(UserError, match="file is not a batch"):
         read_collected(tmp_path / "file")
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from nemo_edo.config import CheckpointConfig, GRPOConfig, ModelConfig, RunConfig
+from nemo_edo.config import CheckpointConfig, GRPOConfig, GuardsConfig, ModelConfig, ParallelismConfig, RunConfig
 from nemo_edo.configuration import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import Evaluation
@@ -110,6 +111,20 @@ def test_a_folder_in_use_is_refused_with_its_holder_until_it_is_closed(tmp_path:
     opened(tmp_path / "a")
 
 
+def test_a_process_forked_by_the_holder_does_not_keep_the_folder(tmp_path: Path):
+    holder, _ = opened(tmp_path / "a")
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        holder.close()
+        opened(tmp_path / "a")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_killed_holder_leaves_the_folder_free(tmp_path: Path):
     code = f"""
 import os, signal
@@ -121,8 +136,11 @@ os.kill(os.getpid(), signal.SIGKILL)"""
     RunFolder(tmp_path / "a").open("a: 1")
 
 
-@pytest.mark.parametrize("change", [{"checkpoint": CheckpointConfig(keep=5)}, {"output_dir": "elsewhere"}])
-def test_settings_that_change_no_number_may_change_and_the_new_ones_are_written(tmp_path: Path, change: dict):
+@pytest.mark.parametrize("change", [
+    {"checkpoint": CheckpointConfig(keep=5)}, {"output_dir": "elsewhere"},
+    {"parallelism": ParallelismConfig(tensor_model_parallel_size=2)}, {"guards": GuardsConfig(max_skipped_steps=9)},
+])
+def test_settings_that_change_no_number_but_by_rounding_may_change_and_are_written(tmp_path: Path, change: dict):
     earlier_run(tmp_path / "a", finished=False)
     other = replace(CONFIG, **change)
     assert opened(tmp_path / "a", other)[1] is None
@@ -265,6 +283,33 @@ def test_a_rank_that_does_not_write_makes_no_file_and_sends_nothing(tmp_path: Pa
 def test_loggers_get_the_numbers_under_arm_and_kind_at_the_lines_step(log: MetricsLog):
     log("train_step", arm="grpo", iteration=3, step=17, loss=0.25, note="text")
     assert log.sent == [({"grpo/train_step/loss": 0.25}, 17)]
+
+
+def test_loggers_get_an_evaluations_means_and_times_at_its_iteration(log: MetricsLog):
+    metrics = {"accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass@2": {"mean": 0.7, "low": 0.6, "high": 0.8}}
+    log("evaluation", arm="grpo", iteration=5, final=True, metrics=metrics, lost=2.0, time={"evaluation_s": 1.5})
+    assert log.sent == [({"grpo/evaluation/accuracy": 0.5, "grpo/evaluation/pass@2": 0.7, "grpo/evaluation/lost": 2.0,
+                          "grpo/evaluation/evaluation_s": 1.5}, 5)]
+
+
+def test_other_clocks_stand_beside_the_elapsed_time(log: MetricsLog, tmp_path: Path):
+    log("train_step", arm="grpo", step=0, loss=0.25, skipped_steps=3, time={"step_s": 0.5})
+    [line] = lines(tmp_path)
+    assert line["time"] == {"elapsed_s": line["time"]["elapsed_s"], "step_s": 0.5}
+    assert log.sent == [({"grpo/train_step/loss": 0.25, "grpo/train_step/skipped_steps": 3,
+                          "grpo/train_step/step_s": 0.5}, 0)]
+
+
+def test_the_evaluation_before_is_the_last_one_on_disk_else_that_of_the_start(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    one = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
+    for iteration in (0, 5, 10, None):
+        folder.write_evaluation(one, iteration)
+    start = folder.evaluation("warmup")
+    assert [folder.evaluation_before("grpo", t) for t in (0, 5, 6, 11)] == [
+        start, *(folder.evaluation("grpo", t) for t in (0, 5, 10))]
+    assert folder.evaluation_before("edo", 5) == start
+    assert load_evaluation(folder.evaluation("grpo", 5)).problems == load_evaluation(folder.evaluation("grpo")).problems
 
 
 def test_lines_without_a_step_are_counted_for_each_arm_and_kind(log: MetricsLog):

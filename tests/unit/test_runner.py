@@ -205,6 +205,8 @@ CASES: dict[str, tuple[Callable[[Inputs], list[str]], str]] = {
         lambda i: ["report", str(i.folder)], "{}: no run is in it; name folders of runs"),
 }
 SKIPPED, BOTH = "bad rows are skipped", "arms of both algorithms"
+ALONE = "supervised training alone"
+ALONES_REPORT, ALONES_EXPORT = "report of supervised training", "export of supervised training"
 
 
 def listing(folder: Path) -> set[str]:
@@ -215,7 +217,8 @@ def listing(folder: Path) -> set[str]:
 def results(tmp_path_factory) -> dict[str, dict]:
     """Of each case: status, out, err, traceback, its folder, and what stood in that before and after."""
     root = tmp_path_factory.mktemp("commands")
-    cases = {name: Inputs(root / f"case{index}") for index, name in enumerate([*CASES, SKIPPED, BOTH])}
+    names = [*CASES, SKIPPED, BOTH, ALONE, ALONES_REPORT, ALONES_EXPORT]
+    cases = {name: Inputs(root / f"case{index}") for index, name in enumerate(names)}
     for inputs in cases.values():
         inputs.folder.mkdir()
     commands = {name: build(cases[name]) for name, (build, _) in CASES.items()}
@@ -226,6 +229,10 @@ def results(tmp_path_factory) -> dict[str, dict]:
     commands[SKIPPED] = ["train", "--on-bad-rows=skip", *cases[SKIPPED].train(*problems, "~arms", *small)[1:]]
     arms = "+arms={ed_idpo: {algorithm: idpo, alpha: 0.5}, grpo: {alpha: 0}}"
     commands[BOTH] = cases[BOTH].train(*cases[BOTH].problems(), "~arms", arms, *small)
+    commands[ALONE] = cases[ALONE].train(*cases[ALONE].problems(), "~arms", "algorithm=sft", *small)
+    alone = str(cases[ALONE].folder / "runs" / "a")
+    commands[ALONES_REPORT] = ["report", alone, "-o", str(cases[ALONES_REPORT].folder / "report.html")]
+    commands[ALONES_EXPORT] = ["export", alone, str(cases[ALONES_EXPORT].folder / "out")]
     before = {name: listing(inputs.folder) for name, inputs in cases.items()}
     (root / "in.json").write_text(json.dumps(commands))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -282,6 +289,18 @@ def test_a_run_trains_and_compares_arms_of_both_algorithms(results):
     collections = {line["arm"]: line for line in lines if line["kind"] == "collection"}
     assert collections["ed_idpo"]["prompts_without_pairs"] == 3  # a policy that knows nothing: it explores all the same
     assert {"preference_loss", "reward_margin"} < steps["ed_idpo"][0].keys()
+
+
+def test_supervised_training_alone_is_evaluated_reported_and_exported(results):
+    for name in (ALONE, ALONES_REPORT, ALONES_EXPORT):
+        assert (results[name]["status"], results[name]["traceback"]) == (0, ""), name
+    run = results[ALONE]["folder"] / "runs" / "a"
+    assert json.loads((run / "summary.json").read_text())["arms"] == {}
+    kinds = {json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()}
+    assert kinds == {"sft_step", "evaluation"}
+    assert any(line.split()[:1] == ["SFT"] for line in results[ALONE]["out"].splitlines())
+    assert "SFT" in (results[ALONES_REPORT]["folder"] / "report.html").read_text()
+    assert (results[ALONES_EXPORT]["folder"] / "out" / "model.safetensors").is_file()
 
 
 # --- labels -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.algorithms.iteration import Iteration, run_iterations
-from nemo_edo.config import GRPOConfig, IDPOConfig, SamplingConfig
+from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.data.rollout_store import RolloutStore
 from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.refit.in_process import InProcessSync
@@ -33,16 +34,21 @@ class FakePolicy:
     before_step: Callable[[], None]
     entropy: float = 0.5
     gradient_ratio: float = 2.0
+    broken_steps: Collection[int] = ()
+    """Which of them, from 1 on, have a loss that is not finite."""
     batches: list[TrainingBatch] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     """The exploration weight of each step."""
 
-    def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None) -> dict[str, float]:
+    def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None,
+                   grad_norm_limit: float) -> dict[str, float]:
         self.before_step()
         self.record(("train_step",))
         self.batches.append(batch)
         self.weights.append(exploration_weight)
-        return {"loss": float(len(self.batches)), "entropy": self.entropy}
+        broken = len(self.batches) in self.broken_steps
+        return {"loss": math.nan if broken else float(len(self.batches)), "entropy": self.entropy, "grad_norm": 1.0,
+                "skipped": float(broken)}
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
         self.record(("gradients", len(self.batches)))
@@ -66,7 +72,9 @@ class Journal:
 
     events: list[tuple] = field(default_factory=list)
     lines: list[dict] = field(default_factory=list)
-    """What the run logged."""
+    """What the run logged, but for the time."""
+    times: list[tuple[str, dict]] = field(default_factory=list)
+    """What it logged of that, with the line's kind."""
     on_disk: list[int] = field(default_factory=list)
     """Rollouts that the store held before each train step, over all iterations."""
     policy: FakePolicy | None = None
@@ -90,6 +98,8 @@ class Setting:
     """Ids of problems to which no response is right; of the others' responses every fourth is."""
     entropy: float = 0.5
     gradient_ratio: float = 2.0
+    broken_steps: Collection[int] = ()
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     write_rollouts: bool = True
     folder: str = "rollouts"
 
@@ -157,9 +167,14 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
         wrong = request.problem_id in setting.hopeless
         return f"{request.seed}\n#### {0 if wrong else request.sample_index % 4}"
 
+    def log(kind: str, **values) -> None:
+        journal.times.append((kind, values.pop("time", {})))
+        journal.lines.append({"kind": kind, **values})
+
     engine = Engine(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
                     decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP, log_prob=-0.3)
-    journal.policy = FakePolicy(journal.events.append, before_step, setting.entropy, setting.gradient_ratio)
+    journal.policy = FakePolicy(journal.events.append, before_step, setting.entropy, setting.gradient_ratio,
+                                setting.broken_steps)
     journal.store = Store(folder)
     rows = [Problem(f"p-{i}", f"q{i}", "#### 1", "1", f"p.jsonl:{i}") for i in range(setting.problems)]
     return Iteration(
@@ -167,8 +182,8 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
         store=journal.store, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
         objective=_objective(config, {row.id: row.question for row in rows}, seed=setting.seed),
         sampling=SamplingConfig(samples_per_prompt=setting.samples_per_prompt, max_new_tokens=MAX_NEW_TOKENS),
-        seed=setting.seed, write_rollouts=setting.write_rollouts,
-        log=lambda kind, **values: journal.lines.append({"kind": kind, **values}),
+        seed=setting.seed, write_rollouts=setting.write_rollouts, guards=setting.guards,
+        log=log,
     )
 
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from nemo_edo.algorithms.collection import by_problem, sample_statistics, view_of_sampler
+from nemo_edo.algorithms.collection import by_problem, sample_statistics, step_statistics, view_of_sampler
+from nemo_edo.types import TrainingBatch
 
 
 def statistics_of(samples, policy) -> dict[str, float]:
@@ -72,3 +73,63 @@ def test_statistics_of_tokens_are_means_over_response_tokens_only(scored, table_
     differences = [-0.5, 0.0, 0.5, 2.0]  # log pi_old - log pi_ref
     expected = sum(math.exp(-d) - 1 + d for d in differences) / 4  # Schulman's k3
     assert statistics["kl"] == pytest.approx(expected)
+
+
+def test_votes_and_pass_at_k_are_those_of_each_group(scored, table_policy):
+    rewards_and_answers = {  # by problem
+        "tie": [(1.0, "1"), (0.0, "2"), (0.0, None), (0.0, None)],
+        "vote": [(1.0, "3"), (1.0, "3"), (0.0, "4"), (0.0, None)],
+        "never": [(0.0, "5"), (0.0, "5"), (0.0, "6"), (0.0, "7")],
+        "two right answers": [(1.0, "8"), (1.0, "9"), (0.0, "7"), (0.0, "6")],
+    }
+    samples = [scored(problem, index, (index, 1), reward, answer=answer)
+               for problem, found in rewards_and_answers.items() for index, (reward, answer) in enumerate(found)]
+    statistics = statistics_of(samples, table_policy())
+    assert statistics["accuracy"] == pytest.approx(5 / 16)
+    assert statistics["voted_accuracy"] == pytest.approx((1 / 2 + 1 + 0 + 2 / 4) / 4)
+    # 1 - C(n - c, k) / C(n, k) with c of n = 4 right
+    assert statistics["pass@1"] == pytest.approx((1 / 4 + 1 / 2 + 0 + 1 / 2) / 4)
+    assert statistics["pass@2"] == pytest.approx((3 / 6 + 5 / 6 + 0 + 5 / 6) / 4)
+    assert statistics["pass@4"] == pytest.approx(3 / 4)
+    assert "pass@5" not in statistics
+
+
+def test_the_largest_gap_to_the_sampler_is_one_of_a_response_token(scored, table_policy):
+    samples = [scored("a", 0, (1, 2), 1.0, log_prob=-1.0), scored("a", 1, (4,), 0.0, log_prob=-2.0)]
+    policy = table_policy(log_probs=[[1e6, -1.5, -1.1], [1e6, -1.25, 1e6]])
+    assert statistics_of(samples, policy)["sampler_gap_max"] == pytest.approx(0.75)
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+def batch_of(mask: list[list[int]], **fields) -> TrainingBatch:
+    mask = torch.tensor(mask, dtype=torch.float32)
+    tokens = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.long)
+    return TrainingBatch(tokens, mask, **{name: torch.tensor(value) for name, value in fields.items()})
+
+
+ROWS = [[0, 1, 1], [0, 1, 0], [1, 1, 1], [0, 1, 1], [0, 0, 0]]  # the last one is padding, whatever it holds
+
+
+def test_a_steps_statistics_equal_hand_computed_values():
+    outside = 1e6
+    batch = batch_of(
+        ROWS, groups=[3, 3, 5, 6, 9], rewards=[1.0, 0.0, 1.0, 1.0, outside], advantages=[-1.0, 0.0, 0.0, 0.0, outside],
+        old_logprobs=[[outside, -1.0, -1.0], [outside, -1.0, outside], [-2.0, -1.0, -1.0], [0.0, -1.0, -1.0],
+                      [outside] * 3],
+        sampler_logprobs=[[0.0, -1.5, -1.0], [0.0, -0.25, 0.0], [-2.0, -1.0, -1.0], [0.0, -1.0, -1.0], [0.0] * 3],
+    )
+    assert step_statistics(batch) == pytest.approx({
+        "response_length": 8 / 4, "reward": 3 / 4, "advantage_spread": math.sqrt(3) / 4,
+        "zero_advantage_groups": 2 / 3, "sampler_gap_max": 0.75, "sampler_ratio_max": math.exp(0.5)})
+
+
+def test_a_steps_share_of_prompts_with_pairs_counts_prompts_and_not_rows():
+    batch = batch_of(ROWS, groups=[3, 3, 5, 6, 9], pair_role=[1, -1, 0, 0, 1])
+    assert step_statistics(batch)["share_with_pairs"] == pytest.approx(1 / 3)
+
+
+def test_the_groups_and_rewards_of_a_batch_are_those_of_its_responses(four, table_policy):
+    batch = view_of_sampler(four, table_policy(), pad_id=0, with_reference=False).batch
+    assert batch.groups.tolist() == [0, 1, 0, 1] and batch.rewards.tolist() == [1, 0, 0, 0]

@@ -142,7 +142,7 @@ def test_exploration_with_one_step_a_collection_warns(run_fake, settings):
 
 @pytest.mark.parametrize("settings", [
     {"alpha": 0.0, "minibatch_size": 12},
-    {"beta": 0.0, "minibatch_size": 12},
+    {"beta": 0.0, "alpha": 0.0, "minibatch_size": 12},
     {"minibatch_size": 6},
     {"minibatch_size": 12, "epochs": 2},
 ], ids=["alpha 0", "beta 0", "two minibatches", "two epochs"])
@@ -315,7 +315,10 @@ def test_all_samples_drawn_are_on_disk_before_the_informative_ones_are_trained_o
     trained = rows_of(journal.policy.batches)
     assert len(on_disk) == 20 and trained.keys() < on_disk and set(trained.values()) == {1}
     (line,) = [line for line in journal.lines if line["kind"] == "collection"]
-    assert line["zero_advantage_groups"] == 0 and line["reward"] == pytest.approx(1 / 4)
+    # Of all five groups: what is left out would make the policy look better than it is.
+    assert (line["groups"], line["dropped_groups"]) == (5, 2)
+    assert line["zero_advantage_groups"] == pytest.approx(2 / 5)
+    assert line["reward"] == line["accuracy"] == pytest.approx(3 / 20)
 
 
 def test_nothing_is_replaced_where_all_groups_say_something(run_fake):
@@ -548,8 +551,8 @@ def changed(store: RolloutStore, iteration: int, folder, **fields) -> RolloutSto
 
 
 @pytest.mark.parametrize(("iteration", "fields", "told"), [
-    (0, {"policy_version": 3}, "iteration 0 is of policy version 3 there; version 0 is trained on here"),
-    (1, {"policy_version": 0}, "iteration 1 is of policy version 0 there; version 1 is trained on here"),
+    (0, {"policy_version": 3}, "iteration 0 is of policy version 3 there; version 0 is asked for here"),
+    (1, {"policy_version": 0}, "iteration 1 is of policy version 0 there; version 1 is asked for here"),
     (0, {"problem_id": "p-99"}, "answers problem p-99, which is none of this run's"),
     (1, {"prompt_ids": (3, 3)}, r"after the prompt \(3, 3\) there, which is \(1[0-9], 7\) here"),
 ])

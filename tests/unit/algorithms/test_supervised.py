@@ -20,10 +20,10 @@ class Recorder:
         self.batches: list = []
         self.lines: list[tuple[str, dict]] = []
 
-    def train_step(self, batch):
+    def train_step(self, batch, *, grad_norm_limit):
         self.batches.append(batch)
         self.steps.append(batch.tokens[:, 0].tolist())
-        return {"loss": 0.5}
+        return {"loss": 0.5, "grad_norm": 1.0, "skipped": 0.0}
 
     def log(self, kind: str, **values) -> None:
         self.lines.append((kind, values))
@@ -93,7 +93,7 @@ def test_no_steps_train_nothing():
 
 def test_each_step_is_logged_with_its_number():
     assert learn(count=10, steps=3, batch_size=4).lines == [
-        ("sft_step", {"step": step, "loss": 0.5}) for step in range(3)]
+        ("sft_step", {"step": step, "loss": 0.5, "grad_norm": 1.0, "skipped_steps": 0}) for step in range(3)]
 
 
 class Stopping:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from nemo_edo.data.batching import (
     build_batch,
     epoch_order,
+    input_shape,
     minibatches,
     padding_share,
     plan_micro_batches,
@@ -92,14 +93,51 @@ def test_without_a_token_bound_rows_stay_in_their_order_dealt_to_the_ranks():
 def test_a_token_bound_puts_rows_of_like_length_together():
     plan = plan_micro_batches([2, 9, 3, 10], ranks=1, rows=4, tokens=20)
     assert plan == [[[3, 1], [2, 0]]]
-    assert padding_share([2, 9, 3, 10], plan) == pytest.approx(1 - 24 / 26)
-    assert padding_share([2, 9, 3, 10], [[[0, 1, 2, 3]]]) == pytest.approx(1 - 24 / 40)
+    lengths = [2, 9, 3, 10]
+    shapes = [input_shape([lengths[row] for row in rows], packing=False) for rows in plan[0]]
+    assert shapes == [(2, 9), (2, 2)]
+    assert padding_share(lengths, shapes) == pytest.approx(1 - 20 / 22)
+    assert padding_share(lengths, [(4, 9)]) == pytest.approx(1 - 20 / 36)
+    assert padding_share(lengths, [input_shape(lengths, packing=True)]) == 0
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 2), st.integers(0, 60))
+def test_packs_hold_every_row_once_within_their_tokens_and_keep_units_together(lengths, ranks, unit, spare):
+    tokens = unit * max(lengths) + spare
+    lengths = [length for length in lengths for _ in range(unit)]
+    plans = plan_micro_batches(lengths, ranks=ranks, rows=1, tokens=tokens, unit=unit, packing=True)
+    assert len(plans) == ranks and len({len(plan) for plan in plans}) == 1
+    packs = [rows for plan in plans for rows in plan]
+    assert sorted(row for rows in packs for row in rows) == list(range(len(lengths)))
+    for rows in packs:
+        assert sum(lengths[row] for row in rows) <= tokens
+        assert rows == [start + k for start in rows[::unit] for k in range(unit)]
+        assert not any(start % unit for start in rows[::unit])
+    assert plans == plan_micro_batches(lengths, ranks=ranks, rows=9, tokens=tokens, unit=unit, packing=True)
+
+
+def test_there_are_more_packs_than_the_sum_asks_for_where_rows_do_not_fit():
+    assert plan_micro_batches([6, 6, 6], ranks=1, rows=1, tokens=10, packing=True) == [[[0], [1], [2]]]
+    assert plan_micro_batches([6, 4, 6, 4], ranks=1, rows=1, tokens=10, packing=True) == [[[0, 1], [2, 3]]]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(20, 100))
+def test_packs_and_ranks_differ_by_no_more_than_a_row_and_are_at_most_twice_as_many_as_could_do(lengths, ranks, tokens):
+    plans = plan_micro_batches(lengths, ranks=ranks, rows=1, tokens=tokens, packing=True)
+    loads = [[sum(lengths[row] for row in rows) for rows in plan] for plan in plans]
+    packs = [load for rank in loads for load in rank]
+    assert max(packs) - min(packs) <= max(lengths)
+    assert max(map(sum, loads)) - min(map(sum, loads)) <= max(lengths)
+    # A count that did not do left every pack more than half full.
+    assert len(packs) < 2 * sum(lengths) / tokens + 2 * ranks
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"rows": 1, "unit": 2}, "cannot keep 2 rows together"),
     ({"rows": 4, "unit": 2, "lengths": [3, 3, 3]}, "3 rows in micro-batches of 4 cannot keep 2"),
     ({"rows": 4, "tokens": 9, "unit": 2}, "2 rows of 5 tokens exceed the 9 tokens"),
+    ({"rows": 1, "tokens": 8, "unit": 2, "packing": True}, "2 rows of 9 tokens together exceed the 8 tokens"),
+    ({"rows": 1, "tokens": 9, "unit": 2, "packing": True, "lengths": [3, 3, 3]}, "3 rows in packs cannot keep 2"),
 ])
 def test_a_plan_that_cannot_hold_a_unit_is_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):

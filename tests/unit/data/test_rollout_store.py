@@ -8,13 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.data.rollout_store import (
-    DiskSpaceError,
-    RolloutStore,
-    check_disk_space,
-    estimate_bytes,
-    tokenizer_identity,
-)
+from nemo_edo.data.disk_space import DiskSpaceError, check_disk_space, estimate_bytes
+from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
 from nemo_edo.errors import UserError
 from nemo_edo.types import Rollout, ScoredRollout
 

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.utils import get_model_config
 
 from nemo_edo.generation import megatron_engine
 from nemo_edo.types import GenerationRequest, SamplingParams
@@ -210,7 +211,8 @@ def test_no_requests_give_no_rollouts(engine):
     assert engine.generate([], params()) == []
 
 
-def test_virtual_pipeline_stages_are_an_error(tiny, policy):
-    two = SimpleNamespace(chunks=policy.built.chunks * 2, vocab_size=policy.built.vocab_size)
-    with pytest.raises(ValueError, match="virtual pipeline"):
-        tiny.build_engine(SimpleNamespace(built=two, device=policy.device))
+@pytest.mark.parametrize("size", ["context_parallel_size", "expert_model_parallel_size"])
+def test_splits_whose_ranks_would_wait_for_each_other_are_an_error(tiny, policy, monkeypatch, size):
+    monkeypatch.setattr(get_model_config(policy.chunks[0]), size, 2)
+    with pytest.raises(ValueError, match="neither context nor expert parallelism"):
+        tiny.build_engine(policy)

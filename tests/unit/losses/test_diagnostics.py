@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +12,39 @@ from nemo_edo.losses import (
     exploration_term,
     floor_share,
     gradient_comparison,
+    token_spread,
 )
 from nemo_edo.losses.term import REDUCTIONS
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
+
+
+@few
+@given(seed=seeds, garbage=st.sampled_from([torch.nan, torch.inf, -1e30]))
+def test_token_spread_is_that_of_the_valid_tokens_in_any_order_to_the_last_bit(random_batch, seed, garbage):
+    batch = random_batch(seed)
+    valid, entropies = batch.mask == 1, batch.logprobs.detach().square()
+    given_ = [torch.where(valid, tensor.detach(), garbage) for tensor in (batch.logprobs, entropies, batch.old)]
+    found = token_spread(*given_, batch.mask)
+    ratios = np.exp(given_[0][valid].double().numpy() - given_[2][valid].double().numpy())
+    expected = {"entropy_p10": np.percentile(given_[1][valid].double(), 10),
+                "entropy_p90": np.percentile(given_[1][valid].double(), 90), "ratio_mean": ratios.mean(),
+                "ratio_std": ratios.std(), "ratio_min": ratios.min(), "ratio_max": ratios.max(),
+                "ratio_p99": np.percentile(ratios, 99)}
+    assert found == pytest.approx(expected, rel=1e-12)
+    order = torch.randperm(len(valid), generator=torch.Generator().manual_seed(seed))
+    assert token_spread(*(tensor[order] for tensor in given_), batch.mask[order]) == found
+
+
+def test_token_spread_takes_percentiles_between_order_statistics():
+    entropies = torch.tensor([[0.0, 9.0, 1.0, 8.0, 2.0, 7.0], [3.0, 6.0, 4.0, 5.0, 10.0, 99.0]])
+    mask = torch.ones(2, 6)
+    mask[1, 5] = 0
+    zeros = torch.zeros(2, 6)
+    found = token_spread(zeros, entropies, zeros, mask)
+    assert (found["entropy_p10"], found["entropy_p90"]) == (1.0, 9.0)  # of 0, 1, ..., 10
+    assert (found["ratio_min"], found["ratio_mean"], found["ratio_p99"], found["ratio_std"]) == (1.0, 1.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

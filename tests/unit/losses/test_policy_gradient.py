@@ -1,5 +1,4 @@
 import math
-import warnings
 
 import pytest
 import torch
@@ -265,20 +264,9 @@ def test_at_the_sampler_exploration_is_a_constant_shift_of_every_advantage(rando
 @given(seed=seeds, alpha=st.floats(1e-3, 10))
 def test_with_k1_exploration_is_grpo_with_a_larger_beta(random_batch, seed, alpha):
     batch = random_batch(seed)
-    with pytest.warns(UserWarning, match="GRPO with beta"):
-        explored = gradient_of(batch, config(kl_estimator="k1", alpha=alpha))
+    explored = gradient_of(batch, config(kl_estimator="k1", alpha=alpha))
     larger_beta = gradient_of(batch, config(kl_estimator="k1", beta=0.04 * (1 + alpha)))
     torch.testing.assert_close(explored, larger_beta, rtol=0, atol=1e-12)
-
-
-def test_only_k1_with_exploration_warns(random_batch):
-    batch = random_batch(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss_of(batch, config(kl_estimator="k1", alpha=0.0))
-        loss_of(batch, config(kl_estimator="k3", alpha=1.0))
-        loss_of(batch, config(kl_estimator="k1+", alpha=1.0))
-        loss_of(batch, config(kl_estimator="k1", alpha=1.0, exploration_control="noise"))
 
 
 def one_token(log_ratio: float, advantage: float, **changes):
@@ -342,7 +330,8 @@ def test_metrics_are_the_unweighted_parts_and_the_shares_of_valid_tokens(random_
     batch = random_batch(1)
     settings_ = config(aggregation=aggregation, alpha=3.0, log_ratio_floor=-0.1)
     loss, metrics = grpo_loss(batch.logprobs, batch.old, batch.ref, batch.advantages, batch.mask, settings_)
-    assert metrics.keys() == {"policy_loss", "kl", "exploration", "log_ratio", "clip_fraction", "floor_fraction"}
+    clips = {"clip_fraction", "clip_low_fraction", "clip_high_fraction", "clip_dual_fraction"}
+    assert metrics.keys() == {"policy_loss", "kl", "exploration", "log_ratio", "floor_fraction"} | clips
     assert not any(term.sum.requires_grad for term in metrics.values())
     parts = metrics["policy_loss"].plus(metrics["kl"], 0.04).plus(metrics["exploration"], 0.12)
     torch.testing.assert_close(loss.mean(), parts.mean())
@@ -442,7 +431,7 @@ def test_ppo_clip_loss_is_grpo_without_kl_and_exploration(random_batch, seed):
     expected, expected_metrics = loss_and_metrics(batch, settings_)
     assert torch.equal(term.sum, expected.sum) and term.count == expected.count
     assert torch.equal(grad(term.sum, batch.logprobs)[0], grad(expected.sum, batch.logprobs)[0])
-    assert metrics.keys() == {"log_ratio", "clip_fraction"}
+    assert metrics.keys() == {"log_ratio", *(f"clip{part}_fraction" for part in ("", "_low", "_high", "_dual"))}
     for name, metric in metrics.items():
         assert torch.equal(metric.mean(), expected_metrics[name].mean()) and not metric.sum.requires_grad
 
@@ -455,7 +444,24 @@ def test_ppo_clip_loss_has_the_value_of_its_equation_on_a_hand_computed_batch():
     )
     # A = 1: min(1.5, 1.2) + min(0.5, 0.8); A = -1: min(-1.5, -1.2) + min(-0.5, -0.8)
     assert (loss.sum.item(), int(loss.count)) == (pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8)), 2)
-    assert metrics["clip_fraction"].mean().item() == 0.5
+    assert shares(metrics) == {"": 0.5, "_low": 0.25, "_high": 0.25, "_dual": 0.0}
+
+
+def shares(metrics: dict) -> dict[str, float]:
+    return {part: metrics[f"clip{part}_fraction"].mean().item() for part in ("", "_low", "_high", "_dual")}
+
+
+def test_shares_of_the_clips_tell_which_bound_holds_a_token():
+    ratio = torch.tensor([[0.5, 1.0, 1.3, 4.0, 9.0]], dtype=torch.float64)
+    options = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "reduction": "seq-sum"}
+    for advantage, expected in (
+        (1.0, {"": 0.6, "_low": 0.0, "_high": 0.6, "_dual": 0.0}),
+        (-1.0, {"": 0.6, "_low": 0.2, "_high": 0.0, "_dual": 0.4}),
+        (0.0, {"": 0.0, "_low": 0.0, "_high": 0.0, "_dual": 0.0}),
+    ):
+        _, metrics = ppo_clip_loss(
+            ratio.log(), torch.zeros_like(ratio), torch.tensor([advantage]), torch.ones(1, 5), **options)
+        assert shares(metrics) == pytest.approx(expected), advantage
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
+import os
 import shutil
+import signal
+import time
 
 import psutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.config import OptimizerConfig, ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.losses import reduction_count, sft_loss
-from nemo_edo.megatron import checkpoint
+from nemo_edo.megatron import background, checkpoint
 from nemo_edo.megatron.checksums import DamagedCheckpoint
 from nemo_edo.megatron.forward_backward import MicroBatching
 
@@ -155,10 +161,82 @@ def test_a_later_save_of_the_same_name_takes_the_earlier_ones_place(policy, copy
 
 
 def test_saving_leaves_no_process_behind(policy, tmp_path):
-    """One that outlives a killed trainer would hold its files and its lock."""
     before = psutil.Process().children(recursive=True)
     checkpoint.save(policy, tmp_path / "checkpoint")
     assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
+
+
+# --- in the background --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_writer(monkeypatch):
+    """Megatron's writer of files, after a while."""
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def wait_and_write(*args, **kwargs):
+        time.sleep(1.5)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(wait_and_write))
+
+
+@pytest.mark.parametrize("kind", [("fp32", False), ("bf16", True)], indirect=True, ids=["fp32", "bf16, distributed"])
+@pytest.mark.parametrize("other", [[]], indirect=True)
+def test_training_that_goes_on_does_not_reach_what_is_being_written(trained, other, tiny, tmp_path, slow_writer):
+    weights, state = trained.snapshot(), optimizer_tensors(trained)
+    writing = checkpoint.begin_save(trained, tmp_path / "checkpoint", with_optimizer=True)
+    train(trained, tiny, [2, 3])
+    assert not writing.is_finished()
+    assert not (tmp_path / "checkpoint").exists()
+    assert writing.is_finished(wait=True)
+    checkpoint.load(other, tmp_path / "checkpoint", with_optimizer=True)
+    assert all(map(torch.equal, other.snapshot(), weights))
+    assert all(map(torch.equal, optimizer_tensors(other), state))
+    assert not all(map(torch.equal, trained.snapshot(), weights))
+
+
+def test_what_was_written_in_the_background_is_finished_without_a_wait_once_it_is_there(policy, tmp_path):
+    writing = checkpoint.begin_save(policy, tmp_path / "checkpoint")
+    deadline = time.monotonic() + 60
+    while not writing.is_finished():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    checkpoint.load(policy, tmp_path / "checkpoint")
+    assert writing.is_finished(wait=True)
+
+
+def test_a_writer_that_fails_is_an_error_that_tells_of_it_and_leaves_no_checkpoint(policy, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(filesystem_async, "_write_item", fail)
+    with pytest.raises(CheckpointException, match="no space left on device"):
+        checkpoint.save(policy, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def slow_writer_with_a_process_of_its_own(*_) -> None:
+    if not os.fork():
+        time.sleep(60)
+    time.sleep(60)
+
+
+def test_writers_end_with_the_process_that_they_write_for():
+    """They hold the end of a pipe, of which as many are left as there are processes."""
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if not trainer:
+        if not os.fork():
+            background._write(slow_writer_with_a_process_of_its_own, os.getppid(), None)
+        time.sleep(0.5)  # until the writer has begun one of its own
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    os.waitpid(trainer, 0)
+    begun = time.monotonic()
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+    assert time.monotonic() - begun < 20
 
 
 def flip_a_bit(path) -> None:

@@ -1,5 +1,6 @@
 """Megatron's pass over a global batch against plain autograd through the same weights in ``transformers``."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
 from nemo_edo.losses import (
     LossTerm,
+    NotFinite,
     ed_idpo_loss,
     entropy_bonus,
     grpo_loss,
@@ -75,14 +77,15 @@ def batch(tiny):
 
 @pytest.fixture(scope="module")
 def run(policy, tiny):
-    """run(batch, name of the loss, rows, tokens): metrics, exported gradients and padding of one pass."""
+    """run(batch, name of the loss, rows, tokens, packing): metrics, exported gradients and padding of one pass."""
 
-    def one_pass(batch, name: str, rows: int, tokens: int | None = None, loss=None, **settings) -> SimpleNamespace:
+    def one_pass(batch, name: str, rows: int, tokens: int | None = None, packing: bool = False, loss=None,
+                 **settings) -> SimpleNamespace:
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
         settings = {"loss_counts": counts(name, batch), "temperature": TEMPERATURE, **settings}
         metrics = policy.forward_backward(
-            batch, loss or LOSSES[name], micro_batching=MicroBatching(rows, tokens), **settings
+            batch, loss or LOSSES[name], micro_batching=MicroBatching(rows, tokens, packing), **settings
         )
         padding = metrics.pop("padding_share")
         return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy), padding=padding)
@@ -127,6 +130,17 @@ def test_gradients_and_metrics_are_the_dense_ones_however_the_batch_is_cut(run, 
 def test_one_sequence_at_a_time_gives_the_same_gradients(run, batch, dense, name):
     single = batch.with_fields(pair_role=None)
     assert_same(run(single, name, rows=1), dense[name])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("tokens", [24, 41, 600])
+def test_gradients_and_metrics_of_packs_are_the_dense_ones(run, batch, dense, name, tokens):
+    """Of one pair or two sequences to a pack, of more, and of the whole batch in one."""
+    assert_same(run(batch, name, rows=1, tokens=tokens, packing=True), dense[name])
+
+
+def test_packs_hold_no_padding(run, batch):
+    assert run(batch, "sft", 1, 41, packing=True).padding == 0
 
 
 def test_a_token_budget_computes_less_padding_than_the_order_of_the_rows(run, batch):
@@ -181,13 +195,30 @@ def test_gradients_of_two_batches_add_up(run, policy, tiny, batch):
         torch.testing.assert_close(gradient, 2 * once[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_that_is_not_finite_raises_and_the_message_has_the_metrics(run, batch):
-    def broken(log_probs, entropies, micro):
-        term = LossTerm(log_probs.sum() * torch.nan, micro.mask.sum())
-        return {"sft": term}, {"own": LossTerm(micro.mask.sum(), 1.0)}
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_micro_batch_whose_loss_is_not_finite_makes_the_whole_loss_nan(run, batch, refuses):
+    """Whether the loss function gives it back or refuses to compute it; the pass goes on to its end either way."""
+    calls = []
 
-    with pytest.raises(FloatingPointError, match="the loss is nan; the optimizer step was not taken.*'own'"):
-        run(batch, "sft", rows=2, loss=broken)
+    def broken(log_probs, entropies, micro):
+        calls.append(micro.size)
+        if len(calls) != 2:
+            return sft(log_probs, entropies, micro)
+        if refuses:
+            raise NotFinite("log_probs has NaN")
+        return {"sft": LossTerm(log_probs.sum() * torch.inf, micro.mask.sum())}, {}
+
+    found = run(batch, "sft", rows=2, loss=broken)
+    assert calls == [2, 2, 2]
+    assert math.isnan(found.metrics["loss"])
+
+
+def test_other_errors_of_a_loss_function_are_bugs_and_raise(run, batch):
+    def wrong(log_probs, entropies, micro):
+        raise ValueError("shapes differ")
+
+    with pytest.raises(ValueError, match="shapes differ"):
+        run(batch, "sft", rows=2, loss=wrong)
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
@@ -197,10 +228,10 @@ def test_a_count_that_the_terms_do_not_add_up_to_raises(run, batch, wrong):
         run(batch, "sft", rows=2, loss_counts=expected)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(2, None), (6, None), (6, 30)])
+@pytest.mark.parametrize("cut", [(2, None), (6, None), (6, 30), (1, 30, True), (1, 600, True)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwen2, batch, temperature, rows, tokens):
-    found = policy.log_probs(batch, micro_batching=MicroBatching(rows, tokens), temperature=temperature)
+def test_log_probs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwen2, batch, temperature, cut):
+    found = policy.log_probs(batch, micro_batching=MicroBatching(*cut), temperature=temperature)
     with torch.no_grad():
         expected = tiny.dense_log_probs(tiny.load_dense(tiny_qwen2), batch.tokens, temperature)
     for ours, theirs in zip(found, expected, strict=True):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nemo_edo.config import OptimizerConfig
-from nemo_edo.losses import LossTerm, reduction_count, sft_loss
+from nemo_edo.losses import LossTerm, NotFinite, reduction_count, sft_loss
 from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.megatron.policy import exchange_contents
 
 
 def sft(log_probs, entropies, micro):
@@ -121,20 +122,63 @@ def test_reset_optimizer_forgets_moments_and_schedule(policy, tiny, start):
     assert all(map(torch.equal, weights, weights_again))
 
 
-@pytest.mark.parametrize("loss", [broken, broken_gradient])
-def test_a_loss_or_gradient_that_is_not_finite_raises(policy, tiny, loss):
+def refused(log_probs, entropies, micro):
+    """A loss function that will not compute with such values."""
+    raise NotFinite("log_probs has NaN")
+
+
+@pytest.mark.parametrize("which", ["policy", "half"])
+@pytest.mark.parametrize("loss", [broken, broken_gradient, refused])
+def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(request, tiny, which, loss):
+    """Neither weights nor moments nor the learning rate's schedule: the steps behind it are those without it."""
+    policy = request.getfixturevalue(which)
+    start, batches = policy.snapshot(), [tiny.random_batch(rows=2, seed=seed) for seed in range(3)]
+
+    def train(losses, batches) -> tuple[list, list]:
+        policy.load(start)
+        policy.reset_optimizer(OptimizerConfig(lr=MAX, warmup_steps=2), STEPS)
+        reports = [step(policy, batch, loss) for batch, loss in zip(batches, losses, strict=True)]
+        return reports, policy.snapshot()
+
+    expected, weights = train([sft, sft, sft], batches)
+    reports, found = train([sft, loss, sft, sft], [batches[0], tiny.random_batch(rows=2, seed=9), *batches[1:]])
+    skipped = reports.pop(1)
+    assert skipped["skipped"] == 1.0 and not math.isfinite(skipped["grad_norm"])
+    assert reports == expected and {report["skipped"] for report in reports} == {0.0}
+    assert all(map(torch.equal, found, weights)) and not all(map(torch.equal, weights, start))
+    policy.load(start)
+
+
+def test_a_norm_above_the_limit_is_not_stepped_on_and_one_at_the_limit_is(policy, tiny, start):
     policy.reset_optimizer(OptimizerConfig(lr=MAX), STEPS)
-    with pytest.raises(FloatingPointError, match="the (loss|gradient norm) is (nan|inf)"):
-        step(policy, tiny.random_batch(rows=2), loss)
-
-
-def test_a_loss_that_is_not_finite_leaves_weights_and_schedule_as_they_are(policy, tiny, start):
-    policy.reset_optimizer(OptimizerConfig(lr=MAX, warmup_steps=2), STEPS)
     batch = tiny.random_batch(rows=2)
-    with pytest.raises(FloatingPointError):
-        step(policy, batch, broken)
+    counts = {"sft": float(reduction_count(batch.mask, "token-mean"))}
+
+    def apply(limit: float) -> dict[str, float]:
+        policy.zero_grad()
+        metrics = policy.forward_backward(batch, sft, loss_counts=counts, micro_batching=MicroBatching(2),
+                                          temperature=1.0)
+        return policy.apply_gradients(metrics["loss"], grad_norm_limit=limit)
+
+    norm = apply(0.0)["grad_norm"]
     assert all(map(torch.equal, policy.snapshot(), start))
-    assert [step(policy, batch)["lr"] for _ in range(2)] == [0.0, MAX / 2]
+    assert not any(chunk_grad.any() for chunk_grad in map(lambda p: p.main_grad, policy._parameters()))
+    assert apply(norm * (1 - 1e-6))["skipped"] == 1.0
+    assert all(map(torch.equal, policy.snapshot(), start))
+    assert apply(norm)["skipped"] == 0.0
+    assert not all(map(torch.equal, policy.snapshot(), start))
+
+
+def test_a_loss_that_is_not_finite_forbids_a_step_with_a_finite_gradient(policy, tiny, start):
+    policy.reset_optimizer(OptimizerConfig(lr=MAX), STEPS)
+
+    def constant(log_probs, entropies, micro):
+        terms, metrics = sft(log_probs, entropies, micro)
+        return {"sft": LossTerm(terms["sft"].sum + math.inf, terms["sft"].count)}, metrics
+
+    report = step(policy, tiny.random_batch(rows=2), constant)
+    assert report["skipped"] == 1.0 and math.isfinite(report["grad_norm"])
+    assert all(map(torch.equal, policy.snapshot(), start))
 
 
 def test_bf16_steps_too_small_for_bf16_add_up_in_fp32(half, tiny):
@@ -175,6 +219,38 @@ def test_weights_computes_with_the_frozen_ones_and_restores_its_own_exactly(poli
     assert torch.equal(inside, frozen) and not torch.equal(own, frozen)
     assert torch.equal(log_probs(policy), own)
     assert all(map(torch.equal, policy.snapshot(), start))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contents_change_places_to_the_last_bit(dtype):
+    """How weights and their reference in host memory change places on a GPU."""
+    one, other = torch.randn(3, 5).to(dtype), torch.randn(3, 5).to(dtype)
+    kept, addresses = (one.clone(), other.clone()), (one.data_ptr(), other.data_ptr())
+    exchange_contents(one, other)
+    assert torch.equal(one, kept[1]) and torch.equal(other, kept[0])
+    assert (one.data_ptr(), other.data_ptr()) == addresses
+
+
+def test_weights_allocates_no_copy_of_the_model(policy, other):
+    """Not of what is frozen, nor of the policy's own: the addresses in use are the same two sets."""
+    def addresses(weights):
+        return {weight.data_ptr() for weight in weights}
+
+    frozen, own = other.snapshot(), [p for chunk in policy.chunks for p in chunk.parameters()]
+    before = addresses(frozen), addresses(own)
+    with policy.weights(frozen):
+        assert (addresses(own), addresses(frozen)) == before
+    assert (addresses(frozen), addresses(own)) == before
+
+
+def test_weights_keeps_a_frozen_copy_of_finer_numbers_as_it_is(half):
+    """The ema reference of a bf16 policy is fp32."""
+    frozen = [weight.float() + 1e-4 for weight in half.snapshot()]
+    kept = [weight.clone() for weight in frozen]
+    with half.weights(frozen):
+        inside = half.snapshot()
+    assert all(torch.equal(now, weight.bfloat16()) for now, weight in zip(inside, kept, strict=True))
+    assert all(map(torch.equal, frozen, kept))
 
 
 def test_weights_restores_its_own_after_an_error(policy, start, other):

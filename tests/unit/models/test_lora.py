@@ -1,5 +1,7 @@
 """The model classes with LoRA: what they train, and what their reference is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,8 +37,8 @@ def warmed_up(make_model, pairs):
 def arm(request, make_model, warmed_up):
     """A function that makes an arm's model from the warm-up's weights, as from its checkpoint."""
 
-    def make():
-        model = make_model(request.param, LORA)
+    def make(**settings):
+        model = make_model(replace(request.param, **settings), LORA)
         model.policy.load(warmed_up.policy.snapshot())
         model.freeze_reference()
         return model
@@ -77,9 +79,22 @@ def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters
         assert torch.equal(model.log_probs(pairs)[0], reference)
 
 
-@pytest.mark.parametrize(("kind", "share"), [("initial", 1.0), ("previous", 0.0), ("ema", 0.75)])
+def test_a_reference_that_stays_is_no_copy_of_the_weights(arm):
+    assert arm().reference is None
+
+
+def test_adapters_are_on_again_after_an_error_under_the_reference(arm, pairs):
+    model = trained(arm(), pairs)
+    own = model.log_probs(pairs)[0]
+    with pytest.raises(KeyError), model.policy.without_adapters():
+        assert not torch.equal(model.log_probs(pairs)[0], own)
+        raise KeyError
+    assert torch.equal(model.log_probs(pairs)[0], own)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("previous", 0.0), ("ema", 0.75)])
 def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, kind, share):
-    model = arm()
+    model = arm(reference=kind)
     start, base = model.policy.snapshot(), tiny.exported(model.policy, merged=False)
     trained(model, collected(model, pairs))
     now, own = model.policy.snapshot(), model.log_probs(pairs)[0]

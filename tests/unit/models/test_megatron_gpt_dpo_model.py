@@ -78,7 +78,7 @@ def norm(tensors) -> float:
 @pytest.mark.parametrize("changes", [
     {}, {"length_normalized": True}, {"preference_loss": "ipo"}, {"label_smoothing": 0.2}, {"log_ratio_floor": -1.0},
     {"alpha": 0.7, "exploration_coefficient": None}, {"micro_batch_size": 8},
-    {"micro_batch_size": 8, "micro_batch_tokens": 30},
+    {"micro_batch_size": 8, "micro_batch_tokens": 30}, {"micro_batch_tokens": 40, "packing": True},
 ], ids=str)
 def test_loss_and_gradients_are_those_of_the_equation_with_two_denominators(make_model, tiny, pairs, dense, changes):
     settings = replace(ED_IDPO, **changes)
@@ -240,8 +240,9 @@ def test_the_ratio_is_infinite_without_a_task_gradient_and_0_without_both(model,
 # --- splits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(4, None), (8, None), (64, None), (8, 24), (4, 40)])
-def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, pairs, rows, tokens):
+@pytest.mark.parametrize(("rows", "tokens", "packing"), [(4, None, False), (8, None, False), (64, None, False),
+                                                         (8, 24, False), (4, 40, False), (2, 40, True)])
+def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, pairs, rows, tokens, packing):
     def train(**cut):
         model = make_model(replace(ED_IDPO, **cut))
         start, batch = model.policy.snapshot(), as_collected(model, pairs)
@@ -251,7 +252,7 @@ def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, pairs, rows, toke
             step.pop("padding_share")
         return metrics, model.policy.snapshot(), start
 
-    metrics, weights, start = train(micro_batch_size=rows, micro_batch_tokens=tokens)
+    metrics, weights, start = train(micro_batch_size=rows, micro_batch_tokens=tokens, packing=packing)
     expected_metrics, expected, _ = train(micro_batch_size=2)
     for found, wanted in zip(metrics, expected_metrics, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)

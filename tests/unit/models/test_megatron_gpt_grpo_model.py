@@ -211,8 +211,9 @@ def test_the_ratio_is_infinite_where_no_advantage_and_no_kl_has_a_gradient(make_
 # --- splits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, None), (5, None), (5, 12), (5, 30)])
-def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, raw_batch, rows, tokens):
+@pytest.mark.parametrize(("rows", "tokens", "packing"),
+                         [(1, None, False), (5, None, False), (5, 12, False), (5, 30, False), (1, 30, True)])
+def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, raw_batch, rows, tokens, packing):
     # eps: well above rounding errors of gradients, which Adam would otherwise blow up to whole steps.
     settings = replace(ED_GRPO, optimizer=OptimizerConfig(lr=1e-3, adam_eps=1e-3), entropy_coefficient=0.1)
 
@@ -225,7 +226,7 @@ def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, raw_batch, rows, 
             step.pop("padding_share")
         return metrics, model.policy.snapshot(), start
 
-    metrics, weights, start = train(micro_batch_size=rows, micro_batch_tokens=tokens)
+    metrics, weights, start = train(micro_batch_size=rows, micro_batch_tokens=tokens, packing=packing)
     expected_metrics, expected, _ = train(micro_batch_size=2)
     for found, wanted in zip(metrics, expected_metrics, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
@@ -247,9 +248,10 @@ def test_reference_log_probs_stay_fixed_while_the_policy_trains(model, raw_batch
     assert (model.log_probs(batch)[0] - batch.ref_logprobs).abs().max() > 1e-2
 
 
-def test_asking_for_the_reference_between_steps_changes_no_step(make_model, raw_batch):
+@pytest.mark.parametrize("placement", ["host", "resident"])
+def test_asking_for_the_reference_between_steps_changes_no_step(make_model, raw_batch, placement):
     def train(ask: bool):
-        model = make_model(ED_GRPO)
+        model = make_model(replace(ED_GRPO, reference_placement=placement))
         batch = as_collected(model, raw_batch)
         model.start_training(3)
         for _ in range(3):
@@ -259,6 +261,20 @@ def test_asking_for_the_reference_between_steps_changes_no_step(make_model, raw_
         return model.policy.snapshot()
 
     assert all(map(torch.equal, train(ask=True), train(ask=False)))
+
+
+@pytest.mark.parametrize("kind", ["initial", "previous", "ema"])
+def test_the_references_log_probs_do_not_depend_on_where_it_is_kept(make_model, raw_batch, kind):
+    def log_probs(placement: str):
+        model = make_model(replace(ED_GRPO, reference=kind, reference_placement=placement))
+        batch = as_collected(model, raw_batch)
+        model.start_training(2)
+        for _ in range(2):
+            model.train_step(batch)
+            model.move_reference(kind, 0.5)
+        return model.reference_log_probs(batch)
+
+    assert torch.equal(log_probs("host"), log_probs("resident"))
 
 
 def test_freeze_reference_again_moves_the_reference_to_the_current_weights(model, raw_batch):
@@ -305,3 +321,20 @@ def test_an_ema_reference_in_bf16_adds_up_moves_below_bf16s_spacing(tiny_qwen2):
 def test_reference_log_probs_without_a_reference_are_an_error_that_says_what_to_call(model, raw_batch):
     with pytest.raises(RuntimeError, match=r"call freeze_reference\(\)"):
         model.reference_log_probs(raw_batch)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_tokens": 30}],
+                         ids=str)
+def test_percentiles_and_extremes_are_of_the_whole_batch_however_it_is_cut(make_model, raw_batch, changes):
+    model = make_model(replace(ED_GRPO, **changes))
+    metrics = model.validation_step(raw_batch)
+    log_probs, entropies = model.log_probs(raw_batch)
+    valid = raw_batch.mask == 1
+    ratios, entropies = (log_probs - raw_batch.old_logprobs)[valid].double().exp(), entropies[valid].double()
+    quantile = torch.tensor([0.1, 0.9, 0.99], dtype=torch.float64)
+    low, high, _ = entropies.quantile(quantile).tolist()
+    expected = {"entropy_p10": low, "entropy_p90": high, "ratio_mean": ratios.mean().item(),
+                "ratio_std": ratios.std(correction=0).item(), "ratio_min": ratios.min().item(),
+                "ratio_max": ratios.max().item(), "ratio_p99": ratios.quantile(quantile).tolist()[2]}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert metrics["entropy_p10"] < metrics["entropy"] < metrics["entropy_p90"]

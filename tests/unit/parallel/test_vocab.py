@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
-from nemo_edo.parallel import vocab_parallel_log_probs_and_entropy
+from nemo_edo.parallel import softmax, vocab, vocab_parallel_log_probs_and_entropy
 
 
 def unsplit(logits, targets, **options):
@@ -107,10 +107,60 @@ def test_the_logits_are_left_as_they_were():
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("elements", [1, 20, 1000])
+def test_the_size_of_chunks_changes_nothing(monkeypatch, elements):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 5, 9, requires_grad=True), torch.randint(8, (2, 5))
+    expected = unsplit(logits, targets, vocab_size=8)
+    gradient = grad(sum(result.square().sum() for result in expected), logits)[0]
+    monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", {"cpu": elements})
+    found = unsplit(logits, targets, vocab_size=8)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(grad(sum(result.square().sum() for result in found), logits)[0], gradient)
+
+
+def test_nothing_of_the_logits_size_is_kept_beside_themselves():
+    logits, targets, kept = torch.randn(4, 300).bfloat16().requires_grad_(), torch.randint(300, (4,)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        unsplit(logits, targets)
+    assert sorted(tensor.numel() for tensor in kept if tensor is not logits) == [4, 4, 4]
+
+
+def test_overwritten_logits_hold_the_same_gradient():
+    torch.manual_seed(0)
+    leaf, targets = torch.randn(3, 4, 9, requires_grad=True), torch.randint(8, (3, 4))
+
+    def gradient(overwrite: bool):
+        logits = 2 * leaf
+        results = unsplit(logits, targets, vocab_size=8, temperature=0.7, overwrite_logits=overwrite)
+        return logits, grad(sum(result.square().sum() for result in results), [logits, leaf])
+
+    (_, expected), (logits, found) = gradient(False), gradient(True)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(logits, expected[0]) and found[0].data_ptr() == logits.data_ptr()
+
+
+def as_a_kernel_does(out, logits, *arguments):
+    """Writes the gradient without autograd's seeing it."""
+    softmax.write_gradient(out.data, logits.data, *arguments)
+
+
+@pytest.mark.parametrize("write", [softmax.write_gradient, as_a_kernel_does])
+def test_overwritten_logits_that_something_else_needs_are_an_error(monkeypatch, write):
+    monkeypatch.setattr(vocab, "write_gradient", write)
+    leaf, targets = torch.randn(3, 9, requires_grad=True), torch.tensor([0, 3, 1])
+    logits = 2 * leaf
+    total = logits.square().sum() + unsplit(logits, targets, overwrite_logits=True)[0].sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    with pytest.raises(ValueError, match="these are a leaf of the graph"):
+        unsplit(leaf, targets, overwrite_logits=True)
+
+
 @pytest.mark.parametrize(
     ("targets", "options", "message"),
     [
-        (torch.tensor([0, 1]), {}, r"targets have shape \(2,\), logits_shard \(3, 6\)"),
+        (torch.tensor([0, 1]), {}, r"targets have shape \(2,\), expected \(3,\)"),
         (torch.tensor([0, 1, 6]), {}, r"targets must lie in \[0, 6\), found 0 to 6"),
         (torch.tensor([0, 1, 5]), {"vocab_size": 5}, r"targets must lie in \[0, 5\)"),
         (torch.tensor([0, 1, -100]), {}, r"found -100 to 1"),

@@ -1,0 +1,97 @@
+"""What a machine has: Python, packages, GPUs, memory, disk. Nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from nemo_edo.errors import UserError
+
+WITHOUT_DEPENDENCIES = "megatron-bridge"
+"""Its declared dependencies need a GPU machine's compilers."""
+ON_GPUS = {"transformer-engine": "fused kernels, FP8, context parallelism"}
+"""Packages that Megatron uses on GPUs where they are installed, and what for."""
+ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transformers")
+
+
+@dataclass(frozen=True)
+class Package:
+    """name: as pip knows it. found: the installed version; None where it is absent."""
+
+    name: str
+    needed: str
+    found: str | None
+    satisfies: bool
+
+    @property
+    def remedy(self) -> str:
+        """A command that installs what is needed."""
+        options = " --no-deps" if self.name == WITHOUT_DEPENDENCIES else ""
+        return f"pip install{options} '{self.name}{self.needed}'"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    bytes: int
+    capability: str
+
+
+def python_version() -> str:
+    return platform.python_version()
+
+
+def needed_packages(distribution: str = "nemo-edo") -> list[Package]:
+    """What the package declares to need, Megatron-Bridge included, and what is installed of it.
+
+    Raises UserError where ``distribution`` itself is not installed.
+    """
+    try:
+        declared = [Requirement(line) for line in requires(distribution) or []]
+    except PackageNotFoundError as error:
+        raise UserError(f"{distribution} is not installed in this environment: pip install --no-deps .") from error
+    wanted = [need for need in declared if need.marker is None or need.marker.evaluate({"extra": "bridge"})]
+    return [_package(need) for need in wanted]
+
+
+def installed(name: str) -> str | None:
+    """The version of a package; None where it is absent."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _package(need: Requirement) -> Package:
+    found = installed(need.name)
+    satisfies = found is not None and need.specifier.contains(found, prereleases=True)
+    return Package(need.name, str(need.specifier), found, satisfies)
+
+
+def gpus() -> list[Gpu]:
+    """What the driver's ``nvidia-smi`` lists; none where there is no driver. Raises UserError where it fails."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    if result.returncode:
+        raise UserError(f"nvidia-smi fails: {(result.stderr or result.stdout).strip()}; mend the GPU's driver")
+    return parse_gpus(result.stdout)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Of ``nvidia-smi``'s lines NAME, MIB, CAPABILITY."""
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [Gpu(name, int(mebibytes) * 2**20, capability) for name, mebibytes, capability in rows]
+
+
+def host_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

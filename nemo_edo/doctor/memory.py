@@ -1,0 +1,275 @@
+"""How much memory a training run takes on each GPU, from the sizes of the model and the config alone.
+
+Weights, gradients and the optimizer's state are counts of numbers, exact but for padding of a few kB. Activations
+are the tensors that the backward pass keeps, counted layer by layer as in Korthikanti et al. (2022), "Reducing
+Activation Recomputation in Large Transformer Models", for RMS norms, gated MLPs, grouped queries and an attention
+that keeps no matrix of scores, in fused kernels. They are an upper bound in this: every sequence of a micro-batch is
+taken to be model.seq_length long. What no formula gives is an assumption, and named as one below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.model_shape import ModelShape
+
+FP32 = 4
+OVERHEAD = int(3e9)
+"""Assumed: CUDA's context, the workspaces of cuBLAS and Transformer Engine, NCCL's buffers."""
+CPU_OVERHEAD = int(1e9)
+"""Assumed where the device is a CPU: Python with its libraries."""
+FRAGMENTATION = 0.05
+"""Assumed: share of what is allocated that PyTorch's allocator cannot use."""
+LOSS_BLOCK = 2**26
+"""Logits that the fused loss layer makes at a time on a GPU (``parallel.linear.BLOCK_ELEMENTS``)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, how it is split, and how much of it is in memory at a time."""
+
+    shape: ModelShape
+    parallelism: ParallelismConfig
+    precision: PrecisionConfig
+    lora: LoRAConfig
+    data_parallel: int
+    tokens: int
+    """Of a micro-batch, padding included."""
+    reference: str = "none"
+    """Where the reference's copy of the weights is: none, host or resident."""
+    fused_loss: bool = False
+    """Whether the loss layer makes its logits a block at a time."""
+    generation_rows: int = 0
+    """Sequences that are decoded at a time on one data-parallel rank, in the trainer's own process."""
+    generation_length: int = 0
+    """Their length, prompt and response, in tokens."""
+    overhead: int = OVERHEAD
+    """What a process takes before it holds any tensor."""
+
+    @property
+    def bytes_per_number(self) -> int:
+        """Of weights and activations."""
+        return 2 if self.precision.dtype == "bf16" else FP32
+
+    @property
+    def layers(self) -> int:
+        """On one pipeline stage."""
+        return self.shape.num_layers // self.parallelism.pipeline_model_parallel_size
+
+    @property
+    def stages(self) -> int:
+        return self.parallelism.pipeline_model_parallel_size
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    """That the backward pass needs, of all micro-batches in flight."""
+    loss_layer: int
+    generation: int
+    """The key-value cache and the logits of the tokens to choose, while no activations are kept."""
+    overhead: int
+    """The two assumptions."""
+
+    @property
+    def total(self) -> int:
+        """At its highest: in training or in generation, whichever needs more."""
+        return self.always + max(self.activations + self.loss_layer, self.generation) + self.overhead
+
+    @property
+    def always(self) -> int:
+        """In training as in generation."""
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """Each part by its name."""
+        return ((field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self))
+
+
+def stage_memory(load: Workload, stage: int) -> Memory:
+    """Of a GPU on pipeline stage ``stage``, counted from 0; its tensor- and data-parallel neighbours are alike."""
+    activations, loss_layer = activation_bytes(load, stage), loss_layer_bytes(load, stage)
+    parts = Memory(
+        weights=weight_bytes(load, stage),
+        gradients=FP32 * trained_parameters(load, stage),  # Megatron's main gradients are fp32 in every precision
+        optimizer=optimizer_bytes(load, stage),
+        reference=reference_bytes(load, stage),
+        activations=activations,
+        loss_layer=loss_layer,
+        generation=generation_bytes(load, stage),
+        overhead=0,
+    )
+    return replace(parts, overhead=load.overhead + round(FRAGMENTATION * parts.total))
+
+
+def all_stages(load: Workload) -> list[Memory]:
+    """Of a GPU of each pipeline stage."""
+    return [stage_memory(load, stage) for stage in range(load.stages)]
+
+
+# --- weights, gradients, optimizer ----------------------------------------------------------------------------------
+
+
+def parameters(load: Workload, stage: int) -> int:
+    """Numbers in the weights of one GPU, without adapters."""
+    shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
+    layer = _matrices(load) + shape.layer_biases // tensor + shape.layer_norms
+    embedding = shape.embedding_parameters // tensor
+    first, last = stage == 0, stage == load.stages - 1
+    output = last and not (shape.tied and first)  # a tied one is a copy of its own on another stage
+    return load.layers * layer + embedding * (first + output) + shape.hidden_size * last
+
+
+def adapter_parameters(load: Workload) -> int:
+    """Numbers in the adapters of one GPU: both factors are split over the tensor-parallel ranks."""
+    sizes = [load.shape.layer_matrices[target] for target in set(load.lora.targets)]
+    per_layer = sum(load.lora.rank * (outputs + inputs) for outputs, inputs in sizes)
+    return load.layers * per_layer // load.parallelism.tensor_model_parallel_size
+
+
+def trained_parameters(load: Workload, stage: int) -> int:
+    """Numbers that have a gradient, on one GPU."""
+    return adapter_parameters(load) if load.lora.rank else parameters(load, stage)
+
+
+def weight_bytes(load: Workload, stage: int) -> int:
+    """With FP8, the layers' matrices in it twice, as rows and as columns, which the two passes read (the transposed
+    copy is Hopper's; later GPUs need less)."""
+    numbers = parameters(load, stage) + adapter_parameters(load)
+    weights = load.bytes_per_number * numbers
+    in_fp8 = load.layers * _matrices(load) if load.precision.fp8 else 0
+    return weights + 2 * in_fp8 - (load.bytes_per_number * in_fp8 if load.precision.fp8_param_gather else 0)
+
+
+def optimizer_bytes(load: Workload, stage: int) -> int:
+    """Adam's two moments and, beside bf16, the fp32 weights; the distributed optimizer splits them."""
+    copies = 3 if load.precision.dtype == "bf16" else 2
+    ranks = load.data_parallel * load.parallelism.context_parallel_size
+    share = math.ceil(trained_parameters(load, stage) / (ranks if load.parallelism.use_distributed_optimizer else 1))
+    return round(copies * FP32 * share * (1 - load.parallelism.optimizer_offload_fraction))
+
+
+def reference_bytes(load: Workload, stage: int) -> int:
+    """On the GPU. A copy in host memory changes places with the weights one parameter at a time: room for the
+    largest."""
+    if load.reference == "none":
+        return 0
+    if load.reference == "resident":
+        return load.bytes_per_number * trained_parameters(load, stage)
+    return load.bytes_per_number * _largest_parameter(load, stage)
+
+
+def host_bytes(load: Workload, stage: int) -> int:
+    """Of the reference and of the optimizer's offloaded state, in the host's memory for each GPU."""
+    reference = load.bytes_per_number * trained_parameters(load, stage) if load.reference == "host" else 0
+    resident = replace(load.parallelism, optimizer_offload_fraction=0.0)
+    return reference + optimizer_bytes(replace(load, parallelism=resident), stage) - optimizer_bytes(load, stage)
+
+
+def _matrices(load: Workload) -> int:
+    """Numbers in a layer's matrices on one GPU."""
+    whole = sum(outputs * inputs for outputs, inputs in load.shape.layer_matrices.values())
+    return whole // load.parallelism.tensor_model_parallel_size
+
+
+def _largest_parameter(load: Workload, stage: int) -> int:
+    shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
+    matrices = [outputs * inputs for outputs, inputs in shape.layer_matrices.values()]
+    at_an_end = stage in (0, load.stages - 1)
+    return max(*matrices, shape.embedding_parameters if at_an_end else 0) // tensor
+
+
+# --- activations ----------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(load: Workload, stage: int) -> int:
+    """What the backward pass keeps of all micro-batches in flight, and beside it the gradients of one layer's; where
+    layers are recomputed in groups, all of the group's own."""
+    splits = load.parallelism
+    in_flight = _micro_batches_in_flight(load, stage) * kept_of_layers(load) // _chunks(load)
+    recomputed = 0
+    if splits.recompute_granularity == "full":
+        recomputed = splits.recompute_num_layers if splits.recompute_method == "uniform" else 1
+    return in_flight + (recomputed + 1) * layer_activation_bytes(load)
+
+
+def layer_activation_bytes(load: Workload) -> int:
+    """Of one layer and one micro-batch, without recomputation."""
+    shape, tokens = load.shape, load.tokens // load.parallelism.context_parallel_size
+    tensor = load.parallelism.tensor_model_parallel_size
+    # Both norms' inputs and outputs. Without sequence parallelism every tensor-parallel rank has them whole.
+    whole = 4 * shape.hidden_size
+    # The projection's output, of which values are a view; queries and keys with their rotation; the attention's output.
+    attention = 3 * shape.query_width + 3 * shape.key_width
+    attention += shape.query_width + shape.key_width if shape.qk_norm else 0  # the inputs of their own norms
+    mlp = 3 * shape.ffn_hidden_size  # gate and up projections, and their product
+    numbers = whole / (tensor if load.parallelism.sequence_parallel else 1) + (attention + mlp) / tensor
+    log_sum_exp = FP32 * shape.num_attention_heads / tensor  # of the attention's softmax
+    return round(tokens * (load.bytes_per_number * numbers + log_sum_exp))
+
+
+def kept_of_layers(load: Workload) -> int:
+    """Of a stage's layers and one micro-batch, with recomputation: of recomputed layers, the input of each group."""
+    splits = load.parallelism
+    if splits.recompute_granularity != "full":  # selective: the fused attention keeps nothing more to recompute
+        return load.layers * layer_activation_bytes(load)
+    shares = splits.tensor_model_parallel_size if splits.sequence_parallel else 1
+    tokens = load.tokens // splits.context_parallel_size
+    layer_input = load.bytes_per_number * tokens * load.shape.hidden_size // shares
+    group = splits.recompute_num_layers
+    if splits.recompute_method == "uniform":
+        return math.ceil(load.layers / group) * layer_input
+    recomputed = min(group * _chunks(load), load.layers)
+    return recomputed * layer_input + (load.layers - recomputed) * layer_activation_bytes(load)
+
+
+def loss_layer_bytes(load: Workload, stage: int) -> int:
+    """On the last stage, logits and their gradients; Megatron makes fp32 ones of bf16 ones, which are kept as well.
+    Fused: a block of logits, and the hidden states and the gradients of these (fp32) and of the output weights."""
+    if stage != load.stages - 1:
+        return 0
+    tokens = load.tokens // load.parallelism.context_parallel_size
+    columns = load.shape.vocab_size // load.parallelism.tensor_model_parallel_size
+    if load.fused_loss:
+        hidden = tokens * load.shape.hidden_size * (load.bytes_per_number + FP32)
+        weights = columns * load.shape.hidden_size * load.bytes_per_number
+        return load.bytes_per_number * min(LOSS_BLOCK, tokens * columns) + hidden + weights
+    types = (load.bytes_per_number, FP32) if load.bytes_per_number < FP32 else (FP32,)
+    return 2 * sum(types) * tokens * columns
+
+
+def _chunks(load: Workload) -> int:
+    """Groups of layers on one stage that micro-batches pass at different times."""
+    return load.parallelism.virtual_pipeline_model_parallel_size or 1
+
+
+def _micro_batches_in_flight(load: Workload, stage: int) -> int:
+    """Forward passes of a chunk that wait for their backward pass, at most: those of Megatron's warm-up, and one. In
+    numbers of micro-batches for a stage of one chunk."""
+    behind, chunks = load.stages - 1 - stage, _chunks(load)
+    if chunks == 1:
+        return behind + 1
+    return 2 * behind + (chunks - 1) * load.stages + 1
+
+
+# --- generation in the trainer's process ----------------------------------------------------------------------------
+
+
+def generation_bytes(load: Workload, stage: int) -> int:
+    """The key-value cache, one layer of it twice (rows that have ended leave it layer by layer), and the next tokens'
+    logits in fp32, twice, on the last stage."""
+    splits = load.parallelism
+    tensor = splits.tensor_model_parallel_size
+    positions = load.generation_rows * load.generation_length
+    layer = 2 * positions * load.shape.key_width // tensor * load.bytes_per_number
+    logits = 2 * FP32 * load.generation_rows * load.shape.vocab_size if stage == load.stages - 1 else 0
+    return (load.layers + 1) * layer + logits if load.generation_rows else 0

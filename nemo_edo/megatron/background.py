@@ -1,0 +1,84 @@
+"""A checkpoint's files written by a process of their own, while the training goes on.
+
+Megatron's machinery does it (``dist_checkpointing`` with ``async_sharded_save``): each rank copies its share to host
+memory, a forked process writes it, and once those of all ranks are done, the ranks finish the checkpoint together.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+from nemo_edo.megatron.checksums import checksum
+from nemo_edo.processes import end_with
+
+
+class Writing:
+    """A state that is being written into a folder. What the training does to the state meanwhile does not reach it."""
+
+    def __init__(
+        self,
+        state: dict,
+        folder: Path,
+        *,
+        content_metadata: dict[str, Any],
+        finish: Callable[[dict[str, str]], None],
+    ) -> None:
+        """Every rank calls it at the same place. finish: called, on every rank, once all files but its own are there,
+        with the checksums of those that this rank has written."""
+        # Megatron's own queue lives in a third process, which would survive a trainer that is killed.
+        filesystem_async._results_queue = _Mailbox()
+        request = dist_checkpointing.save(
+            state, str(folder), async_sharded_save=True, content_metadata=content_metadata
+        )
+        checksums = _Mailbox()
+        if request.async_fn is not None:  # this rank has something to write
+            request = request._replace(async_fn=partial(_write, request.async_fn, os.getpid(), checksums))
+        request.add_finalize_fn(lambda: finish(checksums.get_nowait() if request.async_fn is not None else {}))
+        self._calls = AsyncCallsQueue()
+        self._calls.schedule_async_request(request)
+
+    def is_finished(self, *, wait: bool = False) -> bool:
+        """Whether all of it stands; the call that notices it finishes the checkpoint. Every rank calls it at the same
+        place. wait: until it does. Raises torch's CheckpointException, on every rank, where one could not write."""
+        if self._calls.get_num_unfinalized_calls():
+            self._calls.maybe_finalize_async_calls(blocking=wait)
+        return not self._calls.get_num_unfinalized_calls()
+
+
+def _write(write: Callable, trainer: int, checksums: _Mailbox, *arguments: Any) -> None:
+    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory."""
+    end_with(trainer)
+    os.register_at_fork(after_in_child=partial(end_with, os.getpid()))  # the writer has processes of its own
+    write(*arguments)
+    paths = [Path(path) for path, *_ in arguments[1]]
+    checksums.put({path.name: checksum(path) for path in paths if path.is_file()})
+
+
+class _Mailbox:
+    """What a forked process leaves for its parent, as much of it as there is: a pipe would wait for a reader."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()
+
+    def put(self, value: Any) -> None:
+        pickle.dump(value, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Raises ``queue.Empty``, as Megatron expects it, where nothing was left."""
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except EOFError as error:
+            raise queue.Empty from error

@@ -1,0 +1,103 @@
+"""From the last stage's hidden states to log-probabilities: through logits, or without ever holding them.
+
+The fused head takes the output layer out of the model's forward pass: in its place the hidden states come out, and
+``linear_log_probs_and_entropy`` makes log-probabilities of them and of the weight that the model would have multiplied
+them with, tied or not. Weights, their names, checkpoints, hooks and the generation engine know nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from nemo_edo.config import FUSED_FROM_COLUMNS
+from nemo_edo.errors import UserError
+from nemo_edo.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+
+
+class LossHead:
+    """What the last pipeline stage computes log-probabilities and entropies with.
+
+    kind: "fused", "logits", or "auto", which chooses by the vocabulary. Raises UserError for a fused head where the
+    model's output layer does more than multiply.
+    vocab_size: columns from here on pad the vocabulary.
+    """
+
+    def __init__(self, chunks: list[MegatronModule], kind: str, vocab_size: int) -> None:
+        model = unwrap_model(chunks[-1])
+        self._vocab_size = vocab_size
+        self._layer = model.output_layer if model.post_process else None
+        self._weight: Tensor | None = None
+        self.fused = self._layer is not None and kind != "logits" and self._can_fuse(model, kind)
+
+    def _can_fuse(self, model: MegatronModule, kind: str) -> bool:
+        plain = type(self._layer) is ColumnParallelLinear and self._layer.bias is None
+        plain = plain and model.config.mtp_num_layers is None
+        if kind == "fused" and not plain:
+            raise UserError(
+                "model.loss_head fused needs an output layer that is a matrix product and no more; this model's is "
+                f"{type(self._layer).__name__}: set model.loss_head=logits"
+            )
+        return plain and (kind == "fused" or self._layer.output_size_per_partition >= FUSED_FROM_COLUMNS)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside the block the model's outputs are what ``__call__`` takes."""
+        if not self.fused:
+            yield
+            return
+        self._layer.forward = self._hidden_states
+        try:
+            yield
+        finally:
+            del self._layer.forward
+            self._weight = None
+
+    def _hidden_states(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        """In the output layer's place: [s, b, h] whole on every tensor-parallel rank, as it would multiply them. With
+        sequence parallelism the ranks' parts of the gradient are added up here on the way back, as the layer would."""
+        self._weight = self._layer.weight if weight is None else weight
+        if self._layer.sequence_parallel:
+            group = self._layer.tp_group
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        return hidden, None
+
+    def __call__(self, outputs: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of ``targets`` [b, s] and entropies, of softmax(logits / temperature), each [b, s].
+
+        outputs: the model's, [b, s, V / tp] or with a fused head [b, s, hidden]; they must serve nothing else.
+        """
+        group = parallel_state.get_tensor_model_parallel_group()
+        options = {"group": group, "temperature": temperature, "vocab_size": self._vocab_size}
+        if self.fused:
+            start = group.rank() * len(self._weight)
+            if not self._layer.sequence_parallel:
+                # Not before the model transposes its outputs: the gradient would come back transposed, and Megatron's
+                # all-reduce of a tensor that is not contiguous adds up a copy and returns the tensor as it was.
+                outputs = copy_to_tensor_model_parallel_region(outputs, group=self._layer.tp_group)
+            return linear_log_probs_and_entropy(outputs, self._weight, targets, vocab_start=start, **options)
+        start = group.rank() * outputs.shape[-1]
+        overwrite = torch.is_grad_enabled() and outputs.requires_grad
+        return vocab_parallel_log_probs_and_entropy(
+            outputs, targets, vocab_start=start, overwrite_logits=overwrite, **options
+        )
+
+
+def in_own_type(chunk: MegatronModule) -> dict[str, bool]:
+    """The argument that keeps Megatron's wrapper of 16-bit models from copying their outputs to fp32."""
+    while hasattr(chunk, "module"):
+        if isinstance(chunk, Float16Module):
+            return {"fp32_output": False}
+        chunk = chunk.module
+    return {}

@@ -1,0 +1,69 @@
+"""What the model sees of a micro-batch: a row for each sequence, or all sequences behind each other in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from nemo_edo.megatron.shapes import gather_context, pad_to
+from nemo_edo.types import TrainingBatch
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A micro-batch's next-token positions [b, T] as the model's input [r, s]."""
+
+    micro: TrainingBatch
+    tokens: Tensor
+    """[r, s] ids that enter the model."""
+    targets: Tensor
+    """[r, s] the ids behind them."""
+    positions: Tensor
+    """[r, s] each one's place in its own sequence."""
+    packed: PackedSeqParams | None = None
+    """Where the sequences of a pack begin and end; None: a row is a sequence."""
+    kept: Tensor | None = None
+    """[b, T], True at the positions that a pack holds, row by row."""
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 where a pack has none."""
+        if self.kept is None:
+            rows, length = self.micro.mask.shape
+            return gather_context(values)[:rows, :length]
+        return values.new_zeros(self.kept.shape).masked_scatter(self.kept, values[0])
+
+
+def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
+    """A row for each sequence, padded to ``shape``. It needs no attention mask: causal attention never looks ahead into
+    the padding."""
+    inputs, targets = pad_to(micro.tokens[:, :-1], shape), pad_to(micro.tokens[:, 1:], shape)
+    positions = torch.arange(shape[1], device=inputs.device).expand_as(inputs)
+    return ModelInputs(micro, inputs, targets, positions)
+
+
+def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int, int]) -> ModelInputs:
+    """One row of the sequences' first ``lengths`` - 1 tokens. Where ``shape`` is longer the last sequence is padded, as
+    a row would be. Attention and rotary embeddings know the sequences by Megatron's PackedSeqParams.
+    """
+    device = micro.tokens.device
+    counts = torch.tensor(lengths, device=device) - 1
+    kept = torch.arange(micro.mask.shape[1], device=device) < counts[:, None]
+    inputs, targets = (pad_to(tokens[kept][None], shape) for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
+    counts[-1] += shape[1] - counts.sum()
+    ends = counts.cumsum(0)
+    starts = torch.repeat_interleave(ends - counts, counts)
+    boundaries = F.pad(ends, (1, 0)).to(torch.int32)
+    longest = int(counts.max())
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return ModelInputs(micro, inputs, targets, (torch.arange(shape[1], device=device) - starts)[None], packed, kept)

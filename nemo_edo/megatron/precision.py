@@ -1,0 +1,140 @@
+"""What FP8 training needs of the machine and of the model, checked before time is spent, and Megatron's switches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.utils import get_te_version
+from packaging.version import Version
+
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What FP8 runs on. None: it is absent."""
+
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU."""
+    cuda: str | None
+    """The CUDA version of torch."""
+    transformer_engine: str | None
+    """Its version."""
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Of a recipe. capability: from the first up to, but not, the second."""
+
+    transformer_engine: str
+    capability: tuple[int, int]
+    below: tuple[int, int] | None
+    cuda: str
+    gpus: str
+
+
+# The capabilities and CUDA versions are those of Transformer Engine's own checks (check_fp8_support and its sisters
+# in transformer_engine/pytorch), its versions those that megatron-core 0.16 asks for (get_fp8_recipe).
+RECIPES = {
+    "delayed": _Needs("1.0", (8, 9), None, "12.1", "Ada, Hopper or Blackwell"),
+    "tensorwise": _Needs("2.2", (8, 9), None, "12.1", "Ada, Hopper or Blackwell"),
+    "blockwise": _Needs("2.3", (9, 0), None, "12.9", "Hopper or Blackwell"),
+    "mxfp8": _Needs("2.1", (10, 0), (12, 0), "12.8", "Blackwell of data centres"),
+}
+
+
+def this_machine(device: torch.device) -> Machine:
+    """What a process on ``device`` finds."""
+    if device.type != "cuda":
+        return Machine(None, None, None)
+    engine = get_te_version()
+    return Machine(torch.cuda.get_device_capability(device), torch.version.cuda, engine and str(engine))
+
+
+def check_machine(precision: PrecisionConfig, machine: Machine) -> None:
+    """Raises UserError where ``machine`` has not what the config's FP8 recipe needs."""
+    if precision.fp8 is None:
+        return
+    needs, key = RECIPES[precision.fp8_recipe], f"precision.fp8_recipe {precision.fp8_recipe}"
+    if machine.capability is None:
+        raise UserError(f"precision.fp8 {precision.fp8} needs a GPU, and there is none: set precision=bf16")
+    too_new = needs.below is not None and machine.capability >= needs.below
+    if machine.capability < needs.capability or too_new:
+        has = ".".join(map(str, machine.capability))
+        bounds = f"{needs.capability[0]}.{needs.capability[1]} or higher"
+        bounds += f" and below {needs.below[0]}.{needs.below[1]}" if needs.below else ""
+        raise UserError(
+            f"{key} needs compute capability {bounds} ({needs.gpus}), the GPU has {has}; "
+            f"it can do {_possible(machine.capability)}"
+        )
+    for name, found, needed in (
+        ("Transformer Engine", machine.transformer_engine, needs.transformer_engine),
+        ("CUDA", machine.cuda, needs.cuda),
+    ):
+        if found is None or Version(found).release < Version(needed).release:
+            raise UserError(f"{key} needs {name} {needed} or newer, found {found or 'none'}")
+
+
+def _possible(capability: tuple[int, int]) -> str:
+    names = [
+        name
+        for name, needs in RECIPES.items()
+        if capability >= needs.capability and (needs.below is None or capability < needs.below)
+    ]
+    return ", ".join(names) if names else "no FP8 recipe: set precision=bf16"
+
+
+def check_dimensions(precision: PrecisionConfig, sizes: Mapping[str, int]) -> None:
+    """Raises UserError where a dimension of a rank's matrix products is no multiple of what FP8 needs.
+
+    sizes: the dimensions by what they are ("hidden size"), as one tensor-parallel rank has them.
+    """
+    if precision.fp8 is None:
+        return
+    step = get_fp8_align_size(precision.fp8_recipe)
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % step]
+    if odd:
+        raise UserError(
+            f"precision.fp8_recipe {precision.fp8_recipe} needs multiples of {step} on each tensor-parallel rank, the "
+            f"model has {', '.join(odd)}: choose a smaller parallelism.tensor_model_parallel_size or precision=bf16"
+        )
+
+
+def dimensions(model, parallelism: ParallelismConfig) -> dict[str, int]:
+    """The sizes of a rank's matrix products in the layers. model: Megatron's config of it."""
+    tensor = parallelism.tensor_model_parallel_size
+    groups = model.num_query_groups or model.num_attention_heads
+    sizes = {
+        "hidden size": model.hidden_size,
+        "queries, keys and values": (model.num_attention_heads + 2 * groups) * model.kv_channels // tensor,
+        "attention output": model.num_attention_heads * model.kv_channels // tensor,
+    }
+    if model.num_moe_experts:
+        expert = parallelism.expert_tensor_parallel_size or tensor
+        return sizes | {"units of an expert": model.moe_ffn_hidden_size // expert}
+    return sizes | {"units of an MLP": model.ffn_hidden_size // tensor}
+
+
+def configure(model, precision: PrecisionConfig) -> None:
+    """Sets Megatron's config of a model to compute in these numbers."""
+    dtype = DTYPES[precision.dtype]
+    model.params_dtype = model.pipeline_dtype = model.autocast_dtype = dtype
+    model.bf16 = dtype is torch.bfloat16
+    model.fp16 = False
+    model.fp8 = precision.fp8
+    if precision.fp8 is None:
+        return
+    model.fp8_recipe = precision.fp8_recipe
+    model.fp8_margin = precision.fp8_margin
+    model.fp8_amax_history_len = precision.fp8_amax_history_len
+    model.fp8_amax_compute_algo = "max"
+    model.fp8_param = precision.fp8_param_gather
+    model.num_layers_at_start_in_bf16 = precision.bf16_layers_at_start
+    model.num_layers_at_end_in_bf16 = precision.bf16_layers_at_end
+    model.first_last_layers_bf16 = bool(precision.bf16_layers_at_start or precision.bf16_layers_at_end)

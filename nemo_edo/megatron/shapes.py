@@ -1,0 +1,88 @@
+"""What a layout asks of the shapes of micro-batches, and how a sequence is shared by context-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InputShapes:
+    """Of the token ids [rows, length] that enter the model."""
+
+    multiple: int = 1
+    """Lengths are multiples of it."""
+    uniform: bool = False
+    """All micro-batches have one shape."""
+    group: int = 1
+    """The number of micro-batches is a multiple of it."""
+
+    def fit(self, shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The smallest shapes (rows, length) that have room for the given ones."""
+        fitting = [(rows, math.ceil(length / self.multiple) * self.multiple) for rows, length in shapes]
+        if not self.uniform:
+            return fitting
+        return [(max(rows for rows, _ in fitting), max(length for _, length in fitting))] * len(fitting)
+
+
+def input_shapes(config: TransformerConfig) -> InputShapes:
+    """What the layout and the precision of Megatron's config of a model ask for."""
+    context = config.context_parallel_size
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    step = get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1  # of the tokens in a matrix product
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return InputShapes(
+        multiple=math.lcm(2 * context if context > 1 else 1, context * shares * step),
+        # With two stages, a stage's neighbours in front and behind are one process, which receives the shapes of
+        # activations and of gradients in another order than they are sent in: they have to be the same.
+        uniform=interleaved,
+        group=config.pipeline_model_parallel_size if interleaved else 1,
+    )
+
+
+def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Token ids [b, s] with zeros behind and below, [rows, length]. Causal attention never looks at them."""
+    rows, length = shape
+    return F.pad(tokens, (0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
+
+
+def context_share(tensor: Tensor) -> Tensor:
+    """This context-parallel rank's positions of a tensor [b, s]: chunks r and 2 C - 1 - r of 2 C, whose causal
+    attention costs every rank the same."""
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return tensor
+    chunks = tensor.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
+
+
+def gather_context(tensor: Tensor) -> Tensor:
+    """[b, s] from every context-parallel rank's share [b, s / C], the inverse of ``context_share``.
+
+    Every rank then computes the same loss from it. A rank's gradient is that of its own share, once: Megatron adds up
+    what the ranks have of the weights' gradients.
+    """
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return tensor
+    return _GatherContext.apply(tensor)
+
+
+class _GatherContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, share: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        shares = [torch.empty_like(share) for _ in range(group.size())]
+        torch.distributed.all_gather(shares, share.contiguous(), group=group)
+        halves = [part.chunk(2, dim=1) for part in shares]
+        return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim=1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return context_share(gradient)

@@ -1,0 +1,113 @@
+"""A run with minibatches that hold an advantage of NaN: skipped, stopped, replayed, killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HELPER = Path(__file__).parents[1] / "helpers" / "broken_runs.py"
+pytestmark = pytest.mark.timeout(900)
+SETTINGS = [
+    "sft.steps=4", "sft.batch_size=8", "sft.micro_batch_size=8", "sft.optimizer.warmup_steps=0",
+    "model.architecture.hidden_size=64", "model.architecture.intermediate_size=64",
+    "data.arithmetic.warmup_problems=16", "data.arithmetic.train_problems=6", "data.arithmetic.test_problems=4",
+    "data.arithmetic.num_operands=2", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=6",
+    "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10", "checkpoint.every_steps=1",
+    "grpo.iterations=1", "grpo.problems_per_iteration=null", "grpo.minibatch_size=4", "grpo.micro_batch_size=2",
+    "grpo.optimizer.warmup_steps=0", "guards.truncated.ceiling=null", "~arms", "+arms={grpo: {alpha: 0.5}}",
+]
+STEP = "nemo_edo.megatron.policy:MegatronPolicy.apply_gradients"
+ONE, THREE = ["42 0 0 1"], ["42 0 0 1", "42 0 0 2", "42 0 0 3"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
+    """The folder of all runs, and the attempts at each command (tests/helpers/broken_runs.py)."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def train(name: str, broken: list[str], *overrides: str, ends=()) -> dict:
+        return {"arguments": ["train", f"name={name}", f"output_dir={folder}", *SETTINGS, *overrides],
+                "broken": broken, "ends": list(ends)}
+
+    stopped = f"{folder}/stopped/failures/grpo_step_00000002.safetensors"
+    plan = {
+        "whole": train("whole", ONE),
+        # Before the broken step is done, behind it, and one step later.
+        "killed": train("killed", ONE, ends=[[STEP, 6], [STEP, 2], [STEP, 2]]),
+        "stopped": train("stopped", THREE, "guards.max_skipped_steps=2"),
+        "replay": {"arguments": ["replay", stopped], "broken": [], "ends": []},
+        "no replay": {"arguments": ["replay", f"{folder}/stopped/metrics.jsonl"], "broken": [], "ends": []},
+        "again": train("stopped", THREE, "guards.max_skipped_steps=2"),
+        "with another guard": train("stopped", THREE, "guards.max_skipped_steps=9"),
+    }
+    (folder / "in.json").write_text(json.dumps(list(plan.values())))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(HELPER), str(folder / "in.json"), str(folder / "out.json")],
+                          env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, dict(zip(plan, json.loads((folder / "out.json").read_text()), strict=True))
+
+
+def lines(run: Path, kind: str | None = None) -> list[dict]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in found
+            if kind in (None, line["kind"])]
+
+
+def test_a_run_goes_on_behind_a_broken_step_and_counts_it(runs):
+    folder, attempts = runs
+    assert attempts["whole"][0]["status"] == 0, attempts["whole"][0]["said"]
+    steps = lines(folder / "whole", "train_step")
+    assert [step["skipped_steps"] for step in steps] == [0, 1, 1, 1, 1, 1]
+    assert [step["loss"] is None for step in steps] == [False, True, False, False, False, False]
+    [guard] = lines(folder / "whole", "guard")
+    assert (guard["arm"], guard["step"], guard["action"]) == ("grpo", 1, "skip")
+
+
+def test_a_run_killed_around_a_skipped_step_ends_as_one_that_was_not(runs):
+    folder, attempts = runs
+    *killed, last = attempts["killed"]
+    assert [attempt["status"] for attempt in killed] == [-9] * 3 and last["status"] == 0, last["said"]
+    assert lines(folder / "killed") == lines(folder / "whole")
+    evaluations = [(folder / run / "evaluations" / "grpo.json").read_bytes() for run in ("killed", "whole")]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_so_many_broken_steps_in_a_row_end_the_run_with_a_status_of_its_own(runs):
+    [stopped] = runs[1]["stopped"]
+    assert stopped["status"] == 3, stopped["said"]
+    assert "stopped by a guard: grpo, iteration 0, step 2: the loss is nan" in stopped["said"]
+    assert "grpo_step_00000002.safetensors" in stopped["said"] and "Traceback" not in stopped["said"]
+
+
+def test_a_replay_finds_the_response_that_broke_the_step(runs):
+    [replayed] = runs[1]["replay"]
+    assert replayed["status"] == 0, replayed["said"]
+    said = replayed["said"].splitlines()
+    assert any(line.startswith("step 2 of grpo, with 4 responses, was not taken: loss nan") for line in said)
+    assert any(line.startswith("now: ") and "loss nan" in line for line in said)
+    [row] = [line for line in said if line.startswith("row ")]
+    assert row.startswith("row 1: given: advantages; computed: loss, ")
+    assert "the loss says: advantages has NaN" in row
+
+
+def test_a_file_that_no_guard_has_kept_is_refused(runs):
+    [refused] = runs[1]["no replay"]
+    assert refused["status"] == 2
+    assert "metrics.jsonl is not a batch that a run has kept: RUN/failures/" in refused["said"]
+
+
+def test_a_stopped_run_stops_again_until_its_guard_is_changed(runs):
+    folder, attempts = runs
+    [again], [changed] = attempts["again"], attempts["with another guard"]
+    assert again["status"] == 3
+    assert "grpo, iteration 0, step 3: the loss is nan" in again["said"]
+    assert changed["status"] == 0, changed["said"]
+    steps = lines(folder / "stopped", "train_step")
+    assert [step["step"] for step in steps] == list(range(6))
+    assert [step["skipped_steps"] for step in steps] == [0, 1, 2, 3, 3, 3]

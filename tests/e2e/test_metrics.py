@@ -1,0 +1,204 @@
+"""What a run measures: every name is in docs/metrics.md, and the trackers have it too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+SETTINGS = [
+    "sft.steps=80", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
+    "sft.optimizer.warmup_steps=0", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=10",
+    "evaluation.samples=4", "evaluation.rollouts=2", "evaluation.every=1", "evaluation.bootstrap=10",
+    "guards.entropy.floor=5", "~arms", "grpo.iterations=2", "grpo.minibatch_size=16", "grpo.micro_batch_size=8",
+    "grpo.optimizer.lr=1e-3", "grpo.optimizer.warmup_steps=0", "grpo.beta=0.1", "grpo.problems_per_iteration=null",
+    "idpo.iterations=2", "idpo.minibatch_size=4", "idpo.micro_batch_size=8", "idpo.optimizer.lr=1e-3",
+    "idpo.problems_per_iteration=null",
+    "+arms={grpo: {exploration_coefficient: 0.05, log_ratio_floor: -0.1, novelty_strength: 0.5, dual_clip: 3.0,"
+    " solution_paths: ngrams, covariance_control: kl-cov, sampler_correction: tis,"
+    " schedule: {kind: gradient-share, every: 2}},"
+    " idpo: {algorithm: idpo, exploration_coefficient: 0.05}}",
+    "exp_manager.create_wandb_logger=true", "+exp_manager.wandb_logger_kwargs={name: metrics, project: edo}",
+]
+COLUMNS = ["problem", "arm", "iteration", "sample", "text", "answer", "reward"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run of GRPO with all that has names of its own, and of iterative DPO; tracked by TensorBoard and W&B."""
+    here = tmp_path_factory.mktemp("metrics")
+    pairs = [(a, b) for a in range(1, 5) for b in range(1, 5)]
+
+    def write(name: str, pairs: list[tuple[int, int]], errors: bool = False) -> str:
+        rows = [(f"{a} + {b}", a + b + (errors and (a, b) in pairs[1::3])) for a, b in pairs]
+        lines = [json.dumps({"question": q, "answer": f"{q} = {total}\n#### {total}"}) for q, total in rows]
+        (here / f"{name}.jsonl").write_text("\n".join(lines))
+        return f"data.{name}={here / name}.jsonl"
+
+    problems = [write("warmup", pairs, errors=True), write("train", pairs[::2]), write("test", pairs[1::2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
+                   "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    command = [sys.executable, "-m", "nemo_edo", "train", "--config-name=quickstart", "name=run",
+               f"output_dir={here}", *SETTINGS, *problems]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return here / "run"
+
+
+@pytest.fixture(scope="module")
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def names(line: dict) -> set[str]:
+    """As docs/metrics.md writes them: time.step_s, metrics.pass@k."""
+    found = set()
+    for name, value in line.items():
+        found |= {f"{name}.{inner}" for inner in value} if isinstance(value, dict) else {name}
+    return {re.sub(r"pass@\d+$", "pass@k", re.sub(r"vote@\d+$", "vote@N", name)) for name in found}
+
+
+def documented() -> dict[str, set[str]]:
+    """By section of docs/metrics.md, the names in the first column of its table."""
+    sections = re.split(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:]
+    return {title.strip("`"): {name for row in re.findall(r"^\| (`.*?) \|", body, re.MULTILINE)
+                               for name in re.findall(r"`([^`]+)`", row)}
+            for title, body in zip(sections[::2], sections[1::2], strict=True)}
+
+
+KINDS = ("sft_step", "train_step", "collection", "evaluation", "guard")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_that_is_logged_is_documented_and_every_documented_one_is_logged(lines: list[dict], kind: str):
+    logged = set().union(*(names(line) for line in lines if line["kind"] == kind))
+    assert logged == documented()["Every line"] | documented()[kind]
+
+
+def test_no_line_is_of_another_kind(lines: list[dict]):
+    assert {line["kind"] for line in lines} == set(KINDS)
+
+
+# --- trackers -----------------------------------------------------------------------------------------------------
+
+
+def tracked(lines: list[dict], kind: str, arm: str, name: str) -> list[tuple[int, float]]:
+    """(step, value) of a name in metrics.jsonl as the trackers are to have it."""
+    found = []
+    for line in lines:
+        if (line["kind"], line["arm"]) == (kind, arm):
+            means = {metric: interval["mean"] for metric, interval in line.get("metrics", {}).items()}
+            values = {**line, **means, **line["time"]}
+            if name in values:
+                found.append((line.get("step", line.get("iteration")), values[name]))
+    return found
+
+
+SHOWN = [("sft_step", "warmup", "grad_norm"), ("train_step", "grpo", "ratio_p99"), ("train_step", "idpo", "kl"),
+         ("train_step", "idpo", "tokens_per_s"), ("train_step", "grpo", "skipped_steps"),
+         ("collection", "grpo", "pass@2"), ("evaluation", "idpo", "greedy_accuracy"),
+         ("evaluation", "grpo", "vote@4"), ("evaluation", "grpo", "lost_since_last")]
+
+
+@pytest.fixture(scope="module")
+def events(folder: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "logs"), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+@pytest.mark.parametrize(("kind", "arm", "name"), SHOWN)
+def test_tensorboard_has_the_numbers_of_the_lines(events, lines: list[dict], kind: str, arm: str, name: str):
+    shown = events.Scalars(f"{arm}/{kind}/{name.replace('@', '_at_')}")
+    expected = tracked(lines, kind, arm, name)
+    assert [event.step for event in shown] == [step for step, _ in expected] and expected
+    assert [event.value for event in shown] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+def test_tensorboard_has_the_solutions_of_every_evaluation(events, folder: Path):
+    for arm, steps in (("warmup", [0]), ("grpo", [0, 1, 2]), ("idpo", [0, 1, 2])):
+        tables = events.Tensors(f"{arm}/evaluation/solutions/text_summary")
+        assert [event.step for event in tables] == steps
+        text = tables[-1].tensor_proto.string_val[0].decode()
+        assert text.splitlines()[0] == f"| {' | '.join(COLUMNS)} |"
+        last = json.loads((folder / "samples" / f"{arm}.json").read_text())
+        assert len(text.splitlines()) - 2 == sum(map(len, last.values())) == 18
+
+
+def wandb_records(path: Path):
+    """Of a .wandb file, which is a LevelDB log: blocks of 32 KiB; 7 bytes before each piece of a record."""
+    data, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the whole record, or its last piece
+            yield record
+            record = b""
+
+
+@pytest.fixture(scope="module")
+def wandb_history(folder: Path) -> list[dict]:
+    """The rows that the offline run will send, in order."""
+    from wandb.proto import wandb_internal_pb2
+
+    [path] = folder.glob("logs/**/offline-run-*/*.wandb")
+    records = map(wandb_internal_pb2.Record.FromString, wandb_records(path))
+    return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for record in records if record.WhichOneof("record_type") == "history"]
+
+
+@pytest.mark.parametrize(("kind", "arm", "name"), SHOWN)
+def test_wandb_has_the_numbers_of_the_lines(wandb_history, lines: list[dict], kind: str, arm: str, name: str):
+    key = f"{arm}/{kind}/{name.replace('@', '_at_')}"
+    shown = [(row["trainer/global_step"], row[key]) for row in wandb_history if key in row]
+    assert shown == tracked(lines, kind, arm, name) and shown
+
+
+def test_wandb_has_the_solutions_of_every_evaluation_as_tables(wandb_history, folder: Path):
+    for arm, steps in (("warmup", [0]), ("grpo", [0, 1, 2]), ("idpo", [0, 1, 2])):
+        key = f"{arm}/evaluation/solutions.path"
+        shown = [(row["trainer/global_step"], row[key]) for row in wandb_history if key in row]
+        assert [step for step, _ in shown] == steps
+        [path] = folder.glob(f"logs/**/offline-run-*/files/{shown[-1][1]}")
+        table = json.loads(path.read_text())
+        responses = json.loads((folder / "samples" / f"{arm}.json").read_text()).values()
+        assert table["columns"] == COLUMNS
+        assert [(row[1], row[2], row[4], row[6]) for row in table["data"]] == [
+            (arm, steps[-1], response["text"], response["reward"]) for found in responses for response in found]
+
+
+# --- evaluations --------------------------------------------------------------------------------------------------
+
+
+def solved(folder: Path, name: str) -> set[str]:
+    record = json.loads((folder / "evaluations" / f"{name}.json").read_text())
+    greedy = record["metrics"]["greedy_accuracy"]["sum"]
+    return {problem for problem, right in zip(record["problems"], greedy, strict=True) if right == 1}
+
+
+def test_newly_solved_and_lost_problems_are_counted_from_the_start_and_from_the_last_evaluation(folder, lines):
+    changed = 0
+    for arm in ("grpo", "idpo"):
+        kept = [solved(folder, name) for name in ("warmup", f"{arm}/iter_00000", f"{arm}/iter_00001", arm)]
+        evaluations = [line for line in lines if (line["kind"], line["arm"]) == ("evaluation", arm)]
+        for line, before, now in zip(evaluations, kept[:-1], kept[1:], strict=True):
+            assert (line["newly_solved"], line["lost"]) == (len(now - kept[0]), len(kept[0] - now))
+            since_last = (line["newly_solved_since_last"], line["lost_since_last"])
+            assert since_last == (len(now - before), len(before - now))
+            changed += (line["newly_solved"], line["lost"]) != since_last
+    assert changed  # else the two would be one

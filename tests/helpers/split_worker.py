@@ -1,0 +1,64 @@
+"""Run by torchrun, or alone: log-probabilities and gradients of models in layouts. Rank 0 writes OUT.
+
+    torchrun --nproc-per-node 2 split_worker.py DIR OUT '[["tp2", "llama", {"tensor_model_parallel_size": 2}, false]]'
+
+DIR has a folder for each model. The last part of a case says whether adapters are trained.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import tiny_models
+import torch
+
+from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig
+from nemo_edo.losses import LossTerm
+from nemo_edo.megatron import platform
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+
+def loss(log_probs, entropies, micro):
+    """Of log-probabilities and entropies both, so that the gradients tell of both."""
+    total = -((log_probs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
+    return {"loss": LossTerm(total, micro.mask.sum())}, {}
+
+
+def measure(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None) -> dict:
+    """Log-probabilities, entropies and gradients [5 rows, of other lengths], what is generated, and a step's result."""
+    from nemo_edo.megatron.forward_backward import MicroBatching
+
+    policy, batch = tiny_models.build_policy(folder, parallelism, lora=lora), tiny_models.random_batch(rows=5)
+    cut = {"micro_batching": MicroBatching(2), "temperature": 0.7}  # three micro-batches: one stage has to wait
+    log_probs, entropies = policy.log_probs(batch, **cut)
+    results = {"log_probs": log_probs * batch.mask, "entropies": entropies * batch.mask}
+    policy.reset_optimizer(OptimizerConfig(lr=1e-2, adam_eps=1e-3), total_steps=2)
+    counts = {"loss_counts": {"loss": float(batch.mask.sum())}}
+    policy.zero_grad()
+    results["loss"] = policy.forward_backward(batch, loss, **counts, **cut)["loss"]
+    results["gradients"] = tiny_models.exported_gradients(policy)
+    # The second step has more micro-batches: a reduction that overlaps must not begin before the last.
+    cuts = [{**cut, "micro_batching": MicroBatching(rows)} for rows in (2, 1)]
+    results["norms"] = [policy.train_step(batch, loss, **counts, **other)["grad_norm"] for other in cuts]
+    results["trained"] = tiny_models.exported(policy)
+    requests = [GenerationRequest(f"p{i}", 0, (20 + i, 30), i) for i in range(3)]
+    rollouts = tiny_models.build_engine(policy).generate(requests, SamplingParams(0.0, 1.0, 6))
+    return {**results, "responses": [rollout.response_ids for rollout in rollouts]}
+
+
+def main(models: str, out: str, cases: str) -> None:
+    platform.init_process_group(torch.device("cpu"))
+    results = {}
+    for layout, model, sizes, with_lora in json.loads(cases):
+        lora = LoRAConfig(rank=4, alpha=12.0) if with_lora else None
+        results[layout, model] = measure(Path(models) / model, ParallelismConfig(**sizes), lora)
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

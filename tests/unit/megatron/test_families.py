@@ -1,0 +1,48 @@
+"""What sets the model families apart survives the way from transformers through Bridge: logits equal to 1e-5."""
+
+import pytest
+import torch
+
+ORIGINAL = 8192
+"""Positions of Llama 3's context before its scaling."""
+SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": ORIGINAL}
+LLAMA = {"rope_theta": 500000.0, "num_hidden_layers": 1, "max_position_embeddings": 131072}
+FAMILIES = {
+    "qwen2.5, biases": ("qwen2", {}, 48),
+    "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}, 48),
+    "qwen3, head size of its own": ("qwen3", {"head_dim": 32}, 48),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}, 48),
+    "llama 3": ("llama", LLAMA, 48),
+    "llama 3.1, scaled positions": ("llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 8.0}}, ORIGINAL + 32),
+    "llama 3.2, scaled positions, tied": (
+        "llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True}, ORIGINAL + 32),
+}
+
+
+@torch.no_grad()
+def dense_logits(folder, tokens, *, scaled: bool = True):
+    """Without scaled: of the same weights under positions as they are."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    if not scaled:
+        model.config.rope_scaling = None
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model(tokens).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers_to_one_in_a_hundred_thousand(tiny, tmp_path, family):
+    model_type, fields, length = FAMILIES[family]
+    # Weights of a usual spread: with tiny_models' own, logits of several units round at 1e-5 already.
+    folder = tiny.write_tiny_model(tmp_path, model_type, **{"initializer_range": 0.06, **fields})
+    tokens = torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(0))
+    policy = tiny.build_policy(folder)
+    (chunk,) = policy.chunks
+    with torch.no_grad():
+        logits = chunk(tokens, torch.arange(length)[None], None)[..., : policy.built.vocab_size]
+    torch.testing.assert_close(logits, dense_logits(folder, tokens), rtol=0, atol=1e-5)
+    if length > ORIGINAL:
+        unscaled = dense_logits(folder, tokens, scaled=False)
+        assert (unscaled - logits)[:, ORIGINAL:].abs().max() > 1e-3, "positions beyond the context do not show"

@@ -1,0 +1,97 @@
+"""The memory estimates against the tensors of real models, in one process."""
+
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_edo.config import LoRAConfig, ParallelismConfig
+from nemo_edo.doctor import memory
+
+CASES = {
+    "qwen2": ("qwen2", {}, "fp32", None),
+    "qwen2, tied, bf16": ("qwen2", {"tie_word_embeddings": True}, "bf16", None),
+    "qwen3, bf16": ("qwen3", {}, "bf16", None),
+    "llama": ("llama", {}, "fp32", None),
+    "qwen2, adapters, bf16": ("qwen2", {}, "bf16", LoRAConfig(rank=4)),
+    "llama, some adapters": ("llama", {}, "fp32", LoRAConfig(rank=2, targets=["linear_qkv", "linear_fc2"])),
+}
+SHAPE = {"hidden_size": 96, "intermediate_size": 160}
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def worker(helpers_folder):
+    sys.path.insert(0, str(helpers_folder))
+    yield SimpleNamespace(**runpy.run_path(str(helpers_folder / "memory_worker.py")))
+    sys.path.remove(str(helpers_folder))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_gradients_and_optimizer_state_are_the_estimated_ones_to_the_byte(case, tiny, worker, tmp_path):
+    model_type, fields, dtype, lora = CASES[case]
+    folder = tiny.write_tiny_model(tmp_path / "model", model_type, **fields)
+    found = worker.measured(tiny.build_policy(folder, dtype=dtype, lora=lora))
+    assert found == worker.estimated(folder, ParallelismConfig(), dtype, lora, 1, 0)
+
+
+def saved_bytes(policy, tokens: int) -> int:
+    """Of the memory that autograd keeps of a forward pass, weights and tables left out."""
+    (chunk,) = policy.chunks
+    kept, own = {}, {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor: so that its address is not given anew
+        return tensor
+
+    inputs = torch.randint(2, 120, (1, tokens))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = chunk(inputs, torch.arange(tokens)[None], None)
+    assert output.requires_grad
+    return sum(nbytes for nbytes, _ in kept.values())
+
+
+def saved_of_a_layer(tiny, folder, model_type: str, **settings) -> float:
+    """What two layers more keep more, halved."""
+    saved = []
+    for layers in (2, 4):
+        path = tiny.write_tiny_model(folder / str(layers), model_type, num_hidden_layers=layers, **SHAPE)
+        saved.append(saved_bytes(tiny.build_policy(path, **settings), TOKENS))
+    return (saved[1] - saved[0]) / 2
+
+
+def workload(worker, model_type: str, **parallelism) -> memory.Workload:
+    tiny_shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    fields = {"model_type": model_type, "vocab_size": 130, **tiny_shape, **SHAPE}
+    make = worker.memory
+    return make.Workload(
+        shape=worker.ModelShape.from_hf(fields, "test"), parallelism=ParallelismConfig(**parallelism),
+        precision=worker.PrecisionConfig("fp32"), lora=LoRAConfig(), data_parallel=1, tokens=TOKENS,
+    )
+
+
+def kept_by_unfused_kernels(shape) -> int:
+    """A CPU's, fp32: what norms have normalised, and the reciprocals of what by; the activated gate and a copy of what
+    it multiplies; the cosines and sines of queries' and keys' rotations."""
+    norms = 2 * (shape.hidden_size + 1)
+    if shape.qk_norm:
+        norms += shape.query_width + shape.num_attention_heads + shape.num_query_groups
+    return 4 * TOKENS * (norms + 2 * shape.ffn_hidden_size + 4 * shape.kv_channels)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_activations_of_a_layer_are_those_that_autograd_keeps_to_the_byte(tiny, worker, tmp_path, model_type):
+    load = workload(worker, model_type)
+    found = saved_of_a_layer(tiny, tmp_path, model_type) - kept_by_unfused_kernels(load.shape)
+    assert found == memory.layer_activation_bytes(load)
+
+
+def test_a_recomputed_layer_keeps_its_input_and_nothing_else(tiny, worker, tmp_path):
+    full = {"recompute_granularity": "full"}
+    found = saved_of_a_layer(tiny, tmp_path, "qwen2", parallelism=ParallelismConfig(**full))
+    load = workload(worker, "qwen2", **full)
+    assert found == memory.kept_of_layers(load) / 4

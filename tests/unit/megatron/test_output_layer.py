@@ -1,0 +1,131 @@
+"""The fused head in a Megatron model, against plain autograd through the same weights in ``transformers``."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import unwrap_model
+
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.errors import UserError
+from nemo_edo.losses import LossTerm
+from nemo_edo.megatron import output_layer
+from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.megatron.policy import MegatronPolicy
+from nemo_edo.parallel import linear
+
+CUT = {"micro_batching": MicroBatching(2), "temperature": 0.7}
+
+
+def loss(log_probs, entropies, micro):
+    """Of both results, so that the gradients tell of both."""
+    total = -((log_probs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
+    return {"loss": LossTerm(total, micro.mask.sum())}, {}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks of the tiny vocabulary."""
+    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(linear, "MIN_COLUMNS", 50)
+
+
+def with_head(policy, kind: str, dtype: str = "fp32") -> MegatronPolicy:
+    """The same weights with another head."""
+    return MegatronPolicy(policy.built, ParallelismConfig(), PrecisionConfig(dtype), policy.device, kind)
+
+
+def one_pass(policy, batch, tiny) -> SimpleNamespace:
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    metrics = policy.forward_backward(batch, loss, loss_counts={"loss": float(batch.mask.sum())}, **CUT)
+    values = torch.stack(policy.log_probs(batch, **CUT)) * batch.mask
+    return SimpleNamespace(loss=metrics["loss"], values=values, gradients=tiny.exported_gradients(policy))
+
+
+def dense_pass(model, batch, tiny) -> SimpleNamespace:
+    values = tiny.dense_log_probs(model, batch.tokens, CUT["temperature"])
+    terms, _ = loss(*values, batch)
+    terms["loss"].mean().backward()
+    return SimpleNamespace(
+        loss=float(terms["loss"].mean()),
+        values=torch.stack(values) * batch.mask,
+        gradients={name: parameter.grad for name, parameter in model.named_parameters()},
+    )
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_values_and_gradients_of_the_fused_head_are_the_dense_ones(tiny, tmp_path, tied):
+    """Tied, the embedding's gradient has the parts of both its uses."""
+    folder = tiny.write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    batch = tiny.random_batch()
+    found = one_pass(with_head(tiny.build_policy(folder), "fused"), batch, tiny)
+    expected = dense_pass(tiny.load_dense(folder), batch, tiny)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    torch.testing.assert_close(found.values, expected.values.detach(), rtol=0, atol=2e-5)
+    assert found.gradients.keys() == expected.gradients.keys()
+    far = {name: distance(found.gradients[name], gradient) for name, gradient in expected.gradients.items()}
+    assert max(far.values()) < 1e-5, far
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, tiny_qwen2):
+    return tiny.build_policy(tiny_qwen2)
+
+
+def test_the_models_own_output_layer_is_back_behind_a_pass_even_one_that_fails(policy, tiny):
+    fused, batch = with_head(policy, "fused"), tiny.random_batch()
+    layer = unwrap_model(policy.chunks[0]).output_layer
+
+    def broken(log_probs, entropies, micro):
+        assert layer.forward != type(layer).forward.__get__(layer)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fused.forward_backward(batch, broken, loss_counts={"loss": 1.0}, **CUT)
+    assert "forward" not in vars(layer)
+    hidden = torch.randn(3, 1, 64)
+    assert layer(hidden)[0].shape == (3, 1, tiny.VOCAB_SIZE)
+
+
+def test_bf16_outputs_are_not_copied_to_fp32_and_both_heads_agree(tiny, tiny_qwen2, monkeypatch):
+    policy, batch, types = tiny.build_policy(tiny_qwen2, dtype="bf16"), tiny.random_batch(), []
+    original = output_layer.LossHead.__call__
+
+    def watched(head, outputs, *arguments):
+        types.append(outputs.dtype)
+        return original(head, outputs, *arguments)
+
+    monkeypatch.setattr(output_layer.LossHead, "__call__", watched)
+    fused, logits = (one_pass(with_head(policy, kind, "bf16"), batch, tiny) for kind in ("fused", "logits"))
+    assert set(types) == {torch.bfloat16}
+    torch.testing.assert_close(fused.values, logits.values, rtol=0, atol=1e-4)
+    far = {name: distance(fused.gradients[name], gradient) for name, gradient in logits.gradients.items()}
+    assert max(far.values()) < 2**-6, far
+
+
+def test_auto_fuses_from_a_size_of_the_vocabulary_on(policy, monkeypatch):
+    def fused(kind: str) -> bool:
+        return output_layer.LossHead(policy.chunks, kind, policy.built.vocab_size).fused
+
+    assert [fused(kind) for kind in ("logits", "fused", "auto")] == [False, True, False]
+    monkeypatch.setattr(output_layer, "FUSED_FROM_COLUMNS", policy.built.vocab_size)
+    assert [fused(kind) for kind in ("logits", "fused", "auto")] == [False, True, True]
+
+
+def test_an_output_layer_that_does_more_than_multiply_is_not_fused(policy, monkeypatch):
+    """As Gemma 2's, which bounds the logits."""
+
+    class Bounded(ColumnParallelLinear):
+        pass
+
+    monkeypatch.setattr(output_layer, "FUSED_FROM_COLUMNS", 1)
+    monkeypatch.setattr(unwrap_model(policy.chunks[0]).output_layer, "__class__", Bounded)
+    assert not output_layer.LossHead(policy.chunks, "auto", policy.built.vocab_size).fused
+    with pytest.raises(UserError, match="this model's is Bounded: set model.loss_head=logits"):
+        output_layer.LossHead(policy.chunks, "fused", policy.built.vocab_size)

@@ -1,0 +1,108 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.config.parallelism import FP8_RECIPES
+from nemo_edo.errors import UserError
+from nemo_edo.megatron.precision import (
+    RECIPES,
+    Machine,
+    check_dimensions,
+    check_machine,
+    configure,
+    dimensions,
+    this_machine,
+)
+
+A100, ADA, H100, B200, RTX50 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+
+
+def fp8(recipe: str, **fields) -> PrecisionConfig:
+    return PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=recipe, **fields)
+
+
+def can(recipe: str, capability, cuda: str = "13.0", engine: str = "2.8.0") -> bool:
+    try:
+        check_machine(fp8(recipe), Machine(capability, cuda, engine))
+    except UserError:
+        return False
+    return True
+
+
+def test_every_recipe_has_its_needs():
+    assert set(RECIPES) == set(FP8_RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [
+        ("tensorwise", [ADA, H100, B200, RTX50]),
+        ("delayed", [ADA, H100, B200, RTX50]),
+        ("blockwise", [H100, B200, RTX50]),
+        ("mxfp8", [B200]),
+    ],
+)
+def test_a_recipe_runs_on_the_gpus_that_transformer_engine_allows(recipe, gpus):
+    assert [gpu for gpu in (A100, ADA, H100, B200, RTX50) if can(recipe, gpu)] == gpus
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "message"),
+    [
+        ("mxfp8", Machine(H100, "13.0", "2.8"), r"10.0 or higher and below 12.0 \(Bl.* has 9.0; it can do delayed"),
+        ("tensorwise", Machine(A100, "13.0", "2.8"), r"8.9 or higher .* has 8.0; it can do no FP8 recipe"),
+        ("tensorwise", Machine(H100, "13.0", "2.1.0"), r"needs Transformer Engine 2.2 or newer, found 2.1.0"),
+        ("delayed", Machine(H100, "13.0", None), r"needs Transformer Engine 1.0 or newer, found none"),
+        ("blockwise", Machine(H100, "12.8", "2.8"), r"needs CUDA 12.9 or newer, found 12.8"),
+        ("tensorwise", Machine(None, None, None), r"needs a GPU, and there is none: set precision=bf16"),
+    ],
+)
+def test_a_machine_that_lacks_something_is_an_error_that_says_what(recipe, machine, message):
+    with pytest.raises(UserError, match=message):
+        check_machine(fp8(recipe), machine)
+
+
+def test_a_development_version_of_the_needed_release_will_do():
+    assert can("tensorwise", H100, engine="2.2.0.dev0+abc")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_fp8_nothing_is_asked_of_the_machine_or_the_model(dtype):
+    check_machine(PrecisionConfig(dtype), this_machine(torch.device("cpu")))
+    check_dimensions(PrecisionConfig(dtype), {"hidden size": 7})
+
+
+QWEN_05B = SimpleNamespace(
+    hidden_size=896, num_attention_heads=14, num_query_groups=2, kv_channels=64, ffn_hidden_size=4864,
+    num_moe_experts=None,
+)
+
+
+def test_dimensions_are_those_of_one_tensor_parallel_rank():
+    assert dimensions(QWEN_05B, ParallelismConfig(2)) == {
+        "hidden size": 896,
+        "queries, keys and values": (14 + 2 + 2) * 64 // 2,
+        "attention output": 14 * 64 // 2,
+        "units of an MLP": 2432,
+    }
+
+
+def test_dimensions_that_are_no_multiples_are_an_error_that_names_them():
+    sizes = {"hidden size": 896, "units of an MLP": 2416}
+    check_dimensions(fp8("tensorwise"), sizes)  # 16 divides both
+    with pytest.raises(UserError, match="mxfp8 needs multiples of 32 .* the model has units of an MLP 2416:"):
+        check_dimensions(fp8("mxfp8"), sizes)
+
+
+@pytest.mark.parametrize("precision", [fp8("delayed", fp8_margin=1), fp8("tensorwise", bf16_layers_at_start=1)])
+def test_megatrons_config_takes_what_is_set(precision):
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    configure(config, precision)
+    config.__post_init__()  # Megatron's own checks
+    assert (config.fp8, config.fp8_recipe, config.fp8_margin) == ("hybrid", precision.fp8_recipe, precision.fp8_margin)
+    assert config.first_last_layers_bf16 == (precision.bf16_layers_at_start > 0)
+    assert config.num_layers_at_start_in_bf16 == precision.bf16_layers_at_start
+    assert config.params_dtype is config.pipeline_dtype is torch.bfloat16

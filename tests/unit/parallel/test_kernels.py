@@ -1,0 +1,32 @@
+"""The Triton kernels in Triton's interpreter, in a process that has it switched on from its start; tests/gpu compiles
+and runs them on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).parents[2] / "helpers" / "kernel_cases.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", str(CASES)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def test_results_and_gradients_of_the_kernels_are_those_of_fp64(found):
+    assert len(found["errors"]) == 3 * 2 * 2 * (3 + 2)
+    too_far = {case: pair for case, pair in found["errors"].items() if not pair[0] <= pair[1]}
+    assert not too_far
+
+
+def test_a_nan_logit_is_not_hidden_by_the_kernels(found):
+    assert found["nan_is_not_hidden"]

@@ -1,0 +1,110 @@
+"""The sizes of conf/model/ against what their makers publish, and the counts against transformers' models."""
+
+import pytest
+import torch
+import yaml
+
+from nemo_edo.configuration import shipped_config_dir
+from nemo_edo.errors import UserError
+from nemo_edo.model_shape import ModelShape, check_expected, check_positions
+
+PUBLISHED = {  # numbers in the safetensors files of the models' pages on Hugging Face, tied weights counted once
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+}
+MODELS = sorted(path.stem for path in (shipped_config_dir() / "model").glob("*.yaml"))
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 130}
+
+
+def architecture(model: str) -> dict:
+    return yaml.safe_load((shipped_config_dir() / "model" / f"{model}.yaml").read_text())["architecture"]
+
+
+def transformers_config(fields: dict):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**fields)
+
+
+def test_every_pretrained_model_of_the_folder_is_checked():
+    assert set(MODELS) - {"hf", "tiny_llama"} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_parameters_are_as_many_as_published(model: str):
+    assert ModelShape.from_hf(architecture(model), model).parameters == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_transformers_understands_every_field(model: str):
+    fields = architecture(model)
+    config = transformers_config(fields)
+    known = {*type(config)().to_dict(), "head_dim"}
+    assert set(fields) <= known
+    assert (config.rope_scaling or {}).get("rope_type") == ("llama3" if model.startswith("llama") else None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("fields", [
+    {"model_type": "llama"}, {"model_type": "llama", "head_dim": 32}, {"model_type": "qwen2", "num_key_value_heads": 2},
+    {"model_type": "qwen3", "num_key_value_heads": 2},
+    {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16},
+], ids=str)
+def test_parameters_are_those_of_transformers_models(fields: dict, tied: bool):
+    from transformers import AutoModelForCausalLM
+
+    fields = {**TINY, **fields, "tie_word_embeddings": tied}
+    if fields["model_type"] == "llama":
+        fields.setdefault("num_key_value_heads", 4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(fields))
+    assert ModelShape.from_hf(fields, "test").parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "gpt2"}, "here: model_type is 'gpt2'; sizes are known for the model types llama, qwen2, qwen3"),
+    ({"vocab_size": None, "hidden_size": None}, "here has no hidden_size, vocab_size"),
+])
+def test_sizes_that_are_not_known_are_told_with_their_source(changes: dict, message: str):
+    fields = {**TINY, "model_type": "llama", **changes}
+    with pytest.raises(UserError, match=message):
+        ModelShape.from_hf(fields, "here")
+
+
+def test_sizes_that_both_name_have_to_agree():
+    expected = architecture("qwen2_5_7b")
+    check_expected(None, {"hidden_size": 1}, "here")
+    check_expected(expected, {**expected, "rope_theta": 1.0, "head_dim": 128}, "here")
+    with pytest.raises(UserError, match="here has num_hidden_layers 48, but model.architecture.num_hidden_layers is"):
+        check_expected(expected, architecture("qwen2_5_14b"), "here")
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_positions_of_the_published_models_are_known_to_megatron(model: str):
+    check_positions(architecture(model), model)
+
+
+@pytest.mark.parametrize(("model", "changes", "message"), [
+    ("qwen2_5_7b", {"rope_type": "yarn", "factor": 4.0}, "here: rope_scaling of type 'yarn' would be lost for .*qwen2"),
+    ("qwen3_8b", {"type": "linear", "factor": 2.0}, "type 'linear' would be lost"),
+    ("llama3_1_8b", {"rope_type": "dynamic"}, "type 'dynamic' would be lost"),
+    ("llama3_1_8b", {"rope_type": "llama3", "original_max_position_embeddings": 16}, "is 16; Megatron knows 8192 only"),
+])
+def test_positions_that_megatron_would_compute_otherwise_are_refused(model: str, changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        check_positions({**architecture(model), "rope_scaling": changes}, "here")

@@ -1,0 +1,183 @@
+"""Memory and time of the loss layer, hidden states to log-probabilities and back, for each way to compute it.
+
+    plain   log_softmax(linear(x)).gather, as torch writes it
+    logits  linear(x), then vocab_parallel_log_probs_and_entropy over its memory
+    fused   linear_log_probs_and_entropy, which never holds the logits
+
+Each runs in a process of its own (two with --tensor-parallel 2, which share the vocabulary), in turn, so that its peak
+is its own: the growth of the resident memory, gradients included, over what inputs and weights take. Gradients are
+compared with the plain ones, or in a split run with the fused head's of one process.
+
+    python tools/benchmarks/loss_layer.py --tokens 4096 --vocabulary 151936 --hidden 1024 --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_edo.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+
+STATUS = Path("/proc/self/status")
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **_) -> tuple[Tensor, Tensor | None]:
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    return log_probs, -(log_p.exp() * log_p).sum(-1) if entropy else None
+
+
+def logits(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **split) -> tuple[Tensor, Tensor | None]:
+    return vocab_parallel_log_probs_and_entropy(
+        F.linear(hidden, weight), targets, with_entropy=entropy, overwrite_logits=True, **split
+    )
+
+
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **split) -> tuple[Tensor, Tensor | None]:
+    return linear_log_probs_and_entropy(hidden, weight, targets, with_entropy=entropy, **split)
+
+
+HEADS = {"plain": plain, "logits": logits, "fused": fused}
+
+
+def inputs(args: argparse.Namespace, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Hidden states and a whole weight that make logits of the size of a trained model's; the same for every head."""
+    generator = torch.Generator(device).manual_seed(0)
+    make = {"generator": generator, "device": device}
+    return {
+        "hidden": torch.randn(args.tokens, args.hidden, **make).to(dtype),
+        "weight": torch.randn(args.vocabulary, args.hidden, **make).mul_(3 * args.hidden**-0.5).to(dtype),
+        "targets": torch.randint(args.vocabulary, (args.tokens,), **make),
+        "of_log_prob": torch.randn(args.tokens, **make),
+        "of_entropy": 0.1 * torch.randn(args.tokens, **make),
+    }
+
+
+def forward_backward(head, hidden: Tensor, weight: Tensor, data: dict[str, Tensor], entropy: bool, **split) -> None:
+    """One pass, which leaves the gradients of ``hidden`` and ``weight`` in them."""
+    hidden.grad = weight.grad = None
+    log_probs, entropies = head(hidden, weight, data["targets"], entropy, **split)
+    loss = (data["of_log_prob"] * log_probs).sum()
+    if entropy:
+        loss = loss + (data["of_entropy"] * entropies).sum()
+    loss.backward()
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What a process of one variant does: writes results and gradients into ``args.out``."""
+    torch.set_num_threads(args.threads)
+    data = inputs(args)
+    columns = args.vocabulary // args.processes
+    start = args.process * columns
+    weight, hidden = data["weight"][start : start + columns].clone().requires_grad_(), data["hidden"].requires_grad_()
+    del data["weight"]
+    split = {"vocab_start": start, "group": None}
+    if args.processes > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{args.out}/rendezvous", rank=args.process, world_size=args.processes
+        )
+        split["group"] = dist.group.WORLD
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before, seconds, peak = resident("VmRSS"), [], 0.0
+    for _ in range(args.repeats):
+        begun = clocks()
+        forward_backward(HEADS[args.measure], hidden, weight, data, args.entropy, **split)
+        seconds.append([now - then for now, then in zip(clocks(), begun, strict=True)])
+        peak = peak or resident("VmHWM")  # of the first pass, before which there are no gradients
+    if args.processes > 1:
+        dist.all_reduce(hidden.grad)
+    torch.save({"hidden": hidden.grad, "weight": weight.grad}, Path(args.out) / f"gradients{args.process}.pt")
+    wall, cpu = (statistics.median(values) for values in zip(*seconds, strict=True))
+    result = {"gib": peak - before, "wall": wall, "cpu": cpu}
+    (Path(args.out) / f"result{args.process}.json").write_text(json.dumps(result))
+
+
+def clocks() -> tuple[float, float]:
+    """Wall time and this process's CPU time, which other work on the machine disturbs less."""
+    return time.perf_counter(), time.process_time()
+
+
+def resident(field: str) -> float:
+    """GiB of this process's memory: VmRSS now, VmHWM at its peak."""
+    return int(re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text())[1]) / 2**20
+
+
+def run(args: argparse.Namespace, head: str, processes: int, out: Path) -> dict[str, float]:
+    """Measures a head in processes of its own: the larger memory and time of them, and where gradients are."""
+    out.mkdir()
+    settings = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocabulary", "hidden", "threads", "repeats")]
+    settings += ["--entropy"] * args.entropy + [f"--measure={head}", f"--processes={processes}", f"--out={out}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    started = [
+        subprocess.Popen([sys.executable, __file__, *settings, f"--process={process}"], env=environment)
+        for process in range(processes)
+    ]
+    if any([process.wait() for process in started]):
+        raise SystemExit(f"{head} failed")
+    results = [json.loads((out / f"result{process}.json").read_text()) for process in range(processes)]
+    return {key: max(result[key] for result in results) for key in results[0]}
+
+
+def gradient_error(out: Path, reference: Path, processes: int) -> float:
+    """The largest difference of the gradients, relative to their largest element."""
+    expected = torch.load(reference / "gradients0.pt", mmap=True)
+    columns = len(expected["weight"]) // processes
+    errors = []
+    for process in range(processes):
+        found = torch.load(out / f"gradients{process}.pt", mmap=True)
+        parts = {"hidden": slice(None), "weight": slice(process * columns, (process + 1) * columns)}
+        for name, part in parts.items():
+            scale = float(expected[name].abs().max())
+            errors.append(float((found[name] - expected[name][part]).abs().max()) / scale)
+    return max(errors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--entropy", action="store_true", help="entropies and their gradients too")
+    parser.add_argument("--heads", nargs="+", choices=sorted(HEADS), default=list(HEADS))
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="the fused head once more, split over so many")
+    for name, kind in (("measure", str), ("processes", int), ("process", int), ("out", str)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        measure(args)
+        return
+    variants = [(head, 1) for head in args.heads]
+    variants += [("fused", args.tensor_parallel)] * (args.tensor_parallel > 1)
+    print(f"{args.tokens} tokens, {args.vocabulary} entries, {args.hidden} features, fp32, {args.threads} threads")
+    with tempfile.TemporaryDirectory() as folder:
+        first, reference = None, Path(folder) / f"{args.heads[0]}1"
+        for head, processes in variants:
+            out = Path(folder) / f"{head}{processes}"
+            found = run(args, head, processes, out)
+            first = first or found
+            print(
+                f"{head:7} on {processes}: {found['gib']:6.3f} GiB ({found['gib'] / first['gib']:.3f} of the first), "
+                f"{found['wall']:7.3f} s ({found['wall'] / first['wall']:.2f}), "
+                f"{found['cpu']:7.3f} CPU s ({found['cpu'] / first['cpu']:.2f}), gradients within "
+                f"{gradient_error(out, reference, processes):.1e}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
