@@ -29,8 +29,8 @@ CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics
 
 class RunFolder:
     """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
-    ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``samples``, ``data`` and ``base`` (the built-in task's
-    problems and model), ``report.html``, and NeMo's ``logs``."""
+    ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``samples``, ``data`` and ``base`` (the
+    built-in task's problems and model), ``report.html``, and NeMo's ``logs``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

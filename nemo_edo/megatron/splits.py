@@ -75,9 +75,7 @@ def _check_experts(model: TransformerConfig | ModelShape, parallelism: Paralleli
     if not model.num_moe_experts:
         for name, size in (("expert_model_parallel_size", expert), ("expert_tensor_parallel_size", tensor or 1)):
             if size > 1:
-                raise UserError(
-                    f"parallelism.{name} {size}: the model has no experts; leave it at its default"
-                )
+                raise UserError(f"parallelism.{name} {size}: the model has no experts; leave it at its default")
         return
     _divides("expert_model_parallel_size", expert, model.num_moe_experts, "experts")
     _divides(

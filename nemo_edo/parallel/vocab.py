@@ -100,7 +100,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for chunk in _chunks(rows[:, : ctx.real]):
             real = (chunk, slice(ctx.real))
             write_gradient(grad[real], rows[real], targets[chunk], ctx.temperature, results[chunk])
-        grad[:, ctx.real :] = 0
+        if ctx.real < rows.shape[1]:
+            grad[:, ctx.real :] = 0
         if ctx.overwrite:  # kernels write without telling autograd, which then could not tell of a second use
             torch.autograd.graph.increment_version(logits)
         return grad.view(logits.shape), None, None, None, None, None, None, None
