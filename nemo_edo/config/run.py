@@ -15,7 +15,7 @@ ALGORITHMS = ("grpo", "idpo")
 """Of arms."""
 SFT = "sft"
 """The algorithm of a run without arms: the supervised training alone."""
-FUSED_FROM_COLUMNS = 4096
+FUSED_FROM_COLUMNS = 16_384
 """Of a rank's share of the vocabulary: from here on model.loss_head auto fuses. Below, the logits are small beside the
 model's activations, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
 

@@ -26,7 +26,7 @@ HOW = ("none", "waited for", "in the background")
 
 
 def write_model(folder: Path) -> None:
-    """A Llama folder of 101 million random weights, without embeddings to speak of."""
+    """A Llama folder of 103 million random weights, without embeddings to speak of."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
