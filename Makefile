@@ -7,8 +7,9 @@ KEY := $(shell cat requirements/*.txt pyproject.toml | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.installed-$(KEY)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-# More threads than one for each process only fight over the cores of a small machine.
-TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+# Test files run in two processes. More threads than one for each only fight over the cores of a small machine.
+WORKERS ?= 2
+TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: env quickstart test test-unit lint clean
 

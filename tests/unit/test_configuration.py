@@ -185,7 +185,7 @@ def test_an_arm_replaces_the_sections_alpha_by_a_coefficient_only_with_alpha_nul
     ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); the nearest known key is arms.a.alpha"),
     ({"beta": "x"}, "arms.a.beta is 'x', expected a number (arms.a)"),
     ({"beta": -1}, "arms.a.beta is -1.0, expected a number of at least 0 (arms.a)"),
-    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of sft, grpo, idpo (arms.a)"),
+    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of grpo, idpo (arms.a)"),
     ({"algoritm": "idpo"}, "unknown key arms.a.algoritm (arms.a); the nearest known key is arms.a.algorithm"),
     ({"algorithm": "idpo", "clip_high": 0.3},
      "unknown key arms.a.clip_high (arms.a); the nearest known key is arms.a.alpha"),
