@@ -150,7 +150,7 @@ def test_a_token_budget_changes_no_step(single):
 def test_packing_changes_no_step_and_leaves_no_padding(single, packed, rows):
     assert_close(single[f"{packed} trained"], single[f"{rows} trained"], atol=1e-5)
     assert all(step["padding_share"] == 0 for step in single[f"{packed} metrics"])
-    assert all(step["padding_share"] > 0 for step in single[f"{rows} metrics"])
+    assert any(step["padding_share"] > 0 for step in single[f"{rows} metrics"])
 
 
 @pytest.mark.parametrize("key", ["moved reference", "lora moved reference"])
