@@ -276,9 +276,7 @@ def _keeping(job: Job, arm: str, iteration: int, kind: str, draw: Draw) -> Draw:
 
     def draw_and_keep(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
         size = job.cfg.generation.part_size
-        in_parts = DrawnInParts(
-            store, iteration, draw, part_size=size, writes=job.is_main, before_part=stop_if_asked
-        )
+        in_parts = DrawnInParts(store, iteration, draw, part_size=size, writes=job.is_main, before_part=stop_if_asked)
         drawn = in_parts(requests)
         if job.is_main:
             store.write(iteration, drawn, rank=0, world_size=1)
