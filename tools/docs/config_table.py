@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from generated import between_markers
 
 from nemo_edo import config
 
@@ -27,12 +28,8 @@ def main() -> None:
 
 
 def updated(page: str) -> str:
-    """The page with new tables between its two markers. Raises ValueError unless it has one of each, in order."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"the page needs one line {BEGIN!r} and, below it, one line {END!r}")
-    return f"{before}{BEGIN}\n\n{settings_tables()}\n{END}{after}"
+    """The page with new tables; raises ValueError as ``between_markers`` does."""
+    return between_markers(page, BEGIN, END, settings_tables())
 
 
 def settings_tables() -> str:

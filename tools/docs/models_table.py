@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
+from generated import between_markers
 
 from nemo_edo.config import ModelConfig, ParallelismConfig, RunConfig
 from nemo_edo.configuration import compose_incomplete, shipped_config_dir
@@ -64,12 +65,8 @@ def main() -> None:
 
 
 def updated(page: str) -> str:
-    """The page with a new table between its two markers. Raises ValueError unless it has one of each, in order."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"the page needs one line {BEGIN!r} and, below it, one line {END!r}")
-    return f"{before}{BEGIN}\n\n{table(list(rows()))}\n{END}{after}"
+    """The page with a new table; raises ValueError as ``between_markers`` does."""
+    return between_markers(page, BEGIN, END, table(list(rows())))
 
 
 def table(found: list[Row]) -> str:
