@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from nemo_edo.doctor.memory import CPU_OVERHEAD, FP32, OVERHEAD, Memory, adapter
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_splits, check_world
 from nemo_edo.model_shape import ModelShape
+from nemo_edo.sizes import bytes_of
 
 DEFAULT_GPU = 80 * 10**9
 """Bytes of a GPU that is only spoken of: an H100's."""
 SHOWN_STAGES = 8
-UNITS = {"GB": 10**9, "GIB": 2**30}
 
 
 @dataclass
@@ -43,10 +42,10 @@ class Devices:
 
 def parse_bytes(text: str) -> int:
     """``80GB`` (of 10^9 bytes) or ``80GiB`` (of 2^30). Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.IGNORECASE)
-    if match is None:
+    size = bytes_of(text, ("GB", "GIB"))
+    if size is None:
         raise ValueError(f"{text!r} is not a size such as 80GB or 80GiB")
-    return round(float(match[1]) * UNITS[match[2].upper()])
+    return round(size)
 
 
 def of_machine() -> tuple[Findings, list[machine.Gpu]]:
