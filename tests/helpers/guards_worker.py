@@ -99,10 +99,7 @@ def run(model: Path, parallelism: ParallelismConfig) -> dict:
 def main(model: str, out: str, layouts: str) -> None:
     platform.init_process_group(torch.device("cpu"))
     results = {name: run(Path(model), ParallelismConfig(**sizes)) for name, sizes in json.loads(layouts).items()}
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, out)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    tiny_models.leave(results, out)
 
 
 if __name__ == "__main__":

@@ -229,10 +229,7 @@ def run(models: Path, out: Path, parallelism: ParallelismConfig, foreign: Path |
 def main(models: str, out: str, parallelism: str, foreign: str | None = None) -> None:
     platform.init_process_group(torch.device("cpu"))
     results = run(Path(models), Path(out), ParallelismConfig(**json.loads(parallelism)), foreign and Path(foreign))
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, Path(out) / "results.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    tiny_models.leave(results, Path(out) / "results.pt")
 
 
 if __name__ == "__main__":

@@ -73,10 +73,7 @@ def main(model: str, out: str, layouts: str, saved: str) -> None:
     parallelism = {name: ParallelismConfig(**values) for name, values in json.loads(layouts).items()}
     results = {name: save_and_go_on(Path(model), Path(out) / name, split) for name, split in parallelism.items()}
     loaded = {(folder, name): go_on(Path(model), Path(folder), parallelism[name]) for folder, name in json.loads(saved)}
-    if torch.distributed.get_rank() == 0:
-        torch.save({"saved": results, "loaded": loaded}, Path(out) / "results.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    tiny_models.leave({"saved": results, "loaded": loaded}, Path(out) / "results.pt")
 
 
 if __name__ == "__main__":

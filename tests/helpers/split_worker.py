@@ -54,10 +54,7 @@ def main(models: str, out: str, cases: str) -> None:
     for layout, model, sizes, with_lora in json.loads(cases):
         lora = LoRAConfig(rank=4, alpha=12.0) if with_lora else None
         results[layout, model] = measure(Path(models) / model, ParallelismConfig(**sizes), lora)
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, out)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    tiny_models.leave(results, out)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,14 @@ def build_engine(policy, **settings):
     )
 
 
+def leave(results: object, out: str | Path) -> None:
+    """The end of a worker: rank 0 writes ``results``, and every rank leaves its process groups."""
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def exported(policy, *, merged: bool = True) -> dict[str, Tensor]:
     """The weights as Hugging Face names them, with or without what adapters add to them."""
     weights = policy.built.bridge.export_hf_weights(

@@ -6,13 +6,11 @@ import math
 import os
 import runpy
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.progress import Position
@@ -177,17 +175,6 @@ def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, 
     with pytest.raises(RunStopped, match="up to step 2"):
         progress.reached(Position(0, 2, 2))
     assert begin().start == Position(0, 2, 2)
-
-
-@pytest.fixture
-def slow_writer(monkeypatch):
-    write = FileSystemWriterAsync.write_preloaded_data
-
-    def wait_and_write(*args, **kwargs):
-        time.sleep(1)
-        write(*args, **kwargs)
-
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(wait_and_write))
 
 
 def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_before_it_stays(

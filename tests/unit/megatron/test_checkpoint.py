@@ -8,7 +8,6 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.config import OptimizerConfig, ParallelismConfig
@@ -167,18 +166,6 @@ def test_saving_leaves_no_process_behind(policy, tmp_path):
 
 
 # --- in the background --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slow_writer(monkeypatch):
-    """Megatron's writer of files, after a while."""
-    write = FileSystemWriterAsync.write_preloaded_data
-
-    def wait_and_write(*args, **kwargs):
-        time.sleep(1.5)
-        write(*args, **kwargs)
-
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(wait_and_write))
 
 
 @pytest.mark.parametrize("kind", [("fp32", False), ("bf16", True)], indirect=True, ids=["fp32", "bf16, distributed"])
