@@ -15,8 +15,10 @@ from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.algorithms.iteration import Iteration, run_iterations
+from nemo_edo.algorithms.progress import FromTheBeginning, Position
 from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.data.rollout_store import RolloutStore
+from nemo_edo.errors import RunStopped
 from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.refit.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
@@ -109,6 +111,39 @@ def new_journal() -> type[Journal]:
     return Journal
 
 
+class Memory(FromTheBeginning):
+    """A Progress that keeps everything in memory, and stops the run at the n-th place where that may be done."""
+
+    def __init__(self, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
+        self.start, self.collected, self.stop_at = start or Position(), collected, stop_at
+        self.positions: list[Position] = []
+        self.asked: list[tuple] = []
+        """What was to be saved at once, and the batches to be kept, in order."""
+
+    def reached(self, position: Position) -> None:
+        self.positions.append(position)
+        if len(self.positions) == self.stop_at:
+            raise RunStopped
+
+    def save(self, position: Position) -> None:
+        self.asked.append(("save", position))
+
+    def keep_failure(self, position, batch, about) -> str:
+        self.asked.append(("failure", position, batch, about))
+        return "failures/it"
+
+    def keep(self, iteration: int, collected) -> None:
+        self.collected = collected
+
+    def kept(self, iteration: int):
+        return self.collected
+
+
+@pytest.fixture
+def new_memory() -> type[Memory]:
+    return Memory
+
+
 @pytest.fixture
 def fake_iteration(tmp_path: Path):
     """fake_iteration(algorithm="grpo", problems=..., ..., **settings of the objective): the Iteration, and where
@@ -120,6 +155,27 @@ def fake_iteration(tmp_path: Path):
         return _fake_iteration(journal or Journal(), tmp_path, Setting(**of_run), config)
 
     return build
+
+
+@pytest.fixture
+def go(fake_iteration, new_journal):
+    """go(settings, memory, folder=..., before=a journal): runs on from where ``before`` ended; gives the journal, and
+    whether it came to the end. The policy has the steps of ``before`` behind it, like one from a checkpoint."""
+
+    def run(settings: dict, memory: Memory, *, folder: str, before=None):
+        journal = new_journal()
+        iteration = fake_iteration(journal=journal, folder=folder, **settings)
+        iteration = replace(iteration, progress=memory, part_size=5)
+        if before:
+            iteration.policy.batches.extend(before.policy.batches)
+            iteration.policy.weights.extend(before.policy.weights)
+        try:
+            run_iterations(iteration, lambda t: journal.lines.append({"kind": "evaluation", "iteration": t}))
+        except RunStopped:
+            return journal, False
+        return journal, True
+
+    return run
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 
 from nemo_edo.algorithms.guards import Guards, exploration_hazards, loggable, respond
 from nemo_edo.algorithms.iteration import run_iterations
-from nemo_edo.algorithms.progress import FromTheBeginning, Position
+from nemo_edo.algorithms.progress import Position
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SFTConfig
-from nemo_edo.errors import RunStopped, StoppedByGuard
+from nemo_edo.errors import StoppedByGuard
 from nemo_edo.losses import NotFinite
 from nemo_edo.types import TrainingBatch
 
@@ -187,35 +187,17 @@ def test_a_saved_state_is_a_copy():
 # --- what is done about an alarm ----------------------------------------------------------------------------------
 
 
-class Keeper(FromTheBeginning):
-    """A Progress that notes what it is asked to keep."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple] = []
-        self.positions: list[Position] = []
-
-    def reached(self, position: Position) -> None:
-        self.positions.append(position)
-
-    def save(self, position: Position) -> None:
-        self.asked.append(("save", position))
-
-    def keep_failure(self, position, batch, about) -> str:
-        self.asked.append(("failure", position, batch, about))
-        return "failures/it"
-
-
 @pytest.fixture
 def lines() -> list[dict]:
     return []
 
 
 @pytest.fixture
-def answer(lines):
+def answer(lines, new_memory):
     """answer(alarms, progress, **more): ``respond`` with a log that ends up in ``lines``."""
 
     def call(alarms, progress=None, **more) -> None:
-        respond(alarms, Position(2, 3, 17), {"iteration": 2, "step": 16}, progress=progress or Keeper(),
+        respond(alarms, Position(2, 3, 17), {"iteration": 2, "step": 16}, progress=progress or new_memory(),
                 log=lambda kind, **values: lines.append({"kind": kind, **values}), **more)
 
     return call
@@ -237,8 +219,8 @@ def test_every_alarm_is_logged_and_the_1st_2nd_4th_and_8th_of_a_guard_are_warned
                         "bound": 1.0, "times": 1, "action": "warn"}
 
 
-def test_a_stop_saves_and_then_says_what_where_the_threshold_and_what_to_do(answer, lines):
-    progress = Keeper()
+def test_a_stop_saves_and_then_says_what_where_the_threshold_and_what_to_do(answer, lines, new_memory):
+    progress = new_memory()
     alarms = Guards(GuardsConfig(entropy=BoundsConfig(floor=0.01, action="stop"))).collection({"entropy": 0.002})
     with pytest.raises(StoppedByGuard, match=r"iteration 2, step 16: the policy's entropy \(nats a token\) is 0.002, "
                                              r"at or below guards.entropy.floor = 0.01: the policy has collapsed: "):
@@ -247,8 +229,8 @@ def test_a_stop_saves_and_then_says_what_where_the_threshold_and_what_to_do(answ
     assert [line["action"] for line in lines] == ["stop"]
 
 
-def test_a_stop_by_broken_numbers_keeps_the_batch_and_names_the_file(answer):
-    progress, batch = Keeper(), object()
+def test_a_stop_by_broken_numbers_keeps_the_batch_and_names_the_file(answer, new_memory):
+    progress, batch = new_memory(), object()
     alarms = Guards(GuardsConfig(max_skipped_steps=1)).step(step(loss=math.nan, skipped=True))
     with pytest.raises(StoppedByGuard, match="the loss is nan.*kept for nemo-edo replay: failures/it"):
         answer(alarms, progress, batch=batch, about={"exploration_weight": 0.5})
@@ -256,8 +238,8 @@ def test_a_stop_by_broken_numbers_keeps_the_batch_and_names_the_file(answer):
     assert progress.asked[0][2:] == (batch, {"exploration_weight": 0.5})
 
 
-def test_without_alarms_nothing_is_said_or_saved(answer, lines):
-    progress = Keeper()
+def test_without_alarms_nothing_is_said_or_saved(answer, lines, new_memory):
+    progress = new_memory()
     answer([], progress)
     assert (progress.asked, lines) == ([], [])
 
@@ -288,25 +270,6 @@ def test_a_run_goes_on_behind_a_step_with_a_broken_loss_which_moves_no_schedule(
         (1, "skip"), (4, "skip")]
 
 
-class Memory(Keeper):
-    """Keeps everything in memory, and stops the run at the n-th place where that may be done."""
-
-    def __init__(self, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
-        super().__init__()
-        self.start, self.collected, self.stop_at = start or Position(), collected, stop_at
-
-    def reached(self, position: Position) -> None:
-        super().reached(position)
-        if len(self.positions) == self.stop_at:
-            raise RunStopped
-
-    def keep(self, iteration: int, collected) -> None:
-        self.collected = collected
-
-    def kept(self, iteration: int):
-        return self.collected
-
-
 GUARDED = {
     "problems": 3, "iterations": 2, "epochs": 2, "minibatch_size": 4, "alpha": 0.0,
     "broken_steps": [2, 3, 6, 9, 10], "guards": GuardsConfig(reward=BoundsConfig(ceiling=0.2, in_a_row=2)),
@@ -318,34 +281,23 @@ def without_clocks(lines: list[dict]) -> list[dict]:
 
 
 @pytest.mark.filterwarnings("ignore:iteration")
-def test_a_run_killed_around_skipped_steps_and_gone_on_with_logs_what_an_unbroken_one_does(fake_iteration, new_journal):
-    def go(memory: Memory, folder: str, before=None):
-        journal = new_journal()
-        run = replace(fake_iteration(journal=journal, folder=folder, **GUARDED), progress=memory)
-        if before:
-            run.policy.batches.extend(before.policy.batches)
-        try:
-            run_iterations(run, lambda t: None)
-        except RunStopped:
-            pass
-        return journal
-
-    memory = Memory()
-    whole = go(memory, "whole")
+def test_a_run_killed_around_skipped_steps_and_gone_on_with_logs_what_an_unbroken_one_does(go, new_memory):
+    memory = new_memory()
+    whole, _ = go(GUARDED, memory, folder="whole")
     assert steps_of(whole)[-1]["skipped_steps"] == 5
     assert [line["guard"] for line in whole.lines if line["kind"] == "guard"].count("guards.reward.ceiling") == 1
     for stop_at, position in enumerate(memory.positions, start=1):
         if not position.step:
             continue
-        stopping = Memory(stop_at=stop_at)
-        first = go(stopping, f"stopped {stop_at}")
+        stopping = new_memory(stop_at=stop_at)
+        first, _ = go(GUARDED, stopping, folder=f"stopped {stop_at}")
         saved = Position(**json.loads(json.dumps(asdict(stopping.positions[-1]))))
-        second = go(Memory(saved, stopping.collected), f"stopped {stop_at}", first)
+        second, _ = go(GUARDED, new_memory(saved, stopping.collected), folder=f"stopped {stop_at}", before=first)
         assert without_clocks(first.lines + second.lines) == without_clocks(whole.lines)
 
 
-def test_broken_steps_in_a_row_stop_the_run_where_it_can_go_on_behind_them(fake_iteration, new_journal):
-    journal, memory = new_journal(), Memory()
+def test_broken_steps_in_a_row_stop_the_run_where_it_can_go_on_behind_them(fake_iteration, new_journal, new_memory):
+    journal, memory = new_journal(), new_memory()
     run = replace(fake_iteration(journal=journal, iterations=1, minibatch_size=2, alpha=0.0, broken_steps=[2, 3, 4]),
                   progress=memory)
     with pytest.warns(UserWarning, match="step not taken"), pytest.raises(
@@ -358,8 +310,8 @@ def test_broken_steps_in_a_row_stop_the_run_where_it_can_go_on_behind_them(fake_
     assert position.guards["skipped_in_a_row"] == 3
 
 
-def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, new_journal):
-    journal, memory = new_journal(), Memory()
+def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, new_journal, new_memory):
+    journal, memory = new_journal(), new_memory()
     guards = GuardsConfig(reward=BoundsConfig(floor=0.25, action="stop"))
     run = replace(fake_iteration(journal=journal, iterations=1, minibatch_size=2, alpha=0.0, guards=guards),
                   progress=memory)
@@ -382,7 +334,7 @@ def test_samples_whose_probabilities_are_no_numbers_stop_the_run_with_the_reason
 
 
 @pytest.mark.filterwarnings("ignore:step")
-def test_the_warm_up_skips_broken_steps_too_and_stops_after_so_many(lines):
+def test_the_warm_up_skips_broken_steps_too_and_stops_after_so_many(lines, new_memory):
     class Policy:
         steps = 0
 
@@ -392,7 +344,7 @@ def test_the_warm_up_skips_broken_steps_too_and_stops_after_so_many(lines):
 
     def learn(most: int):
         solutions = [((100 + place, 7), (8, 9)) for place in range(4)]
-        progress = Keeper()
+        progress = new_memory()
         train_supervised(Policy(), solutions, SFTConfig(steps=6, batch_size=2), pad_id=0, seed=0, progress=progress,
                          log=lambda kind, **values: lines.append({"kind": kind, **values}),
                          guards=GuardsConfig(max_skipped_steps=most))

@@ -15,7 +15,7 @@ from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.progress import Position
 from nemo_edo.config import ScheduleConfig
 from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.errors import UserError
 from nemo_edo.losses import build_schedule
 
 
@@ -407,27 +407,6 @@ def test_eto_with_one_step_a_collection_does_not_warn_and_ed_idpo_does(run_fake)
 # --- stopped and gone on with -------------------------------------------------------------------------------------
 
 
-class Memory:
-    """A Progress that keeps everything in memory, and stops the run at the n-th place where that may be done."""
-
-    def __init__(self, *, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
-        self.start = start or Position()
-        self.collected = collected
-        self.positions: list[Position] = []
-        self.stop_at = stop_at
-
-    def reached(self, position: Position) -> None:
-        self.positions.append(position)
-        if len(self.positions) == self.stop_at:
-            raise RunStopped
-
-    def keep(self, iteration: int, collected) -> None:
-        self.collected = collected
-
-    def kept(self, iteration: int):
-        return self.collected
-
-
 SCHEDULED = {"schedule": ScheduleConfig(kind="linear", steps=9, final_factor=0.5), **COEFFICIENT}
 RESUMED = [
     {"problems": 3, "iterations": 3, "epochs": 2, "minibatch_size": 8, **SCHEDULED},
@@ -437,39 +416,18 @@ RESUMED = [
 ]
 
 
-@pytest.fixture
-def go(fake_iteration, new_journal):
-    """go(settings, memory, folder=..., before=a journal): runs on from where ``before`` ended; gives the journal, and
-    whether it came to the end. The policy has the steps of ``before`` behind it, like one from a checkpoint."""
-
-    def run(settings: dict, memory: Memory, *, folder: str, before=None):
-        journal = new_journal()
-        iteration = fake_iteration(journal=journal, folder=folder, **settings)
-        iteration = replace(iteration, progress=memory, part_size=5)
-        if before:
-            iteration.policy.batches.extend(before.policy.batches)
-            iteration.policy.weights.extend(before.policy.weights)
-        try:
-            run_iterations(iteration, lambda t: journal.lines.append({"kind": "evaluation", "iteration": t}))
-        except RunStopped:
-            return journal, False
-        return journal, True
-
-    return run
-
-
 @pytest.mark.parametrize("settings", RESUMED, ids=["grpo", "idpo", "dynamic sampling"])
-def test_a_run_stopped_at_any_place_and_gone_on_with_does_what_an_unbroken_one_does(go, settings: dict):
-    memory = Memory()
+def test_a_run_stopped_at_any_place_and_gone_on_with_does_what_an_unbroken_one_does(go, settings: dict, new_memory):
+    memory = new_memory()
     whole, finished = go(settings, memory, folder="whole")
     assert finished and len(memory.positions) > 8
     for stop_at in range(1, len(memory.positions) + 1):
         folder = f"stopped {stop_at}"
-        stopping = Memory(stop_at=stop_at)
+        stopping = new_memory(stop_at=stop_at)
         first, finished = go(settings, stopping, folder=folder)
         assert not finished
         position = Position(**json.loads(json.dumps(asdict(stopping.positions[-1]))))
-        resumed = Memory(start=position, collected=stopping.collected)
+        resumed = new_memory(start=position, collected=stopping.collected)
         second, finished = go(settings, resumed, folder=folder, before=first)
         assert finished
         # What was logged behind the place that is gone on from, inside a collection, is logged again.
@@ -489,14 +447,14 @@ def is_before(line: dict, position: Position) -> bool:
     return line["iteration"] < position.iteration or (line["iteration"] == position.iteration and position.step > 0)
 
 
-def test_a_collection_that_was_broken_off_draws_only_what_is_not_on_disk(go):
+def test_a_collection_that_was_broken_off_draws_only_what_is_not_on_disk(go, new_memory):
     settings = {"problems": 3, "iterations": 1, "minibatch_size": 6, "alpha": 0.0}
-    stopping = Memory(stop_at=4)  # the beginning, and before each of the three parts: the third is not drawn
+    stopping = new_memory(stop_at=4)  # the beginning, and before each of the three parts: the third is not drawn
     first, _ = go(settings, stopping, folder="parts")
-    second, _ = go(settings, Memory(), folder="parts", before=first)
+    second, _ = go(settings, new_memory(), folder="parts", before=first)
     assert [event[2] for event in first.of_kind("generate")] == [5, 5]
     assert [event[2] for event in second.of_kind("generate")] == [2]
-    third, _ = go(settings, Memory(), folder="parts", before=first)
+    third, _ = go(settings, new_memory(), folder="parts", before=first)
     assert third.of_kind("generate") == []
 
 
@@ -504,11 +462,11 @@ def test_a_collection_that_was_broken_off_draws_only_what_is_not_on_disk(go):
     ({"seed": 7}, "a response with seed [0-9]+ there where [0-9]+ is asked for here"),
     ({"samples_per_prompt": 3}, "a response with (sample_index|problem_id) .* there where"),
 ])
-def test_parts_of_another_run_are_refused_with_both_sides(go, change: dict, told: str):
+def test_parts_of_another_run_are_refused_with_both_sides(go, change: dict, told: str, new_memory):
     settings = {"problems": 3, "iterations": 1, "minibatch_size": 6, "alpha": 0.0}
-    go(settings, Memory(stop_at=4), folder="parts")
+    go(settings, new_memory(stop_at=4), folder="parts")
     with pytest.raises(UserError, match=rf"parts: iteration 0 has {told}"):
-        go({**settings, **change}, Memory(), folder="parts")
+        go({**settings, **change}, new_memory(), folder="parts")
 
 
 # --- given rollouts -----------------------------------------------------------------------------------------------
