@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from llama import write_model
 
 from nemo_edo.tracking import quiet_libraries
 
@@ -90,7 +91,7 @@ def compare_steps(name: str, rounds: int) -> None:
     device = device_and_groups(parallelism, seed=0, threads=1)
     policies = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), MODELS[name])
+        write_model(Path(folder), context=512, **MODELS[name])
         for attention in ("local", "sdpa"):
             built = build_model(Path(folder), parallelism, precision, device, attention=attention)
             policies[attention] = MegatronPolicy(built, parallelism, precision, device)
@@ -119,22 +120,6 @@ def compare_steps(name: str, rounds: int) -> None:
     for variant, taken in seconds.items():
         padding = paddings[variant.split(", ")[1]]
         print(f"  {variant:20} {1e3 * taken:8.0f} ms, {slowest / taken:.2f} times as fast, padding {padding:.0%}")
-
-
-def write_model(folder: Path, architecture: dict) -> None:
-    """A Llama folder with random weights, head size 64, 64 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        head_dim=64,
-        num_key_value_heads=architecture["num_attention_heads"],
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        **architecture,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def random_batch(lengths: list[int]):

@@ -18,24 +18,14 @@ import time
 from pathlib import Path
 
 import torch
+from llama import write_model
 
 from nemo_edo.tracking import quiet_libraries
 
 ROWS, TOKENS = 4, 64
+ARCHITECTURE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+"""103 million weights, without embeddings to speak of."""
 HOW = ("none", "waited for", "in the background")
-
-
-def write_model(folder: Path) -> None:
-    """A Llama folder of 103 million random weights, without embeddings to speak of."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
-    config = LlamaConfig(vocab_size=64, max_position_embeddings=128, tie_word_embeddings=True, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="1").save_pretrained(folder)
 
 
 def build_policy(folder: Path, threads: int | None, distributed: bool):
@@ -46,7 +36,7 @@ def build_policy(folder: Path, threads: int | None, distributed: bool):
     parallelism, precision = ParallelismConfig(use_distributed_optimizer=distributed), PrecisionConfig()
     device = device_and_groups(parallelism, seed=0, threads=threads)
     if torch.distributed.get_rank() == 0:
-        write_model(folder)
+        write_model(folder, **ARCHITECTURE)
     torch.distributed.barrier()
     policy = MegatronPolicy(build_model(folder, parallelism, precision, device), parallelism, precision, device)
     policy.reset_optimizer(OptimizerConfig(), total_steps=1000)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from llama import write_model
 
 from nemo_edo.tracking import quiet_libraries
 
@@ -26,26 +27,6 @@ ARCHITECTURES = {
     "443k": {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2},
     "quickstart": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2},
 }
-
-
-def write_model(folder: Path, architecture: dict) -> None:
-    """A Llama folder with random weights: two layers, head size 64, 64 tokens."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        num_hidden_layers=2,
-        head_dim=64,
-        num_key_value_heads=architecture["num_attention_heads"],
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        **architecture,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="1").save_pretrained(folder)
 
 
 @torch.inference_mode()
@@ -89,7 +70,7 @@ def main() -> None:
 
     device = device_and_groups(ParallelismConfig(), seed=0, threads=args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), ARCHITECTURES[args.model])
+        write_model(Path(folder), num_hidden_layers=2, **ARCHITECTURES[args.model])
         built = build_model(Path(folder), ParallelismConfig(), PrecisionConfig(), device)
     numbers = random.Random(0)
     questions = [tuple(numbers.choices(range(2, 64), k=PROMPT_TOKENS)) for _ in range(args.sequences // SAMPLES)]
