@@ -116,7 +116,7 @@ def train_arm(job: Job, arm: str) -> list:
         iteration = _iteration(job, model, arm)
         try:
             run_iterations(iteration, short_evaluation)
-        except RunStopped:  # in an evaluation: the training before it is not lost
+        except (RunStopped, StoppedByGuard):  # in an evaluation, say: the training before it is not lost
             iteration.progress.settle()
             raise
         iteration.progress.settle()

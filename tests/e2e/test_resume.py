@@ -28,8 +28,8 @@ SETTINGS = [
     "model.architecture.hidden_size=64", "model.architecture.intermediate_size=64",
     "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.every=1", "evaluation.bootstrap=10",
     "generation.part_size=12", "checkpoint.every_steps=2", "checkpoint.best=accuracy",
-    "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8", "grpo.optimizer.lr=1e-3",
-    "grpo.beta=0.1", "grpo.optimizer.warmup_steps=0", "grpo.dynamic_sampling=true",
+    "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8", "grpo.epochs=3",
+    "grpo.optimizer.lr=1e-3", "grpo.beta=0.1", "grpo.optimizer.warmup_steps=0", "grpo.dynamic_sampling=true",
     "idpo.iterations=2", "idpo.minibatch_size=3", "idpo.micro_batch_size=8", "idpo.optimizer.lr=1e-3",
     "idpo.reference=ema", "idpo.ema_decay=0.5", "idpo.schedule.kind=gradient-share", "idpo.problems_per_iteration=6",
     "~arms", "+arms={grpo: {alpha: 0.5}, idpo: {algorithm: idpo, exploration_coefficient: 0.05}}",
@@ -40,8 +40,8 @@ DEATHS = [
     ["nemo_edo.megatron.checkpoint:write_checksums", 2],  # a checkpoint is half written
     ["nemo_edo.run_folder:RunFolder.write_evaluation", 1],
     ["nemo_edo.run_folder:RunFolder.note", 1],  # the warm-up is done, and nobody knows
-    ["nemo_edo.generation.megatron_engine:MegatronEngine._batch", 6],  # the second part of GRPO's first collection
-    ["nemo_edo.data.rollout_store:RolloutStore.write", 1],
+    ["nemo_edo.generation.megatron_engine:MegatronEngine._batch", 4],  # the second part of GRPO's first collection
+    ["nemo_edo.data.rollout_store:RolloutStore.write", 3],  # after the two of an evaluation
     ["nemo_edo.algorithms.grpo:GRPO.build", 1],
     ["nemo_edo.progress:write_collected", 1],
     ["nemo_edo.progress:SavedProgress._prune", 1],
@@ -168,7 +168,7 @@ def runs(train) -> tuple[Path, dict[str, list[dict]]]:
         "asked": train("asked", ends=REQUESTS),
         "in the background": train("in the background", "checkpoint.asynchronous=true", ends=DEATHS_BESIDE_A_WRITER),
         "lora": train("lora", *LORA),
-        "lora, killed": train("lora, killed", *LORA, ends=DEATHS_WITH_LORA),
+        "lora and killed": train("lora and killed", *LORA, ends=DEATHS_WITH_LORA),
         "collected": train("collected", verb="collect"),
         "trained on collected": train("collected"),
         "given": train("given", f"train.rollouts={train.folder}/whole/rollouts"),
@@ -186,7 +186,7 @@ def test_a_run_killed_in_every_stage_ends_as_one_that_was_not(runs):
 
 
 @pytest.mark.parametrize(("name", "deaths", "whole"), [
-    ("in the background", DEATHS_BESIDE_A_WRITER, "whole"), ("lora, killed", DEATHS_WITH_LORA, "lora")])
+    ("in the background", DEATHS_BESIDE_A_WRITER, "whole"), ("lora and killed", DEATHS_WITH_LORA, "lora")])
 def test_a_run_killed_as_checkpoints_are_written_in_the_background_or_with_lora_ends_as_one_that_was_not(
     runs, name: str, deaths: list, whole: str
 ):

@@ -174,6 +174,19 @@ def test_runs_that_differ_in_more_than_arms_and_seeds_are_refused_with_both_valu
     assert "alpha=0.1,seed=1 cannot be compared" in message
 
 
+def test_runs_may_differ_in_what_does_not_change_how_an_arm_learns(sweep):
+    folder = sweep()
+    change_config(folder / "alpha=0.1,seed=1", model__loss_head="fused", guards__max_skipped_steps=9, threads=7,
+                  grpo__reference_placement="resident")
+    assert len(read_runs(find_runs([str(folder)])).arms) == 2
+
+
+def test_runs_that_skip_other_steps_are_refused(sweep):
+    folder = sweep()
+    change_config(folder / "alpha=0.1,seed=1", guards__on_grad_norm_spike="skip")
+    assert "guards.on_grad_norm_spike is 'warn' in the one and 'skip' in the other" in refusal(folder)
+
+
 def test_the_first_of_several_differences_is_the_one_named(sweep):
     folder = sweep()
     change_config(folder / "alpha=0.1,seed=1", evaluation__samples=4, model__seq_length=7)
