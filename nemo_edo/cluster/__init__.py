@@ -1,0 +1,1 @@
+"""Runs on a cluster: the job that is submitted, the check of its nodes, and what a task does (docs/cluster.md)."""

@@ -1,0 +1,78 @@
+"""What ``nemo-edo launch`` does: checks a config as ``train`` would, and makes a job of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_edo.cluster import slurm
+from nemo_edo.cluster.slurm import Launch, Member
+from nemo_edo.config import ClusterConfig, RunConfig
+from nemo_edo.configuration import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
+from nemo_edo.errors import UserError
+from nemo_edo.run_folder import LAUNCH, RunFolder
+from nemo_edo.sweep import plan_sweep, quoted, write_members
+
+
+def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, multirun: bool) -> Launch:
+    """The job of a config, or of a sweep. Raises ConfigError or UserError where it cannot run; writes nothing."""
+    # Runs stand at one place for whoever starts, whatever folder a job begins in.
+    named = [override for override in overrides if override.startswith("output_dir=")]
+    given = compose_incomplete(config_name, named, config_dir)[0].output_dir
+    overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
+    launch = _sweep(config_name, overrides, config_dir) if multirun else _run(config_name, overrides, config_dir)
+    _require_slurm(launch.cluster)
+    if not launch.waiting:
+        raise UserError(f"nothing is left to run: {launch.members[0].run} is finished, and so are all others")
+    return launch
+
+
+def _run(config_name: str, overrides: list[str], config_dir: str | None) -> Launch:
+    cfg = compose_run(config_name, overrides, config_dir)
+    arm_configs(cfg)
+    folder = RunFolder(Path(cfg.output_dir) / cfg.name)
+    config = resolved_yaml(cfg)
+    folder.check_free(config)
+    if folder.is_finished:
+        raise UserError(f"{folder.path} is finished already; choose another name=..., or remove it")
+    _require_servers(cfg)
+    members = (Member(cfg.name, config, folder.path),)
+    return Launch(cfg.name, folder.path / LAUNCH, members, (0,), cfg.cluster, cfg.generation.servers.start_limit_s)
+
+
+def _sweep(config_name: str, overrides: list[str], config_dir: str | None) -> Launch:
+    sweep = plan_sweep(config_name, overrides, config_dir)
+    members = tuple(Member(member.name, member.config, sweep.folder / member.name) for member in sweep.members)
+    waiting = tuple(place for place, member in enumerate(sweep.members) if not sweep.finished(member))
+    first = compose_run(config_name, list(sweep.members[0].overrides), config_dir)
+    _require_servers(first)
+    limit = first.generation.servers.start_limit_s
+    launch = Launch(sweep.folder.name, sweep.folder / LAUNCH, members, waiting, first.cluster, limit, sweep.folder)
+    return replace(launch, describe=lambda: write_members(sweep))
+
+
+def _require_servers(cfg: RunConfig) -> None:
+    if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
+        raise ConfigError(
+            "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
+            "generation.servers.urls"
+        )
+
+
+def _require_slurm(cluster: ClusterConfig) -> None:
+    if cluster.kind != "slurm":
+        raise ConfigError(
+            f"cluster.kind is {cluster.kind!r}: launch needs cluster=slurm (conf/cluster/); train runs here"
+        )
+
+
+def launch(plan: Launch, *, dry_run: bool) -> str:
+    """Submits a plan and says how to follow it; dry_run: returns its script and writes nothing."""
+    if dry_run:
+        return slurm.job_script(plan)
+    slurm.write_snapshot(plan)
+    jobs = slurm.submit(plan)
+    lines = [f"submitted {', '.join(jobs)}: {plan.folder}/job.sh"]
+    lines.append(f"logs: {plan.folder}/job_*.log, and of each process in {plan.folder}/attempts")
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Generation servers on the server nodes of a job, and how the trainer's tasks find them.
+
+Each node's task starts the servers that the config asks of a machine (``generation.servers.replicas``), and writes
+their URLs into the attempt's folder once they are ready. The key that they ask for is made by the job's script and
+stands in the environment of both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_edo.cluster.control import control_folder
+from nemo_edo.config import RunConfig
+from nemo_edo.configuration import compose_run
+from nemo_edo.errors import UserError
+from nemo_edo.files import replacing
+
+KEY = "NEMO_EDO_SERVER_KEY"
+"""The environment variable that has the servers' key."""
+LOOK_EVERY_S = 0.5
+
+
+def serve(config_name: str, config_dir: str) -> None:
+    """Starts this node's servers and stays with them. Raises UserError once one of them has ended."""
+    from nemo_edo.factory import model_folder, write_builtin_files
+    from nemo_edo.generation import servers
+    from nemo_edo.run_folder import RunFolder
+
+    attempt, node = control_folder(), os.environ["SLURM_PROCID"]
+    cfg = _of_all_interfaces(compose_run(config_name, [], config_dir))
+    own = RunFolder(attempt / f"server_node_{node}")
+    if cfg.model.path is None:  # the first refit brings the trainer's weights
+        write_builtin_files(cfg, own)
+    gpus = _gpus()
+    servers.check_servers(cfg, gpus)
+    replicas = servers.build_replicas(cfg, model_folder(cfg, own), own.path, gpus, key=os.environ[KEY])
+    servers.start(replicas, cfg.model.seq_length)
+    urls = [f"http://{_address()}:{replica.url.rpartition(':')[2]}" for replica in replicas]
+    _write(_urls(attempt, node), urls)
+    while not any(replica.has_ended for replica in replicas):
+        time.sleep(LOOK_EVERY_S)
+    ended = next(replica for replica in replicas if replica.has_ended)
+    raise UserError(f"{ended} has ended{ended.log_tail()}")
+
+
+def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
+    """What tells a trainer of the servers of ``nodes`` nodes, once all of them are ready. Raises UserError after the
+    limit."""
+    attempt, deadline = control_folder(), time.monotonic() + limit_s
+    paths = [_urls(attempt, str(node)) for node in range(nodes)]
+    while missing := [path for path in paths if not path.is_file()]:
+        if time.monotonic() > deadline:
+            raise UserError(f"the servers of {len(missing)} of {nodes} nodes are not ready after {limit_s:g} s")
+        time.sleep(LOOK_EVERY_S)
+    urls = [url for path in paths for url in json.loads(path.read_text(encoding="utf-8"))]
+    return [f"generation.servers.urls={json.dumps(urls)}", f"generation.servers.api_key_variable={KEY}"]
+
+
+def _of_all_interfaces(cfg: RunConfig) -> RunConfig:
+    """The trainer reaches the servers from other nodes."""
+    listening = replace(cfg.generation.servers, host="0.0.0.0")
+    return replace(cfg, generation=replace(cfg.generation, servers=listening))
+
+
+def _address() -> str:
+    """By which other nodes know this one."""
+    for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
+        try:
+            socket.gethostbyname(name)
+        except OSError:
+            continue
+        return name
+    raise UserError(f"neither Slurm's name of this node nor {socket.gethostname()} is a name that resolves here")
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _urls(attempt: Path, node: str) -> Path:
+    return attempt / f"servers_{node}.json"
+
+
+def _write(path: Path, urls: list[str]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(urls).encode())

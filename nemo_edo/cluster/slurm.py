@@ -1,0 +1,221 @@
+"""sbatch scripts for runs and sweeps, and their submission."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from nemo_edo.config import ClusterConfig
+from nemo_edo.configuration import shipped_config_dir
+from nemo_edo.errors import UserError
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a job: its name, its resolved config, and the folder that it trains in."""
+
+    name: str
+    config: str
+    run: Path
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is submitted: a run, or a sweep's members as an array."""
+
+    name: str
+    folder: Path
+    """Gets the script, the snapshot of code and config, and what each attempt leaves."""
+    members: tuple[Member, ...]
+    waiting: tuple[int, ...]
+    """Places of the members that are still to be run."""
+    cluster: ClusterConfig
+    server_limit_s: float
+    """Seconds that servers may take until they are ready."""
+    sweep: Path | None = None
+    """A sweep's folder, which a report is made of at its end."""
+    describe: Callable[[], None] = lambda: None
+    """Writes what a sweep's folder says of its members."""
+
+
+# --- scripts ------------------------------------------------------------------------------------------------------
+
+
+def job_script(launch: Launch) -> str:
+    """The sbatch script that trains."""
+    cluster = launch.cluster
+    per_node = cluster.processes_per_node
+    return _template("job.sh.j2").render(
+        options=_options(launch),
+        setup=cluster.setup,
+        launch=str(launch.folder),
+        members=launch.sweep is not None,
+        environment=sorted(cluster.environment.items()),
+        code=str(launch.folder / "code"),
+        nodes=cluster.nodes,
+        server_nodes=cluster.server_nodes,
+        server_limit_s=f"{launch.server_limit_s:g}",
+        processes_per_node=per_node,
+        tasks_per_node=1 if cluster.launcher == "torchrun" else per_node,
+        launcher=cluster.launcher,
+        requeues=cluster.requeues,
+        health_limit_s=f"{cluster.health_limit_s:g}" if cluster.health_limit_s else "",
+        shared_folder=cluster.shared_folder or str(launch.folder),
+        step_options=_step_options(launch),
+        run_in_container=_container_command(launch),
+        python=_python(cluster),
+    )
+
+
+def report_script(launch: Launch) -> str:
+    """The sbatch script that writes a sweep's report once all of its members have ended."""
+    cluster = launch.cluster
+    command = [_python(cluster), "-m", "nemo_edo.cluster.finish", str(launch.folder), str(launch.sweep)]
+    return _template("report.sh.j2").render(
+        options=[
+            f"--job-name={_name(launch)}-report",
+            *("--nodes=1", "--ntasks=1", f"--output={launch.folder}/report_%j.log"),
+            *_site(cluster),
+        ],
+        setup=cluster.setup,
+        environment=sorted(cluster.environment.items()),
+        code=str(launch.folder / "code"),
+        step_options=_step_options(launch),
+        command=_container_command(launch) + shlex.join(command),
+    )
+
+
+def _options(launch: Launch) -> list[str]:
+    cluster = launch.cluster
+    log = "%A_%a" if launch.sweep else "%j"
+    options = [
+        f"--job-name={_name(launch)}",
+        f"--nodes={cluster.nodes + cluster.server_nodes}",
+        f"--ntasks-per-node={cluster.processes_per_node}",
+        f"--output={launch.folder}/job_{log}.log",
+        "--open-mode=append",
+        "--requeue" if cluster.requeues else "--no-requeue",
+    ]
+    if launch.sweep:
+        limit = f"%{cluster.array_limit}" if cluster.array_limit else ""
+        options.append(f"--array={','.join(map(str, launch.waiting))}{limit}")
+    if cluster.stop_before_s:
+        options.append(f"--signal=B:USR1@{cluster.stop_before_s}")
+    if cluster.gpus_per_node:
+        options.append(f"--gpus-per-node={cluster.gpus_per_node}")
+    if cluster.time_limit:
+        options.append(f"--time={cluster.time_limit}")
+    return (
+        options + _site(cluster) + [_option(key, value) for key, value in cluster.options.items() if value is not False]
+    )
+
+
+def _site(cluster: ClusterConfig) -> list[str]:
+    given = {"account": cluster.account, "partition": cluster.partition, "qos": cluster.qos}
+    return [_option(key, value) for key, value in given.items() if value is not None]
+
+
+def _option(key: str, value: object) -> str:
+    return f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}"
+
+
+def _name(launch: Launch) -> str:
+    return "".join(c if c.isalnum() or c in "._=-" else "_" for c in launch.name)
+
+
+def _step_options(launch: Launch) -> str:
+    container = launch.cluster.container
+    if container.kind != "pyxis":
+        return ""
+    mounts = ",".join(_mounts(launch))
+    options = [f"--container-image={container.image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
+    return shlex.join(options)
+
+
+def _container_command(launch: Launch) -> str:
+    """What stands before a task's command, with a space behind it; empty where nothing does."""
+    container = launch.cluster.container
+    if container.kind != "apptainer":
+        return ""
+    gpus = ["--nv"] if launch.cluster.gpus_per_node else []
+    mounts = [f"--bind={mount}" for mount in _mounts(launch)]
+    return shlex.join(["apptainer", "exec", *gpus, *mounts, container.image]) + " "
+
+
+def _mounts(launch: Launch) -> list[str]:
+    """The run's folders stand at the same paths inside and outside."""
+    own = {str(launch.folder), *(str(member.run.parent) for member in launch.members)}
+    if launch.cluster.shared_folder:
+        own.add(launch.cluster.shared_folder)
+    return [*(f"{path}:{path}" for path in sorted(own)), *launch.cluster.container.mounts]
+
+
+def _python(cluster: ClusterConfig) -> str:
+    return cluster.python or (sys.executable if cluster.container.kind == "none" else "python3")
+
+
+def _template(name: str):
+    environment = Environment(
+        loader=PackageLoader("nemo_edo.cluster"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell, not HTML: what is put in is quoted by shlex
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(name)
+
+
+# --- submission ---------------------------------------------------------------------------------------------------
+
+
+def write_snapshot(launch: Launch) -> None:
+    """The code and the configs as they are now, whatever is edited before the job starts; and the scripts."""
+    launch.describe()
+    code = launch.folder / "code"
+    shutil.rmtree(code, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, code / "nemo_edo", ignore=ignored)
+    if not (PACKAGE / "conf").is_dir():
+        shutil.copytree(shipped_config_dir(), code / "conf", ignore=ignored)
+    members = launch.folder / "members"
+    members.mkdir(parents=True, exist_ok=True)
+    for place, member in enumerate(launch.members):
+        (members / f"{place}.yaml").write_text(member.config, encoding="utf-8")
+        arguments = ["train", "--config-path", str(members), "--config-name", str(place)]
+        (members / f"{place}.json").write_text(json.dumps(arguments), encoding="utf-8")
+    (launch.folder / "job.sh").write_text(job_script(launch), encoding="utf-8")
+    if launch.sweep:
+        names = {place: member.name for place, member in enumerate(launch.members)}
+        (launch.folder / "members.json").write_text(json.dumps(names, indent=1), encoding="utf-8")
+        (launch.folder / "report.sh").write_text(report_script(launch), encoding="utf-8")
+
+
+def submit(launch: Launch) -> list[str]:
+    """Submits what ``write_snapshot`` wrote; returns the jobs' numbers. Raises UserError with what sbatch says."""
+    jobs: list[str] = []
+    for _ in range(launch.cluster.chain):
+        jobs.append(_sbatch(launch.folder / "job.sh", jobs[-1:]))
+    if launch.sweep:
+        jobs.append(_sbatch(launch.folder / "report.sh", jobs[-1:]))
+    return jobs
+
+
+def _sbatch(script: Path, after: Sequence[str]) -> str:
+    dependency = [f"--dependency=afterany:{':'.join(after)}"] if after else []
+    try:
+        done = subprocess.run(["sbatch", "--parsable", *dependency, str(script)], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise UserError(f"no sbatch on this machine: submit {script} from a node that has Slurm") from error
+    if done.returncode:
+        raise UserError(f"sbatch refused {script}: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,92 @@
+"""A two-node Slurm for the whole suite, and launches in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def _helper(name: str) -> ModuleType:
+    path = Path(__file__).parents[1] / "helpers" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+slurm_cluster = _helper("slurm_cluster")
+
+TINY = [
+    "threads=1", "sft.steps=12", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
+    "data.arithmetic.warmup_problems=64", "data.arithmetic.train_problems=12", "data.arithmetic.test_problems=6",
+    "sampling.samples_per_prompt=4", "sampling.max_new_tokens=24", "evaluation.samples=2", "evaluation.rollouts=1",
+    "evaluation.bootstrap=10", "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8",
+    "grpo.micro_batch_size=8", "checkpoint.every_steps=2", "~arms",
+]
+"""The quickstart's training in seconds."""
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    absent = slurm_cluster.missing()
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge")
+    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+class Launcher:
+    """``nemo-edo`` with a folder for its runs."""
+
+    def __init__(self, cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+
+    def nemo_edo(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "nemo_edo", *arguments], env=self.cluster.environment, text=True,
+                              capture_output=True, cwd=self.folder, timeout=600)
+
+    def settings(self, name: str, *overrides: str) -> list[str]:
+        return [f"name={name}", f"output_dir={self.folder}", *TINY, *overrides]
+
+    def launch(self, name: str, *overrides: str) -> list[str]:
+        """The numbers of the jobs that are submitted."""
+        slurm = ["cluster=slurm", "cluster.processes_per_node=1"]
+        done = self.nemo_edo("launch", *self.settings(name, *slurm, *overrides))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[0].removeprefix("submitted ").partition(":")[0].split(", ")
+
+    def wait(self, name: str, job: str, *states: str, limit_s: float = 300) -> None:
+        """Until the job is in one of the states; shows its logs where it comes to another end."""
+        found = self.cluster.wait_for(job, *states, "FAILED", "CANCELLED", "COMPLETED", limit_s=limit_s)
+        assert found in states, f"{found}: {self.logs(name)}"
+
+    def wait_for_steps(self, name: str, count: int, limit_s: float = 500) -> None:
+        """Until the run has logged so many steps of its warm-up."""
+        until = time.monotonic() + limit_s
+        while len(self.metrics(name, "sft_step")) < count:
+            assert time.monotonic() < until, self.logs(name)
+            time.sleep(0.1)
+
+    def free_port(self) -> int:
+        return slurm_cluster.free_ports(1)[0]
+
+    def logs(self, name: str) -> str:
+        found = sorted((self.folder / name / "launch").rglob("*.log"))
+        return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in found)
+
+    def metrics(self, name: str, kind: str) -> list[dict]:
+        path = self.folder / name / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [{key: value for key, value in line.items() if key != "time"} for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture(scope="session")
+def launcher(slurm, tmp_path_factory) -> Launcher:
+    return Launcher(slurm, tmp_path_factory.mktemp("runs"))

@@ -1,0 +1,115 @@
+"""What a job's script asks of Slurm, and that it is sound shell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from nemo_edo.cli import main
+from nemo_edo.cluster import launch as launching
+from nemo_edo.cluster import slurm
+from nemo_edo.configuration import ConfigError
+from nemo_edo.errors import UserError
+
+CONTAINERS = {
+    "none": [],
+    "pyxis": ["cluster.container.kind=pyxis", "cluster.container.image='nvcr.io#edo/nemo:1'",
+              "cluster.container.mounts=['/data:/data']"],
+    "apptainer": ["cluster.container.kind=apptainer", "cluster.container.image='/images/it is.sif'"],
+}
+
+
+def script(tmp_path, *overrides: str, multirun: bool = False) -> str:
+    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", *overrides], None,
+                             multirun=multirun)
+    return launching.launch(planned, dry_run=True)
+
+
+def options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("multirun", [False, True])
+def test_scripts_are_sound_shell(tmp_path, container: str, launcher: str, multirun: bool):
+    sweep = ["seed=1,2"] if multirun else []
+    text = script(tmp_path, f"cluster.launcher={launcher}", "cluster.setup=['module load cuda']",
+                  *CONTAINERS[container], *sweep, multirun=multirun)
+    checked = subprocess.run(["shellcheck", "--shell=bash", "-"], input=text, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_config_becomes_what_sbatch_is_asked_for(tmp_path):
+    text = script(tmp_path, "cluster=slurm_gpu8", "cluster.nodes=4", "cluster.account=lab", "cluster.partition=gpu",
+                  "cluster.qos=high", "cluster.time_limit=1-12:00:00", "+cluster.options={comment: 'two words'}")
+    assert options(text) == [
+        "--job-name=quickstart", "--nodes=4", "--ntasks-per-node=8",
+        f"--output={tmp_path}/quickstart/launch/job_%j.log", "--open-mode=append", "--requeue", "--signal=B:USR1@300",
+        "--gpus-per-node=8", "--time=1-12:00:00", "--account=lab", "--partition=gpu", "--qos=high", "--exclusive",
+        "--mem=0", "--comment='two words'"]
+
+
+def test_without_leave_to_requeue_no_job_asks_for_it(tmp_path):
+    text = script(tmp_path, "cluster.requeues=0", "cluster.stop_before_s=0")
+    assert "--no-requeue" in options(text) and not [option for option in options(text) if "signal" in option]
+
+
+def test_a_run_sees_its_folders_in_a_container(tmp_path):
+    text = script(tmp_path, *CONTAINERS["pyxis"])
+    [line] = [line for line in text.splitlines() if "--container-image" in line]
+    assert f"{tmp_path}:{tmp_path}" in line and "/data:/data" in line and "--container-image=nvcr.io#edo/nemo:1" in line
+    apptainer = script(tmp_path, *CONTAINERS["apptainer"])
+    assert f"--bind={tmp_path}:{tmp_path}" in apptainer and "'/images/it is.sif' python3 -m" in apptainer
+
+
+def test_variables_of_the_tasks_are_quoted(tmp_path):
+    text = script(tmp_path, "+cluster.environment.NCCL_IB_HCA='mlx5_0,mlx5 1'")
+    assert "export NCCL_IB_HCA='mlx5_0,mlx5 1'" in text
+
+
+def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
+    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", "seed=7"], None, multirun=False)
+    slurm.write_snapshot(planned)
+    folder = tmp_path / "quickstart" / "launch"
+    arguments = json.loads((folder / "members" / "0.json").read_text())
+    assert arguments == ["train", "--config-path", str(folder / "members"), "--config-name", "0"]
+    assert "seed: 7" in (folder / "members" / "0.yaml").read_text()
+    assert (folder / "code" / "nemo_edo" / "cli.py").is_file() and (folder / "code" / "conf").is_dir()
+    assert not list((folder / "code").rglob("__pycache__"))
+
+
+def test_a_dry_run_writes_nothing(tmp_path, capsys):
+    assert main(["launch", "cluster=slurm", f"output_dir={tmp_path}", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_launching_without_a_cluster_says_what_to_add(tmp_path):
+    with pytest.raises(ConfigError, match="launch needs cluster=slurm"):
+        launching.plan("quickstart", [f"output_dir={tmp_path}"], None, multirun=False)
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="there is an sbatch here")
+def test_a_machine_without_slurm_is_named(tmp_path):
+    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}"], None, multirun=False)
+    with pytest.raises(UserError, match="no sbatch on this machine"):
+        launching.launch(planned, dry_run=False)
+
+
+@pytest.mark.parametrize(("override", "named"), [
+    ("cluster.time_limit=4h", "cluster.time_limit is '4h', expected null or a time as Slurm writes it"),
+    ("cluster.container.kind=docker", "cluster.container.kind is 'docker', expected one of none, pyxis, apptainer"),
+    ("cluster.container.kind=pyxis", "cluster.container.image is None, expected an image"),
+    ("+cluster.options={--mem: 3}", "cluster.options is '--mem: 3'"),
+    ("cluster.nodes=0", "cluster.nodes is 0, expected a number above 0"),
+    ("+cluster.environment={a-b: c}", "cluster.environment is 'a-b'"),
+])
+def test_bad_settings_are_refused_before_anything_is_submitted(tmp_path, override: str, named: str):
+    with pytest.raises(ConfigError) as error:
+        script(tmp_path, override)
+    assert named in str(error.value)
