@@ -1,0 +1,153 @@
+"""How long an iteration takes on GPUs, from the model's sizes and stated figures of the hardware.
+
+Counts of floating-point operations and of bytes are exact for dense models but for what is small (norms, softmax); what
+share of the hardware's peak they reach is an assumption, named below, and fitted to two published runs
+(``tests/unit/doctor/test_throughput.py`` holds the estimates against these and against others; docs/scale.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_edo.model_shape import ModelShape
+
+TRAINING_EFFICIENCY = 0.30
+"""Assumed: share of the peak in forward and backward passes over responses of very different lengths. Pre-training on
+full sequences reaches 0.37 of FP8's peak and about 0.45 of BF16's (Megatron-Bridge's performance summary)."""
+DECODING_BANDWIDTH = 0.45
+"""Assumed: share of the memory's bandwidth that decoding with vLLM or TensorRT-LLM reaches, all overheads included."""
+PROMPT_EFFICIENCY = 0.50
+"""Assumed: share of the peak when prompts are read."""
+CACHE_SHARE = 0.90
+"""Of a server's memory that weights and cache may take together (vLLM's gpu_memory_utilization)."""
+REFIT_BANDWIDTH = 0.50
+"""Assumed: share of the links' bandwidth, with the conversion of every tensor between Megatron's layout and Hugging
+Face's."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's figures by its maker, per second; FLOPs are dense (without sparsity)."""
+
+    name: str
+    bf16_flops: float
+    fp8_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    network: float
+    """Bytes a second to other nodes, for each GPU."""
+
+
+H100 = Gpu("H100 SXM", 989e12, 1979e12, 80e9, 3.35e12, 50e9)
+"""NVIDIA's H100 data sheet; the network of a DGX H100: one 400 Gbit/s port for each GPU."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An iteration of GRPO, and what it runs on. Lengths are in tokens."""
+
+    shape: ModelShape
+    gpus: int
+    """Of the trainer."""
+    server_gpus: int
+    """Of the servers; the trainer's own, if they take turns."""
+    server_tensor_parallel: int
+    samples: int
+    prompt: int
+    response: int
+    """On average."""
+    longest: int
+    """Response: while it is drawn, the batch shrinks, but no step of it can be left out."""
+    epochs: int = 1
+    reference: bool = True
+    """Whether the loss has a KL to the reference."""
+    recomputation: bool = False
+    """Whether the backward pass computes all layers' activations again."""
+    fp8: bool = False
+    overlapped: bool = False
+    """Whether the next samples are drawn while these are trained on (one step off policy)."""
+    gpu: Gpu = H100
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of an iteration's parts."""
+
+    generation: float
+    log_probs: float
+    """Of the old policy, and of the reference where there is one."""
+    training: float
+    refit: float
+    total: float
+    tokens_per_gpu: float
+    """Trained-on tokens, prompts included, for each second of the iteration and each GPU."""
+
+
+def forward_flops(shape: ModelShape, length: float) -> float:
+    """Of one token in a sequence of so many: two for each weight of the matrices that it meets, the output layer's
+    included, and the scores and sums of causal attention, half of a full square (as in Megatron-LM's count)."""
+    return 2 * matrix_parameters(shape) + 2 * shape.num_layers * shape.query_width * length
+
+
+def matrix_parameters(shape: ModelShape) -> int:
+    """Weights that a token is multiplied with: of a mixture's experts, those that it is sent to."""
+    matrices = [*shape.layer_matrices.values()]
+    layer = sum(outputs * inputs for outputs, inputs in matrices) + shape.layer_router
+    layer += shape.moe_router_topk * sum(outputs * inputs for outputs, inputs in shape.expert_matrices.values())
+    return shape.num_layers * layer + shape.embedding_parameters
+
+
+def cache_bytes(shape: ModelShape, bytes_per_number: int = 2) -> int:
+    """Of one token's keys and values in all layers."""
+    return 2 * shape.num_layers * shape.key_width * bytes_per_number
+
+
+def generation_seconds(plan: Plan) -> float:
+    """To read the prompts and draw all responses, on replicas that share them evenly.
+
+    A step of decoding reads the weights once, and every running response's keys and values. All start together if the
+    cache has room for them, else in turns; the longest response decides when a turn ends.
+    """
+    size, gpu = plan.server_tensor_parallel, plan.gpu
+    replicas = plan.server_gpus // size
+    number = 1 if plan.fp8 else 2
+    weights = plan.shape.parameters * number
+    room = CACHE_SHARE * size * gpu.memory_bytes - weights
+    mean_length = plan.prompt + plan.response / 2
+    each = plan.samples / replicas
+    at_a_time = min(each, room / (cache_bytes(plan.shape, number) * (plan.prompt + plan.response)))
+    if at_a_time < 1:
+        return float("inf")
+    bandwidth = size * gpu.memory_bandwidth * DECODING_BANDWIDTH
+    # Rows times steps is the number of tokens, whatever the lengths are; weights are read in every step.
+    steps = plan.longest if at_a_time == each else plan.response * each / at_a_time + plan.longest - plan.response
+    reading = steps * weights + each * plan.response * mean_length * cache_bytes(plan.shape, number)
+    peak = size * (gpu.fp8_flops if plan.fp8 else gpu.bf16_flops) * PROMPT_EFFICIENCY
+    prompts = each * plan.prompt * forward_flops(plan.shape, plan.prompt) / peak
+    decoding = each * plan.response * forward_flops(plan.shape, mean_length) / peak
+    return prompts + max(reading / bandwidth, decoding)
+
+
+def estimate(plan: Plan) -> Times:
+    """Raises ValueError where the servers' tensor-parallel size does not divide their GPUs."""
+    if plan.server_gpus % plan.server_tensor_parallel:
+        raise ValueError(f"{plan.server_gpus} GPUs make no servers of {plan.server_tensor_parallel} GPUs each")
+    length = plan.prompt + plan.response
+    tokens = plan.samples * length
+    speed = plan.gpus * (plan.gpu.fp8_flops if plan.fp8 else plan.gpu.bf16_flops) * TRAINING_EFFICIENCY
+    forward = tokens * forward_flops(plan.shape, length) / speed
+    training = plan.epochs * forward * (4 if plan.recomputation else 3)
+    log_probs = forward * (2 if plan.reference else 1)
+    generation = generation_seconds(plan)
+    refit = refit_seconds(plan)
+    trainer = log_probs + training
+    total = (max(generation, trainer) if plan.overlapped else generation + trainer) + refit
+    gpus = plan.gpus + (0 if plan.server_gpus == plan.gpus and not plan.overlapped else plan.server_gpus)
+    return Times(generation, log_probs, training, refit, total, tokens / total / gpus)
+
+
+def refit_seconds(plan: Plan) -> float:
+    """Every server's GPU gets its share of the weights in bf16 over the network, all of them at a time: each trainer's
+    shard is broadcast once."""
+    share = 2 * plan.shape.parameters / plan.server_tensor_parallel
+    return share / (plan.gpu.network * REFIT_BANDWIDTH)
