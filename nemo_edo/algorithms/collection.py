@@ -12,9 +12,9 @@ from torch import Tensor
 from nemo_edo.config import LoopConfig
 from nemo_edo.data.batching import build_batch
 from nemo_edo.interfaces import Policy
-from nemo_edo.losses import kl_per_token, reduce_tokens
+from nemo_edo.losses import kl_per_token, reduce_tokens, sampler_mismatch
 from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, pass_at_k
-from nemo_edo.types import ScoredRollout, TrainingBatch
+from nemo_edo.types import UNVERIFIED, ScoredRollout, TrainingBatch
 
 
 @dataclass(frozen=True)
@@ -88,23 +88,23 @@ def view_of_sampler(scored: Sequence[ScoredRollout], policy: Policy, *, pad_id: 
 
 
 def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
-    """Those of ``response_statistics``, and the means over response tokens of the policy's "entropy" (exact, nats),
-    of "sampler_gap" (|log pi_old - log pi_gen|, nats) with its "sampler_gap_max", and of "kl", the k3 estimate of
+    """Those of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen beside the trainer's
+    pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3 estimate of
     KL(pi_old || pi_ref) (nats), where the reference was asked."""
     batch = sampled.batch
-    gap = (batch.sampler_logprobs - batch.old_logprobs).abs()
-    per_token: dict[str, Tensor] = {"entropy": sampled.entropies, "sampler_gap": gap}
+    per_token: dict[str, Tensor] = {"entropy": sampled.entropies}
     if batch.ref_logprobs is not None:
         per_token["kl"] = kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3")
     means = {name: float(reduce_tokens(v, batch.mask, "token-mean").mean()) for name, v in per_token.items()}
-    return {**response_statistics(scored), **means, "sampler_gap_max": float(gap[batch.mask != 0].max())}
+    mismatch = sampler_mismatch(batch.old_logprobs, batch.sampler_logprobs, batch.mask)
+    return {**response_statistics(scored), **means, **mismatch}
 
 
 def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     """What the responses show of the policy that drew them.
 
     Means over responses: "reward", "accuracy" (share with reward 1), "well_formed", "truncated" (share that did not
-    end by itself), "response_length" (tokens).
+    end by itself), "unverified" (share whose answer exceeded the verifier's limits), "response_length" (tokens).
     Means over the groups of responses to one prompt: "voted_accuracy" (probability that the majority's answer is one
     with reward 1, ties broken at random), "pass@k" (unbiased; k up to the smallest group's size), "distinct_4",
     "distinct_answers" and "zero_advantage_groups" (share whose rewards are all equal).
@@ -115,6 +115,7 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
         "accuracy": [float(item.reward == 1) for item in scored],
         "well_formed": [float(item.well_formed) for item in scored],
         "truncated": [float(not item.rollout.finished) for item in scored],
+        "unverified": [float(item.reason.startswith(UNVERIFIED)) for item in scored],
         "response_length": [float(len(item.rollout.response_ids)) for item in scored],
     }
     correct = [(len(group), sum(item.reward == 1 for item in group)) for group in groups]

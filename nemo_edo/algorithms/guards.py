@@ -54,8 +54,22 @@ QUANTITIES = {
         "no response is right: take easier problems or a longer warm-up, and look at the samples for the answers' form",
         "every response is right, and none is better than another: take harder problems, or end the run here",
     ),
+    "sampler_gap": Quantity(
+        "the mean gap between the trainer's and the engine's log-probabilities (nats)",
+        "lower guards.sampler_gap.floor: no gap is too small",
+        "the responses are not those of the policy that is trained. Look at, in this order: the engine's weights (a "
+        "refit that did not reach it, stale responses), its precision (generation.servers.dtype beside precision.*), "
+        "its temperature and top-p, and the prompt's template; then remove the iteration's folder from the run's "
+        "rollouts, and it is drawn again",
+    ),
+    "stale_gap": Quantity(
+        "the mean gap between the log-probabilities of the trainer and of the earlier policy that drew (nats)",
+        "lower guards.stale_gap.floor: no gap is too small",
+        "the policy has moved too far from its samples for importance correction: lower optimizer.lr, take fewer steps "
+        "on a collection, or set generation.one_step_off=false",
+    ),
 }
-OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward"), ("kl", "entropy")
+OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"), ("kl", "entropy")
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,10 @@ class Guards:
 
     def collection(self, statistics: Mapping[str, float]) -> list[Alarm]:
         """Alarms of a collection's statistics."""
-        return list(self._beyond_bounds("collection", OF_COLLECTIONS, statistics))
+        measured = dict(statistics)
+        if measured.get("staleness"):
+            measured["stale_gap"] = measured.pop("sampler_gap")
+        return list(self._beyond_bounds("collection", OF_COLLECTIONS, measured))
 
     def step(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms of a step's metrics; "loss", "grad_norm" and "skipped" are among them."""

@@ -4,20 +4,25 @@ An iteration samples for the whole prompt set from pi_t and then takes many opti
 exploration term needs them: its expected gradient is zero while the policy equals its sampler.
 
 It can go on from between any two steps, and a collection from between any two of its parts (``progress.Progress``).
+With an engine that has weights of its own, an iteration's samples may be drawn while the one before trains
+(``ahead.Ahead``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from threading import Event
 from typing import Any
 
 from tqdm import tqdm
 
+from nemo_edo.algorithms.ahead import Ahead, SavesBetween
 from nemo_edo.algorithms.collection import Collected, Objective, by_problem, response_statistics, step_statistics
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.guards import Guards, exploration_hazards, loggable, respond
@@ -26,12 +31,12 @@ from nemo_edo.algorithms.sampling import sampling_requests
 from nemo_edo.algorithms.supervised import Log
 from nemo_edo.config import GRPOConfig, GuardsConfig, LoopConfig, SamplingConfig
 from nemo_edo.data.batching import epoch_order, minibatches
-from nemo_edo.data.drawing import DrawnInParts, require_version
+from nemo_edo.data.drawing import DrawnInParts, draw_scored, require_version
 from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.errors import StoppedByGuard, UserError
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
 from nemo_edo.losses import NotFinite, Schedule, build_schedule
-from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout, TrainingBatch
+from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout, TrainingBatch
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,17 @@ class Iteration:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     given: RolloutStore | None = None
     """Stored rollouts to train on; None: the policy's own are drawn."""
+    keeps_stale: bool = False
+    """Whether responses of earlier policies than an iteration asks for are trained on; False: they are an error."""
+    ahead: Ahead | None = None
+    """What draws the next iteration's responses while one trains (``draw_ahead``); None: each draws its own."""
+    lag: int = 0
+    """Iterations that the policy which draws is behind the one that trains: 1 with ``ahead``."""
+
+    def versions(self, t: int) -> range:
+        """The policies that the responses of iteration t may be of; the last one is asked for."""
+        asked = max(t - self.lag, 0)
+        return range(0 if self.keeps_stale else asked, asked + 1)
 
     @property
     def config(self) -> LoopConfig:
@@ -101,12 +117,20 @@ def run_iterations(run: Iteration, evaluate: Callable[[int], None]) -> None:
     """T iterations. ``evaluate(t)`` is called with pi_t before each of them, and with pi_T at the end."""
     for hazard in exploration_hazards(run.config, run.steps_per_collection):
         warnings.warn(hazard, stacklevel=2)
+    with contextlib.ExitStack() as stack:
+        if run.ahead is not None:
+            stack.callback(run.ahead.stop)
+            run = replace(run, progress=SavesBetween(run.progress, run.ahead))
+        _run_iterations(run, evaluate)
+
+
+def _run_iterations(run: Iteration, evaluate: Callable[[int], None]) -> None:
     schedule = build_schedule(run.config.schedule, run.config.exploration_weight)
     start = run.progress.start
     guards = Guards(run.guards, start.guards)
     if start.schedule is not None:
         schedule.load_state_dict(start.schedule)
-    if start.iteration:
+    if start.step == 0:  # within an iteration, the weights are of no version
         run.weight_sync.push(start.iteration)
     steps_taken = start.steps_taken
     iterations = range(start.iteration, run.config.iterations)
@@ -129,6 +153,8 @@ def run_iterations(run: Iteration, evaluate: Callable[[int], None]) -> None:
             here = Position(t, step + 1, steps_taken, schedule.state_dict(), guards.state_dict())
             respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
             run.progress.reached(here)
+        if run.ahead is not None:
+            run.ahead.finish()  # before the engine has other weights
         run.weight_sync.push(t + 1)
     evaluate(run.config.iterations)
 
@@ -138,6 +164,9 @@ def _prepare(run: Iteration, here: Position, guards: Guards) -> Collected:
     if here.iteration:
         run.policy.move_reference(run.config.reference, run.config.ema_decay)
     samples = _collect(run, here)
+    if run.ahead is not None and here.iteration + 1 < run.config.iterations:
+        run.ahead.begin(here.iteration + 1)
+    run.weight_sync.release()
     try:
         collected = run.objective.build(samples.kept, run.policy)
     except NotFinite as error:
@@ -149,7 +178,7 @@ def _prepare(run: Iteration, here: Position, guards: Guards) -> Collected:
     run.log(
         "collection",
         iteration=here.iteration,
-        policy_version=here.iteration,
+        policy_version=samples.version,
         **loggable(collected.statistics),
         time=samples.time,
     )
@@ -205,12 +234,44 @@ class Samples:
     time: dict[str, float]
     """Of the samples that this process has drawn; empty where all of them stood on disk."""
 
+    @property
+    def version(self) -> int:
+        """The newest policy that drew any of them."""
+        return max(item.rollout.policy_version for item in self.kept)
+
 
 def collect_iteration(run: Iteration, here: Position) -> list[ScoredRollout]:
     """Draws the samples of ``here.iteration`` alone; ``run_iterations`` finds them on disk."""
-    if here.iteration:
-        run.weight_sync.push(here.iteration)
+    run.weight_sync.push(here.iteration)
     return _collect(run, here).kept
+
+
+def draw_ahead(run: Iteration, t: int, stop: Event) -> dict[str, float]:
+    """Puts the parts of iteration t's samples on disk, where ``_collect`` finds them, and returns the speed.
+
+    Store and engine of ``run`` are its process's alone: no other rank takes part. Raises RunStopped once ``stop`` is
+    set.
+    """
+    drawing = _Drawing(replace(run, progress=_EndsWhenTold(stop)), Position(t))
+    drawn = drawing.draw(run.collection_problems(t))
+    if _is_dynamic(run):
+        _replace_uninformative(run, drawing, drawn)
+    return drawing.speed
+
+
+class _EndsWhenTold(FromTheBeginning):
+    """A Progress that may stop wherever it is told to."""
+
+    def __init__(self, stop: Event) -> None:
+        self._stop = stop
+
+    def reached(self, position: Position, *, saves: bool = True) -> None:
+        if self._stop.is_set():
+            raise RunStopped(f"asked to stop: what was drawn for iteration {position.iteration} is saved")
+
+
+def _is_dynamic(run: Iteration) -> bool:
+    return getattr(run.config, "dynamic_sampling", False)
 
 
 def _collect(run: Iteration, here: Position) -> Samples:
@@ -218,7 +279,7 @@ def _collect(run: Iteration, here: Position) -> Samples:
 
     What an earlier, killed process has drawn is taken from there.
     """
-    t, dynamic, speed = here.iteration, getattr(run.config, "dynamic_sampling", False), {}
+    t, dynamic, speed = here.iteration, _is_dynamic(run), {}
     if run.given is not None:
         drawn = run.given.drawn(t)
         _require_this_runs(run, drawn, t)
@@ -228,7 +289,7 @@ def _collect(run: Iteration, here: Position) -> Samples:
         drawn = kept = drawing.draw(run.collection_problems(t))
         if dynamic:
             kept, drawn = _replace_uninformative(run, drawing, drawn)
-        speed = drawing.speed
+        speed = drawing.speed or ({} if run.ahead is None else run.ahead.speed)
     if run.write_rollouts:
         run.store.write(t, drawn, rank=0, world_size=1)
     if not kept:
@@ -237,7 +298,11 @@ def _collect(run: Iteration, here: Position) -> Samples:
             "so dynamic sampling leaves nothing to train on; easier or harder problems, or dynamic_sampling=false"
         )
     groups = len(by_problem(drawn))
-    statistics = {"groups": float(groups), "dropped_groups": float(groups - len(by_problem(kept)))}
+    statistics = {
+        "groups": float(groups),
+        "dropped_groups": float(groups - len(by_problem(kept))),
+        "staleness": sum(t - item.rollout.policy_version for item in kept) / len(kept),
+    }
     return Samples(kept, (response_statistics(drawn) if len(kept) < len(drawn) else {}) | statistics, speed)
 
 
@@ -269,6 +334,7 @@ class _Drawing:
             part_size=run.part_size,
             writes=run.write_rollouts,
             before_part=lambda: run.progress.reached(here),
+            versions=run.versions(here.iteration),
         )
         self._tokens = 0
         self._seconds = 0.0
@@ -288,11 +354,15 @@ class _Drawing:
     def _answer(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
         run = self.run
         params = SamplingParams(run.sampling.temperature, run.sampling.top_p, run.sampling.max_new_tokens)
-        begun = time.monotonic()
-        rollouts = run.engine.generate(requests, params)
-        self._seconds += time.monotonic() - begun
-        self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
-        return run.scorer.score(rollouts, run.problems)
+
+        def draw() -> list[Rollout]:
+            begun = time.monotonic()
+            rollouts = run.engine.generate(requests, params)
+            self._seconds += time.monotonic() - begun
+            self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
+            return rollouts
+
+        return draw_scored(draw, run.scorer, run.problems)
 
 
 def _require_this_runs(run: Iteration, given: Sequence[ScoredRollout], t: int) -> None:
@@ -307,4 +377,4 @@ def _require_this_runs(run: Iteration, given: Sequence[ScoredRollout], t: int) -
                 f"{where}: iteration {t} answers {rollout.problem_id} after the prompt {there} there, which is {here} "
                 "here: another tokenizer, or another data.prompt"
             )
-    require_version(given, t, where)
+    require_version(given, t, run.versions(t), where)

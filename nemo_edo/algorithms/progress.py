@@ -29,9 +29,10 @@ class Progress(Protocol):
 
     start: Position
 
-    def reached(self, position: Position) -> None:
+    def reached(self, position: Position, *, saves: bool = True) -> None:
         """Called at every place where the training may stop: saves where a checkpoint is due, and raises RunStopped,
-        with everything saved, where the run is asked to stop."""
+        with everything saved, where the run is asked to stop. saves: False where the training cannot go on from here;
+        stopped, it will go on from the last checkpoint."""
 
     def save(self, position: Position) -> None:
         """Saves now, whether a checkpoint is due or not."""
@@ -52,7 +53,7 @@ class FromTheBeginning:
 
     start = Position()
 
-    def reached(self, position: Position) -> None:
+    def reached(self, position: Position, *, saves: bool = True) -> None:
         pass
 
     def save(self, position: Position) -> None:

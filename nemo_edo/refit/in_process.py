@@ -11,3 +11,6 @@ class InProcessSync:
 
     def push(self, version: int) -> None:
         self.engine.policy_version = version
+
+    def release(self) -> None:
+        """The weights are the trainer's own, and the cache ends with each batch."""

@@ -1,5 +1,6 @@
 """A training that is saved at one layout goes on at another with the same numbers, its optimizer included."""
 
+import itertools
 import json
 import os
 import re
@@ -17,20 +18,23 @@ from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.checksums import checksum
 
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for all cases
 HELPERS = Path(__file__).parents[1] / "helpers"
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SPLIT = {"use_distributed_optimizer": True}
-ON_TWO = {
-    "tensor": TENSOR, "pipeline": PIPELINE, "data": {},
-    "tensor, split": {**TENSOR, **SPLIT}, "pipeline, split": {**PIPELINE, **SPLIT}, "data, split": SPLIT,
-}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+WHOLE = {"tensor": TENSOR, "pipeline": PIPELINE, "interleaved": INTERLEAVED, "data": {}}
+EXPERTS = {"experts": {"expert_model_parallel_size": 2}, "experts, tensor": {**TENSOR, "sequence_parallel": True}}
+ON_TWO = WHOLE | EXPERTS | {f"{name}, split": {**sizes, **SPLIT} for name, sizes in (WHOLE | EXPERTS).items()}
 """Layouts of two processes; split: with the distributed optimizer."""
-ON_ONE = {"one": {}, "one, split": SPLIT}
+ON_ONE = {"one": {}, "one, split": SPLIT, "experts, one": {}, "experts, one, split": SPLIT}
 SAVED_AND_LOADED = [
-    ("tensor", "pipeline"), ("pipeline", "tensor"), ("tensor", "one"), ("pipeline", "one"), ("one", "tensor"),
-    ("one", "data"), ("data", "one"),
+    *itertools.permutations(["one", *WHOLE], 2),
     ("tensor, split", "pipeline, split"), ("data, split", "tensor, split"), ("tensor, split", "one, split"),
     ("pipeline, split", "one, split"), ("data, split", "one, split"), ("one, split", "data, split"),
+    ("interleaved, split", "one, split"), ("one, split", "interleaved, split"), ("interleaved, split", "data, split"),
+    ("experts, tensor", "experts, one"), ("experts, one", "experts, tensor"), ("experts", "experts"),
+    ("experts, tensor, split", "experts, one, split"), ("experts, split", "experts, split"),
 ]
 
 
@@ -44,29 +48,42 @@ def worker():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    tiny = SimpleNamespace(**runpy.run_path(str(HELPERS / "tiny_models.py")))
-    return tiny.write_tiny_model(tmp_path_factory.mktemp("model"))
+def models(tmp_path_factory) -> Path:
+    tiny, folder = SimpleNamespace(**runpy.run_path(str(HELPERS / "tiny_models.py"))), tmp_path_factory.mktemp("models")
+    tiny.write_tiny_model(folder / "dense", num_hidden_layers=4)
+    tiny.write_tiny_model(folder / "experts", "qwen3_moe", num_hidden_layers=2, num_experts=4, num_experts_per_tok=2,
+                          moe_intermediate_size=32, norm_topk_prob=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def runs(worker, model, tmp_path_factory) -> SimpleNamespace:
+def model(models) -> Path:
+    return models / "dense"
+
+
+@pytest.fixture(scope="module")
+def runs(worker, models, tmp_path_factory) -> SimpleNamespace:
     """saved: {layout: the steps behind its checkpoint}; loaded: {(saved at, loaded at): what ``go_on`` gives}."""
     out = tmp_path_factory.mktemp("checkpoints")
+
+    def model_of(layout: str) -> Path:
+        return models / ("experts" if layout.startswith("experts") else "dense")
+
     one = {name: ParallelismConfig(**values) for name, values in ON_ONE.items()}
-    saved = {name: worker.save_and_go_on(model, out / name, parallelism) for name, parallelism in one.items()}
+    saved = {name: worker.save_and_go_on(model_of(name), out / name, parallelism) for name, parallelism in one.items()}
+    layouts = {name: (str(model_of(name)), values) for name, values in ON_TWO.items()}
     pairs = [(str(out / there), here) for there, here in SAVED_AND_LOADED if here in ON_TWO]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(HELPERS / "reshard_worker.py"), str(model), str(out), json.dumps(ON_TWO), json.dumps(pairs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+         str(HELPERS / "reshard_worker.py"), str(out), json.dumps(layouts), json.dumps(pairs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     results = torch.load(out / "results.pt")
     loaded = {(Path(there).name, here): values for (there, here), values in results["loaded"].items()}
     for there, here in SAVED_AND_LOADED:
         if here in ON_ONE:
-            loaded[there, here] = worker.go_on(model, out / there, one[here])
+            loaded[there, here] = worker.go_on(model_of(here), out / there, one[here])
     return SimpleNamespace(folder=out, saved=saved | results["saved"], loaded=loaded)
 
 
@@ -115,3 +132,10 @@ def test_states_with_and_without_the_distributed_optimizer_do_not_fit_each_other
     said = "holds another optimizer's state: distributed optimizer is True there and False here"
     with pytest.raises(UserError, match=re.escape(said)):
         worker.go_on(model, runs.folder / "one, split", ParallelismConfig())
+
+
+@pytest.mark.parametrize("split", ["", ", split"])
+def test_an_optimizers_state_of_dealt_out_experts_goes_on_with_expert_parallelism_only(worker, models, runs, split):
+    said = "holds another optimizer's state: expert parallelism is True there and False here"
+    with pytest.raises(UserError, match=re.escape(said)):
+        worker.go_on(models / "experts", runs.folder / f"experts{split}", ParallelismConfig(**(SPLIT if split else {})))

@@ -1,8 +1,8 @@
 """What real Megatron models hold, tensor by tensor, beside ``nemo_edo.doctor.memory``'s estimates.
 
-    torchrun --nproc-per-node 2 memory_worker.py MODELS OUT.json '[{"tensor_model_parallel_size": 2}, ...]'
+    torchrun --nproc-per-node 2 memory_worker.py MODELS OUT.json '[["qwen2", {"tensor_model_parallel_size": 2}], ...]'
 
-MODELS is a folder of model folders. OUT.json has both, of every rank, for each model and layout.
+MODELS is a folder of model folders. OUT.json has both, of every rank, for each model and its layout.
 """
 
 from __future__ import annotations
@@ -75,22 +75,21 @@ def estimated(
     return {name: parts[name] for name in PARTS}
 
 
-def main(models: str, out: str, layouts: str) -> None:
+def main(models: str, out: str, cases: str) -> None:
     platform.init_process_group(torch.device("cpu"))
     from megatron.core import parallel_state
 
     mine = []
-    for settings in json.loads(layouts):
-        parallelism = ParallelismConfig(**settings)
-        for folder in sorted(Path(models).iterdir()):
-            policy = tiny_models.build_policy(folder, parallelism, "bf16")
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            ranks = parallel_state.get_data_parallel_world_size()
-            both = {
-                "measured": measured(policy),
-                "estimated": estimated(folder, parallelism, "bf16", None, ranks, stage),
-            }
-            mine.append({"case": f"{folder.name} {settings}", **both})
+    for model, settings in json.loads(cases):
+        folder, parallelism = Path(models) / model, ParallelismConfig(**settings)
+        policy = tiny_models.build_policy(folder, parallelism, "bf16")
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        ranks = parallel_state.get_data_parallel_world_size()
+        both = {
+            "measured": measured(policy),
+            "estimated": estimated(folder, parallelism, "bf16", None, ranks, stage),
+        }
+        mine.append({"case": f"{model} {settings}", **both})
     of_ranks = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, mine)
     if torch.distributed.get_rank() == 0:

@@ -1,10 +1,11 @@
 """Run by torchrun: trains at several layouts, saves, and goes on from what other layouts saved. Rank 0 writes
 OUT/results.pt.
 
-    torchrun --nproc-per-node 2 reshard_worker.py MODEL OUT LAYOUTS.json SAVED.json
+    torchrun --nproc-per-node 2 reshard_worker.py OUT LAYOUTS.json SAVED.json
 
-LAYOUTS holds {name: settings of ParallelismConfig}: each trains, saves into OUT/NAME and goes on. SAVED holds a list of
-[folder, name]: the layout of that name goes on from the checkpoint in the folder; it may be one of OUT.
+LAYOUTS holds {name: [model, settings of ParallelismConfig]}: each trains the model of that folder, saves into OUT/NAME
+and goes on. SAVED holds a list of [folder, name]: the layout of that name goes on from the checkpoint in the folder; it
+may be one of OUT.
 """
 
 from __future__ import annotations
@@ -68,11 +69,12 @@ def go_on(model: Path, folder: Path, parallelism: ParallelismConfig) -> dict:
     return {"metrics": train(policy, AFTERWARDS), "changed": changed, "reference is as the weights": kept}
 
 
-def main(model: str, out: str, layouts: str, saved: str) -> None:
+def main(out: str, layouts: str, saved: str) -> None:
     platform.init_process_group(torch.device("cpu"))
-    parallelism = {name: ParallelismConfig(**values) for name, values in json.loads(layouts).items()}
-    results = {name: save_and_go_on(Path(model), Path(out) / name, split) for name, split in parallelism.items()}
-    loaded = {(folder, name): go_on(Path(model), Path(folder), parallelism[name]) for folder, name in json.loads(saved)}
+    layout = {name: (Path(model), ParallelismConfig(**values)) for name, (model, values) in json.loads(layouts).items()}
+    results = {name: save_and_go_on(model, Path(out) / name, split) for name, (model, split) in layout.items()}
+    loaded = {(folder, name): go_on(layout[name][0], Path(folder), layout[name][1])
+              for folder, name in json.loads(saved)}
     tiny_models.leave({"saved": results, "loaded": loaded}, Path(out) / "results.pt")
 
 

@@ -1,8 +1,9 @@
 """Run by torchrun, or alone: log-probabilities and gradients of models in layouts. Rank 0 writes OUT.
 
-    torchrun --nproc-per-node 2 split_worker.py DIR OUT '[["tp2", "llama", {"tensor_model_parallel_size": 2}, false]]'
+    torchrun --nproc-per-node 2 split_worker.py DIR OUT '[["tp2", "llama", {"tensor_model_parallel_size": 2}, {}]]'
 
-DIR has a folder for each model. The last part of a case says whether adapters are trained.
+DIR has a folder for each model. The last part of a case may have "lora", the layers whose adapters are trained, and
+"packing".
 """
 
 from __future__ import annotations
@@ -26,23 +27,28 @@ def loss(log_probs, entropies, micro):
     return {"loss": LossTerm(total, micro.mask.sum())}, {}
 
 
-def measure(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None) -> dict:
-    """Log-probabilities, entropies and gradients [5 rows, of other lengths], what is generated, and a step's result."""
+def measure(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None, packing: bool) -> dict:
+    """The weights as exported, log-probabilities, entropies and gradients [5 rows, of other lengths], two steps'
+    results, and what is generated."""
     from nemo_edo.megatron.forward_backward import MicroBatching
 
     policy, batch = tiny_models.build_policy(folder, parallelism, lora=lora), tiny_models.random_batch(rows=5)
-    cut = {"micro_batching": MicroBatching(2), "temperature": 0.7}  # three micro-batches: one stage has to wait
+    # Three micro-batches: one stage has to wait.
+    cut = {"micro_batching": MicroBatching(2, 26 if packing else None, packing), "temperature": 0.7}
     log_probs, entropies = policy.log_probs(batch, **cut)
-    results = {"log_probs": log_probs * batch.mask, "entropies": entropies * batch.mask}
+    results = {"exported": tiny_models.exported(policy), "log_probs": log_probs * batch.mask,
+               "entropies": entropies * batch.mask}
     policy.reset_optimizer(OptimizerConfig(lr=1e-2, adam_eps=1e-3), total_steps=2)
     counts = {"loss_counts": {"loss": float(batch.mask.sum())}}
     policy.zero_grad()
     results["loss"] = policy.forward_backward(batch, loss, **counts, **cut)["loss"]
     results["gradients"] = tiny_models.exported_gradients(policy)
     # The second step has more micro-batches: a reduction that overlaps must not begin before the last.
-    cuts = [{**cut, "micro_batching": MicroBatching(rows)} for rows in (2, 1)]
+    cuts = [cut, {**cut, "micro_batching": MicroBatching(1, 13 if packing else None, packing)}]
     results["norms"] = [policy.train_step(batch, loss, **counts, **other)["grad_norm"] for other in cuts]
     results["trained"] = tiny_models.exported(policy)
+    if parallelism.expert_model_parallel_size > 1 or parallelism.context_parallel_size > 1:
+        return results  # the engine refuses them
     requests = [GenerationRequest(f"p{i}", 0, (20 + i, 30), i) for i in range(3)]
     rollouts = tiny_models.build_engine(policy).generate(requests, SamplingParams(0.0, 1.0, 6))
     return {**results, "responses": [rollout.response_ids for rollout in rollouts]}
@@ -51,9 +57,10 @@ def measure(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | Non
 def main(models: str, out: str, cases: str) -> None:
     platform.init_process_group(torch.device("cpu"))
     results = {}
-    for layout, model, sizes, with_lora in json.loads(cases):
-        lora = LoRAConfig(rank=4, alpha=12.0) if with_lora else None
-        results[layout, model] = measure(Path(models) / model, ParallelismConfig(**sizes), lora)
+    for layout, model, sizes, options in json.loads(cases):
+        lora = LoRAConfig(rank=4, alpha=12.0, targets=options["lora"]) if "lora" in options else None
+        packing = options.get("packing", False)
+        results[layout, model] = measure(Path(models) / model, ParallelismConfig(**sizes), lora, packing)
     tiny_models.leave(results, out)
 
 

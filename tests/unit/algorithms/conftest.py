@@ -16,7 +16,7 @@ from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.algorithms.iteration import Iteration, run_iterations
 from nemo_edo.algorithms.progress import FromTheBeginning, Position
-from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
+from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.data.rollout_store import RolloutStore
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.fake import ScriptedEngine
@@ -70,7 +70,7 @@ class FakePolicy:
 @dataclass
 class Journal:
     """What a run did: ("evaluate", t), ("reference", kind, decay), ("generate", version, requests), ("write", t),
-    ("gradients", steps taken), ("train_step",), ("push", version)."""
+    ("gradients", steps taken), ("train_step",), ("push", version), ("release",)."""
 
     events: list[tuple] = field(default_factory=list)
     lines: list[dict] = field(default_factory=list)
@@ -102,6 +102,8 @@ class Setting:
     gradient_ratio: float = 2.0
     broken_steps: Collection[int] = ()
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    sampler_gap: BoundsConfig = field(default_factory=BoundsConfig)
+    """Of the guards; none by itself: the scripted engine's log-probabilities are far from the policy's."""
     write_rollouts: bool = True
     folder: str = "rollouts"
 
@@ -117,12 +119,16 @@ class Memory(FromTheBeginning):
     def __init__(self, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
         self.start, self.collected, self.stop_at = start or Position(), collected, stop_at
         self.positions: list[Position] = []
+        """Where the training could be gone on with."""
+        self.places = 0
         self.asked: list[tuple] = []
         """What was to be saved at once, and the batches to be kept, in order."""
 
-    def reached(self, position: Position) -> None:
-        self.positions.append(position)
-        if len(self.positions) == self.stop_at:
+    def reached(self, position: Position, *, saves: bool = True) -> None:
+        self.places += 1
+        if saves:
+            self.positions.append(position)
+        if self.places == self.stop_at:
             raise RunStopped
 
     def save(self, position: Position) -> None:
@@ -210,13 +216,16 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
             journal.events.append(("push", version))
             super().push(version)
 
+        def release(self):
+            journal.events.append(("release",))
+
     class Store(RolloutStore):
         def write(self, iteration, scored, **place):
             journal.events.append(("write", iteration))
             return super().write(iteration, scored, **place)
 
     def before_step() -> None:
-        journal.on_disk.append(sum(len(journal.store.read(t)) for t in range(len(list(folder.glob("iter_*"))))))
+        journal.on_disk.append(sum(len(journal.store.drawn(t)) for t in range(len(list(folder.glob("iter_*"))))))
 
     def script(request, _) -> str:
         # The seed in the text makes every response unlike any other.
@@ -238,7 +247,8 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
         store=journal.store, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
         objective=_objective(config, {row.id: row.question for row in rows}, seed=setting.seed),
         sampling=SamplingConfig(samples_per_prompt=setting.samples_per_prompt, max_new_tokens=MAX_NEW_TOKENS),
-        seed=setting.seed, write_rollouts=setting.write_rollouts, guards=setting.guards,
+        seed=setting.seed, write_rollouts=setting.write_rollouts,
+        guards=replace(setting.guards, sampler_gap=setting.sampler_gap, stale_gap=BoundsConfig()),
         log=log,
     )
 

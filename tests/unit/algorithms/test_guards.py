@@ -21,7 +21,7 @@ from nemo_edo.losses import NotFinite
 from nemo_edo.types import TrainingBatch
 
 OFF = BoundsConfig()
-QUIET = {"kl": OFF, "entropy": OFF, "truncated": OFF, "reward": OFF}
+QUIET = {"kl": OFF, "entropy": OFF, "truncated": OFF, "reward": OFF, "sampler_gap": OFF, "stale_gap": OFF}
 
 
 def step(grad_norm: float = 1.0, loss: float = 0.5, skipped: bool = False, **metrics) -> dict[str, float]:
@@ -97,7 +97,7 @@ def test_a_spike_that_was_not_taken_leaves_the_median_and_counts_as_skipped(acti
 # --- bounds -------------------------------------------------------------------------------------------------------
 
 MEASURED = [("kl", "collection"), ("kl", "step"), ("entropy", "collection"), ("entropy", "step"),
-            ("truncated", "collection"), ("reward", "collection")]
+            ("truncated", "collection"), ("reward", "collection"), ("sampler_gap", "collection")]
 
 
 def measure(guards: Guards, where: str, **values: float):
@@ -118,7 +118,7 @@ def test_a_bound_fires_at_its_value_and_beyond_and_not_before(name: str, where: 
                 alarms[0].message)
 
 
-@pytest.mark.parametrize("name", ["truncated", "reward"])
+@pytest.mark.parametrize("name", ["truncated", "reward", "sampler_gap"])
 def test_what_only_a_collection_says_is_not_asked_of_a_step(name: str):
     guards = Guards(GuardsConfig(**{**QUIET, name: BoundsConfig(floor=0.5)}))
     assert guards.step(step(**{name: 0.0})) == []
@@ -319,6 +319,26 @@ def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, n
         run_iterations(run, lambda t: None)
     assert journal.policy.batches == []
     assert [asked[0] for asked in memory.asked] == ["save"]
+
+
+def test_an_engine_that_computes_something_else_stops_the_run_with_what_to_look_at(fake_iteration, new_journal):
+    gap = BoundsConfig(ceiling=0.05, action="stop")
+    iteration = fake_iteration(journal=new_journal(), iterations=1, minibatch_size=6, sampler_gap=gap)
+    told = "mean gap .* guards.sampler_gap.ceiling = 0.05: .*weights.*stale.*precision.*temperature and top-p.*template"
+    with pytest.raises(StoppedByGuard, match=told):
+        run_iterations(iteration, lambda t: None)
+
+
+def test_by_default_a_gap_of_a_tenth_of_a_nat_stops_and_a_smaller_one_does_not():
+    [alarm] = Guards(GuardsConfig()).collection({"sampler_gap": 0.1})
+    assert (alarm.guard, alarm.action) == ("guards.sampler_gap.ceiling", "stop")
+    assert Guards(GuardsConfig()).collection({"sampler_gap": 0.099}) == []
+
+
+def test_a_gap_of_stale_samples_holds_the_policys_move_and_has_a_bound_of_its_own():
+    assert Guards(GuardsConfig()).collection({"sampler_gap": 0.9, "staleness": 0.5}) == []
+    [alarm] = Guards(GuardsConfig()).collection({"sampler_gap": 1.0, "staleness": 1.0})
+    assert (alarm.guard, alarm.action) == ("guards.stale_gap.ceiling", "stop")
 
 
 def test_samples_whose_probabilities_are_no_numbers_stop_the_run_with_the_reason(fake_iteration, new_journal):

@@ -24,11 +24,11 @@ def rows_of(batches) -> Counter:
     return Counter(tuple(t for t in row if t) for batch in batches for row in batch.tokens.tolist())
 
 
-def test_order_is_evaluate_then_collect_write_train_push_evaluate_for_each_iteration(run_fake):
+def test_order_is_push_evaluate_collect_write_train_for_each_iteration(run_fake):
     journal = run_fake(iterations=2, epochs=2, minibatch_size=6)
-    steps = [("train_step",)] * 4
+    steps = [("release",), *[("train_step",)] * 4]
     assert journal.events == [
-        ("evaluate", 0),
+        ("push", 0), ("evaluate", 0),
         ("generate", 0, 12), ("write", 0), *steps, ("push", 1), ("evaluate", 1),
         ("reference", "initial", 0.9),
         ("generate", 1, 12), ("write", 1), *steps, ("push", 2), ("evaluate", 2),
@@ -247,7 +247,7 @@ def test_gradients_are_measured_before_a_step_and_only_where_the_schedule_needs_
     schedule = ScheduleConfig(kind="gradient-share", gradient_share=0.1, every=2)
     journal = run_fake(iterations=1, minibatch_size=2, schedule=schedule, gradient_ratio=2.0, **COEFFICIENT)
     assert journal.of_kind("gradients") == [("gradients", 0), ("gradients", 2), ("gradients", 4)]
-    assert [event[0] for event in journal.events[3:6]] == ["gradients", "train_step", "train_step"]
+    assert [event[0] for event in journal.events[5:8]] == ["gradients", "train_step", "train_step"]
     assert journal.policy.weights == pytest.approx([0.2] + [0.05] * 5)  # share / ratio from the second step on
     logged = [line.get("exploration_gradient_ratio") for line in journal.lines if line["kind"] == "train_step"]
     assert logged == [2.0, None, 2.0, None, 2.0, None]
@@ -476,9 +476,10 @@ def test_parts_of_another_run_are_refused_with_both_sides(go, change: dict, told
 def train_on(fake_iteration, new_journal):
     """train_on(store, **settings): the journal of a run that trains on stored rollouts."""
 
-    def run(store: RolloutStore, **settings):
+    def run(store: RolloutStore, *, keeps_stale: bool = False, **settings):
         journal = new_journal()
-        iteration = replace(fake_iteration(journal=journal, folder="own", **settings), given=store)
+        iteration = fake_iteration(journal=journal, folder="own", **settings)
+        iteration = replace(iteration, given=store, keeps_stale=keeps_stale)
         run_iterations(iteration, lambda t: None)
         return journal
 
@@ -506,6 +507,21 @@ def changed(store: RolloutStore, iteration: int, folder, **fields) -> RolloutSto
             drawn[0] = replace(drawn[0], rollout=replace(drawn[0].rollout, **fields))
         copy.write(t, drawn, rank=0, world_size=1)
     return copy
+
+
+def test_samples_of_earlier_policies_are_trained_on_where_that_is_meant_and_counted(run_fake, train_on, tmp_path):
+    whole = run_fake(**GIVEN)
+    stale = changed(whole.store, 1, tmp_path / "copy", policy_version=0)
+    journal = train_on(stale, keeps_stale=True, **GIVEN)
+    assert [line["staleness"] for line in journal.lines if line["kind"] == "collection"] == [0, pytest.approx(1 / 12)]
+    assert [line for line in journal.lines if line["kind"] == "train_step"] == [
+        line for line in whole.lines if line["kind"] == "train_step"]
+
+
+def test_samples_of_later_policies_are_refused_even_so(run_fake, train_on, tmp_path):
+    later = changed(run_fake(**GIVEN).store, 0, tmp_path / "copy", policy_version=1)
+    with pytest.raises(UserError, match="iteration 0 is of policy version 1 there; version 0 is asked for here"):
+        train_on(later, keeps_stale=True, **GIVEN)
 
 
 @pytest.mark.parametrize(("iteration", "fields", "told"), [

@@ -1,0 +1,17 @@
+"""Loaded by vLLM's workers, in the server's environment.
+
+On a CPU, vLLM 0.32 computes an output layer from a copy of its weights that it has packed at the start. Where the layer
+shares the embedding's weights, a reload renews the embedding and leaves that copy as it was: the server then samples
+from a model that is half old.
+"""
+
+
+class TiedHead:
+    """A worker extension (``--worker-extension-cls``)."""
+
+    def reload_policy(self, weights_path):
+        """``reload_weights``, the output layer included."""
+        self.reload_weights(weights_path=weights_path)
+        model = self.model_runner.get_model()
+        if model.config.tie_word_embeddings:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -1,0 +1,46 @@
+"""TensorRT-LLM's OpenAI-compatible server, ``trtllm-serve``, with its PyTorch backend (as of 1.2).
+
+Read from its sources, and not run: it needs a GPU. It takes weights when it starts, so a refit relaunches it. It has no
+key of its own, so it listens on loopback alone. Its log-probabilities are those of the logits as the model gives them:
+the config allows temperature 1 alone. Numbers are those of the model folder's ``config.json``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_edo.generation.server_api import Launch
+
+
+class TRTLLM:
+    """A ServerAPI."""
+
+    backend = "trtllm"
+    package = "tensorrt_llm"
+    install = "pip install tensorrt_llm in an environment of its own, on a machine with GPUs"
+
+    def model_name(self, model: Path) -> str:
+        return model.name
+
+    def command(self, launch: Launch, model: Path, port: int) -> list[str]:
+        options = {
+            "backend": "pytorch",
+            "host": launch.host,
+            "port": str(port),
+            "max_seq_len": str(launch.max_length),
+            "max_batch_size": str(launch.max_in_flight),
+            "tensor_parallel_size": str(len(launch.gpus)),
+            "kv_cache_free_gpu_memory_fraction": str(launch.memory_share),
+        }
+        command = [launch.python, "-m", "tensorrt_llm.commands.serve", "serve", str(model)]
+        command += [part for name, value in options.items() for part in (f"--{name}", value)]
+        return [*command, *launch.arguments]
+
+    def environment(self, launch: Launch, key: str) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)), "HF_HUB_OFFLINE": "1"}
+
+    def extra_fields(self, stop_id: int) -> dict[str, Any]:
+        # Without text, the answer has token ids. A stop token is a stop word here, and is cut off where it may be.
+        stop = {"ignore_eos": True, "stop_token_ids": [stop_id], "include_stop_str_in_output": True}
+        return {"logprobs": 1, "detokenize": False, **stop}

@@ -1,0 +1,77 @@
+"""A trained model as a folder that servers load, one for each version of the weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from nemo_edo.data.disk_space import free_bytes
+from nemo_edo.errors import UserError
+from nemo_edo.megatron.build import BuiltModel, export_adapter_folder, export_hf_folder
+from nemo_edo.parallel.main_rank import is_main, on_main
+
+BASE = "base"
+
+
+class WeightFolders:
+    """Hugging Face folders below ``root``, one for each version. A folder appears under its name only when it is
+    whole. All ranks call the methods; the first one writes, a tensor at a time gathered from the others."""
+
+    def __init__(self, root: Path, built: BuiltModel, num_bytes: int, *, adapters_alone: bool = False) -> None:
+        """root: of this run alone: what an earlier process has left there is removed. num_bytes: of the model's
+        weights. adapters_alone: the folders of versions are PEFT's, beside one of the weights that they add to."""
+        self._built = built
+        self._adapters_alone = adapters_alone
+        self._num_bytes = num_bytes
+        self.root = on_main(lambda: _fresh_folder(root))
+        if is_main():
+            self._end = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+
+    @property
+    def base(self) -> Path | None:
+        """The folder of the weights that adapters add to; None where these are merged."""
+        return self.root / BASE if self._adapters_alone else None
+
+    def write(self, version: int) -> Path:
+        """The current weights. Raises UserError where there is no room for them."""
+        if self.base is not None and not on_main(self.base.is_dir):
+            self._write(self.base, partial(export_hf_folder, self._built, merge_adapters=False))
+        export = export_adapter_folder if self._adapters_alone else export_hf_folder
+        return self._write(self.root / f"version_{version:05d}", partial(export, self._built))
+
+    def keep_only(self, folder: Path) -> None:
+        """Removes all other versions: no server needs them any more."""
+        kept = (folder, self.base)
+        on_main(lambda: [shutil.rmtree(other) for other in self.root.iterdir() if other not in kept] and None)
+
+    def _write(self, folder: Path, export: Callable[[Path], None]) -> Path:
+        unfinished = on_main(lambda: self._begin(folder))
+        export(unfinished)
+        on_main(lambda: unfinished.rename(folder) and None)
+        return folder
+
+    def _begin(self, folder: Path) -> Path:
+        free = free_bytes(self.root)
+        if free < self._num_bytes:
+            raise UserError(
+                f"{self.root}: the weights take {self._num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free; "
+                "free some space, or set generation.refit.folder to another file system that the servers see"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished = folder.with_suffix(".part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        return unfinished
+
+
+def _fresh_folder(root: Path) -> Path:
+    try:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
+        return Path(tempfile.mkdtemp(dir=root, prefix="refit_"))
+    except OSError as error:
+        raise UserError(f"generation.refit.folder: {root} cannot be written: {error}") from error

@@ -1,0 +1,106 @@
+"""From the config to the refit of servers, and what has to be right for it before a run begins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_edo.config import RunConfig
+from nemo_edo.data.disk_space import free_bytes
+from nemo_edo.errors import UserError
+from nemo_edo.generation.server_engine import ServerEngine
+from nemo_edo.interfaces import WeightSync
+from nemo_edo.model_shape import ModelShape
+from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.refit.disk import DiskSync
+from nemo_edo.refit.export import WeightFolders
+from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
+from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, ServerWeights
+from nemo_edo.refit.sleep import OnTrainersGPUs, free_gpu_memory
+
+if TYPE_CHECKING:
+    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+
+SHARED_MEMORY = Path("/dev/shm")
+AT_A_TIME = 2
+"""Folders of weights that there are while servers change from one to the next."""
+
+
+def check_refit(cfg: RunConfig, run: Path) -> None:
+    """Raises UserError where servers cannot be refitted as the config says. run: the run's folder."""
+    generation, refit = cfg.generation, cfg.generation.refit
+    on_gpu = torch.cuda.is_available()
+    if generation.placement == "shared" and not on_gpu:
+        raise UserError(
+            "generation.placement is shared, and there is no GPU to share: vLLM sleeps on GPUs alone (on a CPU it "
+            "answers as if it did, and keeps its memory); set generation.placement=apart"
+        )
+    if refit.transport == "nccl" and not on_gpu:
+        raise UserError("generation.refit.transport is nccl, which joins GPUs, and there is none here; set it to disk")
+    if refit.lora == "adapter" and not cfg.lora.rank:
+        raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
+    if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
+        model_folder = Path(cfg.model.path)
+        _require_room(refit_root(cfg, run), AT_A_TIME * weight_bytes(cfg, model_folder))
+
+
+def build_server_sync(
+    cfg: RunConfig, run: Path, model_folder: Path, model: MegatronGPTModel, engine: ServerEngine
+) -> WeightSync:
+    """The WeightSync of a policy, whose first push brings the servers to it whatever they had before."""
+    settings = cfg.generation.refit
+    sleep = None if cfg.generation.placement == "apart" else asleep(cfg)
+    if settings.transport == "nccl":
+        name = on_main(lambda: f"{run.name}/{secrets.token_hex(4)}")
+        common = {"attempts": settings.attempts, "limit_s": settings.limit_s, "sleep": sleep}
+        return NCCLSync(engine, exported(model.built), NCCLLink, name=name, **common)
+    adapters = settings.lora == "adapter"
+    size = weight_bytes(cfg, model_folder)
+    folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_alone=adapters)
+    weights: ServerWeights
+    if cfg.generation.backend == "trtllm":
+        weights = RelaunchedWeights()
+    elif adapters:
+        weights = AdapterWeights(folders.base, settings.limit_s)
+    else:
+        weights = ReloadedWeights(settings.limit_s)
+    return DiskSync(engine, folders, weights, attempts=settings.attempts, sleep=sleep)
+
+
+def refit_root(cfg: RunConfig, run: Path) -> Path:
+    """Where the run's folders of weights stand; absolute, for servers have working directories of their own."""
+    run, given = run.absolute(), cfg.generation.refit.folder
+    own = f"nemo_edo_{hashlib.blake2b(str(run).encode(), digest_size=6).hexdigest()}"
+    if given is not None:
+        return Path(given).absolute() / own
+    near = SHARED_MEMORY.is_dir() and not cfg.generation.servers.urls
+    return SHARED_MEMORY / own if near else run / "refit"
+
+
+def weight_bytes(cfg: RunConfig, model_folder: Path) -> int:
+    """Of the model, in the precision that it is exported in."""
+    config = model_folder / "config.json"
+    shape = ModelShape.from_hf(json.loads(config.read_text(encoding="utf-8")), str(config))
+    return shape.parameters * (4 if cfg.precision.dtype == "fp32" else 2)
+
+
+def _require_room(root: Path, needed: int) -> None:
+    free = free_bytes(root)
+    if free < needed:
+        raise UserError(
+            f"generation.refit.folder: {root} has {free / 2**30:.2f} GiB free, and a refit needs {needed / 2**30:.2f}: "
+            "free some space, or name a folder of another file system that the servers see"
+        )
+
+
+def asleep(cfg: RunConfig) -> OnTrainersGPUs:
+    """What servers do that share the trainer's GPUs."""
+    servers = cfg.generation.servers
+    gpus = servers.replicas * servers.tensor_parallel_size
+    each = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return OnTrainersGPUs(int(gpus * servers.memory_share * each), free_gpu_memory)

@@ -1,0 +1,85 @@
+"""A server of OpenAI's completions API whose answers a rule gives, for tests of what its clients do about its faults.
+
+    python completions_server.py PORT STATE
+
+STATE is a file of JSON with any of: "hang" (completions are never answered), "status" (of every completion), "slow_s",
+"die_after" (completions; then the process ends), "unhealthy", "answer" (replaces the body of a completion).
+It is read anew at each request. ``/log`` tells the seeds of the completions so far, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+STOP_ID = 1
+
+
+def completion(request: dict) -> dict:
+    """Three tokens that the seed fixes, and the stop token; fewer where fewer are asked for."""
+    seed = request["seed"]
+    ids = [2 + seed % 90, 2 + seed // 90 % 90, 2 + seed // 8100 % 90, STOP_ID][: request["max_tokens"]]
+    reason = "stop" if ids[-1] == STOP_ID else "length"
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": reason}
+    return {"choices": [{**choice, "prompt_token_ids": request["prompt"]}]}
+
+
+class CompletionsServer:
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.seeds: list[int] = []
+        self.open = 0
+        self.most_open = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = next((int(line.split(":")[1]) for line in head.lower().split("\r\n")
+                               if line.startswith("content-length:")), 0)
+                body = await reader.readexactly(length)
+                has_key = "authorization: bearer key" in head.lower()
+                status, answer = await self.answer(head.split(" ", 2)[1], body, has_key)
+                data = json.dumps(answer).encode() if not isinstance(answer, bytes) else answer
+                writer.write(f"HTTP/1.1 {status} -\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            writer.close()
+
+    async def answer(self, path: str, body: bytes, has_key: bool) -> tuple[int, object]:
+        state = json.loads(self.state.read_text()) if self.state.is_file() else {}
+        if path == "/health":
+            return (503 if state.get("unhealthy") else 200), b""
+        if path == "/v1/models":
+            return (200, {"data": [{"id": "policy", "max_model_len": 64}]}) if has_key else (401, {"error": "key"})
+        if path == "/log":
+            return 200, {"seeds": self.seeds, "most_open": self.most_open}
+        if not has_key:
+            return 401, {"error": "key"}
+        request = json.loads(body)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await asyncio.sleep(1e6 if state.get("hang") else state.get("slow_s", 0.0))
+        finally:
+            self.open -= 1
+        if "die_after" in state and len(self.seeds) >= state["die_after"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.seeds.append(request["seed"])
+        if "status" in state:
+            return state["status"], {"error": "as told"}
+        return 200, state.get("answer", completion(request))
+
+
+async def main(port: int, state: Path) -> None:
+    server = await asyncio.start_server(CompletionsServer(state).serve, "127.0.0.1", port)
+    print("ready", server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,142 @@
+"""A server that follows a script: what a refit asks of vLLM 0.32, without vLLM."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from nemo_edo.http_client import ServerError
+
+
+@dataclass
+class ScriptedReplica:
+    """Answers as vLLM 0.32 does at the endpoints that a refit needs, and keeps what was asked, in order."""
+
+    name: str = "server 0"
+    is_local: bool = True
+    faults: dict[str, int] = field(default_factory=dict)
+    """By path: how often it fails there before it does what is asked; the version is told wrongly, and a cache is not
+    reset, as often."""
+    workers: int = 1
+    asleep: bool = False
+    deaf: bool = False
+    """It takes no sleep, as a server on a CPU."""
+    cannot_start: bool = False
+    generation: int = 1
+    url: str = "http://127.0.0.1:1"
+    model_name: str = "policy"
+    weights: str | None = None
+    """The folder that it has loaded."""
+    version: str = "default"
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Their folders by name."""
+    asked: list[tuple] = field(default_factory=list)
+    link: object = None
+    """The group of a weight transfer, as a server sees it."""
+    received: list[tuple] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_healthy(self) -> bool:
+        return True
+
+    def request(self, method: str, path: str, json=None, params=None, timeout_s=60.0, answers_json=True):
+        self.asked.append((method, path, json, params))
+        fails = self.faults.get(path, 0) > 0
+        if fails:
+            self.faults[path] -= 1
+            if path not in ("/reset_prefix_cache", "/weight_info"):
+                raise ServerError(f"{self.name}: {method} {path}: status 500")
+        return getattr(self, path.strip("/").replace("/", "_"))(json, params, fails)
+
+    def restart(self, model_folder: Path | None = None) -> None:
+        self.asked.append(("restart", str(model_folder), None, None))
+        if self.cannot_start:
+            raise ServerError(f"{self.name} has ended with status 1")
+        self.generation += 1
+        self.weights, self.version, self.adapters = str(model_folder), "default", {}
+
+    # --- the endpoints ----------------------------------------------------------------------------------------------
+
+    def collective_rpc(self, json, params, fails):
+        assert json["method"] == ("reload_policy" if self.is_local else "reload_weights")
+        assert json["kwargs"].keys() == {"weights_path"}
+        assert not self.asleep and any(Path(json["kwargs"]["weights_path"]).glob("*.safetensors"))
+        self.weights = json["kwargs"]["weights_path"]
+        return {"results": [None]}
+
+    def reset_prefix_cache(self, json, params, fails):
+        return {"success": not fails}
+
+    def update_weight_version(self, json, params, fails):
+        self.version = json["new_version"]
+        return {"success": True, "new_version": self.version}
+
+    def weight_info(self, json, params, fails):
+        return {"weight_version": "another" if fails else self.version}
+
+    def sleep(self, json, params, fails):
+        self.asleep = not self.deaf
+        return {"status": "sleeping", "level": params["level"]}
+
+    def wake_up(self, json, params, fails):
+        self.asleep = self.asleep and params["tags"] == "kv_cache"  # awake enough to take weights
+        return {"status": "awake", "tags": [params["tags"]]}
+
+    def is_sleeping(self, json, params, fails):
+        return {"is_sleeping": self.asleep}
+
+    def get_world_size(self, json, params, fails):
+        return {"world_size": self.workers}
+
+    def init_weight_transfer_engine(self, json, params, fails):
+        """A worker waits for the trainer to join."""
+        info = json["init_info"]
+        assert base64.b64decode(info["nccl_unique_id_b64"]) == self.link.unique_id and info["packed"] is False
+        self.link.meet(range(info["rank_offset"], info["rank_offset"] + self.workers), info["world_size"])
+        return {"message": "Weight transfer initialized"}
+
+    def shutdown_weight_transfer_engine(self, json, params, fails):
+        return {"message": "Weight transfer shut down"}
+
+    def start_weight_update(self, json, params, fails):
+        assert not self.asleep
+        self.received = []
+        return {"message": "Weight update started"}
+
+    def update_weights(self, json, params, fails):
+        """The names, types and shapes are told first, and then the tensors come."""
+        info = json["update_info"]
+        assert info.keys() == {"names", "dtype_names", "shapes"}
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            tensor = self.link.receive(self)
+            assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
+            self.received.append((name, tensor))
+        return {"message": "Weights updated"}
+
+    def finish_weight_update(self, json, params, fails):
+        self.version = json["weight_version"]
+        return {"message": "Weight update finished"}
+
+    def v1_models(self, json, params, fails):
+        return {"data": [{"id": name} for name in (self.model_name, *self.adapters)]}
+
+    def v1_load_lora_adapter(self, json, params, fails):
+        assert json.keys() == {"lora_name", "lora_path"} and json["lora_name"] not in self.adapters
+        assert (Path(json["lora_path"]) / "adapter_config.json").is_file()
+        self.adapters[json["lora_name"]] = json["lora_path"]
+
+    def v1_unload_lora_adapter(self, json, params, fails):
+        del self.adapters[json["lora_name"]]
+
+    def paths(self) -> list[str]:
+        return [path for _, path, _, _ in self.asked]
+
+
+def engine_of(*replicas: ScriptedReplica) -> SimpleNamespace:
+    """What a refit sees of a ServerEngine."""
+    return SimpleNamespace(replicas=list(replicas), left_out=[], policy_version=0, model_folder=Path("start"),
+                           served_model="policy", on_restart=None, on_drawn=None)  # fmt: skip

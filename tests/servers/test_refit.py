@@ -1,0 +1,109 @@
+"""Trained weights in a real vLLM server: the same numbers as the trainer's after each push, and one step off."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HELPER = Path(__file__).parents[1] / "helpers" / "refit_worker.py"
+LIMIT_S = 2.0
+"""Of a refit of the quickstart's model."""
+pytestmark = pytest.mark.timeout(3600)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+ADAPTERS = ["lora.rank=4", "generation.refit.lora=adapter"]
+
+
+@pytest.fixture(scope="module")
+def found(vllm_environment: Path, tmp_path_factory):
+    """found(overrides): what tests/helpers/refit_worker.py has found, with a server of its own."""
+
+    @functools.cache
+    def run(*overrides: str) -> dict:
+        folder = tmp_path_factory.mktemp("refit")
+        command = [sys.executable, str(HELPER), str(folder), *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((folder / "results.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def results(found) -> dict:
+    return found()
+
+
+@pytest.mark.parametrize("overrides", [[], ADAPTERS], ids=["whole weights", "adapters alone"])
+def test_after_each_refit_greedy_texts_and_log_probabilities_are_the_trainers(found, overrides: list[str]):
+    results = found(*overrides)
+    for version, push in enumerate(results["pushes"]):
+        assert push["greedy_same"] == 200
+        assert push["largest_gap"] < 1e-3
+        assert push["versions"] == [version]
+    texts = [push["greedy"] for push in results["pushes"]]
+    assert all(one != other for one, other in zip(texts, texts[1:], strict=False))
+
+
+def test_a_refit_takes_less_than_two_seconds_and_leaves_one_folder(results: dict):
+    assert sorted(push["seconds"] for push in results["pushes"])[1] < LIMIT_S  # the machine may be busy for a moment
+    assert [push["folders"] for push in results["pushes"]] == [[f"version_{v:05d}"] for v in range(4)]
+    assert results["again_s"] < 0.01
+
+
+@pytest.mark.parametrize("overrides", [[], ADAPTERS], ids=["whole weights", "adapters alone"])
+def test_a_server_that_was_killed_comes_back_with_the_weights_of_the_last_refit(found, overrides: list[str]):
+    results = found(*overrides)
+    assert results["killed"]["starts"] == 1 and results["killed"]["samples"] == 1200
+    assert results["killed"]["largest_gap"] < 1e-3
+
+
+def test_responses_of_weights_that_are_not_the_runs_are_refused(results: dict):
+    assert "has the weights \"somebody's\" where" in results["tampered"]
+
+
+CHECK_REQUESTS = """
+import json, sys
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+init, update = json.load(sys.stdin)
+NCCLWeightTransferInitInfo(**init)
+NCCLWeightTransferUpdateInfo(**update)
+"""
+
+
+def test_what_an_nccl_refit_tells_a_server_are_fields_that_vllm_knows(vllm_environment: Path):
+    init = {"rank_offset": 1, "world_size": 3, "nccl_unique_id_b64": base64.b64encode(bytes(128)).decode(),
+            "packed": False}  # fmt: skip
+    update = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    command = [str(vllm_environment), "-c", CHECK_REQUESTS]
+    done = subprocess.run(command, input=json.dumps([init, update]), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+AHEAD = [
+    "generation=vllm", "generation.one_step_off=true", "grpo.sampler_correction=tis", "~arms", "grpo.iterations=3",
+    "grpo.problems_per_iteration=16", "grpo.minibatch_size=40", "sft.steps=20", "sft.optimizer.warmup_steps=2",
+    "data.arithmetic.train_problems=64", "data.arithmetic.test_problems=16", "evaluation.rollouts=1",
+    "evaluation.samples=2", "guards.truncated.ceiling=null",
+]  # fmt: skip
+
+
+def test_a_run_one_step_off_trains_on_samples_of_the_policy_before_with_its_weights(vllm_environment, tmp_path):
+    train = [sys.executable, "-m", "nemo_edo", "train", "--config-name", "quickstart", f"output_dir={tmp_path}"]
+    done = subprocess.run([*train, *AHEAD], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    collections = [line for line in lines if line["kind"] == "collection"]
+    assert [(line["policy_version"], line["staleness"]) for line in collections] == [(0, 0), (0, 1), (1, 1)]
+    fresh, *stale = [line["sampler_gap"] for line in collections]
+    assert fresh < 1e-4 < min(stale)  # the policy has moved since
+    assert sum(line["kind"] == "train_step" for line in lines if line.get("arm") == "policy") == 3 * 4

@@ -1,0 +1,74 @@
+"""Responses of a real vLLM server: those of the policy, all of them, whatever happens to the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HELPER = Path(__file__).parents[1] / "helpers" / "server_worker.py"
+ALL_KILLS = "NEMO_EDO_KILL_SERVERS"
+"""The environment variable that asks for ten kills in 2,000 samples, which take a quarter of an hour."""
+SAMPLES, KILLS = (2000, 10) if os.environ.get(ALL_KILLS) else (300, 1)
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def results(vllm_environment: Path, tmp_path_factory) -> dict:
+    """What tests/helpers/server_worker.py has found, with two servers that are started once."""
+    folder = tmp_path_factory.mktemp("servers")
+    command = [sys.executable, str(HELPER), str(folder), str(SAMPLES), str(KILLS)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_greedy_texts_of_200_problems_are_those_of_the_in_process_engine(results: dict):
+    assert results["trainer"]["greedy_same"] == 200
+    assert results["trainer"]["greedy_distinct"] > 20
+
+
+def test_log_probabilities_of_samples_are_the_trainers(results: dict):
+    assert results["trainer"]["largest_gap"] < 1e-3
+
+
+def test_a_requests_seed_fixes_its_response_whatever_is_drawn_beside_it(results: dict):
+    assert results["trainer"]["repeated_same"] == 256
+    assert results["trainer"]["sampled_distinct"] > 200
+
+
+def test_nothing_but_a_servers_health_is_told_without_its_key(results: dict):
+    exposed = results["exposure"]
+    statuses = exposed["statuses"]
+    assert statuses.pop("/health") == 200
+    assert set(statuses.values()) == {401} and exposed["wrong_key"] == 401
+    assert exposed["listening"] == ["127.0.0.1"]
+    assert not exposed["key_in_arguments"] and not exposed["key_in_log"] and exposed["key_length"] > 40
+    assert exposed["insecure_serialization"] == "0"
+
+
+def test_two_replicas_share_the_requests(results: dict):
+    spread = results["spread"]
+    assert spread["whole"] and sum(spread["answers"]) == 400 and min(spread["answers"]) > 100
+
+
+def test_a_killed_server_is_started_again_and_no_sample_is_lost_or_drawn_twice(results: dict):
+    killed = results["killed"]
+    assert (killed["kills"], killed["starts"]) == (KILLS, 1 + KILLS)
+    assert killed["whole"] and killed["distinct"] == killed["with_every_logprob"] == killed["samples"] == SAMPLES
+
+
+def test_faults_in_a_fifth_of_the_answers_change_no_sample(results: dict):
+    proxy = results["proxy"]
+    assert proxy["whole"] and proxy["distinct"] == proxy["with_every_logprob"] == SAMPLES
+    assert proxy["same_as_expected"] == SAMPLES
+    faults = {kind: number for kind, number in proxy["faults"].items() if kind != "passed"}
+    assert len(faults) >= 5 and sum(faults.values()) > 0.1 * SAMPLES
+
+
+def test_no_process_of_a_server_outlives_the_engine(results: dict):
+    assert results["left_running"] == 0

@@ -1,0 +1,78 @@
+"""What a config says about refits is checked before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_edo.configuration import ConfigError, arm_configs, compose_run
+from nemo_edo.errors import UserError
+from nemo_edo.refit import setup
+
+VLLM = ["generation.backend=vllm"]
+CORRECTED = "grpo.sampler_correction=tis"
+
+
+def config(*overrides: str):
+    return compose_run("quickstart", [*VLLM, "~arms", *overrides])
+
+
+@pytest.mark.parametrize(("overrides", "told"), [
+    (["generation.placement=shared"], "placement is shared, and there is no GPU to share.*placement=apart"),
+    (["generation.refit.transport=nccl"], "transport is nccl, which joins GPUs.*disk"),
+    (["generation.refit.lora=adapter"], "refit.lora is adapter, and lora.rank is 0"),
+])
+def test_what_this_machine_or_model_cannot_do_is_refused(overrides, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=told):
+        setup.check_refit(config(*overrides), Path("run"))
+
+
+def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_qwen2, monkeypatch):
+    cfg = config(f"model.path={tiny_qwen2}", f"generation.refit.folder={tmp_path}")
+    size = setup.weight_bytes(cfg, tiny_qwen2)
+    files = sum(file.stat().st_size for file in tiny_qwen2.glob("*.safetensors"))
+    assert size == pytest.approx(files, rel=0.05)
+    monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size - 1)
+    with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}.* GiB free, and a refit needs"):
+        setup.check_refit(cfg, tmp_path / "run")
+    monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size)
+    setup.check_refit(cfg, tmp_path / "run")
+
+
+def test_weights_stand_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):
+    own, other = (setup.refit_root(config(), tmp_path / name) for name in ("a", "b"))
+    assert own.parent == other.parent == Path("/dev/shm") and own != other
+    urls = "generation.servers.urls=[http://node7:8000]"
+    assert setup.refit_root(config(urls), tmp_path / "a") == tmp_path / "a" / "refit"
+    assert setup.refit_root(config(urls, "generation.refit.folder=weights"), tmp_path / "a").is_absolute()
+
+
+@pytest.mark.parametrize(("overrides", "told"), [
+    (["generation.one_step_off=true"], "grpo.sampler_correction is 'none', expected tis or icepop with "
+                                       "generation.one_step_off"),
+    (["generation.stale=correct"], "grpo.sampler_correction is 'none', expected tis or icepop with generation.stale"),
+    (["generation.one_step_off=true", CORRECTED, "algorithm=idpo"], "iterative DPO"),
+    (["generation.one_step_off=true", CORRECTED, "generation.backend=megatron"],
+     "generation.one_step_off is True, expected false with generation.backend megatron"),
+    (["generation.placement=shared", "generation.backend=megatron"], "placement is 'shared', expected apart with"),
+    (["generation.one_step_off=true", CORRECTED, "generation.placement=shared"], "the servers sleep"),
+    (["generation.one_step_off=true", CORRECTED, "train.rollouts=somewhere"], "nothing is drawn"),
+    (["generation.stale=perhaps"], "generation.stale is 'perhaps', expected one of refuse, correct"),
+    (["generation.refit.transport=pigeon"], "generation.refit.transport is 'pigeon', expected one of disk, nccl"),
+    (["generation.backend=trtllm", "generation.refit.transport=nccl"], "disk with generation.backend trtllm"),
+    (["generation.backend=trtllm", "generation.servers.urls=[http://a:1]"], "take new weights by a restart"),
+])
+def test_settings_that_do_not_go_together_are_refused_with_their_names(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        config(*overrides)
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop"])
+def test_one_step_off_runs_with_either_correction_and_every_arm_needs_one(correction):
+    ahead = ["generation.one_step_off=true", f"grpo.sampler_correction={correction}"]
+    assert arm_configs(config(*ahead))["policy"].sampler_correction == correction
+    with pytest.raises(ConfigError, match="arms.plain.sampler_correction is 'none'"):
+        compose_run("quickstart", [*VLLM, *ahead, "~arms", "+arms={plain: {sampler_correction: none}}"])
