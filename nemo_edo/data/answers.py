@@ -1,8 +1,12 @@
-"""Final answers in GSM8K's format: a last line ``#### N``."""
+"""Final answers: where a response states them, and the one spelling of a number."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
 _NUMBER = re.compile(
     r"(?P<sign>[+-]?\$?|\$[+-])"  # -3, $5, -$5, $-5
@@ -10,7 +14,21 @@ _NUMBER = re.compile(
     r"(?:\.(?P<fraction>[0-9]*))?"
     r"\.?"  # the full stop of a sentence
 )
+LONGEST_ANSWER = 1000
+"""Characters of an answer that is looked at: what is longer is not an answer, and may be built to cost time."""
+_FRACTION = re.compile(
+    r"(?P<sign>[+-]?)(?:(?P<above>\d{1,30})/(?P<below>\d{1,30})|"
+    r"\\[dt]?frac(?:\{(?P<over>-?\d{1,30})\}\{(?P<under>\d{1,30})\}|\s*(?P<short>\d{2})))"
+)
 _MARKER = "####"
+_BOX_OR_BRACE = re.compile(
+    r"\\(?:boxed|fbox)\s*(?P<opens>\{)|\\(?:boxed|fbox) +(?P<bare>[^\s{}$\\]+)|\\.|[{}]", re.DOTALL
+)
+_PHRASES = {"final_answer_is": "the final answer is", "so_the_answer_is": "so the answer is"}
+_SENTENCE_END = re.compile(r"\.(?:\s|$)")
+_SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~|\\quad|\\qquad")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,?|,\\!| )(?=\d{3}(?!\d))")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 
 
 def canonical_number(text: str) -> str | None:
@@ -28,6 +46,19 @@ def canonical_number(text: str) -> str | None:
     return f"-{number}" if "-" in match["sign"] and number != "0" else number
 
 
+def simple_fraction(text: str) -> Fraction | None:
+    """The exact value of a ``canonical_number``, of ``3/4`` or of ``\\frac{3}{4}``; None of other texts."""
+    number = canonical_number(text)
+    if number is not None:
+        return Fraction(number)
+    match = _FRACTION.fullmatch(text.strip())
+    if match is None:
+        return None
+    above, below = match["short"] or (match["above"] or match["over"], match["below"] or match["under"])
+    sign = -1 if match["sign"] == "-" else 1
+    return Fraction(sign * int(above), int(below)) if int(below) else None
+
+
 def final_answer(text: str) -> str | None:
     """The canonical number on the last line that starts with ``####``; None if there is no such line or number."""
     markers = [line for line in _lines(text) if line.startswith(_MARKER)]
@@ -39,6 +70,135 @@ def is_well_formed(text: str) -> bool:
     lines = _lines(text)
     answers = [index for index, line in enumerate(lines) if _marked_number(line) is not None]
     return answers == [len(lines) - 1]
+
+
+def clean_answer(text: str) -> str:
+    """An answer without what surrounds it: math delimiters, a box, bold face, spaces for looks, a closing full stop.
+
+    Digits that a space or ``{,}`` groups by thousands are joined. Nothing else of the mathematics is changed.
+    """
+    before = None
+    while text != before:  # one thing may surround another
+        before = text
+        text = text.strip().removesuffix(".").strip()
+        for opening, closing in _DELIMITERS:
+            inside = text[len(opening) : len(text) - len(closing)]
+            around = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)
+            if around and opening not in inside and closing not in inside:
+                text = inside
+        boxes = _boxes(text)
+        if len(boxes) == 1 and boxes[0].start == 0 and boxes[0].end == len(text):
+            text = boxes[0].content
+    text = _THOUSANDS.sub("", text.replace(r"\$", ""))
+    text = _SPACES.sub(" ", text).replace(r"\left", "").replace(r"\right", "").replace(r"\%", "%").replace("−", "-")
+    return " ".join(text.replace("$", "").split())
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """Where responses state their final answer."""
+
+    name: str
+    """hashes, boxed, final_answer_is, so_the_answer_is, or pattern."""
+    extract: Callable[[str], str | None]
+    """The last answer that the text states, cleaned (above LONGEST_ANSWER characters: as it is); None without one."""
+    is_well_formed: Callable[[str], bool]
+    """Whether the text states exactly one answer, on its last line."""
+
+
+def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
+    """The format of that name.
+
+    hashes: a line ``#### N``, N a number, as GSM8K's solutions have it. boxed: ``\\boxed{...}``, with braces inside.
+    final_answer_is, so_the_answer_is: what follows "The final answer is" or "So the answer is" to the end of the
+    sentence, or the box there. pattern: the last match of the regular expression ``pattern``: its group ``answer``, or
+    its first group, or all of it.
+    """
+    if name == "hashes":
+        return HASHES
+    if name == "boxed":
+        return _format(name, lambda text: [(box.content, box.end) for box in _boxes(text)])
+    if name == "pattern":
+        expression = re.compile(pattern)
+        return _format(name, lambda text: [(_matched(m), m.end()) for m in expression.finditer(text)])
+    return _format(name, lambda text: _after_phrase(text, _PHRASES[name]))
+
+
+HASHES = AnswerFormat("hashes", final_answer, is_well_formed)
+"""GSM8K's."""
+ANSWER_FORMATS = ("hashes", "boxed", *_PHRASES, "pattern")
+
+
+def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
+    """``find``: every answer that a text states and where it ends, in order."""
+
+    def extract(text: str) -> str | None:
+        answer = found[-1][0] if (found := find(text)) else ""
+        return (clean_answer(answer) if len(answer) <= LONGEST_ANSWER else answer) or None
+
+    def well_formed(text: str) -> bool:
+        found = find(text)
+        if len(found) != 1 or not found[0][0].strip():
+            return False
+        return "\n" not in text[found[0][1] :].strip(" \n.$]\\*")
+
+    return AnswerFormat(name, extract, well_formed)
+
+
+@dataclass(frozen=True)
+class _Box:
+    content: str
+    start: int
+    end: int
+
+
+def _boxes(text: str) -> list[_Box]:
+    """The outermost closed boxes, in order. One pass: a text of a megabyte may open a box at every seventh letter."""
+    opened: list[tuple[int, int] | None] = []  # of each open brace: where its box and the content begin, if it is a box
+    found: list[tuple[int, int, int, int]] = []
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match["opens"]:
+            opened.append((match.start(), match.end()))
+        elif match["bare"]:
+            found.append((match.start(), match.start("bare"), match.end(), match.end()))
+        elif match[0] == "{":
+            opened.append(None)
+        elif match[0] == "}" and opened:
+            box = opened.pop()
+            if box is not None:
+                while found and found[-1][0] > box[0]:
+                    found.pop()  # it stands inside this one
+                found.append((*box, match.start(), match.end()))
+    return [_Box(text[content:close], start, end) for start, content, close, end in found]
+
+
+def _after_phrase(text: str, phrase: str) -> list[tuple[str, int]]:
+    """What follows each occurrence of the phrase: the first box before the next one, or the sentence's rest."""
+    starts = [match.end() for match in re.finditer(re.escape(phrase), text, re.IGNORECASE)]
+    found = []
+    for start, end in pairwise([*starts, len(text)]):
+        answer = _stated(text[start:end])
+        found.append((answer, start + text[start:end].find(answer) + len(answer)))
+    return found
+
+
+def _stated(rest: str) -> str:
+    """The answer in the text behind a phrase."""
+    boxes = _boxes(rest)
+    if boxes:
+        return rest[boxes[0].start : boxes[0].end]
+    rest = rest.lstrip(" \t\n:*'\"")
+    for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):  # a formula on lines of its own
+        if rest.startswith(opening) and closing in rest[len(opening) :]:
+            return rest[len(opening) : rest.index(closing, len(opening))]
+    line = rest.split("\n", 1)[0]
+    end = _SENTENCE_END.search(line)
+    return (line[: end.start()] if end else line).rstrip(" *'\"")
+
+
+def _matched(match: re.Match[str]) -> str:
+    group = "answer" if "answer" in match.re.groupindex else min(1, match.re.groups)
+    return match[group] or ""
 
 
 def _lines(text: str) -> list[str]:

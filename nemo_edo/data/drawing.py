@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 
 from nemo_edo.data.batching import minibatches
 from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.errors import UserError
-from nemo_edo.types import GenerationRequest, ScoredRollout
+from nemo_edo.errors import PartlyDrawn, UserError
+from nemo_edo.interfaces import Scorer
+from nemo_edo.types import GenerationRequest, Problem, Rollout, ScoredRollout
 
 Draw = Callable[[Sequence[GenerationRequest]], list[ScoredRollout]]
 """Answers requests: one scored response each, in order."""
+
+
+def draw_scored(draw: Callable[[], list[Rollout]], scorer: Scorer, problems: Sequence[Problem]) -> list[ScoredRollout]:
+    """What ``draw`` returns, scored. So are the responses of an engine that gives up: PartlyDrawn then holds these."""
+    try:
+        return scorer.score(draw(), problems)
+    except PartlyDrawn as partly:
+        raise PartlyDrawn(str(partly), scorer.score(partly.drawn, problems)) from partly
 
 
 class DrawnInParts:
@@ -28,22 +37,26 @@ class DrawnInParts:
         part_size: int,
         writes: bool,
         before_part: Callable[[], None] = lambda: None,
+        versions: range | None = None,
     ) -> None:
-        """iteration: also the version of the policy that draws. writes: True on the one rank that writes what all of
-        them hold. before_part: called before each part that is drawn, while nothing is at stake."""
+        """writes: True on the one rank that writes what all of them hold. before_part: called before each part that is
+        drawn, while nothing is at stake. versions: of the policies that may have drawn; None: ``iteration`` alone."""
         self._store = store
         self._iteration = iteration
         self._draw = draw
         self._part_size = part_size
         self._writes = writes
         self._before_part = before_part
+        self._versions = range(iteration, iteration + 1) if versions is None else versions
         self._on_disk = store.drawn(iteration)
+        self._unfinished = {_request_of(item): item for item in store.unfinished(iteration)}
+        """Responses of a part that an engine has given up on."""
         self._taken = 0
-        """Responses of ``_on_disk`` that were asked for."""
+        """Responses that were asked for, and are on disk."""
         self._parts = 0
 
     def __call__(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
-        """Raises UserError where what is on disk answers other requests."""
+        """Raises UserError where what is on disk answers other requests, and where responses are of another policy."""
         parts = [self._part(part) for part in minibatches(requests, self._part_size)]
         return [scored for part in parts for scored in part]
 
@@ -51,14 +64,38 @@ class DrawnInParts:
         part = self._on_disk[self._taken : self._taken + len(requests)]
         if part:
             _require_answers(part, requests, self._iteration, str(self._store.folder))
+            require_version(part, self._iteration, self._versions, str(self._store.folder))
             self._taken += len(part)
         else:
             self._before_part()
-            part = self._draw(requests)
+            part = self._drawn(requests)
+            require_version(part, self._iteration, self._versions, "the engine")
             if self._writes:
                 self._store.write_part(self._iteration, self._parts, part)
+            self._taken += len(part)
         self._parts += 1
         return part
+
+    def _drawn(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
+        """Raises UserError where the engine gives up; what it has by then is on disk."""
+        there = self._unfinished
+        missing = [request for request in requests if request not in there]
+        try:
+            drawn = iter(self._draw(missing) if missing else [])
+        except PartlyDrawn as partly:
+            kept = [*there.values(), *partly.drawn]
+            if self._writes:
+                self._store.write_unfinished(self._iteration, kept)
+            raise UserError(
+                f"{partly}. {self._taken + len(kept)} responses of iteration {self._iteration} are kept in "
+                f"{self._store.folder}; started again, the run goes on from there"
+            ) from partly
+        return [there[request] if request in there else next(drawn) for request in requests]
+
+
+def _request_of(item: ScoredRollout) -> GenerationRequest:
+    rollout = item.rollout
+    return GenerationRequest(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, rollout.seed)
 
 
 def _require_answers(
@@ -75,14 +112,21 @@ def _require_answers(
                     f"{where}: iteration {t} has a response with {name} {there} there where {here} is asked for here; "
                     "they are another run's, or problems or settings have changed: remove them to draw others"
                 )
-    require_version(scored, t, where)
 
 
-def require_version(scored: Sequence[ScoredRollout], t: int, where: str) -> None:
-    """Raises UserError unless all responses are of policy version ``t``."""
-    strange = next((item.rollout for item in scored if item.rollout.policy_version != t), None)
-    if strange is not None:
-        raise UserError(
-            f"{where}: a response of iteration {t} is of policy version {strange.policy_version} there; version {t} "
-            "is asked for here"
-        )
+def require_version(scored: Sequence[ScoredRollout], t: int, versions: range, where: str) -> None:
+    """Raises UserError unless all responses of iteration ``t`` are of policy versions among ``versions``."""
+    strange = next((item.rollout for item in scored if item.rollout.policy_version not in versions), None)
+    if strange is None:
+        return
+    oldest, newest = versions[0], versions[-1]
+    asked = f"version {newest}" if oldest == newest else f"one from {oldest} to {newest}"
+    advice = (
+        ""
+        if strange.policy_version > newest or oldest == 0
+        else "; generation.stale=correct trains on responses of earlier policies, with importance correction"
+    )
+    raise UserError(
+        f"{where}: a response of iteration {t} is of policy version {strange.policy_version} there; {asked} is asked "
+        f"for here{advice}"
+    )

@@ -1,24 +1,25 @@
-"""Problem files in GSM8K's JSONL format: ``{"question": ..., "answer": "... #### 72"}``, one object a line."""
+"""Problems from files: GSM8K's JSONL format, a benchmark's official files, or what ``tools/prepare_data`` wrote."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from nemo_edo.data.answers import final_answer, is_well_formed
-from nemo_edo.errors import UserError
+from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, TEXT, Benchmark, gsm8k_solution
+from nemo_edo.data.rows import ProblemFileError, Row, RowError, numbered_lines, parse_json, read_bytes, read_rows
 from nemo_edo.types import Problem
 
-_ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+__all__ = ["BadRow", "LoadedProblems", "ProblemFileError", "load_problems", "read_benchmark", "write_problems"]
+
 _SHOWN = 5
 _EXPECTED_ROW = 'expected {"question": "...", "answer": "... #### 72"}'
-
-
-class ProblemFileError(UserError):
-    """A problem file that cannot be used; the message names the file, the lines and the remedy."""
+_PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
+MANIFEST_SUFFIX = ".manifest.json"
 
 
 @dataclass(frozen=True)
@@ -35,94 +36,193 @@ class LoadedProblems:
     skipped: list[BadRow]
 
 
-def load_problems(path: str | Path, *, on_bad_rows: str) -> LoadedProblems:
-    """The problems of a GSM8K JSONL file, in its order.
+def load_problems(
+    path: str | Path,
+    *,
+    on_bad_rows: str,
+    benchmark: str | None = None,
+    split: str = "train",
+    check_rows: bool = True,
+) -> LoadedProblems:
+    """The problems of a file, in its order.
 
-    Solutions lose GSM8K's calculator annotations (``48/2=<<48/2=24>>24`` becomes ``48/2=24``), as is usual where no
-    calculator is called; nothing else of the text is changed. Blank lines and a UTF-8 byte order mark are passed over.
+    A file with a manifest beside it is what ``tools/prepare_data`` wrote: its checksum, its rows and, if given, the
+    benchmark have to be the manifest's. Else ``benchmark`` names whose official file (or folder) it is, and
+    ``check_rows`` has it hold as many rows as the official ``split``.
+    None: GSM8K's JSONL format, with any number of rows. Solutions lose GSM8K's calculator annotations; nothing else of
+    the text is changed. Blank lines and a UTF-8 byte order mark are passed over, and questions that differ only in
+    white space count as duplicates: all but the first are bad rows. (Official files of benchmarks may repeat some.)
 
     ``on_bad_rows``: ``"error"`` stops at a file with bad rows, ``"skip"`` leaves them out and returns them in
-    ``skipped``. Questions that differ only in white space count as duplicates: all but the first are bad rows.
+    ``skipped``.
 
     Raises ProblemFileError (a ValueError): the file cannot be read, holds no rows, has bad rows (``"error"``), or
-    nothing but bad rows.
+    nothing but bad rows; it is another benchmark's, or of another version; it is not what its manifest says.
     """
     if on_bad_rows not in ("error", "skip"):
         raise ValueError(f"on_bad_rows is {on_bad_rows!r}, expected error or skip")
     path = Path(path)
+    if manifest_path(path).is_file():
+        return _load_prepared(path, benchmark)
+    if benchmark is None:
+        return _load_gsm8k(path, on_bad_rows)
+    official = BENCHMARKS[benchmark]
+    return read_benchmark(official, path, read_rows(path), split=split, on_bad_rows=on_bad_rows, check_rows=check_rows)
+
+
+def read_benchmark(
+    benchmark: Benchmark, path: Path, rows: Iterable[Row], *, split: str, on_bad_rows: str, check_rows: bool
+) -> LoadedProblems:
+    """The problems of a benchmark's official rows; ``path`` names them. Raises as ``load_problems`` does."""
+    stem = path.stem if path.suffix else f"{path.parent.name}-{path.name}".lstrip("-")
+
+    def problem(row: Row) -> Problem:
+        gold = benchmark.gold(row)
+        return Problem(f"{stem}-{row.number}", gold.question, gold.solution, gold.answer, row.source, gold.kind)
+
+    problems, bad = _collect(rows, problem)
+    found = len(problems) + len(bad)
+    split = benchmark.split_of(split)
+    # A file with none of the columns is another one altogether: its rows say more than their number.
+    if check_rows and problems and found != benchmark.splits[split]:
+        raise ProblemFileError(
+            f"{path}: has {found} rows, but {benchmark.title}'s {split} split has {benchmark.splits[split]} "
+            f"({benchmark.hub}): it is of another version, or a part (data.check_rows=false takes it as it is)"
+        )
+    return _checked(path, problems, bad, on_bad_rows, expected=f"expected {benchmark.expected}")
+
+
+def write_problems(
+    path: Path, problems: Sequence[Problem], *, benchmark: str, split: str, source: dict[str, str], skipped: int
+) -> dict[str, Any]:
+    """Writes problems as JSON lines, and beside them the manifest, which is returned.
+
+    ``source``: what they were read from, and its checksum.
+    """
+    rows = [{name: getattr(problem, name) for name in _PREPARED_FIELDS} for problem in problems]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    manifest = {
+        "benchmark": benchmark,
+        "split": split,
+        "rows": len(rows),
+        "skipped": skipped,
+        "answer_kinds": dict(sorted(Counter(problem.answer_kind for problem in problems).items())),
+        "distinct_questions": len({normal_question(problem.question) for problem in problems}),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "source": source,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    manifest_path(path).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_name(path.name + MANIFEST_SUFFIX)
+
+
+def normal_question(question: str) -> str:
+    """Equal for questions that differ only in white space and case."""
+    return " ".join(question.casefold().split())
+
+
+def _load_gsm8k(path: Path, on_bad_rows: str) -> LoadedProblems:
+    first_seen: dict[str, int] = {}
+
+    def problem(line: tuple[int, bytes]) -> Problem:
+        number, text = line
+        row = _parse_row(text)
+        question = _text_field(row, "question")
+        solution, answer = gsm8k_solution(_text_field(row, "answer"))
+        _require_new(question, number, first_seen)
+        return Problem(f"{path.stem}-{number}", question, solution, answer, f"{path}:{number}")
+
+    problems, bad = _collect(numbered_lines(path), problem, source=lambda line: f"{path}:{line[0]}")
+    return _checked(path, problems, bad, on_bad_rows, expected=f"{_EXPECTED_ROW} on each line")
+
+
+def _load_prepared(path: Path, benchmark: str | None) -> LoadedProblems:
+    """What ``write_problems`` wrote, if nothing has touched it since."""
+    manifest_file = manifest_path(path)
+    try:
+        manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+        named, rows, sha256 = (manifest[name] for name in ("benchmark", "rows", "sha256"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProblemFileError(f"{manifest_file}: is no manifest ({error}); run tools/prepare_data again") from error
+    content = read_bytes(path)
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ProblemFileError(
+            f"{path}: has the SHA-256 checksum {found}, but {manifest_file.name} says {sha256}; the file has changed "
+            "since tools/prepare_data wrote it: write it anew"
+        )
+    if benchmark is not None and named != benchmark:
+        raise ProblemFileError(f"{path}: holds problems of {named}, but the config says {benchmark}")
+
+    def problem(line: tuple[int, bytes]) -> Problem:
+        number, text = line
+        row = _parse_row(text)
+        values = {name: _text_field(row, name) for name in _PREPARED_FIELDS}
+        if values["answer_kind"] not in (NUMBER, MATH, TEXT):
+            raise RowError(f'"answer_kind" is {values["answer_kind"]!r}, expected {NUMBER}, {MATH} or {TEXT}')
+        return Problem(source=f"{path}:{number}", **values)
+
+    problems, bad = _collect(numbered_lines(path), problem, source=lambda line: f"{path}:{line[0]}")
+    if len(problems) + len(bad) != rows:
+        raise ProblemFileError(f"{path}: has {len(problems)} rows, but {manifest_file.name} says {rows}")
+    return _checked(path, problems, bad, "error", expected="expected rows of tools/prepare_data")
+
+
+def _collect(
+    rows: Iterable[Any], problem: Callable[[Any], Problem], source: Callable[[Any], str] = lambda row: row.source
+) -> tuple[list[Problem], list[BadRow]]:
     problems: list[Problem] = []
     bad: list[BadRow] = []
-    first_seen: dict[str, int] = {}
-    for number, line in _numbered_lines(path):
-        source = f"{path}:{number}"
+    for row in rows:
         try:
-            question, solution = _parse_row(line)
-            _require_new(question, number, first_seen)
-        except _RowError as error:
-            bad.append(BadRow(source, str(error)))
-            continue
-        answer = final_answer(solution)
-        problems.append(Problem(f"{path.stem}-{number}", question, solution, answer, source))
+            problems.append(problem(row))
+        except RowError as error:
+            bad.append(BadRow(source(row), str(error)))
+    return problems, bad
+
+
+def _checked(
+    path: Path, problems: list[Problem], bad: list[BadRow], on_bad_rows: str, *, expected: str
+) -> LoadedProblems:
     if not problems and not bad:
-        raise ProblemFileError(f"{path}: has no rows; {_EXPECTED_ROW} on each line")
+        raise ProblemFileError(f"{path}: has no rows; {expected}")
     if bad and (on_bad_rows == "error" or not problems):
-        raise ProblemFileError(_report(path, bad, num_good=len(problems)))
+        raise ProblemFileError(report_bad_rows(path, bad, num_good=len(problems)))
     return LoadedProblems(problems, bad)
 
 
-class _RowError(ValueError):
-    """What is wrong with one row, without its place."""
-
-
-def _numbered_lines(path: Path) -> list[tuple[int, bytes]]:
-    """Line numbers from 1 and contents, blank lines left out. Split at ``\\n`` only, as JSONL has it."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ProblemFileError(f"{path}: cannot be read ({error.strerror}); expected a JSONL file") from error
-    lines = content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _parse_row(line: bytes) -> tuple[str, str]:
-    """Question and solution (annotations removed) of one line."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _RowError(f"is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise _RowError(f"is not valid JSON ({error.msg} at column {error.colno}); {_EXPECTED_ROW}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested without end
-        raise _RowError(f"is not valid JSON ({error}); {_EXPECTED_ROW}") from error
+def _parse_row(line: bytes) -> dict[str, object]:
+    row = parse_json(line, _EXPECTED_ROW)
     if not isinstance(row, dict):
-        raise _RowError(f"is not a JSON object; {_EXPECTED_ROW}")
-    question, solution = (_text_field(row, name) for name in ("question", "answer"))
-    solution = _ANNOTATION.sub("", solution)
-    if not is_well_formed(solution):
-        raise _RowError('"answer" does not end in one "#### number" line, as in "... #### 72"')
-    return question, solution
+        raise RowError(f"is not a JSON object; {_EXPECTED_ROW}")
+    return row
 
 
 def _text_field(row: dict[str, object], name: str) -> str:
     if name not in row:
-        raise _RowError(f'has no "{name}" (its keys: {", ".join(row) or "none"}); {_EXPECTED_ROW}')
+        raise RowError(f'has no "{name}" (its keys: {", ".join(row) or "none"}); {_EXPECTED_ROW}')
     value = row[name]
     if not isinstance(value, str):
-        raise _RowError(f'"{name}" is of type {type(value).__name__}, expected a text')
+        raise RowError(f'"{name}" is of type {type(value).__name__}, expected a text')
     if not value.strip():
-        raise _RowError(f'"{name}" is blank, expected a text')
+        raise RowError(f'"{name}" is blank, expected a text')
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise _RowError(f'"{name}" holds half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer can encode')
+        raise RowError(f'"{name}" holds half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer can encode')
     return value
 
 
 def _require_new(question: str, number: int, first_seen: dict[str, int]) -> None:
     first = first_seen.setdefault(" ".join(question.split()), number)
     if first != number:
-        raise _RowError(f'"question" is the same as on line {first}, expected each question once')
+        raise RowError(f'"question" is the same as on line {first}, expected each question once')
 
 
-def _report(path: Path, bad: list[BadRow], *, num_good: int) -> str:
+def report_bad_rows(path: Path, bad: list[BadRow], *, num_good: int) -> str:
     shown = [f"  {row.source}: {row.reason}" for row in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         shown.append(f"  ... and {len(bad) - _SHOWN} more")

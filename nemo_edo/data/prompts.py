@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_edo.errors import UserError
@@ -14,25 +15,45 @@ if TYPE_CHECKING:
 TokenIds = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class PromptStyle:
+    template: str
+    """The text around {question}."""
+    chat: bool
+    """Whether the rendered text is the user's message in the tokenizer's chat template, the model's turn begun."""
+
+
+def prompt_style(template: str, chat_template: str, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
+    """The style that ``data.prompt`` and ``data.chat_template`` (auto, true, false) make with a tokenizer.
+
+    Raises UserError (a ValueError) if a chat template is asked for and the tokenizer has none.
+    """
+    has_one = tokenizer.chat_template is not None
+    if chat_template == "true" and not has_one:
+        raise UserError(
+            f"data.chat_template is true, but the tokenizer {tokenizer.name_or_path!r} has no chat template; set it to "
+            "false, or model.path to a model that was trained to chat"
+        )
+    return PromptStyle(template, chat_template != "false" and has_one)
+
+
 def render_prompt(template: str, question: str) -> str:
     """The template with ``{question}`` replaced; other braces stay as they are."""
     return template.replace("{question}", question)
 
 
 def encode_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, template: str, *, max_prompt_tokens: int
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str, *, max_prompt_tokens: int
 ) -> dict[str, TokenIds]:
     """Prompt token ids by problem id.
 
-    What the tokenizer puts in front by itself (Llama's BOS) is kept: a template must not write it a second time.
+    ``style``: a text is a template without chat. What the tokenizer puts in front by itself (Llama's BOS) is kept: a
+    template must not write it a second time. A chat template writes all special tokens, and nothing is added to them.
     ``max_prompt_tokens`` is what the context has left beside the response.
 
     Raises UserError (a ValueError) if a prompt is longer, or holds text that the tokenizer does not know.
     """
-    prompts = {
-        problem.id: _encode(render_prompt(template, problem.question), tokenizer, problem, special=True)
-        for problem in problems
-    }
+    prompts = {problem.id: _encode_prompt(problem, tokenizer, style) for problem in problems}
     _require_fit(
         problems,
         [len(prompts[problem.id]) for problem in problems],
@@ -45,7 +66,7 @@ def encode_prompts(
 
 
 def encode_solutions(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, template: str, seq_length: int
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str, seq_length: int
 ) -> list[tuple[TokenIds, TokenIds]]:
     """(prompt ids, solution ids with the end-of-sequence token) of each problem, in order.
 
@@ -58,7 +79,7 @@ def encode_solutions(
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
     pairs = []
     for problem in problems:
-        prompt = _encode(render_prompt(template, problem.question), tokenizer, problem, special=True)
+        prompt = _encode_prompt(problem, tokenizer, style)
         solution = _encode(problem.solution, tokenizer, problem, special=False)
         pairs.append((prompt, (*solution, tokenizer.eos_token_id)))
     _require_fit(
@@ -70,6 +91,15 @@ def encode_solutions(
         remedy="raise model.seq_length",
     )
     return pairs
+
+
+def _encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str) -> TokenIds:
+    style = PromptStyle(style, chat=False) if isinstance(style, str) else style
+    text = render_prompt(style.template, problem.question)
+    if style.chat:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return _encode(text, tokenizer, problem, special=not style.chat)
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase, problem: Problem, *, special: bool) -> TokenIds:

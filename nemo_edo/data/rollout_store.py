@@ -1,7 +1,7 @@
 """Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_2.parquet``, one row for each response.
 
 While an iteration's responses are drawn, what there is of them stands in ``iter_00003/parts/part_00000.parquet`` and
-so on.
+so on, and what an engine had of a part when it gave up, in ``iter_00003/parts/unfinished.parquet``.
 """
 
 from __future__ import annotations
@@ -85,6 +85,18 @@ class RolloutStore:
         self._write(path, iteration, scored)
         return path
 
+    def write_unfinished(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
+        """Writes some responses of the part that is being drawn, in the place of those written before; errors as of
+        ``write``."""
+        path = self._unfinished(iteration)
+        self._write(path, iteration, scored)
+        return path
+
+    def unfinished(self, iteration: int) -> list[ScoredRollout]:
+        """What ``write_unfinished`` wrote; nothing where it did not, or all of the iteration is there."""
+        path = self._unfinished(iteration)
+        return [_from_row(row) for row in self._read_rows(path)] if path.is_file() else []
+
     def drawn(self, iteration: int) -> list[ScoredRollout]:
         """What there is of an iteration, in the order in which it was written: its shards, else its parts up to the
         first that is missing, else nothing. Errors as of ``read``."""
@@ -124,6 +136,9 @@ class RolloutStore:
 
     def _iteration_folder(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:05d}"
+
+    def _unfinished(self, iteration: int) -> Path:
+        return self._iteration_folder(iteration) / "parts" / "unfinished.parquet"
 
     def _shards(self, iteration: int) -> list[Path]:
         """The iteration's files in the order of the ranks."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_edo.data.drawing import DrawnInParts
+from nemo_edo.data.drawing import DrawnInParts, draw_scored
 from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.errors import UserError
+from nemo_edo.errors import PartlyDrawn, UserError
 from nemo_edo.types import GenerationRequest, Rollout, ScoredRollout
 
 REQUESTS = [GenerationRequest(f"p-{i}", 0, (i, 7), seed=i) for i in range(7)]
@@ -85,6 +85,29 @@ def test_responses_on_disk_to_other_requests_are_refused_with_both_sides(tmp_pat
         in_parts(store, Engine())([replace(REQUESTS[0], **changed), *REQUESTS[1:]])
 
 
+@pytest.mark.parametrize(("versions", "told"), [
+    (None, "the engine: a response of iteration 3 is of policy version 2 there; version 3 is asked for here; "
+           "generation.stale=correct"),
+    (range(1), "the engine: .* is of policy version 2 there; version 0 is asked for here$"),
+])
+def test_responses_of_another_policy_are_refused_before_they_are_written(tmp_path, versions, told):
+    class Stale(Engine):
+        def __call__(self, requests):
+            drawn = super().__call__(requests)
+            return [replace(item, rollout=replace(item.rollout, policy_version=2)) for item in drawn]
+
+    with pytest.raises(UserError, match=told):
+        in_parts(RolloutStore(tmp_path), Stale(), versions=versions)(REQUESTS)
+    assert RolloutStore(tmp_path).drawn(ITERATION) == []
+    assert len(in_parts(RolloutStore(tmp_path), Stale(), versions=range(4))(REQUESTS)) == len(REQUESTS)
+
+
+def test_stale_responses_on_disk_are_refused(tmp_path):
+    in_parts(RolloutStore(tmp_path), Engine())(REQUESTS)
+    with pytest.raises(UserError, match="is of policy version 3 there; version 2 is asked for here$"):
+        in_parts(RolloutStore(tmp_path), Engine(), versions=range(2, 3))(REQUESTS)
+
+
 def test_an_evaluation_that_came_to_its_end_is_discarded_and_one_that_did_not_is_kept(tmp_path):
     store = RolloutStore(tmp_path)
     whole = in_parts(store, Engine())(REQUESTS)
@@ -93,3 +116,51 @@ def test_an_evaluation_that_came_to_its_end_is_discarded_and_one_that_did_not_is
     store.write(ITERATION, whole, rank=0, world_size=1)
     store.discard_finished(ITERATION)
     assert store.drawn(ITERATION) == []
+
+
+class GivesUp(Engine):
+    """An engine that answers two of the last part's requests alone."""
+
+    def __call__(self, requests) -> list[ScoredRollout]:
+        scored = super().__call__(requests)
+        if len(self.parts) == 2:
+            raise PartlyDrawn("2 of 3 responses were drawn, then: no server is left", [scored[2], scored[0]])
+        return scored
+
+
+def test_what_an_engine_had_when_it_gave_up_is_kept_and_only_the_rest_is_drawn_later(tmp_path):
+    whole = in_parts(RolloutStore(tmp_path / "whole"), Engine())(REQUESTS)
+    store = RolloutStore(tmp_path / "given up")
+    told = "no server is left. 5 responses of iteration 3 are kept in .*given up; started again"
+    with pytest.raises(UserError, match=told):
+        in_parts(store, GivesUp())(REQUESTS)
+    engine = Engine()
+    assert in_parts(store, engine)(REQUESTS) == whole
+    assert engine.parts == [["p-4"], ["p-6"]]
+
+
+def test_an_engine_that_gives_up_twice_loses_nothing_of_the_first_time(tmp_path):
+    store = RolloutStore(tmp_path)
+    for given_up, kept in (([0, 2], 2), ([0], 3)):
+        def draw(requests, given_up=given_up):
+            scored = Engine()(requests)
+            raise PartlyDrawn("gone", [scored[place] for place in given_up])
+
+        with pytest.raises(UserError, match=f"{kept} responses of iteration 3"):
+            in_parts(store, draw, part_size=7)(REQUESTS)
+    engine = Engine()
+    in_parts(store, engine, part_size=7)(REQUESTS)
+    assert engine.parts == [["p-3", "p-4", "p-5", "p-6"]]
+
+
+def test_responses_of_an_engine_that_gives_up_are_scored_as_well():
+    class Scorer:
+        def score(self, rollouts, problems):
+            return [f"scored {rollout}" for rollout in rollouts]
+
+    def give_up():
+        raise PartlyDrawn("gone", ["a", "b"])
+
+    with pytest.raises(PartlyDrawn, match="gone") as partly:
+        draw_scored(give_up, Scorer(), [])
+    assert partly.value.drawn == ["scored a", "scored b"]

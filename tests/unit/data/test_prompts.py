@@ -2,7 +2,7 @@ import pytest
 
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.data.arithmetic_model import write_tokenizer
-from nemo_edo.data.prompts import encode_prompts, encode_solutions, render_prompt
+from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, prompt_style, render_prompt
 from nemo_edo.types import Problem
 
 TEMPLATE = "{question}\n"
@@ -82,3 +82,36 @@ def test_tokenizer_without_an_end_token_is_an_error(tmp_path):
 def test_no_problems_are_no_prompts(tokenizer):
     assert encode_prompts([], tokenizer, TEMPLATE, max_prompt_tokens=1) == {}
     assert encode_solutions([], tokenizer, TEMPLATE, 1) == []
+
+
+CHAT = "<eos>{% for m in messages %}{{ m['content'] }} + {% endfor %}{% if add_generation_prompt %}7 + {% endif %}"
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    """A tokenizer that puts <pad> in front of a text, and whose chat template begins with <eos>."""
+    from tokenizers.processors import TemplateProcessing
+
+    chatty = write_tokenizer(tmp_path, ArithmeticConfig())
+    chatty.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", chatty.pad_token_id)]
+    )
+    chatty.chat_template = CHAT
+    return chatty
+
+
+def test_chat_template_wraps_the_prompt_begins_the_answer_and_adds_no_second_special_token(chatty):
+    style = prompt_style("3 + {question}", "auto", chatty)
+    assert style == PromptStyle("3 + {question}", chat=True)
+    prompt = encode_prompts([SHORT], chatty, style, max_prompt_tokens=99)["train-1"]
+    assert chatty.decode(prompt) == "<eos>3 + 1 + 2 + 7 + "
+    assert chatty.pad_token_id not in prompt
+    [(taught, _)] = encode_solutions([SHORT], chatty, style, 99)
+    assert taught == prompt
+
+
+def test_chat_template_is_used_where_there_is_one_asked_for_or_never(chatty, tokenizer):
+    assert [prompt_style(TEMPLATE, asked, chatty).chat for asked in ("auto", "true", "false")] == [True, True, False]
+    assert [prompt_style(TEMPLATE, asked, tokenizer).chat for asked in ("auto", "false")] == [False, False]
+    with pytest.raises(ValueError, match="data.chat_template is true, but the tokenizer .* has no chat template"):
+        prompt_style(TEMPLATE, "true", tokenizer)

@@ -1,0 +1,234 @@
+"""The benchmarks: where each comes from, the columns and row counts of its official files, and its gold answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed
+from nemo_edo.data.rows import Row, RowError
+
+NUMBER, MATH, TEXT = "number", "math", "text"
+"""Kinds of gold answers: a canonical number; LaTeX or words that rules can compare; prose that takes a judge."""
+_BOXED = answer_format("boxed")
+_PHRASE = answer_format("final_answer_is")
+_ANNOTATION = re.compile(r"<<[^<>\n]*>>")
+_PROSE = re.compile(r"[a-z]+ [a-z]+ [a-z]+")
+_LONGEST_RULED = 100
+"""Characters of a solution of one line that is taken for the answer itself: s1K has both."""
+
+
+@dataclass(frozen=True)
+class Gold:
+    """What a row of a benchmark says."""
+
+    question: str
+    solution: str
+    """The reference solution; where the benchmark has none, the sentence that states the answer."""
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    title: str
+    hub: str
+    """The data set on the Hugging Face hub."""
+    splits: Mapping[str, int]
+    """Rows of each official split."""
+    columns: Mapping[str, tuple[str, ...]]
+    """What is read, by the names that official copies give it; of each, one has to be there."""
+    read: Callable[[Mapping[str, Any]], Gold]
+    """From a row's read columns, by our names. Raises RowError."""
+    answers: str
+    """The answer format of the paper's prompt for it."""
+    licence: str
+    hub_configs: tuple[str, ...] = ("default",)
+    hub_splits: Mapping[str, str] = field(default_factory=dict)
+    """The hub's names of splits where they are other ones."""
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def gold(self, row: Row) -> Gold:
+        """Raises RowError for a row without the columns, or with contents that are not the benchmark's."""
+        if isinstance(row.content, RowError):
+            raise row.content
+        values = {ours: _value(row.content, names) for ours, names in {**self.columns, **self.optional}.items()}
+        for ours, names in self.columns.items():
+            if values[ours] is None:
+                there = ", ".join(row.content) or "none"
+                raise RowError(f'has no "{names[0]}" (its columns: {there}); expected {self.expected}')
+        gold = self.read(values)
+        for name in ("question", "answer"):
+            if not getattr(gold, name).strip():
+                raise RowError(f"has a blank {name}; expected {self.expected}")
+        if any("\ud800" <= character <= "\udfff" for character in gold.question + gold.solution + gold.answer):
+            raise RowError("holds half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer can encode")
+        return gold
+
+    @property
+    def expected(self) -> str:
+        """The official columns, in words."""
+        return f"the columns {', '.join(names[0] for names in self.columns.values())} of {self.title} ({self.hub})"
+
+    def split_of(self, split: str) -> str:
+        """``split``, or the only one that there is."""
+        return split if split in self.splits else next(iter(self.splits))
+
+
+def gsm8k_solution(text: str) -> tuple[str, str]:
+    """GSM8K's "answer" as a solution without calculator annotations (``48/2=<<48/2=24>>24`` becomes ``48/2=24``), as is
+    usual where no calculator is called, and the answer. Raises RowError where it does not end in ``#### number``."""
+    solution = _ANNOTATION.sub("", text)
+    if not is_well_formed(solution):
+        raise RowError('"answer" does not end in one "#### number" line, as in "... #### 72"')
+    return solution, final_answer(solution)
+
+
+def _value(row: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f'"{name}" is of type {type(value).__name__}, expected a text')
+    return value
+
+
+def _boxed_gold(values: Mapping[str, Any]) -> Gold:
+    """MATH: the last box of the solution."""
+    question, solution = _text(values["question"], "problem"), _text(values["solution"], "solution")
+    answer = _BOXED.extract(solution)
+    if answer is None:
+        raise RowError('"solution" has no \\boxed{} answer whose braces close')
+    return Gold(question, solution, answer, MATH)
+
+
+def _stated_gold(values: Mapping[str, Any]) -> Gold:
+    """A column with the answer alone; the solution, where there is one, beside it."""
+    question, answer = _text(values["question"], "question"), clean_answer(str(values["answer"]))
+    answer = _BOXED.extract(answer) or answer
+    solution = values.get("solution") or f"The final answer is ${answer}$."
+    return Gold(question, _text(solution, "solution"), answer, MATH)
+
+
+def _aime_gold(values: Mapping[str, Any]) -> Gold:
+    """Answers are whole numbers from 0 to 999; some copies have them only in the solution's box."""
+    answer = values["answer"] if values["answer"] is not None else _BOXED.extract(values["solution"] or "")
+    gold = _stated_gold({**values, "answer": "" if answer is None else answer})
+    digits = re.fullmatch(r"0*(\d{1,3})", gold.answer)
+    if digits is None:
+        raise RowError(f'the answer is "{gold.answer}", expected a whole number from 0 to 999')
+    return Gold(gold.question, gold.solution, digits[1], MATH)
+
+
+def _minerva_gold(values: Mapping[str, Any]) -> Gold:
+    if values["answer"] is None:
+        return _boxed_gold({**values, "solution": values["solution"] or ""})
+    return _stated_gold(values)
+
+
+def _olympiad_gold(values: Mapping[str, Any]) -> Gold:
+    """Several answers of one problem are in one text, as a rule; in a list of several, they are put in one."""
+    for name, expected in (("language", "English"), ("subject", "Math"), ("modality", "Text-only")):
+        if values[name] is not None and values[name] != expected:
+            raise RowError(f'"{name}" is {values[name]}, expected {expected}: the file OE_TO_maths_en_COMP')
+    answers = values["answer"]
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise RowError('"final_answer" is not a list of texts')
+    context, solutions = values["context"], values["solution"]
+    question = _text(values["question"], "question")
+    answer = clean_answer(", ".join(clean_answer(answer) for answer in answers))
+    solution = "\n\n".join(solutions) if isinstance(solutions, list) else solutions
+    return Gold(
+        f"{context}\n\n{question}" if context else question, solution or f"The final answer is {answer}.", answer, MATH
+    )
+
+
+def _s1k_gold(values: Mapping[str, Any]) -> Gold:
+    """``solution`` is a number, a formula, a letter, a whole solution or a proof, as its source has it.
+
+    What SFT learns is the trace of thought and the attempt, where they are given, and the sentence with the answer.
+    """
+    question, reference = _text(values["question"], "question"), _text(values["solution"], "solution").strip()
+    stated = _BOXED.extract(reference) or _PHRASE.extract(reference)
+    short = "\n" not in reference and len(reference) <= _LONGEST_RULED and not _PROSE.search(reference)
+    answer = stated or (clean_answer(reference) if short else None)
+    steps = [*(values["thinking_trajectories"] or [])[:1], *([values["attempt"]] if values["attempt"] else [])]
+    steps = steps or [reference]
+    if answer is not None:
+        steps.append(f"The final answer is {answer}.")
+    return Gold(question, "\n\n".join(steps), answer or reference, TEXT if answer is None else MATH)
+
+
+def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
+    solution, answer = gsm8k_solution(_text(values["solution"], "answer"))
+    return Gold(_text(values["question"], "question"), solution, answer, NUMBER)
+
+
+_PROBLEM = ("problem", "Problem", "question")
+_SOLUTION = {"solution": ("solution", "Solution")}
+_SUBJECTS = (
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+    "precalculus",
+)  # fmt: skip
+_S1K = {
+    "columns": {"question": ("question",), "solution": ("solution",)},
+    "optional": {"thinking_trajectories": ("thinking_trajectories",), "attempt": ("attempt",)},
+    "read": _s1k_gold,
+    "answers": "final_answer_is",
+}
+_AIME = {
+    "columns": {"question": _PROBLEM},
+    "optional": {"answer": ("answer", "Answer"), **_SOLUTION},
+    "read": _aime_gold,
+    "answers": "final_answer_is",
+}
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            "gsm8k", "GSM8K", "openai/gsm8k", {"train": 7473, "test": 1319},
+            {"question": ("question",), "solution": ("answer",)}, _gsm8k_gold, "so_the_answer_is", "MIT",
+            hub_configs=("main",),
+        ),
+        Benchmark(
+            "math", "MATH", "EleutherAI/hendrycks_math", {"train": 7500, "test": 5000},
+            {"question": ("problem",), "solution": ("solution",)}, _boxed_gold, "boxed", "MIT", hub_configs=_SUBJECTS,
+        ),
+        Benchmark("s1k", "s1K", "simplescaling/s1K", {"train": 1000}, licence="Apache-2.0", **_S1K),
+        Benchmark(
+            "s1k_eval", "s1K's evaluation split", "simplescaling/data_ablation_full59K", {"test": 1000},
+            licence="Apache-2.0", hub_splits={"test": "train"}, **_S1K,
+        ),
+        Benchmark(
+            "aime24", "AIME 2024", "HuggingFaceH4/aime_2024", {"test": 30}, licence="not stated (MAA's problems)",
+            hub_splits={"test": "train"}, **_AIME,
+        ),
+        Benchmark(
+            "aime25", "AIME 2025", "math-ai/aime25", {"test": 30}, licence="Apache-2.0 (MAA's problems)", **_AIME
+        ),
+        Benchmark(
+            "math500", "MATH500", "HuggingFaceH4/MATH-500", {"test": 500},
+            {"question": ("problem",), "solution": ("solution",), "answer": ("answer",)}, _stated_gold,
+            "final_answer_is", "MIT (MATH's)",
+        ),
+        Benchmark(
+            "minerva", "Minerva Math", "math-ai/minervamath", {"test": 272}, {"question": ("question", "problem")},
+            _minerva_gold, "final_answer_is", "not stated (MIT OpenCourseWare's problems: CC BY-NC-SA 4.0)",
+            optional={"answer": ("answer",), **_SOLUTION},
+        ),
+        Benchmark(
+            "olympiadbench", "OlympiadBench", "Hothan/OlympiadBench", {"test": 674},
+            {"question": ("question",), "answer": ("final_answer",)}, _olympiad_gold, "final_answer_is", "Apache-2.0",
+            hub_configs=("OE_TO_maths_en_COMP",), hub_splits={"test": "train"},
+            optional={
+                "solution": ("solution",), "context": ("context",), "language": ("language",),
+                "subject": ("subject",), "modality": ("modality",),
+            },
+        ),
+    )
+}  # fmt: skip
