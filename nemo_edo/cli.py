@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nemo_edo import __version__
+from nemo_edo.cluster.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 
 STOPPED_BY_GUARD = 3
@@ -18,6 +19,12 @@ STOPPED_BY_GUARD = 3
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0; 1 where a member of a sweep failed; 2 where the user's input is at
     fault; 3 where a guard has stopped a run; 75 (EX_TEMPFAIL) where a run was asked to stop and can be gone on with."""
+    status = _run(argv)
+    tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
+    return status
+
+
+def _run(argv: list[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one place only, but overrides may stand before and after an option.
@@ -51,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--processes", type=_count, metavar="N", help="with -m: torchrun's processes of each run")
     _add_overrides(train)
     train.set_defaults(command=_train)
+
+    launch = commands.add_parser("launch", help="submit a config, or a sweep of it, as a job of the cluster")
+    _add_config(launch)
+    launch.add_argument("-m", "--multirun", action="store_true", help="a sweep, as an array of jobs with one report")
+    launch.add_argument("--dry-run", action="store_true", help="print the job's script, and do nothing")
+    _add_overrides(launch)
+    launch.set_defaults(command=_launch)
 
     collect = commands.add_parser("collect", help="draw and store the responses that a config's arms train on first")
     _add_config(collect)
@@ -165,6 +179,14 @@ def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     print(f"{len(sweep.members) - len(failures)} of {len(sweep.members)} members have finished.")
     print(f"Their report: nemo-edo report {shlex.quote(str(sweep.folder))}")
     return 1 if failures else 0
+
+
+def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    from nemo_edo.cluster.launch import launch, plan
+
+    overrides = _overrides(args, more_overrides)
+    planned = plan(args.config_name, overrides, args.config_path, multirun=args.multirun)
+    _say(launch(planned, dry_run=args.dry_run))
 
 
 def _evaluate(args: argparse.Namespace, more_overrides: list[str]) -> None:

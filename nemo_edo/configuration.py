@@ -122,6 +122,7 @@ def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopC
         arms[name] = _typed(section, OmegaConf.create(changes), prefix, place)
         try:
             cfg.check_training(arms[name], f"arms.{name}")
+            cfg.check_arm(arms[name], f"arms.{name}")
         except ValueError as error:
             raise ConfigError(f"{error} ({place(str(error).split()[0])})") from error
     return arms

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import DataConfig, GRPOConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
+from nemo_edo.data.answers import answer_format
+from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.disk_space import check_disk_space, estimate_bytes
 from nemo_edo.data.problems import LoadedProblems, load_problems
-from nemo_edo.data.prompts import encode_prompts, encode_solutions
+from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
 from nemo_edo.errors import UserError
 from nemo_edo.model_shape import check_expected
+from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
     from nemo_edo.algorithms.collection import Objective
     from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.generation.server_engine import ServerEngine
+    from nemo_edo.interfaces import GenerationEngine, Scorer, WeightSync
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 
 TokenIds = tuple[int, ...]
@@ -41,11 +47,17 @@ class Data:
     solutions: list[tuple[TokenIds, TokenIds]]
     """What the warm-up learns: prompt and solution ids. Empty without a warm-up."""
     skipped_rows: int
+    scorer: Scorer = field(default_factory=ExactAnswerScorer)
+    """What judges responses to them."""
 
     @property
     def pad_id(self) -> int:
         """Any id would do: padding is masked."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """A response's text, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     @property
     def longest_prompt(self) -> int:
@@ -93,25 +105,29 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]
 def load_data(cfg: RunConfig, run: RunFolder) -> Data:
     """Reads and tokenises every problem. Raises UserError for whatever would stop the run later."""
     warmup_file, train_file, test_file = _problem_files(cfg.data, run)
-    loaded = {path: load_problems(path, on_bad_rows=cfg.data.on_bad_rows) for path in (train_file, test_file)}
+    loaded = {
+        train_file: _load_problems(cfg.data, train_file, cfg.data.benchmark, "train"),
+        test_file: _load_problems(cfg.data, test_file, cfg.data.tested_on, "test"),
+    }
+    scorer = _build_scorer(cfg, loaded)
     if cfg.sft.steps and warmup_file not in loaded:
-        loaded[warmup_file] = load_problems(warmup_file, on_bad_rows=cfg.data.on_bad_rows)
+        loaded[warmup_file] = _load_problems(cfg.data, warmup_file, cfg.data.benchmark, "train")
     tokenizer = _load_tokenizer(model_folder(cfg, run))
     train, test = loaded[train_file].problems, loaded[test_file].problems
     _require_distinct_ids(train, test)
     room = cfg.model.seq_length - cfg.sampling.max_new_tokens
+    style = prompt_style(cfg.data.prompt, cfg.data.chat_template, tokenizer)
     solutions = (
-        encode_solutions(loaded[warmup_file].problems, tokenizer, cfg.data.prompt, cfg.model.seq_length)
-        if cfg.sft.steps
-        else []
+        encode_solutions(loaded[warmup_file].problems, tokenizer, style, cfg.model.seq_length) if cfg.sft.steps else []
     )
     return Data(
         tokenizer=tokenizer,
         train=train,
         test=test,
-        prompts=encode_prompts([*train, *test], tokenizer, cfg.data.prompt, max_prompt_tokens=room),
+        prompts=encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room),
         solutions=solutions,
         skipped_rows=_count_skipped(loaded.values()),
+        scorer=scorer,
     )
 
 
@@ -198,23 +214,86 @@ def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Dat
     return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id)
 
 
-def build_engine(cfg: RunConfig, model: MegatronGPTModel, data: Data) -> MegatronEngine:
-    """An in-process engine over the model's own weights."""
+def build_engine(
+    cfg: RunConfig, model: MegatronGPTModel, data: Data, servers: ServerEngine | None
+) -> MegatronEngine | ServerEngine:
+    """The run's servers, or an in-process engine over the model's own weights."""
+    if servers is not None:
+        return servers
     import torch
 
     from nemo_edo.generation.megatron_engine import MegatronEngine
 
-    def decode(ids: Sequence[int]) -> str:
-        return data.tokenizer.decode(ids, skip_special_tokens=True)
-
     return MegatronEngine(
         model.built,
         stop_ids=[data.tokenizer.eos_token_id],
-        decode=decode,
+        decode=data.decode,
         max_batch_size=cfg.generation.max_batch_size,
         device=model.platform_device,
         progress=torch.distributed.get_rank() == 0,
     )
+
+
+def check_servers(cfg: RunConfig) -> None:
+    """Raises UserError, on all ranks, where the config's servers could not be started or asked."""
+    if cfg.generation.is_served:
+        import torch
+
+        from nemo_edo.generation import servers
+        from nemo_edo.parallel.main_rank import on_main
+
+        on_main(lambda: servers.check_servers(cfg, torch.cuda.device_count()))
+
+
+def check_refit(cfg: RunConfig, run: RunFolder) -> None:
+    """Raises UserError, on all ranks, where trained weights could not reach the config's servers."""
+    if cfg.generation.is_served:
+        from nemo_edo.parallel.main_rank import on_main
+        from nemo_edo.refit import setup
+
+        on_main(lambda: setup.check_refit(cfg, run.path))
+
+
+def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | None:
+    """Starts the servers of the config, on the first rank, with the weights that the run begins with, and waits until
+    they are ready; None where responses are drawn in process. Raises UserError, on all ranks, where one is not."""
+    if not cfg.generation.is_served:
+        return None
+    import torch
+
+    from nemo_edo.generation import servers
+    from nemo_edo.parallel.main_rank import is_main, on_main_for_long
+
+    folder = model_folder(cfg, run)
+    gpus = torch.cuda.device_count()
+    replicas = servers.build_replicas(cfg, folder, run.path / "servers", gpus) if is_main() else []
+    on_main_for_long(lambda: servers.start(replicas, cfg.model.seq_length))
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    engine = servers.build_server_engine(
+        cfg,
+        replicas,
+        stop_id=data.tokenizer.eos_token_id,
+        vocab_size=fields["vocab_size"],
+        decode=data.decode,
+        model_folder=folder,
+        progress=is_main(),
+    )
+    if cfg.generation.placement == "shared":
+        from nemo_edo.refit.setup import asleep
+
+        asleep(cfg).begin(engine.replicas)
+    return engine
+
+
+def build_weight_sync(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, engine: GenerationEngine) -> WeightSync:
+    """What brings the model's weights to the engine."""
+    from nemo_edo.refit.in_process import InProcessSync
+
+    if not cfg.generation.is_served:
+        return InProcessSync(engine)
+    from nemo_edo.refit.setup import build_server_sync
+
+    return build_server_sync(cfg, run.path, model_folder(cfg, run), model, engine)
 
 
 def given_rollouts(cfg: RunConfig, arm: str, data: Data) -> RolloutStore | None:
@@ -231,6 +310,31 @@ def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path, Path, Path]:
     if data.train is None:
         return run.data / "warmup.jsonl", run.data / "train.jsonl", run.data / "test.jsonl"
     return Path(data.warmup or data.train), Path(data.train), Path(data.test)
+
+
+def _load_problems(data: DataConfig, path: Path, benchmark: str | None, split: str) -> LoadedProblems:
+    return load_problems(
+        path, on_bad_rows=data.on_bad_rows, benchmark=benchmark, split=split, check_rows=data.check_rows
+    )
+
+
+def _build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> Scorer:
+    """What judges responses to the loaded problems. Those whose answers it could not verify are bad rows: an error, or
+    taken out of ``loaded``. The first rank verifies for all of them."""
+    answers = answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
+    only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
+    if cfg.rewards.verifier == "exact" or (cfg.rewards.verifier == "auto" and only_numbers):
+        return ExactAnswerScorer(answers)
+    from nemo_edo.parallel.main_rank import on_main_for_long
+    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
+    from nemo_edo.rewards.workers import Limits, WorkerPool
+
+    rewards = cfg.rewards
+    verifier = MathVerifier(WorkerPool(Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers)))
+    for path, file in loaded.items():
+        bad = on_main_for_long(partial(verifier.unreadable, file.problems))
+        loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
+    return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs)))
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

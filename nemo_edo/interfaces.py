@@ -28,10 +28,16 @@ class Scorer(Protocol):
 
 
 class WeightSync(Protocol):
-    """Brings a trained policy's weights to the generation engine (refit)."""
+    """Brings a trained policy's weights to the generation engine (refit). All ranks call its methods."""
 
     def push(self, version: int) -> None:
-        """After it returns, the engine samples from the trainer's weights and stamps ``version`` on rollouts."""
+        """After it returns, the engine samples from the trainer's weights and stamps ``version`` on rollouts.
+
+        A version names one state of the weights: where the engine has it already, nothing is done."""
+
+    def release(self) -> None:
+        """Called where no responses are needed until the next ``push``: an engine on the trainer's devices gives their
+        memory back."""
 
 
 class Policy(Protocol):

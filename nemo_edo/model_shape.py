@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_edo.errors import UserError
 
@@ -18,10 +19,29 @@ SHAPE_FIELDS = (
     "head_dim",
     "vocab_size",
     "tie_word_embeddings",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
 )
 
-FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+FAMILIES = {
+    "llama": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+    "qwen3_moe": (False, True),
+}
 """Whether queries, keys and values have a bias; whether queries and keys have a norm of their own."""
+
+WITH_EXPERTS = ("qwen3_moe",)
+
+BRIDGES = {
+    "use_sliding_window": (False, False, tuple(FAMILIES)),
+    "norm_topk_prob": (True, False, WITH_EXPERTS),
+    "decoder_sparse_step": (1, 1, WITH_EXPERTS),
+    "mlp_only_layers": ([], [], WITH_EXPERTS),
+}
+"""Fields that Megatron-Bridge 0.3 does not read: what it takes each for, what transformers takes it for where it is
+absent, and the model types that have it."""
 
 MEGATRONS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Llama 3's scaling of rotary positions has beside its factor, in megatron-core as in the published models."""
@@ -29,9 +49,10 @@ MEGATRONS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_m
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense model of the families Llama, Qwen2 and Qwen3, with the names that Megatron-core has for sizes.
+    """A model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE, with the names that Megatron-core has for sizes.
 
-    All have RMS norms, gated MLPs, grouped queries and rotary positions, and no bias elsewhere.
+    All have RMS norms, gated MLPs, grouped queries and rotary positions, and no bias elsewhere. In a mixture of
+    experts, experts stand in the place of every layer's MLP.
     """
 
     num_layers: int
@@ -46,8 +67,13 @@ class ModelShape:
     """Whether the output layer's weights are the embedding's."""
     qkv_bias: bool
     qk_norm: bool
-    num_moe_experts: None = None
-    """Models with experts are not among these."""
+    num_moe_experts: int | None = None
+    """Of a layer; None: layers have an MLP."""
+    moe_router_topk: int = 0
+    """Experts that see a token."""
+    moe_ffn_hidden_size: int = 0
+    """Of an expert, what ``ffn_hidden_size`` is of an MLP."""
+    gated_linear_unit: ClassVar[bool] = True
 
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any], source: str) -> ModelShape:
@@ -59,7 +85,9 @@ class ModelShape:
         if family not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UserError(f"{source}: model_type is {family!r}; sizes are known for the model types {known}")
-        needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        experts = family in WITH_EXPERTS
+        needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+        needed += SHAPE_FIELDS[-3:] if experts else ["intermediate_size"]
         missing = [name for name in needed if fields.get(name) is None]
         if missing:
             raise UserError(f"{source} has no {', '.join(missing)}")
@@ -69,7 +97,7 @@ class ModelShape:
         return cls(
             num_layers=fields["num_hidden_layers"],
             hidden_size=fields["hidden_size"],
-            ffn_hidden_size=fields["intermediate_size"],
+            ffn_hidden_size=fields.get("intermediate_size", 0),
             num_attention_heads=heads,
             num_query_groups=fields.get("num_key_value_heads") or heads,
             kv_channels=fields.get("head_dim") or (128 if family == "qwen3" else fields["hidden_size"] // heads),
@@ -77,6 +105,9 @@ class ModelShape:
             tied=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=bias,
             qk_norm=norm,
+            num_moe_experts=fields["num_experts"] if experts else None,
+            moe_router_topk=fields["num_experts_per_tok"] if experts else 0,
+            moe_ffn_hidden_size=fields["moe_intermediate_size"] if experts else 0,
         )
 
     @property
@@ -96,13 +127,30 @@ class ModelShape:
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of a layer's matrices by Megatron's names: those that tensor parallelism splits, LoRA
-        adapts and FP8 computes with."""
-        return {
+        adapts and FP8 computes with. Experts' are not among them."""
+        attention = {
             "linear_qkv": (self.query_width + 2 * self.key_width, self.hidden_size),
             "linear_proj": (self.hidden_size, self.query_width),
-            "linear_fc1": (2 * self.ffn_hidden_size, self.hidden_size),
-            "linear_fc2": (self.hidden_size, self.ffn_hidden_size),
         }
+        return attention if self.num_moe_experts else attention | self._mlp(self.ffn_hidden_size)
+
+    @property
+    def expert_matrices(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of the matrices of one expert."""
+        return self._mlp(self.moe_ffn_hidden_size) if self.num_moe_experts else {}
+
+    def _mlp(self, units: int) -> dict[str, tuple[int, int]]:
+        return {"linear_fc1": (2 * units, self.hidden_size), "linear_fc2": (self.hidden_size, units)}
+
+    @property
+    def layer_experts(self) -> int:
+        """Numbers in the experts of a layer."""
+        return (self.num_moe_experts or 0) * sum(outputs * inputs for outputs, inputs in self.expert_matrices.values())
+
+    @property
+    def layer_router(self) -> int:
+        """Numbers in what chooses a token's experts, which every rank has."""
+        return (self.num_moe_experts or 0) * self.hidden_size
 
     @property
     def layer_biases(self) -> int:
@@ -118,7 +166,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Of the whole model; a tied output layer counts once."""
         matrices = sum(outputs * inputs for outputs, inputs in self.layer_matrices.values())
-        layers = self.num_layers * (matrices + self.layer_biases + self.layer_norms)
+        rest = self.layer_biases + self.layer_norms + self.layer_router + self.layer_experts
+        layers = self.num_layers * (matrices + rest)
         return layers + self.hidden_size + self.embedding_parameters * (1 if self.tied else 2)
 
 
@@ -130,6 +179,18 @@ def check_expected(expected: Mapping[str, Any] | None, found: Mapping[str, Any],
                 f"{source} has {name} {found[name]}, but model.architecture.{name} is {expected[name]}: choose the "
                 "model's own config (model=...), or model=hf, which expects no sizes"
             )
+
+
+def check_convertible(fields: Mapping[str, Any], source: str) -> None:
+    """Raises UserError for fields of the config.json ``source`` that Megatron-Bridge would, without a word, take for
+    something else: another model would be trained than the folder's."""
+    for name, (bridges, default, model_types) in BRIDGES.items():
+        value = fields.get(name, default)
+        if fields.get("model_type") in model_types and (default if value is None else value) != bridges:
+            raise UserError(
+                f"{source}: {name} is {json.dumps(value)}; Megatron-Bridge knows models with {json.dumps(bridges)} only"
+            )
+    check_positions(fields, source)
 
 
 def check_positions(fields: Mapping[str, Any], source: str) -> None:

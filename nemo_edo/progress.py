@@ -10,8 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nemo_edo.algorithms.ahead import Ahead
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.progress import Position
+from nemo_edo.cluster.control import stop_is_asked
+from nemo_edo.cluster.stall import StallWatch
 from nemo_edo.config import CheckpointConfig
 from nemo_edo.data.batch_file import read_batch, write_batch
 from nemo_edo.data.rollout_store import RolloutStore
@@ -20,15 +23,17 @@ from nemo_edo.megatron import checkpoint
 from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
-from nemo_edo.parallel.main_rank import any_rank, is_main, on_main
+from nemo_edo.parallel.main_rank import any_rank, is_main, on_main, on_main_for_long
 from nemo_edo.types import ScoredRollout, TrainingBatch
 
 
 class StopSignal:
-    """Inside the block, SIGTERM (of a scheduler whose allocation ends) does not end the process: it is remembered."""
+    """Inside the block, SIGTERM (of a scheduler whose allocation ends) does not end the process: it is remembered. A
+    job of ``nemo-edo launch`` asks by a file, too. Asking whether to stop is a sign of life for ``watch``."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: StallWatch | None = None) -> None:
         self._received = False
+        self._watch = watch
 
     def __enter__(self) -> StopSignal:
         self._earlier = signal.signal(signal.SIGTERM, self._receive)
@@ -36,13 +41,17 @@ class StopSignal:
 
     def __exit__(self, *_) -> None:
         signal.signal(signal.SIGTERM, self._earlier)
+        if self._watch is not None:
+            self._watch.close()
 
     def _receive(self, *_) -> None:
         self._received = True
 
     def agreed(self) -> bool:
         """Whether any rank has received it. Every rank calls this at the same place."""
-        return any_rank(self._received)
+        if self._watch is not None:
+            self._watch.beat()
+        return any_rank(self._received or (is_main() and stop_is_asked()))
 
 
 class SavedProgress:
@@ -122,17 +131,17 @@ class SavedProgress:
         """``algorithms.progress.Progress``. It is written with the first checkpoint that needs it."""
         self._collected, self._batch = collected, None
 
-    def reached(self, position: Position) -> None:
+    def reached(self, position: Position, *, saves: bool = True) -> None:
         """``algorithms.progress.Progress``."""
         self.settle(wait=False)
         stop = self._stop.agreed()
         steps = position.steps_taken - self._saved_at
         begins_iteration = position.step == 0 and steps > 0
-        if begins_iteration or steps >= self._config.every_steps or (stop and steps > 0):
+        if saves and (begins_iteration or steps >= self._config.every_steps or (stop and steps > 0)):
             self._save(position)
         if stop:
             self.settle()
-            raise RunStopped(f"asked to stop: everything up to step {position.steps_taken} of this stage is saved")
+            raise RunStopped(f"asked to stop: everything up to step {self._saved_at} of this stage is saved")
 
     def save(self, position: Position) -> None:
         """``algorithms.progress.Progress``. Where no step was taken since the last checkpoint, that one will do."""
@@ -221,8 +230,36 @@ def read_collected(path: Path) -> Collected:
     return Collected(batch, **about)
 
 
+class AheadOnMain:
+    """An ``algorithms.ahead.Ahead`` of rank 0, whose state all ranks learn where they ask for it."""
+
+    def __init__(self, ahead: Ahead) -> None:
+        self._ahead = ahead
+
+    @property
+    def speed(self) -> dict[str, float]:
+        return self._ahead.speed
+
+    def begin(self, iteration: int) -> None:
+        if is_main():
+            self._ahead.begin(iteration)
+
+    def is_done(self) -> bool:
+        return on_main(self._ahead.is_done)
+
+    def finish(self) -> None:
+        on_main_for_long(self._ahead.finish)
+
+    def stop(self) -> None:
+        """Without a word to the others: one of them may have ended by an error of its own."""
+        self._ahead.stop()
+
+
 class SharedRolloutStore(RolloutStore):
     """A RolloutStore that rank 0 reads for all ranks: what it finds cannot change while another one looks."""
 
     def drawn(self, iteration: int) -> list[ScoredRollout]:
         return on_main(lambda: super(SharedRolloutStore, self).drawn(iteration))
+
+    def unfinished(self, iteration: int) -> list[ScoredRollout]:
+        return on_main(lambda: super(SharedRolloutStore, self).unfinished(iteration))

@@ -19,12 +19,16 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import START, Evaluation
 from nemo_edo.files import replacing, temporary_name
 
-MAY_CHANGE = ("checkpoint", "exp_manager", "guards", "name", "output_dir", "parallelism")
+MAY_CHANGE = (
+    *("checkpoint", "cluster", "exp_manager", "generation.servers", "guards", "name", "output_dir", "parallelism"),
+)
 """Settings that a run may be gone on with another value of. They change no number that it ends with, but for the
 guards', which say when it stops, and the layout, which rounds otherwise."""
 PLACES = ("iteration", "policy_version", "step")
 """Numbers of a line that say where it belongs, and measure nothing."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
+LAUNCH = "launch"
+"""The folder of the cluster's job that the run is in."""
 
 
 class RunFolder:
@@ -92,7 +96,8 @@ class RunFolder:
         if not (self.path / CONFIG).is_file():
             raise UserError(f"{self.path} exists and holds no config.yaml of a run; choose another name=...")
         there, here = _read_mapping(self.path / CONFIG), yaml.safe_load(config)
-        different = sorted(key for key in _differences(there, here) if key.partition(".")[0] not in MAY_CHANGE)
+        free = tuple(f"{key}." for key in MAY_CHANGE)
+        different = sorted(key for key in _differences(there, here) if not f"{key}.".startswith(free))
         if different:
             key = different[0]
             raise UserError(
@@ -129,8 +134,9 @@ class RunFolder:
             self._lock = None
 
     def _is_new(self) -> bool:
-        """Whether nothing is there, or only what a process leaves that is killed before it writes the config."""
-        leftover = {LOCK, temporary_name(self.path / CONFIG).name}
+        """Whether nothing is there, or only what a process leaves that is killed before it writes the config, and what
+        a job has put there before the run begins."""
+        leftover = {LOCK, LAUNCH, temporary_name(self.path / CONFIG).name}
         return not self.path.exists() or {path.name for path in self.path.iterdir()} <= leftover
 
     def _numbered(self) -> Path:

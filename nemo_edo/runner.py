@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from nemo_edo import factory
+from nemo_edo.cluster.control import control_folder
+from nemo_edo.cluster.stall import StallWatch
 from nemo_edo.config import RunConfig
 from nemo_edo.configuration import arm_configs, compose_run, resolved_yaml
 from nemo_edo.errors import UserError
@@ -31,19 +33,19 @@ def train(cfg: RunConfig) -> Path:
 
     An unfinished run of the same config goes on where it was. Raises RunStopped where it is asked to stop (SIGTERM).
     """
-    with StopSignal() as stop:
+    with _stop_signal(cfg) as stop:
         job = _prepare(cfg, stop)
         try:
             _run_stages(job)
         finally:
-            job.folder.close()
+            _close(job)
     return job.folder.path
 
 
 def collect(cfg: RunConfig, arm: str | None) -> None:
     """The warm-up, and then the responses alone that the arms (None: all) draw next. ``train`` goes on from there, and
     another run can train on them (``train.rollouts``)."""
-    with StopSignal() as stop:
+    with _stop_signal(cfg) as stop:
         job = _prepare(cfg, stop)
         try:
             if not job.arms:
@@ -55,7 +57,7 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
                 if name not in job.folder.journal():
                     collect_arm(job, name)
         finally:
-            job.folder.close()
+            _close(job)
 
 
 def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
@@ -72,13 +74,20 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     platform.init_process_group(platform.enter(cfg.threads))
     data = factory.load_data(cfg, folder)
     log = MetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main())
-    job = Job(cfg, trained, folder, data, None, log, is_main(), StopSignal())
-    for name in names:
-        model = factory.build_model(cfg, folder, trained.get(name, cfg.grpo))
-        checkpoint.load(model.policy, folder.checkpoint(name))
-        iteration = trained[name].iterations if name in trained else 0
-        discard_evaluated(job, name, iteration)
-        evaluate_policy(job, model, name, iteration)
+    factory.check_servers(cfg)
+    factory.check_refit(cfg, folder)
+    servers = factory.start_servers(cfg, folder, data)
+    job = Job(cfg, trained, folder, data, None, log, is_main(), StopSignal(), servers)
+    try:
+        for name in names:
+            model = factory.build_model(cfg, folder, trained.get(name, cfg.grpo))
+            checkpoint.load(model.policy, folder.checkpoint(name))
+            iteration = trained[name].iterations if name in trained else 0
+            discard_evaluated(job, name, iteration)
+            evaluate_policy(job, model, name, iteration)
+    finally:
+        if servers is not None:
+            servers.close()
     if job.is_main:
         _conclude(folder)
 
@@ -112,6 +121,12 @@ def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
+def _stop_signal(cfg: RunConfig) -> StopSignal:
+    limit = cfg.cluster.stalled_after_s
+    folder = control_folder() or Path(cfg.output_dir) / f"{cfg.name}.stalled"
+    return StopSignal(StallWatch(limit, folder) if limit else None)
+
+
 def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     arms = arm_configs(cfg)
     check_arm_names(arms)
@@ -121,6 +136,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     folder.check_free(config)
     device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
     factory.check_model(cfg)
+    factory.check_servers(cfg)
     data = factory.load_checked_data(cfg, folder, arms.values())
     for arm, settings in arms.items():
         given = factory.given_rollouts(cfg, arm, data)
@@ -133,7 +149,16 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     if is_main() and data.skipped_rows:
         print(f"{data.skipped_rows} bad rows of the problems files were left out")
     log = MetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main())
-    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop)
+    servers = None
+    if any(name not in on_main(folder.journal) for name in (WARMUP, *arms)):
+        servers = factory.start_servers(cfg, folder, data)
+    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, servers)
+
+
+def _close(job: Job) -> None:
+    if job.servers is not None:
+        job.servers.close()
+    job.folder.close()
 
 
 def _open_folder(folder: RunFolder, config: str) -> None:

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_edo import factory
-from nemo_edo.algorithms.iteration import Iteration, collect_iteration, run_iterations
+from nemo_edo.algorithms.ahead import Ahead, InBackground
+from nemo_edo.algorithms.iteration import Iteration, collect_iteration, draw_ahead, run_iterations
 from nemo_edo.algorithms.sampling import sampling_requests
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import LoopConfig, RunConfig
@@ -23,18 +25,24 @@ from nemo_edo.evaluation.comparison import START as WARMUP
 from nemo_edo.evaluation.comparison import Evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.run import KINDS, Evaluator
 from nemo_edo.evaluation.run_record import load_evaluation
+from nemo_edo.generation.alone import DrawsAlone
 from nemo_edo.megatron import checkpoint
 from nemo_edo.megatron.checksums import DamagedCheckpoint
 from nemo_edo.megatron.kernels import kernels
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.parallel.main_rank import on_main
-from nemo_edo.progress import SavedProgress, SharedRolloutStore, StopSignal
-from nemo_edo.refit.in_process import InProcessSync
-from nemo_edo.rewards.verifier import ExactAnswerScorer
+from nemo_edo.progress import AheadOnMain, SavedProgress, SharedRolloutStore, StopSignal
 from nemo_edo.run_folder import MetricsLog, RunFolder
 from nemo_edo.summary import SOLUTION_COLUMNS, examples, solution_rows
 from nemo_edo.tracking import log_table
 from nemo_edo.types import GenerationRequest, ScoredRollout
+
+if TYPE_CHECKING:
+    from nemo_edo.generation.server_engine import ServerEngine
+
+
+UNTRAINED = -1
+"""The version of weights before the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Job:
     log: MetricsLog
     is_main: bool
     stop: StopSignal
+    servers: ServerEngine | None
+    """What all stages draw responses from; None: each from its own model."""
 
 
 def stage(job: Job, name: str, work: Callable[[], list]) -> None:
@@ -74,8 +84,11 @@ def warm_up(job: Job) -> list:
     cfg = job.cfg
     model = factory.build_model(cfg, job.folder, cfg.sft, job.trainer)
     _say_kernels(job, model)
+    _connect(job, model)
     if not _load_trained(job, model, WARMUP):
         if cfg.sft.steps:
+            model.weight_sync.push(UNTRAINED)  # whether weights reach the engine is better known now than later
+            model.weight_sync.release()
             model.start_training(cfg.sft.steps)
             progress = _resumed(job, model, WARMUP)
             train_supervised(
@@ -139,8 +152,14 @@ def _arm_model(job: Job, settings: LoopConfig) -> MegatronGPTModel:
     model = factory.build_model(job.cfg, job.folder, settings, job.trainer)
     checkpoint.load(model.policy, job.folder.checkpoint(WARMUP))
     model.freeze_reference()
-    model.engine = factory.build_engine(job.cfg, model, job.data)
+    _connect(job, model)
     return model
+
+
+def _connect(job: Job, model: MegatronGPTModel) -> None:
+    """Gives the model what draws responses, and what brings its weights there."""
+    model.engine = factory.build_engine(job.cfg, model, job.data, job.servers)
+    model.weight_sync = factory.build_weight_sync(job.cfg, job.folder, model, model.engine)
 
 
 def _iteration(job: Job, model: MegatronGPTModel, arm: str) -> Iteration:
@@ -149,8 +168,8 @@ def _iteration(job: Job, model: MegatronGPTModel, arm: str) -> Iteration:
     iteration = Iteration(
         policy=model,
         engine=model.engine,
-        weight_sync=InProcessSync(model.engine),
-        scorer=ExactAnswerScorer(),
+        weight_sync=model.weight_sync,
+        scorer=data.scorer,
         store=SharedRolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer_identity(data.tokenizer)),
         problems=data.train,
         prompts=data.prompts,
@@ -163,9 +182,24 @@ def _iteration(job: Job, model: MegatronGPTModel, arm: str) -> Iteration:
         part_size=cfg.generation.part_size,
         given=factory.given_rollouts(cfg, arm, data),
         guards=cfg.guards,
+        keeps_stale=cfg.generation.stale == "correct",
+        lag=int(cfg.generation.one_step_off),
     )
+    if cfg.generation.one_step_off:
+        iteration = replace(iteration, ahead=_drawn_ahead(iteration))
     model.start_training(iteration.total_steps)
     return replace(iteration, progress=_resumed(job, model, arm, keeps_reference=settings.reference == "ema"))
+
+
+def _drawn_ahead(iteration: Iteration) -> Ahead:
+    """Draws on the first rank alone, in a thread."""
+    store = RolloutStore(iteration.store.folder, tokenizer=iteration.store.tokenizer)
+
+    def draw(t: int, stop: Event) -> dict[str, float]:
+        alone = replace(iteration, store=store, engine=DrawsAlone(iteration.engine, stop), bar=None)
+        return draw_ahead(alone, t, stop)
+
+    return AheadOnMain(InBackground(draw))
 
 
 # --- where a stage stands -----------------------------------------------------------------------------------------
@@ -219,11 +253,12 @@ def _cut_metrics(job: Job, size: int | None) -> None:
 def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int, *, final: bool = True) -> list:
     """Evaluates, logs, and where it is the final one keeps the per-problem results; returns scored responses."""
     cfg, data = job.cfg, job.data
-    engine = model.engine or factory.build_engine(cfg, model, data)
+    if model.engine is None:
+        _connect(job, model)
     evaluator = Evaluator(
         policy=model,
-        engine=engine,
-        scorer=ExactAnswerScorer(),
+        engine=model.engine,
+        scorer=data.scorer,
         problems=data.test,
         prompts=data.prompts,
         config=cfg.evaluation,
@@ -231,13 +266,15 @@ def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int,
         pad_id=data.pad_id,
         keeping=partial(_keeping, job, arm, iteration),
     )
-    InProcessSync(engine).push(iteration)  # an engine that is new does not know whose weights it has
+    model.weight_sync.push(iteration)
     rollouts = cfg.evaluation.rollouts if final else 1
     # The same random numbers for every arm and iteration: differences between them are the policies' own.
     requests = sampling_requests(data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate")
     begun = time.monotonic()
     evaluation, scored = evaluator.evaluate(arm, requests, rollouts)
     seconds = time.monotonic() - begun
+    if final:
+        model.weight_sync.release()
     _keep_best(job, model, evaluation, iteration)
     intervals = {
         name: evaluation.interval(name, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)

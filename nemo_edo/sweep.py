@@ -106,7 +106,7 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
     names = _names([[combination[place] for place in swept] for combination in combinations])
     members = []
     for name, combination in zip(names, combinations, strict=True):
-        overrides = (*combination, f"output_dir={_quoted(str(folder))}", f"name={_quoted(name)}")
+        overrides = (*combination, f"output_dir={quoted(str(folder))}", f"name={quoted(name)}")
         config = resolved_yaml(compose_run(config_name, list(overrides), config_dir))
         RunFolder(folder / name).check_free(config)
         members.append(Member(name, overrides, config))
@@ -262,7 +262,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text for Hydra's override grammar, whatever commas and equal signs are in it."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return f"'{escaped}'"

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import MLFlowLogger
 
-CHATTY = ("megatron", "nemo_logger")
-"""Loggers that report every optimizer and bucket they set up; their warnings stay."""
+CHATTY = ("megatron", "nemo_logger", "httpx")
+"""Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
 
 
 def quiet_libraries() -> None:

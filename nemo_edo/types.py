@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+UNVERIFIED = "verification "
+"""How a score's reason begins where the answer could not be compared within the limits of time and memory."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -21,9 +24,11 @@ class Problem:
     solution: str
     """The reference chain of thought, final-answer line included (the text that SFT learns)."""
     answer: str
-    """The final answer in canonical form (``data.answers.canonical_number``)."""
+    """The final answer: a canonical number (``data.answers.canonical_number``), or cleaned LaTeX or text."""
     source: str
     """``path:line`` of the row."""
+    answer_kind: str = "number"
+    """number; math: LaTeX or words, which rules can compare; text: prose, which they cannot."""
 
 
 @dataclass(frozen=True)

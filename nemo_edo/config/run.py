@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from nemo_edo.config.checks import one_of, positive, require, share
+from nemo_edo.config.checks import one_of, positive, require
+from nemo_edo.config.cluster import ClusterConfig
+from nemo_edo.config.data import DataConfig, RewardsConfig
+from nemo_edo.config.generation import IN_PROCESS, GenerationConfig
 from nemo_edo.config.guards import GuardsConfig
 from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
-from nemo_edo.config.training import GRPOConfig, IDPOConfig, SFTConfig
+from nemo_edo.config.training import GRPOConfig, IDPOConfig, LoopConfig, SFTConfig
 
 ALGORITHMS = ("grpo", "idpo")
 """Of arms."""
@@ -49,58 +52,6 @@ class ModelConfig:
 
 
 @dataclass
-class ArithmeticConfig:
-    """The built-in task: sum a few numbers, merging any two of those left in each step (``data.arithmetic``)."""
-
-    num_operands: int = 4
-    """Numbers to sum."""
-    max_operand: int = 9
-    """The largest of them; the smallest is 0."""
-    warmup_problems: int = 4096
-    """Problems with noisy solutions, for the warm-up."""
-    train_problems: int = 1280
-    """Problems that the policy samples responses to."""
-    test_problems: int = 256
-    """Problems that policies are evaluated on."""
-    weak_fact_share: float = 0.25
-    """Share of the addition facts that the warm-up data mostly gets wrong."""
-    weak_fact_accuracy: float = 0.35
-    """How often the warm-up data has a weak fact right."""
-    step_noise: float = 0.1
-    """Share of the warm-up data's other steps whose result is wrong."""
-    seed: int = 0
-    """Of the problems, apart from the run's seed: runs with other seeds see the same problems."""
-
-    def __post_init__(self) -> None:
-        require(self.num_operands >= 2, "data.arithmetic.num_operands", self.num_operands, "at least 2")
-        positive(self, "data.arithmetic", "max_operand", "warmup_problems", "train_problems", "test_problems")
-        share(self, "data.arithmetic", "weak_fact_share", "weak_fact_accuracy", "step_noise")
-
-
-@dataclass
-class DataConfig:
-    """Problem files in GSM8K's JSONL format. All three null: the built-in task writes them into the run folder."""
-
-    warmup: Optional[str] = None
-    """Solutions for the supervised warm-up; null: ``train``."""
-    train: Optional[str] = None
-    """Problems that the policy samples responses to."""
-    test: Optional[str] = None
-    """Problems that policies are evaluated on; the file needs another name than ``train``'s."""
-    prompt: str = "{question}\n"
-    """The text that precedes a response; {question} is replaced."""
-    on_bad_rows: str = "error"
-    """error: the first bad rows stop the run; skip: they are left out and counted."""
-    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
-
-    def __post_init__(self) -> None:
-        one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
-        require("{question}" in self.prompt, "data.prompt", self.prompt, "a text that contains {question}")
-        if (self.train is None) != (self.test is None) or (self.warmup is not None and self.train is None):
-            raise ValueError("data.train and data.test: give both, or neither for the built-in task")
-
-
-@dataclass
 class SamplingConfig:
     """How an iteration's responses are drawn."""
 
@@ -118,20 +69,6 @@ class SamplingConfig:
         require(samples >= 2, "sampling.samples_per_prompt", samples, "at least 2: advantages compare a group")
         positive(self, "sampling", "temperature", "max_new_tokens")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
-
-
-@dataclass
-class GenerationConfig:
-    backend: str = "megatron"
-    """megatron: in the trainer's own process."""
-    max_batch_size: int = 512
-    """Sequences decoded at a time on one data-parallel rank."""
-    part_size: int = 2048
-    """Responses of a collection that are drawn, scored and put on disk at a time: what a killed run loses, at most."""
-
-    def __post_init__(self) -> None:
-        one_of("generation.backend", self.backend, ("megatron",))
-        positive(self, "generation", "max_batch_size", "part_size")
 
 
 @dataclass
@@ -209,6 +146,7 @@ class RunConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
@@ -224,6 +162,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
 
@@ -238,7 +177,7 @@ class RunConfig:
         if self.model.path is None and self.model.architecture is None:
             raise ValueError("model.path and model.architecture: give at least one of them")
         for name in ("context_parallel_size", "expert_model_parallel_size"):
-            size, here = getattr(self.parallelism, name), self.generation.backend == "megatron"
+            size, here = getattr(self.parallelism, name), self.generation.backend == IN_PROCESS
             require(size == 1 or not here, f"parallelism.{name}", size, "1 with generation.backend megatron")
         needed = self.sampling.max_new_tokens + 1
         require(
@@ -247,12 +186,34 @@ class RunConfig:
             self.model.seq_length,
             f"room for a prompt and sampling.max_new_tokens = {self.sampling.max_new_tokens} tokens",
         )
+        backend, top_p = self.generation.backend, self.sampling.top_p
+        if backend == "trtllm" or (self.generation.is_served and top_p < 1):
+            # Servers have log-probabilities before the temperature, or after the cut; trtllm the former alone.
+            where = f"with generation.backend {backend}" + (f" and sampling.top_p {top_p}" if top_p < 1 else "")
+            expected = f"1 {where}: only there is its log-probability that of the whole distribution that is sampled"
+            require(self.sampling.temperature == 1, "sampling.temperature", self.sampling.temperature, expected)
         for section in ("sft", "grpo", "idpo"):
             self.check_training(getattr(self, section), section)
+        if self.algorithm != SFT and not self.arms:
+            self.check_arm(getattr(self, self.algorithm), self.algorithm)
         best, metrics = self.checkpoint.best, self.evaluation.metrics
         require(best is None or best in metrics, "checkpoint.best", best, f"null or one of {', '.join(metrics)}")
         if best is not None and not self.evaluation.every:
             raise ValueError("checkpoint.best needs evaluation.every: without evaluations no policy is the best")
+
+    def check_arm(self, training: LoopConfig, section: str) -> None:
+        """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""
+        generation, given = self.generation, self.train.rollouts
+        needs = "generation.one_step_off" if generation.one_step_off else ""
+        needs = needs or ("generation.stale=correct" if generation.stale == "correct" else "")
+        if not needs:
+            return
+        if isinstance(training, IDPOConfig):
+            raise ValueError(f"{section}: {needs} needs importance correction, which iterative DPO has not; take grpo")
+        correction = training.sampler_correction
+        require(correction != "none", f"{section}.sampler_correction", correction, f"tis or icepop with {needs}")
+        drawn = given is None or not generation.one_step_off
+        require(drawn, "generation.one_step_off", True, "false with train.rollouts: nothing is drawn")
 
     def check_training(self, training: SFTConfig | GRPOConfig | IDPOConfig, section: str) -> None:
         """Raises ValueError where a section that trains, or an arm made from it, does not fit the rest of the run."""

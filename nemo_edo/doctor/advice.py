@@ -9,7 +9,7 @@ from nemo_edo.config import GRPOConfig, IDPOConfig, PrecisionConfig, RunConfig, 
 from nemo_edo.doctor.memory import Memory
 from nemo_edo.doctor.workload import largest, micro_batch_tokens, trainings, workloads
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.splits import check_splits, check_world
+from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
 from nemo_edo.model_shape import ModelShape
 
 GPUS_OF_A_NODE = 8
@@ -81,6 +81,7 @@ def _is_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> bool:
     try:
         check_world(cfg.parallelism, gpus)
         check_splits(shape, cfg.parallelism, shape.vocab_size)
+        check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
     except UserError:
         return False
     return True

@@ -63,6 +63,16 @@ class Workload:
     def stages(self) -> int:
         return self.parallelism.pipeline_model_parallel_size
 
+    @property
+    def expert_tensor(self) -> int:
+        """Processes that share an expert."""
+        return self.parallelism.expert_tensor_parallel_size or self.parallelism.tensor_model_parallel_size
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """Processes that have the same experts, or parts of experts."""
+        return self.data_parallel * self.parallelism.model_ranks // self.parallelism.expert_ranks
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -122,7 +132,7 @@ def all_stages(load: Workload) -> list[Memory]:
 def parameters(load: Workload, stage: int) -> int:
     """Numbers in the weights of one GPU, without adapters."""
     shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
-    layer = _matrices(load) + shape.layer_biases // tensor + shape.layer_norms
+    layer = _matrices(load) + _experts(load) + shape.layer_biases // tensor + shape.layer_norms + shape.layer_router
     embedding = shape.embedding_parameters // tensor
     first, last = stage == 0, stage == load.stages - 1
     output = last and not (shape.tied and first)  # a tied one is a copy of its own on another stage
@@ -131,6 +141,8 @@ def parameters(load: Workload, stage: int) -> int:
 
 def adapter_parameters(load: Workload) -> int:
     """Numbers in the adapters of one GPU: both factors are split over the tensor-parallel ranks."""
+    if not load.lora.rank:
+        return 0
     sizes = [load.shape.layer_matrices[target] for target in set(load.lora.targets)]
     per_layer = sum(load.lora.rank * (outputs + inputs) for outputs, inputs in sizes)
     return load.layers * per_layer // load.parallelism.tensor_model_parallel_size
@@ -146,16 +158,19 @@ def weight_bytes(load: Workload, stage: int) -> int:
     copy is Hopper's; later GPUs need less)."""
     numbers = parameters(load, stage) + adapter_parameters(load)
     weights = load.bytes_per_number * numbers
-    in_fp8 = load.layers * _matrices(load) if load.precision.fp8 else 0
+    in_fp8 = load.layers * (_matrices(load) + _experts(load)) if load.precision.fp8 else 0
     return weights + 2 * in_fp8 - (load.bytes_per_number * in_fp8 if load.precision.fp8_param_gather else 0)
 
 
 def optimizer_bytes(load: Workload, stage: int) -> int:
     """Adam's two moments and, beside bf16, the fp32 weights; the distributed optimizer splits them."""
     copies = 3 if load.precision.dtype == "bf16" else 2
-    ranks = load.data_parallel * load.parallelism.context_parallel_size
-    share = math.ceil(trained_parameters(load, stage) / (ranks if load.parallelism.use_distributed_optimizer else 1))
-    return round(copies * FP32 * share * (1 - load.parallelism.optimizer_offload_fraction))
+    trained = trained_parameters(load, stage)
+    if load.parallelism.use_distributed_optimizer:
+        experts = 0 if load.lora.rank else load.layers * _experts(load)
+        ranks = load.data_parallel * load.parallelism.context_parallel_size
+        trained = math.ceil((trained - experts) / ranks) + math.ceil(experts / load.expert_data_parallel)
+    return round(copies * FP32 * trained * (1 - load.parallelism.optimizer_offload_fraction))
 
 
 def reference_bytes(load: Workload, stage: int) -> int:
@@ -181,11 +196,17 @@ def _matrices(load: Workload) -> int:
     return whole // load.parallelism.tensor_model_parallel_size
 
 
+def _experts(load: Workload) -> int:
+    """Numbers in a layer's experts on one GPU."""
+    return load.shape.layer_experts // (load.parallelism.expert_model_parallel_size * load.expert_tensor)
+
+
 def _largest_parameter(load: Workload, stage: int) -> int:
     shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
-    matrices = [outputs * inputs for outputs, inputs in shape.layer_matrices.values()]
+    split = [outputs * inputs // tensor for outputs, inputs in shape.layer_matrices.values()]
+    split += [outputs * inputs // load.expert_tensor for outputs, inputs in shape.expert_matrices.values()]
     at_an_end = stage in (0, load.stages - 1)
-    return max(*matrices, shape.embedding_parameters if at_an_end else 0) // tensor
+    return max(*split, shape.embedding_parameters // tensor if at_an_end else 0)
 
 
 # --- activations ----------------------------------------------------------------------------------------------------
@@ -211,10 +232,20 @@ def layer_activation_bytes(load: Workload) -> int:
     # The projection's output, of which values are a view; queries and keys with their rotation; the attention's output.
     attention = 3 * shape.query_width + 3 * shape.key_width
     attention += shape.query_width + shape.key_width if shape.qk_norm else 0  # the inputs of their own norms
-    mlp = 3 * shape.ffn_hidden_size  # gate and up projections, and their product
+    mlp = 0 if shape.num_moe_experts else 3 * shape.ffn_hidden_size  # gate and up projections, and their product
     numbers = whole / (tensor if load.parallelism.sequence_parallel else 1) + (attention + mlp) / tensor
+    numbers += _expert_activations(load)
     log_sum_exp = FP32 * shape.num_attention_heads / tensor  # of the attention's softmax
     return round(tokens * (load.bytes_per_number * numbers + log_sum_exp))
+
+
+def _expert_activations(load: Workload) -> float:
+    """Numbers for each token of the rank's micro-batch, with tokens dealt out to the experts evenly: each one's copies,
+    a row for each of its experts, and in these the projections and their weighted product. Ranks that share an expert
+    gather their rows."""
+    shape = load.shape
+    rows = shape.moe_router_topk * load.expert_tensor / load.parallelism.tensor_model_parallel_size
+    return rows * (shape.hidden_size + 3 * shape.moe_ffn_hidden_size / load.expert_tensor)
 
 
 def kept_of_layers(load: Workload) -> int:

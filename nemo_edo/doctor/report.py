@@ -7,19 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_edo import __version__
-from nemo_edo.config import LoopConfig, ParallelismConfig, RunConfig
+from nemo_edo.config import GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
 from nemo_edo.configuration import NOT_GIVEN, compose_incomplete
 from nemo_edo.data.disk_space import estimate_bytes, free_bytes
 from nemo_edo.doctor import advice, machine, workload
 from nemo_edo.doctor.memory import CPU_OVERHEAD, FP32, OVERHEAD, Memory, adapter_parameters, host_bytes
+from nemo_edo.doctor.throughput import Plan, estimate
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.splits import check_splits, check_world
+from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
 from nemo_edo.model_shape import ModelShape
 from nemo_edo.sizes import bytes_of
 
 DEFAULT_GPU = 80 * 10**9
 """Bytes of a GPU that is only spoken of: an H100's."""
 SHOWN_STAGES = 8
+ASSUMED_PROBLEMS, ASSUMED_PROMPT = 1000, 200
+"""For estimates of time: problems of an iteration that takes all there are, and tokens of a prompt."""
 
 
 @dataclass
@@ -91,6 +94,7 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> Findings:
         shape = workload.model_shape(cfg)
         check_world(cfg.parallelism, found.count)
         check_splits(shape, cfg.parallelism, shape.vocab_size)
+        check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
     except UserError as error:
         findings.problems.append(str(error))
         return findings
@@ -104,6 +108,8 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> Findings:
         "data": load.data_parallel,
     }
     split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    if cfg.parallelism.expert_model_parallel_size > 1:
+        split += f", experts over {cfg.parallelism.expert_model_parallel_size}"
     findings.lines += [
         f"model        {_count(shape.parameters)} parameters, {cfg.precision.dtype}, {split}",
         f"fullest in   {training}, with micro-batches of {load.tokens:,} tokens at most",
@@ -112,7 +118,10 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> Findings:
         f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process",
         "",
     ]
+    if not found.here or found.overhead == OVERHEAD:
+        findings.lines += [*_time(cfg, shape, found.count), ""]
     findings.problems += _fit(cfg, shape, found, max(memory.total for memory in stages))
+    findings.problems += _servers(cfg, found)
     disk = _disk(cfg, shape, found.here)
     return Findings([*findings.lines, *disk.lines], [*findings.problems, *disk.problems])
 
@@ -142,6 +151,53 @@ def _fit(cfg: RunConfig, shape: ModelShape, found: Devices, highest: int) -> lis
         f"with all of it: {_gb(found_advice.bytes)} GB" + ("" if enough else ": more or larger GPUs are needed")
     )
     return ["\n".join([f"{problem}. What to change:", *lines])]
+
+
+def _servers(cfg: RunConfig, found: Devices) -> list[str]:
+    """What keeps this machine from starting the servers that responses come from."""
+    if not cfg.generation.is_served or not found.here:
+        return []
+    from nemo_edo.generation.servers import check_servers
+
+    try:
+        check_servers(cfg, len(machine.gpus()))
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _time(cfg: RunConfig, shape: ModelShape, gpus: int) -> list[str]:
+    """Lines on an iteration of the first arm that explores by GRPO, on H100s; none where there is no such arm."""
+    arms = {name: arm for name, arm in workload.trainings(cfg).items() if isinstance(arm, GRPOConfig)}
+    if not arms:
+        return []
+    name, arm = next(iter(arms.items()))
+    problems, longest = arm.problems_per_iteration or ASSUMED_PROBLEMS, cfg.sampling.max_new_tokens
+    size = cfg.generation.servers.tensor_parallel_size
+    apart = cfg.generation.is_served and cfg.generation.placement == "apart"
+    plan = Plan(
+        shape=shape,
+        gpus=gpus,
+        server_gpus=cfg.generation.servers.replicas * size if apart else max(1, gpus // size) * size,
+        server_tensor_parallel=size,
+        samples=problems * cfg.sampling.samples_per_prompt,
+        prompt=max(1, min(ASSUMED_PROMPT, cfg.model.seq_length - longest)),
+        response=longest // 2,
+        longest=longest,
+        epochs=arm.epochs,
+        reference=arm.beta > 0,
+        recomputation=cfg.parallelism.recompute_granularity == "full",
+        fp8=cfg.precision.fp8 is not None,
+        overlapped=cfg.generation.one_step_off,
+    )
+    times = estimate(plan)
+    parts = {"generation": times.generation, "log-probabilities": times.log_probs, "training": times.training}
+    shown = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in {**parts, "refit": times.refit}.items())
+    return [
+        f"time         an iteration of {name} on H100s: about {times.total:,.0f} s ({shown})",
+        f"             for {problems:,} problems, responses of {plan.response:,} tokens on average and {longest:,} at "
+        "most, drawn by servers (docs/scale.md)",
+    ]
 
 
 # --- disk -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from nemo_edo.config import FUSED_FROM_COLUMNS, IDPOConfig, LoopConfig, RunConfi
 from nemo_edo.configuration import arm_configs
 from nemo_edo.doctor.memory import OVERHEAD, Memory, Workload, all_stages
 from nemo_edo.errors import UserError
-from nemo_edo.model_shape import ModelShape, check_expected, check_positions
+from nemo_edo.model_shape import ModelShape, check_convertible, check_expected
 
 
 def model_shape(cfg: RunConfig) -> ModelShape:
@@ -25,7 +25,7 @@ def model_shape(cfg: RunConfig) -> ModelShape:
         except ValueError as error:
             raise UserError(f"{config_file} is not valid JSON: {error}") from error
         check_expected(expected, fields, str(config_file))
-        check_positions(fields, str(config_file))
+        check_convertible(fields, str(config_file))
         return ModelShape.from_hf(fields, str(config_file))
     if expected is None:
         raise UserError(

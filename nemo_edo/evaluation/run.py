@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
-from nemo_edo.data.drawing import Draw
+from nemo_edo.data.drawing import Draw, draw_scored
 from nemo_edo.evaluation.comparison import Evaluation
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
 from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pass_at_k
@@ -69,7 +69,7 @@ class Evaluator:
         self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams
     ) -> list[ScoredRollout]:
         def draw(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
-            return self.scorer.score(self.engine.generate(requests, sampling), self.problems)
+            return draw_scored(lambda: self.engine.generate(requests, sampling), self.scorer, self.problems)
 
         return self.keeping(kind, draw)(requests)
 

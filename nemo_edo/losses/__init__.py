@@ -16,7 +16,12 @@ from nemo_edo.losses.exploration import (
     exploration_term,
     floor_share,
 )
-from nemo_edo.losses.importance import icepop_weights, sampler_gap, truncated_importance_weights
+from nemo_edo.losses.importance import (
+    icepop_weights,
+    sampler_gap,
+    sampler_mismatch,
+    truncated_importance_weights,
+)
 from nemo_edo.losses.kl import kl_per_token
 from nemo_edo.losses.novelty import NgramPaths, PathFunction, each_path, novelty_advantages, redundancy_shares
 from nemo_edo.losses.policy_gradient import (
@@ -88,6 +93,7 @@ __all__ = [
     "reduction_count",
     "redundancy_shares",
     "sampler_gap",
+    "sampler_mismatch",
     "selm_loss",
     "sequence_logprobs",
     "sft_loss",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,6 +89,43 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
         "sampler_kl_k3": kl_per_token(-log_ratio, zero, "k3"),
     }
     return {name: reduce_tokens(values_BT, mask, "token-mean") for name, values_BT in values.items()}
+
+
+def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the sampler pi_gen is from the trainer's pi_old over all tokens of a collection, as numbers to log.
+
+    Arguments as for ``sampler_gap``, and its means under its names; beside them, over the valid tokens:
+
+    - "sampler_gap_max": the largest |log pi_old - log pi_gen|, in nats.
+    - "sampler_ratio_p1", "sampler_ratio_p50", "sampler_ratio_p99", "sampler_ratio_max": of the ratio pi_old / pi_gen;
+      percentiles are interpolated linearly between order statistics.
+
+    In float64, from sorted values, so that no order of rows changes a bit. A ratio that overflows is infinity, and so
+    are the means that hold it: the gap, which a guard looks at, stays a number.
+    Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
+    """
+    log_ratio_N = np.sort(
+        _log_ratio(mask, logprobs=logprobs.double(), sampler_logprobs=sampler_logprobs.double())[
+            valid_tokens(mask)
+        ].numpy(force=True)
+    )
+    with np.errstate(over="ignore"):
+        ratio_N = np.exp(log_ratio_N)
+        k3 = np.mean(np.expm1(log_ratio_N) - log_ratio_N)
+    gap_N = np.abs(log_ratio_N)
+    low, middle, high = np.quantile(ratio_N, (0.01, 0.5, 0.99))
+    values = {
+        "sampler_gap": gap_N.mean(),
+        "sampler_gap_max": gap_N.max(),
+        "sampler_ratio": ratio_N.mean(),
+        "sampler_ratio_p1": low,
+        "sampler_ratio_p50": middle,
+        "sampler_ratio_p99": high,
+        "sampler_ratio_max": ratio_N[-1],
+        "sampler_kl_k1": -log_ratio_N.mean(),
+        "sampler_kl_k3": k3,
+    }
+    return {name: float(value) for name, value in values.items()}
 
 
 def _log_ratio(mask: Tensor, **logprobs_BT: Tensor) -> Tensor:

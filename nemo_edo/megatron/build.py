@@ -15,17 +15,19 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
+from safetensors.torch import save_file
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron import platform
+from nemo_edo.megatron.experts import convert_local_experts
 from nemo_edo.megatron.hf_shards import write_shards
 from nemo_edo.megatron.layer_spec import set_layer_spec
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_machine, dimensions, this_machine
 from nemo_edo.megatron.precision import configure as configure_precision
-from nemo_edo.megatron.splits import check_device, check_splits, check_world
-from nemo_edo.model_shape import check_positions
+from nemo_edo.megatron.splits import check_adapters, check_device, check_splits, check_world
+from nemo_edo.model_shape import check_convertible
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,6 @@ WITHOUT_CUDA = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
-    "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "deallocate_pipeline_outputs": False,  # gloo may still be sending them
 }
@@ -93,7 +94,7 @@ def check_model_folder(folder: Path) -> None:
             f"{config_file}: architectures {architectures} are not supported by Megatron-Bridge; "
             f"supported are {', '.join(supported)}"
         )
-    check_positions(config, str(config_file))
+    check_convertible(config, str(config_file))
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); copy the model's own there")
     if not any(folder.glob("*.safetensors")):
@@ -153,8 +154,10 @@ def build_model(
     """
     from megatron.bridge import AutoBridge
 
-    check_device(parallelism, device)
-    check_machine(precision, this_machine(device))
+    machine = this_machine(device)
+    check_device(parallelism, precision, machine)
+    check_machine(precision, machine)
+    convert_local_experts()
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -165,7 +168,7 @@ def build_model(
     set_layer_spec(provider, attention, device)
     lora = lora if lora and lora.rank else None
     if lora:
-        adapters.check_splits(lora, provider, parallelism.tensor_model_parallel_size)
+        check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
         provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
     provider.finalize()
     with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
@@ -278,18 +281,45 @@ def _let_schedules_reduce(chunks: list[MegatronModule], parallelism: Parallelism
     config.no_sync_func = held_back if len(chunks) > 1 else held_back[0]
 
 
-def export_hf_folder(model: BuiltModel, out: Path, max_shard_bytes: int = 5 * 10**9) -> None:
+def export_hf_folder(
+    model: BuiltModel, out: Path, max_shard_bytes: int = 5 * 10**9, *, merge_adapters: bool = True
+) -> None:
     """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it.
 
     Each weight is gathered from the ranks that share it, and written with others in files of at most
     ``max_shard_bytes``: no process holds more of the whole model than one of them. Adapters are merged into what is
-    written: W + alpha / rank * B A.
+    written: W + alpha / rank * B A; without ``merge_adapters`` it is W.
     """
     with contextlib.redirect_stdout(io.StringIO()) as said:
         if torch.distributed.get_rank() == 0:
             model.bridge.hf_pretrained.save_artifacts(out)
-        write_shards(model.bridge.export_hf_weights(model.chunks, cpu=True, show_progress=False), out, max_shard_bytes)
+        weights = model.bridge.export_hf_weights(
+            model.chunks, cpu=True, show_progress=False, merge_adapter_weights=merge_adapters
+        )
+        # Bridge leaves in the names where adapters are wrapped around a layer.
+        write_shards(((name.replace(".base_layer.", "."), weight) for name, weight in weights), out, max_shard_bytes)
     logger.debug("Megatron-Bridge: %s", said.getvalue())
+
+
+def export_adapter_folder(model: BuiltModel, out: Path) -> None:
+    """Writes the adapters alone, as PEFT has them: adapter_model.safetensors and adapter_config.json. All ranks call
+    it."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exported = model.bridge.export_adapter_weights(model.chunks, cpu=True, show_progress=False)
+        weights = {f"base_model.model.{name}": weight.contiguous() for name, weight in exported}
+    logger.debug("Megatron-Bridge: %s", said.getvalue())
+    if torch.distributed.get_rank() == 0:
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": model.lora.rank,
+            "lora_alpha": model.lora.alpha,
+            "target_modules": sorted({name.split(".")[-3] for name in weights}),
+        }
+        (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        # Layers that are one to Megatron share a factor, which the file holds for each of them.
+        save_file({name: weight.clone() for name, weight in weights.items()}, out / "adapter_model.safetensors")
+    torch.distributed.barrier()
 
 
 def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | None) -> torch.device:

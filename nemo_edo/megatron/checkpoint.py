@@ -158,7 +158,9 @@ def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any
     """What has to be the same for an optimizer's state to be loaded."""
     distributed = any(_distributed(policy.optimizer))
     layout = _layout() if distributed and not reshardable else {}
-    return {"distributed optimizer": distributed, **layout}
+    # Megatron then has an optimizer of its own for experts, and the state other names.
+    experts = parallel_state.get_expert_model_parallel_world_size() > 1
+    return {"distributed optimizer": distributed, "expert parallelism": experts, **layout}
 
 
 def changed_layout(folder: Path) -> str | None:
@@ -185,7 +187,8 @@ def _sides(there: dict[str, Any], here: dict[str, Any], keys: list[str]) -> str:
 def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict, *, is_loading: bool) -> dict:
     state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(unwrap_model(policy.chunks))}
     if with_optimizer:
-        model_state = {key: value for part in state.values() for key, value in part.items()}
+        # A name may stand in several chunks: each counts its layers from 0.
+        model_state = {f"{chunk}.{key}": value for chunk, part in state.items() for key, value in part.items()}
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
         state["scheduler"] = policy.scheduler.state_dict()
     return state

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.attention import SDPAttention, sdpa_lacks
 from nemo_edo.megatron.norm import TorchNorm
+from nemo_edo.megatron.self_attention import RotatingSelfAttention
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
     logger.info("attention: %s", attention)
     if attention != "te":
         provider.transformer_layer_spec = partial(local_layer_spec, core_attention=CORES[attention])
+        provider.moe_grouped_gemm = False  # Bridge converts a local layer's experts one by one only (experts.py)
 
 
 def choose_attention(attention: str, config: TransformerConfig, device: torch.device, *, has_te: bool) -> str:
@@ -59,6 +62,8 @@ def local_layer_spec(
     for layer in block.layer_specs:
         _put_norms(layer)
         layer.submodules.self_attention.submodules.core_attention = core_attention
+        if layer.submodules.self_attention.module is SelfAttention:
+            layer.submodules.self_attention.module = RotatingSelfAttention
     block.layer_norm = TorchNorm
     return block
 

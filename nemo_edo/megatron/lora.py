@@ -29,23 +29,6 @@ if TYPE_CHECKING:
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 
 
-def check_splits(config: LoRAConfig, model, tensor_parallel: int) -> None:
-    """Raises UserError where adapters of this config cannot be had. model: Megatron's config of it."""
-    if config.rank % tensor_parallel:
-        raise UserError(
-            f"lora.rank {config.rank} is not a multiple of parallelism.tensor_model_parallel_size {tensor_parallel}, "
-            "over which adapters are split"
-        )
-    mlp = [target for target in config.targets if target in ("linear_fc1", "linear_fc2")]
-    if mlp and model.num_moe_experts:
-        raise UserError(f"lora.targets {mlp} are experts in this model, which have no adapters; leave them out")
-    if "linear_fc1" in mlp and tensor_parallel > 1 and not model.gated_linear_unit:
-        # Megatron-Bridge 0.3 writes them to checkpoints as if they were a gate and an up projection.
-        raise UserError(
-            "lora.targets linear_fc1 needs parallelism.tensor_model_parallel_size 1 in a model without gated MLPs"
-        )
-
-
 def add_adapters(chunks: list[MegatronModule], config: LoRAConfig, seed: int) -> list[MegatronModule]:
     """Freezes every weight and puts adapters beside those of the target layers; before DistributedDataParallel.
 

@@ -163,6 +163,16 @@ def _router_product() -> None:
     moe_utils.te_general_gemm = None
 
 
+def _expert_counts() -> None:
+    """Experts' tokens are exchanged by counts that become plain numbers on their way from the GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_numbers(tensor, as_numpy: bool = False, record_stream: bool = False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_numbers
+
+
 class _StandIn(types.ModuleType):
     """A module whose lower-case attributes are modules and whose others are layers, none of which is ever used."""
 
@@ -217,5 +227,6 @@ ADAPTATIONS: dict[str, Callable[[], None]] = {
     "streams": _streams,
     "contiguous_scatter": _contiguous_scatter,
     "router_product": _router_product,
+    "expert_counts": _expert_counts,
     "bridge_import": _bridge_import,
 }

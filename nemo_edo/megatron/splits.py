@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from nemo_edo.config import ParallelismConfig
+from packaging.version import Version
+
+from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from megatron.core.transformer import TransformerConfig
 
+    from nemo_edo.megatron.precision import Machine
     from nemo_edo.model_shape import ModelShape
 
 
@@ -30,14 +33,25 @@ def check_world(parallelism: ParallelismConfig, world: int) -> None:
     _divide_world(expert, parallelism.expert_ranks, world)
 
 
-def check_device(parallelism: ParallelismConfig, device: torch.device) -> None:
-    """Raises UserError for what only a GPU does."""
-    for name, used, why in (
-        ("context_parallel_size", parallelism.context_parallel_size > 1, "Transformer Engine's attention"),
-        ("optimizer_offload_fraction", parallelism.optimizer_offload_fraction > 0, "memory to offload from"),
+def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, machine: Machine) -> None:
+    """Raises UserError for what only a GPU with Transformer Engine does, or bf16 weights allow."""
+    for name, used, engine in (
+        ("context_parallel_size", parallelism.context_parallel_size > 1, "1.0"),  # its attention
+        ("optimizer_offload_fraction", parallelism.optimizer_offload_fraction > 0, "2.1"),  # its Adam
     ):
-        if used and device.type != "cuda":
-            raise UserError(f"parallelism.{name} {getattr(parallelism, name)} needs a GPU ({why}); take it out")
+        found = machine.transformer_engine
+        if not used or (machine.capability and found and Version(found).release >= Version(engine).release):
+            continue
+        here = "there is no GPU" if machine.capability is None else f"found {found or 'none'}"
+        raise UserError(
+            f"parallelism.{name} {getattr(parallelism, name)} needs a GPU and Transformer Engine {engine} or newer "
+            f"({here}): take it out"
+        )
+    if parallelism.optimizer_offload_fraction and precision.dtype != "bf16":
+        raise UserError(
+            f"parallelism.optimizer_offload_fraction {parallelism.optimizer_offload_fraction} needs precision=bf16: "
+            "Megatron-core's hybrid optimizer cannot take shards of fp32 weights"
+        )
 
 
 def _divide_world(sizes: dict[str, int], product: int, world: int) -> None:
@@ -47,25 +61,29 @@ def _divide_world(sizes: dict[str, int], product: int, world: int) -> None:
 
 
 def check_splits(model: TransformerConfig | ModelShape, parallelism: ParallelismConfig, vocab_size: int) -> None:
-    """Raises UserError where a size does not divide what it splits of ``model``, and says which sizes would."""
-    tensor, pipeline = parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
-    groups = model.num_query_groups or model.num_attention_heads
-    key = "tensor_model_parallel_size"
-    _divides(key, tensor, model.num_attention_heads, "attention heads")
-    _divides(key, tensor, groups, "query groups")
-    _divides(key, tensor, vocab_size, "vocabulary entries")  # Megatron-Bridge 0.3 cannot pad them
+    """Raises UserError where a size does not divide what it splits of ``model``, and says which sizes would do."""
+    split = {
+        "attention heads": model.num_attention_heads,
+        "query groups": model.num_query_groups or model.num_attention_heads,
+        "vocabulary entries": vocab_size,  # Megatron-Bridge 0.3 cannot pad them
+    }
     if not model.num_moe_experts:
-        _divides(key, tensor, model.ffn_hidden_size, "units of an MLP")
-    _divides("pipeline_model_parallel_size", pipeline, model.num_layers, "layers")
-    virtual = parallelism.virtual_pipeline_model_parallel_size
-    if virtual is not None:
-        stage = model.num_layers // pipeline
-        _divides("virtual_pipeline_model_parallel_size", virtual, stage, "layers of a pipeline stage")
+        split["units of an MLP"] = model.ffn_hidden_size
+    _divides("tensor_model_parallel_size", parallelism.tensor_model_parallel_size, split)
+    _check_layers(model.num_layers, parallelism)
     _check_experts(model, parallelism)
-    layers = model.num_layers // (pipeline * (virtual or 1))
-    if parallelism.recompute_granularity == "full" and parallelism.recompute_num_layers > layers:
+
+
+def _check_layers(layers: int, parallelism: ParallelismConfig) -> None:
+    pipeline, virtual = parallelism.pipeline_model_parallel_size, parallelism.virtual_pipeline_model_parallel_size
+    _divides("pipeline_model_parallel_size", pipeline, {"layers": layers})
+    if virtual is not None:
+        stage = {"layers of a pipeline stage": layers // pipeline}
+        _divides("virtual_pipeline_model_parallel_size", virtual, stage, one="null")
+    in_a_row = layers // (pipeline * (virtual or 1))
+    if parallelism.recompute_granularity == "full" and parallelism.recompute_num_layers > in_a_row:
         raise UserError(
-            f"parallelism.recompute_num_layers {parallelism.recompute_num_layers} is more than the {layers} layers "
+            f"parallelism.recompute_num_layers {parallelism.recompute_num_layers} is more than the {in_a_row} layers "
             "that a process holds in a row"
         )
 
@@ -77,13 +95,9 @@ def _check_experts(model: TransformerConfig | ModelShape, parallelism: Paralleli
             if size > 1:
                 raise UserError(f"parallelism.{name} {size}: the model has no experts; leave it at its default")
         return
-    _divides("expert_model_parallel_size", expert, model.num_moe_experts, "experts")
-    _divides(
-        "expert_tensor_parallel_size",
-        tensor or parallelism.tensor_model_parallel_size,
-        model.moe_ffn_hidden_size,
-        "units of an expert",
-    )
+    _divides("expert_model_parallel_size", expert, {"experts": model.num_moe_experts})
+    tensor = tensor or parallelism.tensor_model_parallel_size
+    _divides("expert_tensor_parallel_size", tensor, {"units of an expert": model.moe_ffn_hidden_size})
     if parallelism.tensor_model_parallel_size > 1 and not parallelism.sequence_parallel:
         raise UserError(
             f"parallelism.tensor_model_parallel_size {parallelism.tensor_model_parallel_size} needs "
@@ -91,8 +105,29 @@ def _check_experts(model: TransformerConfig | ModelShape, parallelism: Paralleli
         )
 
 
-def _divides(key: str, size: int, whole: int, what: str) -> None:
-    if whole % size:
-        fitting = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+def check_adapters(config: LoRAConfig, model: TransformerConfig | ModelShape, tensor_parallel: int) -> None:
+    """Raises UserError where ``model`` cannot have adapters of this config."""
+    if config.rank % tensor_parallel:
+        raise UserError(
+            f"lora.rank {config.rank} is not a multiple of parallelism.tensor_model_parallel_size {tensor_parallel}, "
+            "over which adapters are split"
+        )
+    mlp = [target for target in config.targets if target in ("linear_fc1", "linear_fc2")]
+    if config.rank and mlp and model.num_moe_experts:
+        raise UserError(f"lora.targets {mlp} are experts in this model, which have no adapters; leave them out")
+    if config.rank and "linear_fc1" in mlp and tensor_parallel > 1 and not model.gated_linear_unit:
+        # Megatron-Bridge 0.3 writes them to checkpoints as if they were a gate and an up projection.
+        raise UserError(
+            "lora.targets linear_fc1 needs parallelism.tensor_model_parallel_size 1 in a model without gated MLPs"
+        )
+
+
+def _divides(key: str, size: int, wholes: dict[str, int], *, one: str = "1") -> None:
+    """Raises UserError unless ``size`` divides all that it splits; the sizes it names do. one: the setting
+    that splits nothing."""
+    rest = " and ".join(f"{whole} {what}" for what, whole in wholes.items() if whole % size)
+    if rest:
+        common = math.gcd(*wholes.values())
+        fitting = [one, *(str(n) for n in range(2, common + 1) if common % n == 0)]
         some = ", ".join(fitting[:8]) + (", ..." if len(fitting) > 8 else "")
-        raise UserError(f"parallelism.{key} {size} does not divide the model's {whole} {what}; {some} would")
+        raise UserError(f"parallelism.{key} {size} does not divide the model's {rest}; {some} would")

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.interfaces import GenerationEngine
+from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron.attention import check_packing
 from nemo_edo.megatron.build import build_model, device_and_groups
@@ -86,6 +86,7 @@ class MegatronGPTModel(ModelPT):
         self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device, cfg.loss_head)
         self.temperature = cfg.temperature
         self.engine: GenerationEngine | None = None
+        self.weight_sync: WeightSync | None = None
 
     # --- the loss, given by the subclass ---------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from nemo_edo.parallel.softmax import ResultGradients, RunningSoftmax, add_columns, write_gradient
 from nemo_edo.parallel.vocab import check_arguments
 
-BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Logits of a block: what is held at a time, and enough for matrix products at full speed."""
+BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+"""Logits of a block: what is held at a time, and enough for matrix products at full speed. On a CPU its threads wait
+for each other several times in every block: smaller ones take longer the more other work the machine has."""
 MIN_COLUMNS = 128
 """Of a block, however many positions there are: every block reads all hidden states."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +11,8 @@ import torch
 from nemo_edo.errors import UserError
 
 T = TypeVar("T")
+MEET_EVERY_S = 60.0
+"""NCCL's ranks wait ten minutes for each other."""
 
 
 def is_main() -> bool:
@@ -31,6 +34,18 @@ def on_main(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+def on_main_for_long(work: Callable[[], T]) -> T:
+    """As ``on_main``, for work that may take longer than a process group waits for its ranks: a thread does it, and all
+    ranks meet once a minute."""
+    if torch.distributed.get_world_size() == 1:
+        return work()
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        future = pool.submit(work) if is_main() else None
+        while not on_main(lambda: bool(concurrent.futures.wait([future], MEET_EVERY_S).done)):
+            pass
+        return on_main(lambda: future.result())
 
 
 def any_rank(flag: bool) -> bool:

@@ -83,8 +83,10 @@ def folder_of_the_docs(quickstart: RunConfig, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=[f"{page}: {' '.join(a)}"[:80] for page, a in COMMANDS])
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list[str]):
     from nemo_edo import sweep
+    from nemo_edo.cluster import slurm
     from nemo_edo.evaluation import report, run_set, runs_report
 
+    monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
     monkeypatch.setattr(nemo_edo, "runner", Runner(), raising=False)
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
     monkeypatch.setattr(report, "write_report", lambda run, out: run / "report.html")

@@ -19,6 +19,8 @@ RULES = [  # parts that share a rule share an interpreter: starting one with tor
     (["config"], HEAVY | {"torch"}),
     (["cli"], HEAVY | {"torch"}),
     (["model_shape"], HEAVY | {"torch"}),
+    (["http_client"], HEAVY - {"httpx"} | {"torch"}),
+    (["generation/inside_server"], HEAVY | {"torch", "numpy", "transformers", "starlette"}),
     (["configuration", "doctor"], HEAVY - {"hydra"} | {"torch"}),
     (["types", "interfaces", "losses", "metrics", "test_time", "parallel", "algorithms"], HEAVY | {"transformers"}),
     (["data", "run_folder", "factory"], HEAVY),

@@ -6,7 +6,7 @@ import yaml
 
 from nemo_edo.configuration import shipped_config_dir
 from nemo_edo.errors import UserError
-from nemo_edo.model_shape import ModelShape, check_expected, check_positions
+from nemo_edo.model_shape import ModelShape, check_convertible, check_expected, check_positions
 
 PUBLISHED = {  # numbers in the safetensors files of the models' pages on Hugging Face, tied weights counted once
     "qwen2_5_0_5b": 494_032_768,
@@ -22,6 +22,7 @@ PUBLISHED = {  # numbers in the safetensors files of the models' pages on Huggin
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
     "llama3_1_8b": 8_030_261_248,
     "llama3_1_70b": 70_553_706_496,
     "llama3_2_1b": 1_235_814_400,
@@ -64,6 +65,8 @@ def test_transformers_understands_every_field(model: str):
     {"model_type": "llama"}, {"model_type": "llama", "head_dim": 32}, {"model_type": "qwen2", "num_key_value_heads": 2},
     {"model_type": "qwen3", "num_key_value_heads": 2},
     {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16},
+    {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
+     "moe_intermediate_size": 40},
 ], ids=str)
 def test_parameters_are_those_of_transformers_models(fields: dict, tied: bool):
     from transformers import AutoModelForCausalLM
@@ -79,6 +82,7 @@ def test_parameters_are_those_of_transformers_models(fields: dict, tied: bool):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "gpt2"}, "here: model_type is 'gpt2'; sizes are known for the model types llama, qwen2, qwen3"),
     ({"vocab_size": None, "hidden_size": None}, "here has no hidden_size, vocab_size"),
+    ({"model_type": "qwen3_moe", "num_experts": 4}, "here has no num_experts_per_tok, moe_intermediate_size"),
 ])
 def test_sizes_that_are_not_known_are_told_with_their_source(changes: dict, message: str):
     fields = {**TINY, "model_type": "llama", **changes}
@@ -95,8 +99,29 @@ def test_sizes_that_both_name_have_to_agree():
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_positions_of_the_published_models_are_known_to_megatron(model: str):
-    check_positions(architecture(model), model)
+def test_the_published_models_can_be_converted(model: str):
+    check_convertible(architecture(model), model)
+
+
+@pytest.mark.parametrize(("model", "changes", "message"), [
+    ("qwen3_30b_a3b", {"norm_topk_prob": False}, "here: norm_topk_prob is false; .* with true only"),
+    ("qwen3_30b_a3b", {"norm_topk_prob": None}, "norm_topk_prob is null"),  # false to transformers
+    ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .* with 1 only"),
+    ("qwen3_30b_a3b", {"mlp_only_layers": [0, 3]}, r"mlp_only_layers is \[0, 3\]; .* with \[\] only"),
+    ("qwen2_5_7b", {"use_sliding_window": True}, "use_sliding_window is true; .* with false only"),
+    ("llama3_1_8b", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of type 'linear' would be lost"),
+])
+def test_what_bridge_would_take_for_something_else_is_refused(model: str, changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        check_convertible({**architecture(model), **changes}, "here")
+
+
+def test_fields_that_are_absent_are_what_transformers_takes_them_for():
+    fields = architecture("qwen3_30b_a3b")
+    del fields["norm_topk_prob"]
+    assert transformers_config(fields).norm_topk_prob is False
+    with pytest.raises(UserError, match="norm_topk_prob is false"):
+        check_convertible(fields, "here")
 
 
 @pytest.mark.parametrize(("model", "changes", "message"), [

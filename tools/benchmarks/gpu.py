@@ -1,7 +1,9 @@
-"""What one GPU shows: memory and time of the loss layer in bf16, plain, through logits and fused.
+"""What one GPU shows, in bf16: the loss layer's memory and time, plain, through logits and fused; and training steps.
 
 Needs torch and Triton, no network. liger_kernel's fused linear cross entropy is measured beside them where it is
-installed; it has no entropy. Not run yet: written on a machine without a GPU. tests/gpu checks what is computed.
+installed; it has no entropy. The training steps are of a plain torch decoder with our fused loss layer, fp32 main
+weights and AdamW (decoder.py): tokens a second, the share of the speed of a matrix product measured in the same run,
+and the peak memory. Not run yet on a GPU. tests/gpu checks what is computed.
 
     python tools/benchmarks/gpu.py
 """
@@ -11,11 +13,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable
 
+import decoder
 import loss_layer
 import torch
 from torch import Tensor
+
+from nemo_edo.parallel import linear_log_probs_and_entropy
 
 SHAPES = {"0.5B": (896, 151936), "1.5B": (1536, 151936), "8B": (4096, 128256)}
 """Hidden size and vocabulary of Qwen2.5's two smallest models and of Llama 3's."""
@@ -76,10 +82,72 @@ def loss_layers(args: argparse.Namespace) -> None:
                     print(f"{what} {gib:7.3f} GiB {milliseconds:8.2f} ms", flush=True)
 
 
+@section
+def training_steps(args: argparse.Namespace) -> None:
+    speed = matmul_speed("cuda")
+    print(f"matrix products of 8192 in bf16: {speed / 1e12:.0f} TFLOP/s")
+    for name, shape in decoder.SHAPES.items():
+        torch.cuda.reset_peak_memory_stats()
+        rows = max(args.tokens // args.length, 1)
+        seconds = step_seconds(shape, rows, args.length, args.repeats, "cuda")
+        tokens, flops = rows * args.length, shape.flops_per_token(args.length)
+        print(
+            f"{name:5} {rows} x {args.length} tokens, with entropy: {1e3 * seconds:8.1f} ms a step, "
+            f"{tokens / seconds:9,.0f} tokens/s, {tokens * flops / seconds / speed:.1%} of the products' speed, "
+            f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+            flush=True,
+        )
+
+
+def matmul_speed(device: str, size: int = 8192, repeats: int = 20) -> float:
+    """FLOP a second of a bf16 matrix product, the best of three rounds."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(4):
+        times.append(timed(lambda: [left @ right for _ in range(repeats)], device) / repeats)
+    return 2 * size**3 / min(times[1:])
+
+
+def step_seconds(shape: decoder.Shape, rows: int, length: int, repeats: int, device: str) -> float:
+    """Median seconds of an optimizer step: policy gradient with an entropy bonus, the first two steps left out."""
+    torch.manual_seed(0)
+    model = decoder.Decoder(shape).to(device, torch.bfloat16)
+    weights = list(model.parameters())
+    main = [weight.detach().float() for weight in weights]
+    optimizer = torch.optim.AdamW(main, lr=1e-6, fused=True)
+    tokens = torch.randint(shape.vocabulary, (rows, length + 1), device=device)
+    advantages = torch.randn(rows, 1, device=device)
+
+    def step() -> None:
+        log_probs, entropies = linear_log_probs_and_entropy(
+            model(tokens[:, :-1]), model.embedding.weight, tokens[:, 1:], vocab_start=0, group=None
+        )
+        (-(advantages * log_probs).mean() - 1e-3 * entropies.mean()).backward()
+        for weight, copy in zip(weights, main, strict=True):
+            copy.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for weight, copy in zip(weights, main, strict=True):
+                weight.copy_(copy)
+
+    return statistics.median([timed(step, device) for _ in range(repeats + 2)][2:])
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Seconds until the device has done it."""
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    wait()
+    begun = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begun
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=sorted(SECTIONS), default=sorted(SECTIONS))
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a pass, and of a training step")
+    parser.add_argument("--length", type=int, default=2048, help="of the training steps' sequences")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
     if not torch.cuda.is_available():

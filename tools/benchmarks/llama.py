@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 
 
-def write_model(folder: Path, *, context: int = 128, **architecture: int) -> None:
-    """A Llama folder with random weights, head size 64, 64 tokens, and its tokenizer."""
-    from tokenizers import Tokenizer, models
+def write_model(folder: Path, *, context: int = 128, end: int = 1, **architecture: int) -> None:
+    """A Llama folder with random weights, head size 64, 64 tokens, and its tokenizer: numbers with spaces between.
+
+    end: the token that ends a response; from 64 on none that the model can draw.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
@@ -22,5 +25,7 @@ def write_model(folder: Path, *, context: int = 128, **architecture: int) -> Non
         **architecture,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="1").save_pretrained(folder)
+    tokens = max(64, end + 1)
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(tokens)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=str(end)).save_pretrained(folder)

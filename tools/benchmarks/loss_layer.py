@@ -4,9 +4,10 @@
     logits  linear(x), then vocab_parallel_log_probs_and_entropy over its memory
     fused   linear_log_probs_and_entropy, which never holds the logits
 
-Each runs in a process of its own (two with --tensor-parallel 2, which share the vocabulary), in turn, so that its peak
-is its own: the growth of the resident memory, gradients included, over what inputs and weights take. Gradients are
-compared with the plain ones, or in a split run with the fused head's of one process.
+Each pass runs in a process of its own (in two with --tensor-parallel 2, which share the vocabulary), so that its peak
+is its own: the growth of the resident memory, gradients included, over what inputs and weights take. Rounds take turns,
+so that a machine whose speed drifts is the same for all. Ratios are to the first head named, pass by pass of a round,
+and so are the differences of the gradients; every figure is a median over the rounds.
 
     python tools/benchmarks/loss_layer.py --tokens 4096 --vocabulary 151936 --hidden 1024 --threads 2
 """
@@ -91,17 +92,13 @@ def measure(args: argparse.Namespace) -> None:
         )
         split["group"] = dist.group.WORLD
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before, seconds, peak = resident("VmRSS"), [], 0.0
-    for _ in range(args.repeats):
-        begun = clocks()
-        forward_backward(HEADS[args.measure], hidden, weight, data, args.entropy, **split)
-        seconds.append([now - then for now, then in zip(clocks(), begun, strict=True)])
-        peak = peak or resident("VmHWM")  # of the first pass, before which there are no gradients
+    before, begun = resident("VmRSS"), clocks()
+    forward_backward(HEADS[args.measure], hidden, weight, data, args.entropy, **split)
+    wall, cpu = (now - then for now, then in zip(clocks(), begun, strict=True))
+    result = {"gib": resident("VmHWM") - before, "wall": wall, "cpu": cpu}
     if args.processes > 1:
         dist.all_reduce(hidden.grad)
     torch.save({"hidden": hidden.grad, "weight": weight.grad}, Path(args.out) / f"gradients{args.process}.pt")
-    wall, cpu = (statistics.median(values) for values in zip(*seconds, strict=True))
-    result = {"gib": peak - before, "wall": wall, "cpu": cpu}
     (Path(args.out) / f"result{args.process}.json").write_text(json.dumps(result))
 
 
@@ -116,11 +113,17 @@ def resident(field: str) -> float:
 
 
 def run(args: argparse.Namespace, head: str, processes: int, out: Path) -> dict[str, float]:
-    """Measures a head in processes of its own: the larger memory and time of them, and where gradients are."""
-    out.mkdir()
-    settings = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocabulary", "hidden", "threads", "repeats")]
-    settings += ["--entropy"] * args.entropy + [f"--measure={head}", f"--processes={processes}", f"--out={out}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    """One pass of a head in processes of its own: the larger memory and time of them."""
+    out.mkdir(exist_ok=True)
+    (out / "rendezvous").unlink(missing_ok=True)
+    threads = max(args.threads // processes, 1)
+    settings = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocabulary", "hidden")]
+    settings += (
+        [f"--threads={threads}"]
+        + ["--entropy"] * args.entropy
+        + [f"--measure={head}", f"--processes={processes}", f"--out={out}"]
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     started = [
         subprocess.Popen([sys.executable, __file__, *settings, f"--process={process}"], env=environment)
         for process in range(processes)
@@ -150,8 +153,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="that the processes of a pass share")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--entropy", action="store_true", help="entropies and their gradients too")
     parser.add_argument("--heads", nargs="+", choices=sorted(HEADS), default=list(HEADS))
     parser.add_argument("--tensor-parallel", type=int, default=1, help="the fused head once more, split over so many")
@@ -163,20 +166,34 @@ def main() -> None:
         return
     variants = [(head, 1) for head in args.heads]
     variants += [("fused", args.tensor_parallel)] * (args.tensor_parallel > 1)
-    print(f"{args.tokens} tokens, {args.vocabulary} entries, {args.hidden} features, fp32, {args.threads} threads")
+    sizes = f"{args.tokens} tokens, {args.vocabulary} entries, {args.hidden} features"
+    print(f"{sizes}, fp32, {args.threads} threads, torch {torch.__version__}")
+    rounds: list[list[dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        first, reference = None, Path(folder) / f"{args.heads[0]}1"
-        for head, processes in variants:
-            out = Path(folder) / f"{head}{processes}"
-            found = run(args, head, processes, out)
-            first = first or found
-            print(
-                f"{head:7} on {processes}: {found['gib']:6.3f} GiB ({found['gib'] / first['gib']:.3f} of the first), "
-                f"{found['wall']:7.3f} s ({found['wall'] / first['wall']:.2f}), "
-                f"{found['cpu']:7.3f} CPU s ({found['cpu'] / first['cpu']:.2f}), gradients within "
-                f"{gradient_error(out, reference, processes):.1e}",
-                flush=True,
-            )
+        for number in range(args.rounds):
+            rounds.append([])
+            for head, processes in variants:
+                out = Path(folder) / f"{head}{processes}"
+                found = run(args, head, processes, out)
+                found["error"] = gradient_error(out, Path(folder) / f"{args.heads[0]}1", processes)
+                rounds[-1].append(found)
+                print(f"round {number + 1}, {head} on {processes}: {found}", file=sys.stderr, flush=True)
+    for place, (head, processes) in enumerate(variants):
+        print_medians(f"{head} on {processes}", [passes[place] for passes in rounds], [passes[0] for passes in rounds])
+
+
+def print_medians(name: str, passes: list[dict[str, float]], firsts: list[dict[str, float]]) -> None:
+    """A head's figures and their ratios to the first head's of the same round."""
+    middle = {key: statistics.median(found[key] for found in passes) for key in passes[0]}
+    ratio = {
+        key: statistics.median(found[key] / first[key] for found, first in zip(passes, firsts, strict=True))
+        for key in ("gib", "wall", "cpu")
+    }
+    print(
+        f"{name:12} {middle['gib']:6.3f} GiB ({ratio['gib']:.3f} of the first), {middle['wall']:7.2f} s "
+        f"({ratio['wall']:.2f}), {middle['cpu']:7.2f} CPU s ({ratio['cpu']:.2f}), "
+        f"gradients within {middle['error']:.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -83,6 +83,52 @@ def test_fp8_weights_stand_beside_those_of_bf16_or_in_their_place():
     assert (beside - plain, instead - plain) == (2 * matrices, 0)
 
 
+# --- experts --------------------------------------------------------------------------------------------------------
+
+EXPERTS = replace(SHAPE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)
+OF_ALL_LAYERS = 8 * 8 * 3 * 48 * 64
+"""Layers, experts, matrices of each, width, hidden size."""
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [
+    ({"expert_model_parallel_size": 4}, 4), ({"expert_tensor_parallel_size": 2}, 2),
+    ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 4}, 8),
+])
+def test_a_rank_has_its_share_of_the_experts_and_the_rest_of_a_layer_whole(sizes: dict, ranks: int):
+    whole = memory.parameters(load(shape=EXPERTS), 0)
+    assert whole == EXPERTS.parameters
+    part = memory.parameters(load(split(**sizes), EXPERTS, data_parallel=8), 0)
+    assert whole - part == OF_ALL_LAYERS - OF_ALL_LAYERS // ranks
+
+
+def test_the_distributed_optimizer_splits_experts_over_the_ranks_that_have_the_same():
+    sharded = split(expert_model_parallel_size=4, use_distributed_optimizer=True)
+    rest = EXPERTS.parameters - OF_ALL_LAYERS
+    expected = 12 * (rest / 8 + OF_ALL_LAYERS / 4 / 2)
+    assert memory.optimizer_bytes(load(sharded, EXPERTS, data_parallel=8), 0) == pytest.approx(expected, abs=24)
+
+
+def test_adapters_beside_the_attention_leave_experts_without_gradients():
+    lora = LoRAConfig(rank=4, targets=["linear_qkv"])
+    trained = EXPERTS.num_layers * 4 * (EXPERTS.hidden_size + EXPERTS.query_width + 2 * EXPERTS.key_width)
+    sharded = split(expert_model_parallel_size=4, use_distributed_optimizer=True)
+    parts = stage_memory(load(sharded, EXPERTS, data_parallel=8, lora=lora), 0)
+    assert (parts.gradients, parts.optimizer) == (4 * trained, 12 * trained / 8)
+
+
+def test_every_token_has_a_row_in_each_of_its_experts_and_ranks_that_share_these_gather_the_rows():
+    def of_experts(**sizes) -> float:
+        without = replace(EXPERTS, moe_router_topk=0)
+        return sum(sign * memory.layer_activation_bytes(load(split(**sizes), shape))
+                   for sign, shape in ((1, EXPERTS), (-1, without)))
+
+    row = 64 + 3 * 48
+    assert of_experts() == 64 * 2 * 2 * row
+    parallel = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert of_experts(**parallel, expert_tensor_parallel_size=1) == 64 * 2 * 2 * row / 4
+    assert of_experts(**parallel) == 64 * 2 * 2 * (64 + 3 * 48 / 4)
+
+
 # --- activations ----------------------------------------------------------------------------------------------------
 
 

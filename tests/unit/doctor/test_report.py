@@ -95,7 +95,7 @@ def test_a_config_that_does_not_fit_ends_with_two_and_says_what_to_change(doctor
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["parallelism=tp8_sp"], "tensor_model_parallel_size 8 does not divide the model's 28 attention heads; 1, 2, 4, 7"),
+    (["parallelism=tp8_sp"], "_size 8 does not divide the model's 28 attention heads and 4 query groups; 1, 2, 4 "),
     (["parallelism=tp2_sharded", "parallelism.pipeline_model_parallel_size=3"], "8 processes cannot be split"),
     (["model=hf"], "choose the model by its name"),
     (["grpo.alpha=-1"], "grpo.alpha"),

@@ -1,13 +1,22 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from nemo_edo.losses import exploration_term, icepop_weights, sampler_gap, truncated_importance_weights
+from nemo_edo.losses import (
+    exploration_term,
+    icepop_weights,
+    sampler_gap,
+    sampler_mismatch,
+    truncated_importance_weights,
+)
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
+MEANS_AND_EXTREMES = ("sampler_gap", "sampler_gap_max", "sampler_ratio", "sampler_ratio_max", "sampler_kl_k1",
+                      "sampler_kl_k3")
 
 
 @few
@@ -120,6 +129,34 @@ def test_the_samplers_kl_estimates_are_unbiased_for_the_kl_from_sampler_to_train
     assert found["sampler_ratio"].mean().item() == pytest.approx(1)
 
 
+@few
+@given(seed=seeds)
+def test_a_collections_mismatch_has_the_means_of_the_gap_and_numpys_percentiles(random_batch, seed):
+    batch = random_batch(seed)
+    found = sampler_mismatch(batch.logprobs, batch.old, batch.mask)
+    log_ratio = (batch.logprobs - batch.old).detach()[batch.mask == 1].double().numpy()
+    ratio = np.exp(log_ratio)
+    means = {name: float(term.mean()) for name, term in sampler_gap(batch.logprobs, batch.old, batch.mask).items()}
+    assert found == pytest.approx({
+        **means,
+        "sampler_gap_max": abs(log_ratio).max(),
+        "sampler_ratio_p1": np.percentile(ratio, 1),
+        "sampler_ratio_p50": np.percentile(ratio, 50),
+        "sampler_ratio_p99": np.percentile(ratio, 99),
+        "sampler_ratio_max": ratio.max(),
+    }, rel=1e-6, abs=1e-9)
+
+
+def test_a_mismatch_beyond_all_numbers_still_has_a_gap_and_no_order_of_rows_changes_it():
+    sampler = torch.tensor([[-9999.0, -1.0], [-2.0, -0.5]])
+    trainer, mask = torch.full((2, 2), -1.0), torch.ones(2, 2)
+    found = sampler_mismatch(trainer, sampler, mask)
+    assert found["sampler_gap"] == pytest.approx((9998 + 0 + 1 + 0.5) / 4)
+    assert found["sampler_ratio_max"] == torch.inf
+    turned = sampler_mismatch(trainer.flip(0), sampler.flip(0), mask)
+    assert {name: turned[name] for name in MEANS_AND_EXTREMES} == {name: found[name] for name in MEANS_AND_EXTREMES}
+
+
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_padding_content_reaches_no_weight_and_no_mean(random_batch, garbage):
     batch = random_batch(0)
@@ -148,6 +185,7 @@ def test_an_empty_mask_is_an_error():
         lambda: truncated_importance_weights(zeros, zeros, zeros, cap=2.0),
         lambda: icepop_weights(zeros, zeros, zeros, low=0.5, high=5.0),
         lambda: sampler_gap(zeros, zeros, zeros),
+        lambda: sampler_mismatch(zeros, zeros, zeros),
     ):
         with pytest.raises(ValueError, match="mask is empty"):
             call()

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from safetensors.torch import load_file
 
+from nemo_edo.megatron import experts
 from nemo_edo.megatron.forward_backward import MicroBatching
 
 EXPERTS = {
@@ -34,9 +36,57 @@ def test_log_probs_are_those_of_transformers(policy, folder, tiny):
         torch.testing.assert_close(found * batch.mask, dense * batch.mask, rtol=0, atol=1e-4)
 
 
+def test_exported_weights_are_the_loaded_ones_to_the_last_bit(policy, folder, tiny):
+    found, expected = tiny.exported(policy), load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("name", "grouped"), [
+    ("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight",
+     "decoder.layers.3.mlp.experts.linear_fc1.weight12"),
+    ("decoder.layers.3.mlp.experts.linear_fc1.weight12", "decoder.layers.3.mlp.experts.linear_fc1.weight12"),
+    ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc1.weight"),
+])
+def test_a_local_expert_is_named_as_one_of_a_group_is(name, grouped):
+    assert experts.grouped_name(name) == grouped
+
+
+def test_bridge_pairs_the_experts_of_two_processes_by_their_places(policy):
+    """The second has experts 6 to 11: in the order of their names, 10 would come first."""
+    from megatron.bridge.models.conversion import model_bridge
+
+    def places(first: int) -> list[tuple[int, str]]:
+        names = [f"decoder.layers.0.mlp.experts.local_experts.{first + place}.{layer}.weight"
+                 for place in range(6) for layer in ("linear_fc1", "linear_fc2")]
+        parts = [name.split(".") for name in sorted(names, key=model_bridge.extract_sort_key)]
+        return [(int(part[-3]) - first, part[-2]) for part in parts]
+
+    assert places(6) == places(0)
+
+
+def test_a_second_call_teaches_bridge_nothing_more(policy):
+    from megatron.bridge.models.conversion import model_bridge
+
+    before = model_bridge._megatron_local_name_to_global, model_bridge.extract_sort_key
+    experts.convert_local_experts()
+    assert (model_bridge._megatron_local_name_to_global, model_bridge.extract_sort_key) == before
+
+
 def test_the_router_adds_no_loss_of_its_own(policy):
     config = policy.chunks[0].config
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("none", 0.0)
+
+
+def test_without_its_adaptation_processes_could_not_exchange_tokens(policy):
+    """Of one process here: the counts themselves are what gloo refuses."""
+    def exchange(counts):
+        torch.distributed.all_to_all_single(torch.empty(3), torch.ones(3), counts, counts)
+
+    counts = torch.tensor([3])
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        exchange(moe_utils.maybe_move_tensor_to_cpu(counts, as_numpy=True))
+    exchange(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True))
 
 
 def test_without_its_adaptation_the_router_fails(policy, tiny, monkeypatch):

@@ -12,6 +12,7 @@ from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron import checkpoint, lora
 from nemo_edo.megatron.build import build_model, device_and_groups, export_hf_folder
 from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.megatron.splits import check_adapters
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
@@ -304,7 +305,7 @@ DENSE = {"num_moe_experts": None, "gated_linear_unit": True}
 )
 def test_adapters_that_cannot_be_split_are_an_error_before_the_model_is_built(config, model, tensor_parallel, message):
     with pytest.raises(UserError, match=message):
-        lora.check_splits(config, SimpleNamespace(**model), tensor_parallel)
+        check_adapters(config, SimpleNamespace(**model), tensor_parallel)
 
 
 @pytest.mark.parametrize(
@@ -316,4 +317,4 @@ def test_adapters_that_cannot_be_split_are_an_error_before_the_model_is_built(co
     ],
 )
 def test_adapters_that_can_be_split_are_let_pass(config, model, tensor_parallel):
-    lora.check_splits(config, SimpleNamespace(**model), tensor_parallel)
+    check_adapters(config, SimpleNamespace(**model), tensor_parallel)

@@ -10,15 +10,18 @@ import torch
 from nemo_edo.config import LoRAConfig, ParallelismConfig
 from nemo_edo.doctor import memory
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 CASES = {
     "qwen2": ("qwen2", {}, "fp32", None),
     "qwen2, tied, bf16": ("qwen2", {"tie_word_embeddings": True}, "bf16", None),
     "qwen3, bf16": ("qwen3", {}, "bf16", None),
     "llama": ("llama", {}, "fp32", None),
     "qwen2, adapters, bf16": ("qwen2", {}, "bf16", LoRAConfig(rank=4)),
+    "experts, bf16": ("qwen3_moe", EXPERTS, "bf16", None),
     "llama, some adapters": ("llama", {}, "fp32", LoRAConfig(rank=2, targets=["linear_qkv", "linear_fc2"])),
 }
 SHAPE = {"hidden_size": 96, "intermediate_size": 160}
+FIELDS = {"qwen2": SHAPE, "qwen3": SHAPE, "llama": SHAPE, "qwen3_moe": {**SHAPE, **EXPERTS}}
 TOKENS = 48
 
 
@@ -59,14 +62,14 @@ def saved_of_a_layer(tiny, folder, model_type: str, **settings) -> float:
     """What two layers more keep more, halved."""
     saved = []
     for layers in (2, 4):
-        path = tiny.write_tiny_model(folder / str(layers), model_type, num_hidden_layers=layers, **SHAPE)
+        path = tiny.write_tiny_model(folder / str(layers), model_type, num_hidden_layers=layers, **FIELDS[model_type])
         saved.append(saved_bytes(tiny.build_policy(path, **settings), TOKENS))
     return (saved[1] - saved[0]) / 2
 
 
 def workload(worker, model_type: str, **parallelism) -> memory.Workload:
     tiny_shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    fields = {"model_type": model_type, "vocab_size": 130, **tiny_shape, **SHAPE}
+    fields = {"model_type": model_type, "vocab_size": 130, **tiny_shape, **FIELDS[model_type]}
     make = worker.memory
     return make.Workload(
         shape=worker.ModelShape.from_hf(fields, "test"), parallelism=ParallelismConfig(**parallelism),
@@ -76,14 +79,19 @@ def workload(worker, model_type: str, **parallelism) -> memory.Workload:
 
 def kept_by_unfused_kernels(shape) -> int:
     """A CPU's, fp32: what norms have normalised, and the reciprocals of what by; the activated gate and a copy of what
-    it multiplies; the cosines and sines of queries' and keys' rotations."""
+    it multiplies; the cosines and sines of queries' and keys' rotations. Of experts also the product before it is
+    weighted, and what routing keeps: the probabilities and places of a token's choices, and a byte for each expert."""
     norms = 2 * (shape.hidden_size + 1)
     if shape.qk_norm:
         norms += shape.query_width + shape.num_attention_heads + shape.num_query_groups
-    return 4 * TOKENS * (norms + 2 * shape.ffn_hidden_size + 4 * shape.kv_channels)
+    units = 2 * shape.ffn_hidden_size
+    if shape.num_moe_experts:
+        choices = shape.moe_router_topk
+        units = choices * (3 * shape.moe_ffn_hidden_size + 6) + 1.25 * shape.num_moe_experts
+    return 4 * TOKENS * (norms + units + 4 * shape.kv_channels)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", FIELDS)
 def test_activations_of_a_layer_are_those_that_autograd_keeps_to_the_byte(tiny, worker, tmp_path, model_type):
     load = workload(worker, model_type)
     found = saved_of_a_layer(tiny, tmp_path, model_type) - kept_by_unfused_kernels(load.shape)

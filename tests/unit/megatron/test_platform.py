@@ -1,8 +1,8 @@
 """Each adaptation to a machine without CUDA is needed, and a machine with CUDA is left as it is.
 
 Adaptations cannot be taken back, so ``tests/helpers/platform_cases.py`` runs every case in a process of its own.
-``contiguous_scatter`` shows with two processes only: tests/distributed/test_layouts.py. ``router_product`` shows in a
-model with experts: test_experts.py.
+``contiguous_scatter`` shows with two processes only: tests/distributed/test_layouts.py. ``router_product`` and
+``expert_counts`` show in a model with experts: test_experts.py.
 """
 
 import json
@@ -22,7 +22,7 @@ NEEDED_BY = {
     "random_state": "megatron/core/tensor_parallel/random.py",
     "streams": "megatron/bridge/models/model_provider.py",
 }
-ELSEWHERE = {"bridge_import", "contiguous_scatter", "router_product"}
+ELSEWHERE = {"bridge_import", "contiguous_scatter", "router_product", "expert_counts"}
 
 
 def run_cases(script, *arguments: str, given: str = "") -> dict:

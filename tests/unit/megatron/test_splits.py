@@ -1,10 +1,13 @@
+import re
 from types import SimpleNamespace
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nemo_edo.config import ParallelismConfig
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
+from nemo_edo.megatron.precision import Machine
 from nemo_edo.megatron.splits import check_device, check_splits, check_world
 
 DENSE = SimpleNamespace(
@@ -20,12 +23,15 @@ VOCABULARY = 151_936
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ({"tensor_model_parallel_size": 4}, r"tensor_.* 4 does not divide the model's 14 attention heads; 1, 2, 7, 14"),
-        ({"tensor_model_parallel_size": 7}, r"tensor_.* 7 does not divide the model's 2 query groups; 1, 2 would"),
+        (
+            {"tensor_model_parallel_size": 4},
+            r"tensor_.* 4 does not divide the model's 14 attention heads and 2 query groups; 1, 2 would",
+        ),
+        ({"tensor_model_parallel_size": 7}, r"tensor_.* 7 does not divide .* 2 query groups and .* 1, 2 would"),
         ({"pipeline_model_parallel_size": 5}, r"pipeline_.* 5 does not divide .* 24 layers; 1, 2, 3, 4, 6, 8, 12"),
         (
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 5},
-            r"virtual_pipeline_.* 5 does not divide the model's 12 layers of a pipeline stage; 1, 2, 3, 4, 6, 12 would",
+            r"virtual_pipeline_.* 5 does not divide the model's 12 layers of a pipeline stage; null, 2, 3, 4, 6, 12 ",
         ),
         ({"expert_model_parallel_size": 2}, r"expert_model_parallel_size 2: the model has no experts"),
         (
@@ -40,7 +46,7 @@ def test_a_size_that_does_not_divide_the_model_is_an_error_that_says_which_would
 
 
 def test_an_odd_vocabulary_cannot_be_split_by_two():
-    with pytest.raises(UserError, match="2 does not divide the model's 131 vocabulary entries; 1, 131 would"):
+    with pytest.raises(UserError, match="2 does not divide the model's 131 vocabulary entries; 1 would"):
         check_splits(DENSE, ParallelismConfig(2), 131)
 
 
@@ -70,11 +76,100 @@ def test_a_world_needs_room_for_whole_copies_of_the_model_and_of_the_experts():
         check_world(ParallelismConfig(expert_model_parallel_size=8), 12)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [{"context_parallel_size": 2}, {"optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True}],
+ON_GPUS = [
+    ({"context_parallel_size": 2}, "1.0"),
+    ({"optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True}, "2.1"),
+]
+
+
+@pytest.mark.parametrize(("split", "engine"), ON_GPUS)
+def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split, engine):
+    name = next(iter(split))
+    bf16 = PrecisionConfig("bf16")
+    check_device(ParallelismConfig(**split), bf16, Machine((9, 0), "12.9", f"{engine}.0+cu12"))
+    for machine, here in (
+        (Machine(None, None, None), "there is no GPU"),
+        (Machine((9, 0), "12.9", None), "found none"),
+        (Machine((9, 0), "12.9", "0.13"), "found 0.13"),
+    ):
+        with pytest.raises(UserError, match=rf"parallelism.{name} .* Engine {engine} or newer \({here}\): take it out"):
+            check_device(ParallelismConfig(**split), bf16, machine)
+        check_device(ParallelismConfig(), bf16, machine)
+
+
+def test_an_optimizer_of_fp32_weights_cannot_be_offloaded():
+    offloaded = ParallelismConfig(use_distributed_optimizer=True, optimizer_offload_fraction=0.5)
+    with pytest.raises(UserError, match=r"optimizer_offload_fraction 0.5 needs precision=bf16"):
+        check_device(offloaded, PrecisionConfig("fp32"), Machine((9, 0), "12.9", "2.9"))
+
+
+# --- whatever the sizes --------------------------------------------------------------------------------------------
+
+SMALL = st.integers(1, 12)
+MODELS = st.builds(
+    lambda groups, per_group, units, layers, experts: SimpleNamespace(
+        num_query_groups=groups, num_attention_heads=groups * per_group, ffn_hidden_size=units, num_layers=layers,
+        num_moe_experts=experts, moe_ffn_hidden_size=units,
+    ),
+    SMALL, SMALL, st.integers(1, 240), st.integers(1, 48), st.one_of(st.none(), st.integers(2, 64)),
 )
-def test_what_only_a_gpu_does_is_refused_elsewhere(split):
-    check_device(ParallelismConfig(**split), torch.device("cuda", 0))
-    with pytest.raises(UserError, match=f"parallelism.{next(iter(split))} .* needs a GPU"):
-        check_device(ParallelismConfig(**split), torch.device("cpu"))
+
+
+@st.composite
+def splits(draw) -> dict:
+    found = {"tensor_model_parallel_size": draw(SMALL), "pipeline_model_parallel_size": draw(SMALL),
+             "expert_model_parallel_size": draw(SMALL)}
+    if found["pipeline_model_parallel_size"] > 1 and draw(st.booleans()):
+        found["virtual_pipeline_model_parallel_size"] = draw(st.integers(2, 6))
+    return found | {"sequence_parallel": found["tensor_model_parallel_size"] > 1}
+
+
+def fits(model, split: dict, vocabulary: int) -> bool:
+    """By the meaning of the sizes: every rank has as many whole heads, groups, columns, layers and experts."""
+    tensor, expert = split["tensor_model_parallel_size"], split["expert_model_parallel_size"]
+    shared = [model.num_attention_heads, model.num_query_groups, vocabulary]
+    shared += [model.moe_ffn_hidden_size if model.num_moe_experts else model.ffn_hidden_size]
+    chunks = split["pipeline_model_parallel_size"] * split.get("virtual_pipeline_model_parallel_size", 1)
+    experts = model.num_moe_experts % expert == 0 if model.num_moe_experts else expert == 1
+    return all(whole % tensor == 0 for whole in shared) and model.num_layers % chunks == 0 and experts
+
+
+def refusal(model, split: dict, vocabulary: int) -> str | None:
+    try:
+        check_splits(model, ParallelismConfig(**split), vocabulary)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@given(MODELS, splits(), st.integers(1, 500))
+def test_a_split_is_refused_if_and_only_if_a_size_does_not_divide(model, split, vocabulary):
+    assert (refusal(model, split, vocabulary) is None) == fits(model, split, vocabulary)
+
+
+@given(MODELS, splits(), st.integers(1, 500))
+def test_of_the_sizes_that_a_refusal_names_none_is_refused(model, split, vocabulary):
+    said = refusal(model, split, vocabulary)
+    if said is None or "has no experts" in said:
+        return
+    key, named = re.fullmatch(r"parallelism.(\w+) \d+ does not divide .*; (.+) would", said).groups()
+    for size in (None if size == "null" else int(size) for size in named.removesuffix(", ...").split(", ")):
+        changed = {**split, key: size}
+        if changed["pipeline_model_parallel_size"] == 1:
+            changed.pop("virtual_pipeline_model_parallel_size", None)  # there is nothing to interleave
+        changed["sequence_parallel"] = changed["tensor_model_parallel_size"] > 1
+        again = refusal(model, changed, vocabulary)
+        assert again is None or f"parallelism.{key} " not in again, f"{said}\n{again}"
+
+
+@given(splits(), st.integers(1, 4), st.integers(1, 64))
+def test_a_world_is_refused_if_and_only_if_it_is_no_multiple_of_what_is_said(split, context, world):
+    parallelism = ParallelismConfig(**split, context_parallel_size=context)
+    products = (parallelism.model_ranks, parallelism.expert_ranks)
+    try:
+        check_world(parallelism, world)
+    except UserError as error:
+        product = int(re.search(r"start a multiple of (\d+) processes$", str(error))[1])
+        assert product in products and world % product
+    else:
+        assert all(world % product == 0 for product in products)

@@ -1,0 +1,93 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_edo.data.problems import load_problems, manifest_path, normal_question
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "tests/data/benchmarks"
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools/prepare_data")
+    import prepare
+    import s1k_eval
+
+    yield prepare, s1k_eval
+    for name in ("prepare", "s1k_eval"):
+        del sys.modules[name]
+
+
+def run(tool, *arguments: object) -> int:
+    return tool.main([str(argument) for argument in arguments])
+
+
+def test_prepared_file_has_the_problems_of_the_official_one_and_a_manifest(tools, tmp_path, capsys):
+    prepare, _ = tools
+    out = tmp_path / "aime24.jsonl"
+    assert run(prepare, "aime24", "test", "--input", SAMPLES / "aime24.jsonl", "--out", out) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    assert (manifest["rows"], manifest["answer_kinds"], manifest["benchmark"]) == (30, {"math": 30}, "aime24")
+    official = load_problems(SAMPLES / "aime24.jsonl", on_bad_rows="error", benchmark="aime24").problems
+    prepared = load_problems(out, on_bad_rows="error", benchmark="aime24").problems
+    assert [(p.id, p.question, p.solution, p.answer, p.answer_kind) for p in prepared] == [
+        (p.id, p.question, p.solution, p.answer, p.answer_kind) for p in official
+    ]
+    assert prepared[3].source == f"{out}:4"
+
+
+def test_changed_file_other_benchmark_and_broken_manifest_are_errors(tools, tmp_path):
+    prepare, _ = tools
+    out = tmp_path / "aime24.jsonl"
+    run(prepare, "aime24", "test", "--input", SAMPLES / "aime24.jsonl", "--out", out)
+    with pytest.raises(ValueError, match="holds problems of aime24, but the config says aime25"):
+        load_problems(out, on_bad_rows="error", benchmark="aime25")
+    out.write_text(out.read_text().replace("Find", "Seek", 1))
+    with pytest.raises(ValueError, match="SHA-256 checksum .* has changed"):
+        load_problems(out, on_bad_rows="skip")
+    manifest_path(out).write_text("{}")
+    with pytest.raises(ValueError, match="is no manifest"):
+        load_problems(out, on_bad_rows="skip")
+
+
+def test_wrong_version_is_exit_status_2_and_writes_nothing(tools, tmp_path, capsys):
+    prepare, _ = tools
+    out = tmp_path / "math.jsonl"
+    arguments = ["math", "test", "--input", SAMPLES / "math.jsonl", "--out", out]
+    assert run(prepare, *arguments) == 2
+    assert "has 22 rows, but MATH's test split has 5000" in capsys.readouterr().err
+    assert not out.exists()
+    assert run(prepare, *arguments, "--any-rows") == 0
+    assert run(prepare, "s1k", "test", "--input", SAMPLES / "s1k.jsonl", "--out", out) == 2
+    assert "has no split test" in capsys.readouterr().err
+
+
+def draw(tool, tmp_path: Path, pool: Path, *more: object) -> list:
+    out = tmp_path / "drawn.jsonl"
+    fixed = ["--pool", pool, "--s1k", SAMPLES / "s1k.jsonl", "--any-rows", "--questions", 20, "--out", out]
+    assert run(tool, *fixed, *more) == 0
+    return load_problems(out, on_bad_rows="error", benchmark="s1k_eval").problems
+
+
+def test_evaluation_split_is_disjoint_from_s1k_and_fixed_by_its_seed_alone(tools, tmp_path):
+    _, s1k_eval = tools
+    pool = SAMPLES / "s1k_pool.jsonl"
+    drawn = draw(s1k_eval, tmp_path, pool)
+    taken = {normal_question(json.loads(line)["question"])
+             for line in (SAMPLES / "s1k.jsonl").read_text().splitlines()}
+    questions = [normal_question(problem.question) for problem in drawn]
+    assert len(set(questions)) == 20 and not taken & set(questions)
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("\n".join(pool.read_text().splitlines()[::-1]))
+    assert [p.question for p in draw(s1k_eval, tmp_path, turned)] == [p.question for p in drawn]
+    assert [p.question for p in draw(s1k_eval, tmp_path, pool, "--seed", 1)] != [p.question for p in drawn]
+
+
+def test_pool_that_is_too_small_is_an_error(tools, tmp_path, capsys):
+    _, s1k_eval = tools
+    arguments = ["--pool", SAMPLES / "s1k_pool.jsonl", "--s1k", SAMPLES / "s1k.jsonl", "--any-rows"]
+    assert run(s1k_eval, *arguments, "--out", tmp_path / "x.jsonl") == 2
+    assert "has 40 questions beside s1K's, fewer than the 1000 asked" in capsys.readouterr().err

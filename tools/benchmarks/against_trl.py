@@ -1,0 +1,272 @@
+"""A GRPO cycle of ours against one of TRL's GRPOTrainer: the same model, job and precision, on the CPU.
+
+A cycle draws responses to every prompt, judges them, computes their log-probabilities under the policy that drew them
+and takes optimizer steps, with all that either library does around it: ours runs Algorithm 1 and writes rollouts and
+metrics to disk, TRL logs nothing. TRL is what requirements/peers pins, in an environment of its own. Each library has a
+process that stays up; cycles take turns, one of ours and one of TRL's to a round, and the ratio is the median over
+the rounds. The first round warms up.
+
+    even    1,280 answers of 28 tokens, 4 steps of 320, 0.44M parameters: responses never end by themselves
+    uneven  160 answers of 1 to 192 tokens, 4 steps of 40, 10M parameters: every token ends one with a chance of 1/64
+
+    python tools/benchmarks/against_trl.py --job even --precision fp32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from llama import write_model
+from peer_environment import peer_environment
+
+MARK = "cycle "
+"""Before a worker's report on its standard output, where libraries write too."""
+PROMPT_TOKENS, GROUP, STEPS, LEARNING_RATE = 10, 10, 4, 1e-5
+
+
+@dataclass(frozen=True)
+class Job:
+    architecture: dict[str, int]
+    samples: int
+    new_tokens: int
+    end: int
+    """The stop token: 64 is none that the model can draw."""
+    ours: dict[str, object]
+    """How a minibatch of ours is cut."""
+    rows: int
+    """TRL's per_device_train_batch_size, the fastest found; a step accumulates as many as it needs."""
+
+    @property
+    def minibatch(self) -> int:
+        return self.samples // STEPS
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        draw = random.Random(0)
+        return [draw.choices(range(2, 64), k=PROMPT_TOKENS) for _ in range(self.samples // GROUP)]
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
+LARGE = {"hidden_size": 320, "intermediate_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 5}
+JOBS = {
+    "even": Job(SMALL, 1280, 28, 64, {"micro_batch_size": 160}, rows=320),
+    "uneven": Job(LARGE, 160, 192, 1, {"micro_batch_size": 40, "micro_batch_tokens": 2048}, rows=40),
+}
+
+
+class Turns:
+    """A worker's side of the rounds: called at the end of each cycle, it reports and waits for its next turn."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._begun: tuple[float, float] | None = None
+
+    def __call__(self) -> None:
+        if self._begun is not None:
+            wall, cpu = (now - then for now, then in zip(clocks(), self._begun, strict=True))
+            print(MARK + json.dumps({"wall": wall, "cpu": cpu, "tokens": self.tokens}), flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("nobody gives this worker another turn")
+        self.tokens, self._begun = 0, clocks()
+
+    def judge(self, response: Sequence[int]) -> float:
+        """The reward of a response: 1 for an odd sum, which no policy finds easy and both libraries are handed."""
+        self.tokens += len(response)
+        return float(sum(response) % 2)
+
+
+def clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int) -> None:
+    from transformers import AutoTokenizer
+
+    from nemo_edo.algorithms.grpo import GRPO
+    from nemo_edo.algorithms.iteration import Iteration, run_iterations
+    from nemo_edo.config import GRPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig, SamplingConfig
+    from nemo_edo.data.rollout_store import RolloutStore
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.models import MegatronGPTGRPOModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+    from nemo_edo.refit.in_process import InProcessSync
+    from nemo_edo.run_folder import MetricsLog
+    from nemo_edo.tracking import quiet_libraries
+    from nemo_edo.types import Problem, ScoredRollout
+
+    quiet_libraries()
+    optimizer = OptimizerConfig(lr=LEARNING_RATE, warmup_steps=0, schedule="constant")
+    training = GRPOConfig(
+        alpha=0.0, beta=0.0, iterations=cycles, minibatch_size=job.minibatch, optimizer=optimizer, **job.ours
+    )
+    model = MegatronGPTGRPOModel(
+        model_config(
+            folder,
+            parallelism=ParallelismConfig(),
+            precision=PrecisionConfig(dtype=precision),
+            seed=0,
+            training=training,
+            threads=threads,
+        )
+    )
+    decode = AutoTokenizer.from_pretrained(folder).decode
+    engine = MegatronEngine(
+        model.built, stop_ids=[job.end], decode=decode, max_batch_size=job.samples, device=model.platform_device
+    )
+    turns = Turns()
+
+    class Judge:
+        def score(self, rollouts, problems) -> list[ScoredRollout]:
+            return [ScoredRollout(r, turns.judge(r.response_ids), None, True, "sum") for r in rollouts]
+
+    problems = [Problem(f"p-{i}", str(i), "", "", "") for i in range(len(job.prompts))]
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Iteration(
+            policy=model,
+            engine=engine,
+            weight_sync=InProcessSync(engine),
+            scorer=Judge(),
+            store=RolloutStore(scratch),
+            objective=GRPO(training, {}, job.new_tokens, pad_id=0),
+            problems=problems,
+            prompts={problem.id: tuple(ids) for problem, ids in zip(problems, job.prompts, strict=True)},
+            sampling=SamplingConfig(samples_per_prompt=GROUP, max_new_tokens=job.new_tokens),
+            seed=0,
+            log=partial(MetricsLog(Path(scratch) / "metrics.jsonl", lambda *_: None, writes=True), arm="grpo"),
+        )
+        model.start_training(run.total_steps)
+        run_iterations(run, lambda t: turns())
+
+
+def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int) -> None:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(threads)
+    turns = Turns()
+
+    def reward(completion_ids, **_) -> list[float]:
+        return [turns.judge(response) for response in completion_ids]
+
+    class AtEnds(TrainerCallback):
+        def on_train_begin(self, *_, **__) -> None:
+            turns()
+
+        def on_step_end(self, args, state, control, **_) -> None:
+            if state.global_step % STEPS == 0:
+                turns()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = GRPOConfig(
+            output_dir=scratch,
+            use_cpu=True,
+            bf16=precision == "bf16",
+            max_steps=STEPS * cycles,
+            per_device_train_batch_size=job.rows,
+            gradient_accumulation_steps=job.minibatch // job.rows,
+            generation_batch_size=job.samples,
+            num_generations=GROUP,
+            max_completion_length=job.new_tokens,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            loss_type="grpo",
+            beta=0.0,
+            gradient_checkpointing=False,  # TRL's default would compute every forward pass twice
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        GRPOTrainer(
+            str(folder),
+            reward,
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": [" ".join(map(str, ids)) for ids in job.prompts]}),
+            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+            callbacks=[AtEnds()],
+        ).train()
+
+
+SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
+
+
+def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> subprocess.Popen:
+    settings = [f"--{name}={getattr(args, name)}" for name in ("job", "precision", "threads", "rounds")]
+    environment = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": str(args.threads)}
+    return subprocess.Popen(
+        [python, __file__, *settings, f"--side={side}", f"--folder={folder}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def cycle(side: str, worker: subprocess.Popen) -> dict[str, float]:
+    """Gives the worker its turn and waits for its report."""
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+    for line in worker.stdout:
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    raise SystemExit(f"{side} ended before its cycle did, with status {worker.wait()}")
+
+
+def compare(args: argparse.Namespace) -> None:
+    job = JOBS[args.job]
+    interpreters = {"ours": sys.executable, "TRL": peer_environment("trl")}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), context=PROMPT_TOKENS + job.new_tokens, end=job.end, **job.architecture)
+        workers = {side: start(side, python, Path(folder), args) for side, python in interpreters.items()}
+        for number in range(args.rounds + 1):
+            for side, worker in workers.items():
+                report = cycle(side, worker)
+                print(f"round {number}, {side}: {report}", file=sys.stderr, flush=True)
+                if number:
+                    found[side].append(report)
+        for worker in workers.values():
+            worker.communicate("\n", timeout=120)
+    print(f"{args.job}, {args.precision}, {args.threads} threads, {args.rounds} rounds, torch {version('torch')}")
+    for side, reports in found.items():
+        middle = {key: statistics.median(report[key] for report in reports) for key in reports[0]}
+        print(f"{side:5} {middle['wall']:7.2f} s, {middle['cpu']:7.2f} CPU s a cycle, {middle['tokens']:,.0f} tokens")
+    for clock in ("wall", "cpu"):
+        ratios = [a[clock] / b[clock] for a, b in zip(*found.values(), strict=True)]
+        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+        print(f"ours of TRL's, {clock:4} {middle:.2f} ({low:.2f} to {high:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", choices=sorted(JOBS), default="even")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        SIDES[args.side](JOBS[args.job], args.folder, args.precision, args.threads, args.rounds + 1)
+    else:
+        compare(args)
+
+
+if __name__ == "__main__":
+    main()

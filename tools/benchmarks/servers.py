@@ -1,0 +1,132 @@
+"""Sampling from vLLM servers against the in-process engine, on the same machine and in one run.
+
+The weights are random, so that the built-in task's tokens are about equally likely: responses end after very different
+numbers of tokens, geometrically distributed, or at the limit. Engines are timed in turn; the first round warms up.
+
+    python tools/benchmarks/servers.py --model 100m --threads 2 --replicas 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from nemo_edo.tracking import quiet_libraries
+
+MODELS = {
+    "quickstart": ["sampling.max_new_tokens=32"],
+    "100m": [
+        "model.architecture.hidden_size=768",
+        "model.architecture.intermediate_size=2304",
+        "model.architecture.num_hidden_layers=13",
+        "model.architecture.num_attention_heads=12",
+        "model.architecture.num_key_value_heads=12",
+        "model.architecture.max_position_embeddings=1024",
+        "model.architecture.initializer_range=0.02",
+    ],
+}
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    lengths = []
+    if args.max_new_tokens is not None:
+        longest = args.max_new_tokens + 16
+        lengths = [f"sampling.max_new_tokens={args.max_new_tokens}", f"model.seq_length={longest}"]
+    return [
+        "generation=vllm",
+        f"threads={args.threads}",
+        f"generation.servers.replicas={args.replicas}",
+        f"generation.servers.max_in_flight={args.in_flight}",
+        f"generation.max_batch_size={args.in_flight}",
+        *MODELS[args.model],
+        *lengths,
+    ]
+
+
+def engines(cfg, run, data, model, servers) -> dict:
+    """What is timed, by name: in process, one server, and all of them."""
+    from nemo_edo import factory
+    from nemo_edo.generation.servers import build_server_engine
+
+    one = build_server_engine(
+        cfg,
+        servers.replicas[:1],
+        stop_id=data.tokenizer.eos_token_id,
+        vocab_size=model.built.vocab_size,
+        decode=data.decode,
+        model_folder=run.base,
+    )
+    found = {"in process": factory.build_engine(cfg, model, data, None), "one server": one}
+    return found if len(servers.replicas) == 1 else {**found, f"{len(servers.replicas)} servers": servers}
+
+
+def timed(works: dict, repeats: int) -> dict[str, list[float]]:
+    """Tokens a second, of each round but the first."""
+    speeds: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            begun = time.perf_counter()
+            rollouts = work()
+            seconds = time.perf_counter() - begun
+            lengths = [len(rollout.response_ids) for rollout in rollouts]
+            if repeat:
+                speeds[name].append(sum(lengths) / seconds)
+            print(
+                f"round {repeat}, {name}: {sum(lengths):,} tokens in {seconds:.1f} s; lengths from {min(lengths)} to "
+                f"{max(lengths)}, median {statistics.median(lengths):.0f}",
+                flush=True,
+            )
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="quickstart")
+    parser.add_argument("--threads", type=int, default=1, help="of the in-process engine; servers take all cores")
+    parser.add_argument("--sequences", type=int, default=1280)
+    parser.add_argument("--in-flight", type=int, default=512)
+    parser.add_argument("--max-new-tokens", type=int, default=None)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    quiet_libraries()
+    from nemo_edo import factory
+    from nemo_edo.algorithms.sampling import sampling_requests
+    from nemo_edo.configuration import compose_run
+    from nemo_edo.megatron.build import device_and_groups
+    from nemo_edo.run_folder import RunFolder
+    from nemo_edo.types import SamplingParams
+
+    cfg = compose_run("quickstart", overrides(args))
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder))
+        device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
+        factory.check_servers(cfg)
+        factory.write_builtin_files(cfg, run)
+        data = factory.load_data(cfg, run)
+        model = factory.build_model(cfg, run, cfg.grpo)
+        begun = time.perf_counter()
+        servers = factory.start_servers(cfg, run, data)
+        print(f"{args.replicas} servers ready after {time.perf_counter() - begun:.1f} s", flush=True)
+        try:
+            sampling = SamplingParams(1.0, 1.0, cfg.sampling.max_new_tokens)
+            asked = sampling_requests(data.train[: args.sequences // 10 + 1], data.prompts, 10, 0)[: args.sequences]
+            works = {
+                name: partial(engine.generate, asked, sampling)
+                for name, engine in engines(cfg, run, data, model, servers).items()
+            }
+            speeds = timed(works, args.repeats)
+        finally:
+            servers.close()
+    parameters = sum(parameter.numel() for chunk in model.built.chunks for parameter in chunk.parameters())
+    print(f"{parameters:,} parameters, {args.sequences} sequences, {args.in_flight} in flight, {args.threads} threads")
+    for name, values in speeds.items():
+        print(f"{name:12} tokens/s: median {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})")
+
+
+if __name__ == "__main__":
+    main()
