@@ -203,7 +203,7 @@ def test_a_bug_keeps_its_traceback(runner: Runner):
 
 @pytest.mark.parametrize(("arguments", "complaint"), [
     ([], "required"),
-    (["launch"], "invalid choice"),
+    (["lunch"], "invalid choice"),
     (["train", "--config-nmae", "x"], "--config-nmae"),
     (["report"], "required: RUN"),
     (["train", "-m", "--jobs=0"], "0 is not a number of at least 1"),
@@ -227,7 +227,7 @@ def test_help_lists_exactly_the_commands_that_work(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     commands = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
-    known = ["train", "collect", "evaluate", "report", "doctor", "export", "replay"]
+    known = ["train", "launch", "collect", "evaluate", "report", "doctor", "export", "replay"]
     assert (stopped.value.code, commands) == (0, known)
 
 

@@ -88,7 +88,7 @@ def kept_by_unfused_kernels(shape) -> int:
     if shape.num_moe_experts:
         choices = shape.moe_router_topk
         units = choices * (3 * shape.moe_ffn_hidden_size + 6) + 1.25 * shape.num_moe_experts
-    return 4 * TOKENS * (norms + units + 4 * shape.kv_channels)
+    return 4 * TOKENS * (norms + units + 2 * shape.kv_channels)
 
 
 @pytest.mark.parametrize("model_type", FIELDS)
