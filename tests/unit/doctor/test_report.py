@@ -87,6 +87,15 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight
     assert "7.62 billion parameters, bf16, tensor 2 x data 4" in text
 
 
+def test_the_time_of_an_iteration_is_told_for_gpus_and_follows_their_number(doctor, eight_gpus):
+    def seconds(*arguments: str) -> int:
+        [line] = [line for line in doctor(*FITS, *arguments)[1].splitlines() if line.startswith("time ")]
+        return int(line.partition("training ")[2].partition(" s")[0])
+
+    assert seconds("--gpus=16") == pytest.approx(seconds() / 2, abs=1)
+    assert "time  " not in doctor("--config-name=idpo_gsm8k", *FITS[1:3], "idpo.micro_batch_tokens=8192")[1]
+
+
 def test_a_config_that_does_not_fit_ends_with_two_and_says_what_to_change(doctor):
     status, text = doctor(*FITS, "--gpus", "8", "--gpu-memory", "40GB")
     assert status == 2
