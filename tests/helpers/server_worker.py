@@ -40,12 +40,15 @@ class Killer:
         self.counts = counts
         self.seen = 0
         self.killed = 0
+        self.last = 0
+        """The start of the server that was killed last: answers of a dead one still come in."""
 
     def answered(self) -> None:
         self.seen += 1
-        if self.killed < len(self.counts) and self.seen >= self.counts[self.killed]:
+        due = self.killed < len(self.counts) and self.seen >= self.counts[self.killed]
+        if due and self.replica.generation > self.last and not self.replica.has_ended:
             server_process(self.replica).kill()
-            self.killed += 1
+            self.killed, self.last = self.killed + 1, self.replica.generation
 
 
 def server_process(replica: Replica) -> psutil.Process:
