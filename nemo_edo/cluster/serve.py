@@ -58,7 +58,8 @@ def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
             raise UserError(f"the servers of {len(missing)} of {nodes} nodes are not ready after {limit_s:g} s")
         time.sleep(LOOK_EVERY_S)
     urls = [url for path in paths for url in json.loads(path.read_text(encoding="utf-8"))]
-    return [f"generation.servers.urls={json.dumps(urls)}", f"generation.servers.api_key_variable={KEY}"]
+    section = "generation.servers"
+    return [f"{section}.urls={json.dumps(urls)}", f"{section}.api_key_variable={KEY}", f"{section}.launched=true"]
 
 
 def _of_all_interfaces(cfg: RunConfig) -> RunConfig:

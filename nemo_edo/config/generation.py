@@ -22,6 +22,9 @@ class ServersConfig:
     """Servers that run already, such as http://node7:8000. Empty: the run starts its own on this machine."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key of the servers at ``urls``; null: they ask for none."""
+    launched: bool = False
+    """Whether ``nemo-edo launch`` has started those at ``urls``: it says so itself. They then renew a tied output layer
+    with the other weights, which vLLM by itself does not on a CPU."""
     replicas: int = 1
     """Servers that the run starts, each with the whole model."""
     python: Optional[str] = None

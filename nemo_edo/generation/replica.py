@@ -39,13 +39,17 @@ class Replica:
         launch: Launch | None = None,
         model_folder: Path | None = None,
         start_limit_s: float = 900.0,
+        launched: bool = False,
     ) -> None:
         """name: in messages. url: of a server that is there already; else ``api``, ``launch`` and ``model_folder``,
-        what it loads when it is started, say how the run starts one. key: sent with every request."""
+        what it loads when it is started, say how the run starts one. key: sent with every request. launched: whether
+        the run's job has started the one at the URL."""
         if (url is None) == (launch is None):
             raise ValueError("a replica has a URL, or a way to start it")
         self.name = name
         self.url = "" if url is None else url.rstrip("/")
+        self.is_ours = url is None or launched
+        """Whether it was started as the run starts servers, with what it loads into them."""
         self.generation = 0
         """Starts so far: what was begun before the last one is lost."""
         self.model_folder = model_folder

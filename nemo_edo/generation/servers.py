@@ -68,7 +68,13 @@ def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, ke
     if settings.urls:
         given = _given_key(settings)
         return [
-            Replica(f"server {place}", url=url, key=given, start_limit_s=settings.health_limit_s)
+            Replica(
+                f"server {place}",
+                url=url,
+                key=given,
+                start_limit_s=settings.health_limit_s,
+                launched=settings.launched,
+            )
             for place, url in enumerate(settings.urls)
         ]
     launch, each = _launch(cfg, logs), settings.tensor_parallel_size

@@ -53,8 +53,8 @@ class ReloadedWeights:
         name_weights(replica, str(folder))
 
     def _reload(self, replica: Replica, folder: Path) -> None:
-        # The run's own servers renew a tied output layer, too (generation/inside_server/tied_head.py).
-        method = "reload_policy" if replica.is_local else "reload_weights"
+        # Our own servers renew a tied output layer, too (generation/inside_server/tied_head.py).
+        method = "reload_policy" if replica.is_ours else "reload_weights"
         body = {"method": method, "kwargs": {"weights_path": str(folder)}}
         replica.request("POST", "/collective_rpc", json=body, timeout_s=self._limit_s)
 

@@ -37,6 +37,10 @@ class ScriptedReplica:
     """The group of a weight transfer, as a server sees it."""
     received: list[tuple] = field(default_factory=list)
 
+    @property
+    def is_ours(self) -> bool:
+        return self.is_local
+
     def __str__(self) -> str:
         return self.name
 
@@ -62,7 +66,7 @@ class ScriptedReplica:
     # --- the endpoints ----------------------------------------------------------------------------------------------
 
     def collective_rpc(self, json, params, fails):
-        assert json["method"] == ("reload_policy" if self.is_local else "reload_weights")
+        assert json["method"] == ("reload_policy" if self.is_ours else "reload_weights")
         assert json["kwargs"].keys() == {"weights_path"}
         assert not self.asleep and any(Path(json["kwargs"]["weights_path"]).glob("*.safetensors"))
         self.weights = json["kwargs"]["weights_path"]

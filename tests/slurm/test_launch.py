@@ -148,7 +148,7 @@ def test_a_sweep_is_an_array_with_one_report(launcher):
     folder = launcher.folder / "sweep"
     assert (folder / "report.html").is_file()
     assert sorted(path.name for path in folder.glob("alpha*")) == [
-        "alpha=0,seed=1", "alpha=0,seed=2", "alpha=1e-3,seed=1", "alpha=1e-3,seed=2"]
+        "alpha=0,seed=1", "alpha=0,seed=2", "alpha=0.001,seed=1", "alpha=0.001,seed=2"]
     assert "4 of 4 members have finished" in (folder / "launch" / f"report_{report}.log").read_text()
     again = launcher.nemo_edo("launch", *launcher.settings("sweep", "cluster=slurm", "cluster.processes_per_node=1",
                                                            "grpo.alpha=0,1e-3", "seed=1,2", "-m"))

@@ -32,7 +32,7 @@ def test_the_trainer_is_told_of_the_servers_of_all_nodes(tmp_path, monkeypatch):
     (tmp_path / "servers_1.json").write_text(json.dumps(["http://n4:8000"]))
     assert serve.overrides_of_servers(2, 1.0) == [
         'generation.servers.urls=["http://n3:8000", "http://n3:8001", "http://n4:8000"]',
-        "generation.servers.api_key_variable=NEMO_EDO_SERVER_KEY"]
+        "generation.servers.api_key_variable=NEMO_EDO_SERVER_KEY", "generation.servers.launched=true"]
 
 
 def test_servers_that_do_not_come_up_are_counted(tmp_path, monkeypatch):
