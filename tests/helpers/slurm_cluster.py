@@ -20,7 +20,12 @@ NODES = ("n1", "n2")
 def missing() -> list[str]:
     """What this machine lacks for it, in words."""
     absent = [name for name in DAEMONS if shutil.which(name) is None]
-    return absent + ([] if os.geteuid() == 0 else ["root"])
+    absent += [] if os.geteuid() == 0 else ["root"]
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        absent.append("a name of this machine that resolves")
+    return absent
 
 
 def free_ports(count: int) -> list[int]:
