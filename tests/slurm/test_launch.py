@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 can_cut_off = shutil.which("unshare") and not subprocess.run(["unshare", "--net", "true"]).returncode
 LAYOUTS = {
     "tensor": ["parallelism.tensor_model_parallel_size=2", "cluster.launcher=srun"],
