@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
+from nemo_edo.cluster.names import first_that_resolves
 from nemo_edo.doctor.machine import ABOUT, installed, python_version
-from nemo_edo.errors import UserError
 
 UNHEALTHY = 4
 PROBE_BYTES = 32 * 1024**2
@@ -169,6 +169,9 @@ def _first_half(place: Place, store: torch.distributed.TCPStore, deadline: float
             faults.append(f"{place.named(rank)} has not reported: it did not start, or its way to this node is blocked")
     for rank, report in found.items():
         faults += [f"{place.named(rank)}, {report.host}: {fault}" for fault in report.faults]
+    speeds = [PROBE_BYTES / 1024**2 / report.write_s for report in found.values() if report.write_s]
+    if speeds:
+        print(f"nemo-edo: shared folder: {min(speeds):.0f} to {max(speeds):.0f} MB/s for each process, all at a time")
     return faults + _odd_ones(place, found)
 
 
@@ -188,9 +191,6 @@ def _odd_ones(place: Place, found: Mapping[int, Report]) -> list[str]:
             for rank, value in values.items()
             if value != usual
         ]
-    speeds = [PROBE_BYTES / 1024**2 / report.write_s for report in found.values() if report.write_s]
-    if speeds:
-        print(f"nemo-edo: shared folder: {min(speeds):.0f} to {max(speeds):.0f} MB/s for each process, all at a time")
     return faults
 
 
@@ -243,7 +243,8 @@ def _unreached(place: Place, store: torch.distributed.TCPStore, folder: Path) ->
     for other in sorted(others):
         report = Report(**json.loads(store.get(f"report/{other}")))
         try:
-            with socket.create_connection((_address(place, other, report), report.port), timeout=5) as connection:
+            address = first_that_resolves(place.node_of(other), report.host)
+            with socket.create_connection((address, report.port), timeout=5) as connection:
                 ahead = float(connection.makefile().read()) - time.time()
         except (OSError, ValueError) as error:  # ValueError: no time came
             failed.append((other, f"connect (port {report.port}: {error}) to"))
@@ -257,16 +258,6 @@ def _unreached(place: Place, store: torch.distributed.TCPStore, folder: Path) ->
         if size != PROBE_BYTES:
             failed.append((other, "see in the shared folder what was written by"))
     return failed
-
-
-def _address(place: Place, rank: int, report: Report) -> str:
-    """The node by Slurm's name where that resolves, else by what the machine calls itself."""
-    for name in (place.node_of(rank), report.host):
-        try:
-            return socket.gethostbyname(name)
-        except OSError:
-            continue
-    raise UserError(f"neither {place.node_of(rank)} nor {report.host} is a name that resolves here")
 
 
 def _add_up(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.cluster.control import control_folder
+from nemo_edo.cluster.names import first_that_resolves
 from nemo_edo.config import RunConfig
 from nemo_edo.configuration import compose_run
 from nemo_edo.errors import UserError
@@ -40,7 +41,8 @@ def serve(config_name: str, config_dir: str) -> None:
     servers.check_servers(cfg, gpus)
     replicas = servers.build_replicas(cfg, model_folder(cfg, own), own.path, gpus, key=os.environ[KEY])
     servers.start(replicas, cfg.model.seq_length)
-    urls = [f"http://{_address()}:{replica.url.rpartition(':')[2]}" for replica in replicas]
+    address = first_that_resolves(os.environ.get("SLURMD_NODENAME", ""), socket.gethostname())
+    urls = [f"http://{address}:{replica.url.rpartition(':')[2]}" for replica in replicas]
     _write(_urls(attempt, node), urls)
     while not any(replica.has_ended for replica in replicas):
         time.sleep(LOOK_EVERY_S)
@@ -66,17 +68,6 @@ def _of_all_interfaces(cfg: RunConfig) -> RunConfig:
     """The trainer reaches the servers from other nodes."""
     listening = replace(cfg.generation.servers, host="0.0.0.0")
     return replace(cfg, generation=replace(cfg.generation, servers=listening))
-
-
-def _address() -> str:
-    """By which other nodes know this one."""
-    for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
-        try:
-            socket.gethostbyname(name)
-        except OSError:
-            continue
-        return name
-    raise UserError(f"neither Slurm's name of this node nor {socket.gethostname()} is a name that resolves here")
 
 
 def _gpus() -> int:

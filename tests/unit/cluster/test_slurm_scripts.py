@@ -94,9 +94,9 @@ def test_launching_without_a_cluster_says_what_to_add(tmp_path):
         launching.plan("quickstart", [f"output_dir={tmp_path}"], None, multirun=False)
 
 
-@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="there is an sbatch here")
-def test_a_machine_without_slurm_is_named(tmp_path):
+def test_a_machine_without_slurm_is_named(tmp_path, monkeypatch):
     planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}"], None, multirun=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no sbatch on this machine"):
         launching.launch(planned, dry_run=False)
 
