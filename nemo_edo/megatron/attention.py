@@ -97,10 +97,14 @@ class SDPAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """[b, n, s, d] from [b, n, s, d] and twice [b, g, k, d]."""
-        grouped = key.shape[1] != query.shape[1]
-        return F.scaled_dot_product_attention(
+        grouped, dtype = key.shape[1] != query.shape[1], query.dtype
+        if query.requires_grad and dtype.itemsize < 4 and not query.is_cuda:
+            # The backward pass of torch's kernel for CPUs takes four times as long in bf16 as in fp32.
+            query, key, value = query.float(), key.float(), value.float()
+        context = F.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
         )
+        return context.to(dtype)
 
 
 def check_packing(chunks: Iterable[torch.nn.Module]) -> None:

@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -19,6 +20,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron.attention import SDPAttention, sdpa_lacks
 from nemo_edo.megatron.norm import TorchNorm
 from nemo_edo.megatron.self_attention import RotatingSelfAttention
+from nemo_edo.megatron.swiglu import is_swiglu, swiglu_mlp
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,9 @@ def local_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention
         if layer.submodules.self_attention.module is SelfAttention:
             layer.submodules.self_attention.module = RotatingSelfAttention
+        mlp = layer.submodules.mlp  # layers may share their submodules, which then have it already
+        if is_swiglu(config) and isinstance(mlp, ModuleSpec) and mlp.module is MLP:
+            layer.submodules.mlp = swiglu_mlp(mlp.submodules)
     block.layer_norm = TorchNorm
     return block
 

@@ -1,7 +1,8 @@
 """Megatron's self-attention for layers without Transformer Engine, with its rotary positions made cheap.
 
 Megatron's own rotates every cached key again at each new token, and rotates with five temporary tensors. Here a cache
-holds keys as they are used, and a rotation writes its result once.
+holds keys as they are used, a rotation writes its result once, and so does the backward pass of the cut into queries,
+keys and values, which otherwise puts three gradients together by a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines [s, 1, 1, d / 2] of the angles of positions."""
 
 
 class _Rotate(torch.autograd.Function):
@@ -21,30 +26,76 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(vectors, cos, sin)
+        return _rotate_into(_empty(vectors), vectors, cos, sin)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(gradient, cos, -sin), None, None
+        return _rotate_into(_empty(gradient), gradient, cos, -sin), None, None
 
 
-def _rotated(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty(vectors.shape, dtype=vectors.dtype, device=vectors.device)
+class _CutAndRotate(torch.autograd.Function):
+    """[s, b, g, (n + 2) d], each group's queries, key and value, become queries [s, b, g n, d], keys and values
+    [s, b, g, d], of which the former two are rotated."""
+
+    @staticmethod
+    def forward(ctx, mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        query, key, value = _cut(mixed, width)
+        rotated = [_rotate_into(_empty(part), part, *_for_groups(cos, sin)) for part in (query, key)]
+        return tuple(part.flatten(2, 3) for part in (*rotated, value))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        groups, width = gradients[1].shape[2:]
+        queries, key, value = (gradient.unflatten(2, (groups, -1)) for gradient in gradients)
+        mixed = key.new_empty(*key.shape[:3], (queries.shape[3] + 2) * width)
+        of_query, of_key, of_value = _cut(mixed, width)
+        for part, gradient in ((of_query, queries), (of_key, key)):
+            _rotate_into(part, gradient, *_for_groups(cos, -sin))
+        of_value.copy_(value)
+        return mixed, None, None, None
+
+
+def _cut(mixed: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Views [s, b, g, n, d] of [s, b, g, (n + 2) d]; of keys and values n is 1."""
+    heads = mixed.unflatten(-1, (-1, width))
+    return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
+
+
+def _for_groups(cos: Tensor, sin: Tensor) -> Turns:
+    return cos.unsqueeze(2), sin.unsqueeze(2)
+
+
+def _empty(vectors: Tensor) -> Tensor:
+    """Like them, without their gaps: they may be parts of a larger tensor."""
+    return torch.empty(vectors.shape, dtype=vectors.dtype, device=vectors.device)
+
+
+def _rotate_into(out: Tensor, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (a, b), (first, second) = vectors.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=second).addcmul_(a, sin)
     return out
 
 
-def rotate(vectors: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    """[s, b, n, d] vectors rotated to their positions (Su et al. 2021, "RoFormer"), halves and not neighbours paired.
-
-    angles: [s, 1, 1, d], twice the same d / 2 of them, as Megatron's RotaryEmbedding gives them. scale: of the result
-    (YaRN's concentration).
-    """
+def turns(angles: Tensor, scale: float, dtype: torch.dtype) -> Turns:
+    """Of angles [s, 1, 1, d], twice the same d / 2 of them, as Megatron's RotaryEmbedding gives them. scale: of what
+    they rotate (YaRN's concentration)."""
     half = angles[..., : angles.shape[-1] // 2]
-    return _Rotate.apply(vectors, *((f(half) * scale).to(vectors.dtype) for f in (torch.cos, torch.sin)))
+    return (torch.cos(half) * scale).to(dtype), (torch.sin(half) * scale).to(dtype)
+
+
+def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[s, b, n, d] vectors rotated to their positions (Su et al. 2021, "RoFormer"), paired by halves."""
+    return _Rotate.apply(vectors, cos, sin)
+
+
+def cut_and_rotate(mixed: Tensor, width: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Queries [s, b, g n, d], keys and values [s, b, g, d] of [s, b, g, (n + 2) d], d the width; the former two rotated
+    as by ``rotate``."""
+    return _CutAndRotate.apply(mixed, width, cos, sin)
 
 
 class RotatingSelfAttention(SelfAttention):
@@ -73,13 +124,28 @@ class RotatingSelfAttention(SelfAttention):
             **kwargs,
         )
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        if self._angles is not None:
-            angles = self._angles[self._start : self._start + query.shape[0]]
-            scale = _yarn_get_concentration_factor_from_config(self.config)
-            query, key = rotate(query, angles, scale), rotate(key, angles, scale)
-        return query, key, *rest
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        if self._angles is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        if self._holds_whole_groups:
+            mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
+            return cut_and_rotate(mixed, self.hidden_size_per_attention_head, *self._turns(mixed))
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        cos, sin = self._turns(query)
+        return rotate(query, cos, sin), rotate(key, cos, sin), *rest
+
+    @property
+    def _holds_whole_groups(self) -> bool:
+        """Whether queries, keys and values are cut out of the product as they stand there, with nothing between."""
+        config, norms = self.config, (self.q_layernorm, self.k_layernorm)
+        untouched = all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
+        plain = untouched and not config.attention_output_gate and not config.test_mode
+        return plain and config.num_query_groups >= self.world_size
+
+    def _turns(self, vectors: Tensor) -> Turns:
+        """Of vectors [s, ...] that stand behind what a cache holds."""
+        angles = self._angles[self._start : self._start + vectors.shape[0]]
+        return turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
 
 
 def rotates(config: TransformerConfig) -> bool:

@@ -14,7 +14,7 @@ def chunks(tiny, tiny_qwen2):
 
 def test_a_cpu_model_runs_on_torch_and_megatron_alone(chunks):
     found = kernels(chunks)
-    assert found["norm"] == "torch.nn.modules.normalization.RMSNorm"
+    assert found["norm"] == "nemo_edo.megatron.norm.RMSNorm"
     assert found["matrix products"] == "megatron.core.tensor_parallel.layers.RowParallelLinear"
     assert found["optimizer"] == "torch.optim.adamw.AdamW"
     assert found["rotary embedding"] == "torch"

@@ -78,17 +78,18 @@ def workload(worker, model_type: str, **parallelism) -> memory.Workload:
 
 
 def kept_by_unfused_kernels(shape) -> int:
-    """A CPU's, fp32: what norms have normalised, and the reciprocals of what by; the activated gate and a copy of what
-    it multiplies; the cosines and sines of queries' and keys' rotations. Of experts also the product before it is
-    weighted, and what routing keeps: the probabilities and places of a token's choices, and a byte for each expert."""
-    norms = 2 * (shape.hidden_size + 1)
+    """A CPU's, fp32: the reciprocals that norms scale by; the cosines and sines of positions. Of experts, whose units
+    are Megatron's own, the activated gate and a copy of what it multiplies, the product before it is weighted, and what
+    routing keeps: the probabilities and places of a token's choices, and a byte for each expert. Less is kept of keys
+    with a norm of their own: it reads them where the projection has put them."""
+    norms = 2
     if shape.qk_norm:
-        norms += shape.query_width + shape.num_attention_heads + shape.num_query_groups
-    units = 2 * shape.ffn_hidden_size
+        norms += shape.num_attention_heads + shape.num_query_groups - shape.key_width
+    experts = 0
     if shape.num_moe_experts:
         choices = shape.moe_router_topk
-        units = choices * (3 * shape.moe_ffn_hidden_size + 6) + 1.25 * shape.num_moe_experts
-    return 4 * TOKENS * (norms + units + 2 * shape.kv_channels)
+        experts = choices * (3 * shape.moe_ffn_hidden_size + 6) + 1.25 * shape.num_moe_experts
+    return 4 * TOKENS * (norms + experts + shape.kv_channels)
 
 
 @pytest.mark.parametrize("model_type", FIELDS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-from nemo_edo.megatron.self_attention import rotate
+from nemo_edo.megatron.self_attention import cut_and_rotate, rotate, turns
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.3])
@@ -15,10 +15,14 @@ def test_rotation_and_its_gradient_are_megatrons(length: int, width: int, scale:
     torch.manual_seed(0)
     half = torch.rand(length, 1, 1, width // 2) * 6
     angles = torch.cat([half, half], dim=-1)
-    ours, theirs = (torch.randn(length, 3, 2, width, generator=torch.Generator().manual_seed(1)).requires_grad_()
-                    for _ in range(2))
+    ours, theirs = (
+        torch.randn(length, 3, 2, width, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
+    )
     upstream = torch.randn(length, 3, 2, width)
-    rotated, expected = rotate(ours, angles, scale), _apply_rotary_pos_emb_bshd(theirs, angles, mscale=scale)
+    rotated, expected = (
+        rotate(ours, *turns(angles, scale, torch.float32)),
+        _apply_rotary_pos_emb_bshd(theirs, angles, mscale=scale),
+    )
     torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
     rotated.backward(upstream)
     expected.backward(upstream)
@@ -26,12 +30,31 @@ def test_rotation_and_its_gradient_are_megatrons(length: int, width: int, scale:
 
 
 def test_rotation_keeps_the_type_of_what_it_rotates():
-    angles = torch.rand(4, 1, 1, 8)
-    assert rotate(torch.randn(4, 1, 1, 8, dtype=torch.bfloat16), angles).dtype == torch.bfloat16
+    cos, sin = turns(torch.rand(4, 1, 1, 8), 1.0, torch.bfloat16)
+    assert rotate(torch.randn(4, 1, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
 
 
 def test_vectors_that_are_parts_of_a_larger_tensor_are_rotated_alike():
     """Queries and keys are slices of one product."""
     both = torch.randn(5, 2, 3, 32)
-    angles = torch.rand(5, 1, 1, 16).repeat(1, 1, 1, 1)
-    torch.testing.assert_close(rotate(both[..., 16:], angles), rotate(both[..., 16:].contiguous(), angles))
+    cos_sin = turns(torch.rand(5, 1, 1, 16), 1.0, torch.float32)
+    torch.testing.assert_close(rotate(both[..., 16:], *cos_sin), rotate(both[..., 16:].contiguous(), *cos_sin))
+
+
+@pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 3)])
+def test_cutting_and_rotating_at_once_is_splitting_and_then_rotating(groups: int, queries: int):
+    """Megatron's layout: each group's queries, then its key, then its value."""
+    torch.manual_seed(0)
+    length, batch, width = 5, 3, 8
+    cos_sin = turns(torch.rand(length, 1, 1, width) * 6, 1.2, torch.float64)
+    mixed = torch.randn(length, batch, groups, (queries + 2) * width, dtype=torch.float64)
+    ours, theirs = (mixed.clone().requires_grad_() for _ in range(2))
+    query, key, value = torch.split(theirs, [queries * width, width, width], dim=3)
+    query = query.reshape(length, batch, groups * queries, width)
+    expected = rotate(query, *cos_sin), rotate(key, *cos_sin), value
+    got = cut_and_rotate(ours, width, *cos_sin)
+    upstream = [torch.randn_like(part) for part in expected]
+    for parts in (got, expected):
+        torch.autograd.backward(parts, upstream)
+    for one, other in zip((*got, ours.grad), (*expected, theirs.grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
