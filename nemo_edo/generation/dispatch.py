@@ -1,15 +1,18 @@
-"""Many requests at a time over several servers, of which any may fail, hang or be gone."""
+"""Many requests at a time over several servers, of which any may fail, hang or be gone.
+
+By aiohttp: httpx (0.28) looks at every connection of its pool at every request's begin and end, so that a few hundred
+requests in flight keep a core busy with looking, and answers wait in line.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import httpx
+import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from nemo_edo.config import ServersConfig
@@ -18,13 +21,16 @@ from nemo_edo.generation.server_api import HEALTH
 from nemo_edo.http_client import Fault, ServerError, described
 
 T = TypeVar("T")
-Send = Callable[[Replica, httpx.AsyncClient], Awaitable[T]]
-"""One attempt at a request. Raises Fault, or what httpx raises, where another attempt may succeed."""
+Send = Callable[[Replica, aiohttp.ClientSession], Awaitable[T]]
+"""One attempt at a request. Raises Fault, or what aiohttp raises, where another attempt may succeed."""
 
 LOOK_EVERY_S = 10.0
 """Between two looks at a server that has answered nothing meanwhile."""
 FAULTS_IN_A_ROW = 100
 """Without an answer between: then a server that calls itself healthy is not taken at its word."""
+IDLE_S = 2.0
+"""A connection that was idle for longer is not used again: after 5 s, uvicorn's default, the server closes it, perhaps
+just then."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +40,7 @@ class _Line:
     """A replica as the dispatcher sees it."""
 
     replica: Replica
-    client: httpx.AsyncClient
+    session: aiohttp.ClientSession
     is_up: bool = False
     is_out: bool = False
     outstanding: int = 0
@@ -42,6 +48,8 @@ class _Line:
     """Of the requests that are under way."""
     last_answer: float = 0.0
     """The loop's time."""
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by each answer; whoever waits for the next one clears it."""
     faults_in_a_row: int = 0
     returns_in_a_row: int = 0
     """Restarts, or waits for a server of others, without an answer between."""
@@ -54,8 +62,9 @@ class Dispatcher:
     """Sends each request to the replica with the fewest under way; a request that fails is tried again elsewhere.
 
     An asynchronous context manager, for one event loop. A replica that fails is looked at before it is given more: one
-    whose process has ended, or that does not answer within ``health_limit_s``, is brought back by ``bring_back`` (which
-    may wait, and raises ServerError). It is left out after ``restarts`` times in a row without an answer.
+    whose process has ended, or that answers nothing within ``health_limit_s``, neither the look nor a request, is
+    brought back by ``bring_back`` (which may wait, and raises ServerError). It is left out after ``restarts`` times in
+    a row without an answer.
     """
 
     def __init__(
@@ -70,12 +79,14 @@ class Dispatcher:
     async def __aenter__(self) -> Dispatcher:
         self.broken: asyncio.Future = asyncio.get_running_loop().create_future()
         """Done, with its error, once the dispatcher's own work has failed: an error of the program."""
-        unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         for replica in self._replicas:
-            client = httpx.AsyncClient(
-                headers=replica.headers, timeout=None, limits=unbounded, trust_env=not replica.is_local
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),  # 0: none
+                headers=replica.headers,
+                timeout=aiohttp.ClientTimeout(total=None),  # each attempt has a limit of its own
+                trust_env=not replica.is_local,
             )
-            line = _Line(replica, client, is_up=not replica.has_ended)
+            line = _Line(replica, session, is_up=not replica.has_ended)
             self._lines.append(line)
             if not line.is_up:
                 self._mend(line)
@@ -88,7 +99,7 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for line in self._lines:
-            await line.client.aclose()
+            await line.session.close()
 
     async def ask(self, send: Send[T]) -> T:
         """The answer of whichever replica gives one. Raises ServerError where a request is refused for good, where its
@@ -115,15 +126,17 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._settings.request_limit_s) as limit:
                 line.timeouts.add(limit)
-                answer = await send(line.replica, line.client)
-        except (httpx.HTTPError, TimeoutError, Fault) as error:
+                answer = await send(line.replica, line.session)
+        except (aiohttp.ClientError, TimeoutError, Fault) as error:
             self._failed(line, generation, begun, error)
             raise Fault(f"{line.replica}: {_in_words(error)}") from error
         finally:
             line.timeouts.discard(limit)
             await self._give_back(line)
-        line.last_answer = asyncio.get_running_loop().time()
-        line.faults_in_a_row = line.returns_in_a_row = 0
+        if generation == line.replica.generation:
+            line.last_answer = asyncio.get_running_loop().time()
+            line.answered.set()
+            line.faults_in_a_row = line.returns_in_a_row = 0
         return answer
 
     async def _take(self) -> _Line:
@@ -188,19 +201,30 @@ class Dispatcher:
             self._free.notify_all()
 
     async def _is_well(self, line: _Line) -> bool:
-        """Whether it answers a look at its health within the limit."""
-        deadline = time.monotonic() + self._settings.health_limit_s
-        while not line.replica.has_ended and (left := deadline - time.monotonic()) > 0:
+        """Whether it answers within the limit: a look at its health, or any of the requests that it holds. A server
+        that is busy with many may keep the look waiting."""
+        line.answered.clear()
+        signs = [asyncio.create_task(self._looked_at(line)), asyncio.create_task(line.answered.wait())]
+        try:
+            await asyncio.wait(signs, timeout=self._settings.health_limit_s, return_when=asyncio.FIRST_COMPLETED)
+            return not line.replica.has_ended and any(sign.done() and sign.result() for sign in signs)
+        finally:
+            for sign in signs:
+                sign.cancel()
+            await asyncio.gather(*signs, return_exceptions=True)
+
+    async def _looked_at(self, line: _Line) -> bool:
+        """Looks at its health until it says that it is well (true), or its process has ended (false)."""
+        while not line.replica.has_ended:
             try:
-                response = await line.client.get(line.replica.url + HEALTH, timeout=left)
-                if response.is_success:
-                    return True
-                line.why = f"{HEALTH}: status {response.status_code}"
-            except httpx.HTTPError as error:
+                async with line.session.get(line.replica.url + HEALTH) as response:
+                    if response.ok:
+                        return True
+                line.why = f"{HEALTH}: status {response.status}"
+            except aiohttp.ClientError as error:
                 line.why = f"{HEALTH}: {described(error)}"
-            await asyncio.sleep(min(self._settings.backoff_s, left))
-        if line.replica.has_ended:
-            line.why = "its process has ended"
+            await asyncio.sleep(self._settings.backoff_s)
+        line.why = "its process has ended"
         return False
 
     async def _return(self, line: _Line) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 
 class ScriptedEngine:
     """A GenerationEngine whose responses a function writes.
 
-    ``script(request, sampling)`` is the whole text of a response, which ends by itself unless it has more than
-    ``max_new_tokens`` tokens, the stop token included. ``encode`` and ``decode`` are a tokenizer's, without special
-    tokens; every token gets the natural log-probability ``log_prob``.
+    ``script(request, sampling)`` is the whole text of a response, which ends by itself unless a stop string ends it or
+    it has more than ``max_new_tokens`` tokens, the stop token included. ``encode`` and ``decode`` are a tokenizer's,
+    without special tokens; every token gets the natural log-probability ``log_prob``.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class ScriptedEngine:
 
     def _rollout(self, request: GenerationRequest, sampling: SamplingParams) -> Rollout:
         whole = (*self._encode(self._script(request, sampling)), self._stop_id)
-        ids = whole[: sampling.max_new_tokens]
-        finished = len(ids) == len(whole)
+        length, stop = StopStrings(sampling.stop, self._decode).cut(whole[: request.limit(sampling)])
+        ids = whole[:length]
+        finished = length == len(whole) and stop is None
         return Rollout(
             problem_id=request.problem_id,
             sample_index=request.sample_index,
@@ -48,4 +50,5 @@ class ScriptedEngine:
             finished=finished,
             policy_version=self.policy_version,
             seed=request.seed,
+            stop=stop,
         )

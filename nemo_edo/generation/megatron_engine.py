@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
+from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.build import BuiltModel
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
@@ -75,7 +76,8 @@ class MegatronEngine:
 
     @torch.inference_mode()
     def _batch(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        decoding = _Decoding(requests, sampling, self._device)
+        strings = StopStrings(sampling.stop, self._decode)
+        decoding = _Decoding(requests, sampling, strings, self._device)
         step = self._prefill(decoding)
         for position in range(decoding.prefix, decoding.length):
             tokens, log_probs = self._choose(step, decoding, position, sampling)
@@ -118,7 +120,9 @@ class MegatronEngine:
                 torch.distributed.broadcast(tensor, src=last, group=group)
         return tokens, log_probs
 
-    def _rollout(self, request: GenerationRequest, ids: list[int], log_probs: list[float], finished: bool) -> Rollout:
+    def _rollout(
+        self, request: GenerationRequest, ids: list[int], log_probs: list[float], finished: bool, stop: str | None
+    ) -> Rollout:
         text_ids = ids[:-1] if finished else ids
         return Rollout(
             problem_id=request.problem_id,
@@ -130,6 +134,7 @@ class MegatronEngine:
             finished=finished,
             policy_version=self.policy_version,
             seed=request.seed,
+            stop=stop,
         )
 
 
@@ -139,19 +144,25 @@ class _Decoding:
     ``rows`` names the request of each row of the cache; responses are kept by request.
     """
 
-    def __init__(self, requests: list[GenerationRequest], sampling: SamplingParams, device: torch.device) -> None:
+    def __init__(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, strings: StopStrings, device: torch.device
+    ) -> None:
         lengths = [len(request.prompt_ids) for request in requests]
+        limits = [request.limit(sampling) for request in requests]
         self.prefix = min(lengths)
-        self.length = max(lengths) + sampling.max_new_tokens
-        self.max_new_tokens = sampling.max_new_tokens
+        self.length = max(length + limit for length, limit in zip(lengths, limits, strict=True))
+        self.max_new_tokens = max(limits)
         padded = [request.prompt_ids + (0,) * (max(lengths) - n) for request, n in zip(requests, lengths, strict=True)]
         self.prompts = torch.tensor(padded, device=device)
         self.prompt_lengths = torch.tensor(lengths, device=device)
-        self.uniforms = request_uniforms([request.seed for request in requests], sampling.max_new_tokens).to(device)
-        self.tokens = torch.zeros(len(requests), sampling.max_new_tokens, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(len(requests), sampling.max_new_tokens, device=device)
+        self.limits = torch.tensor(limits, device=device)
+        self.uniforms = request_uniforms([request.seed for request in requests], self.max_new_tokens).to(device)
+        self.tokens = torch.zeros(len(requests), self.max_new_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(len(requests), self.max_new_tokens, device=device)
         self.response_lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.strings = strings
+        self.stop_of: list[str | None] = [None] * len(requests)
         self.rows = torch.arange(len(requests), device=device)
         self.alive = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.last = self.prompts[:, self.prefix - 1]
@@ -178,8 +189,19 @@ class _Decoding:
         self.response_lengths[rows] = index + 1
         stop = torch.isin(tokens[writing], stop_ids)
         self.stopped[rows] = stop
-        self.alive[writing] = ~stop & (index + 1 < self.max_new_tokens)
+        self.alive[writing] = ~stop & (index + 1 < self.limits[rows])
+        if self.strings:
+            self._look_for_strings(writing & ~torch.isin(tokens, stop_ids), tokens)
         self.last = tokens
+
+    def _look_for_strings(self, asked: Tensor, tokens: Tensor) -> None:
+        """Ends those of the ``asked`` rows that have met a stop string with the token that was just recorded."""
+        places = asked.nonzero().squeeze(-1).tolist()
+        for place, row, token in zip(places, self.rows[asked].tolist(), tokens[asked].tolist(), strict=True):
+            if self.strings.may_complete(token):
+                self.stop_of[row] = self.strings.ended_by(self.tokens[row, : self.response_lengths[row]].tolist())
+                if self.stop_of[row] is not None:
+                    self.alive[place] = False
 
     def compact(self) -> None:
         """Drops the rows that have ended."""
@@ -193,12 +215,14 @@ class _Decoding:
             self.context.key_value_memory_dict[layer] = tuple(_rows_of(part, rows, filled) for part in (keys, values))
         self.context.max_batch_size = len(rows)
 
-    def responses(self) -> list[tuple[list[int], list[float], bool]]:
-        """Tokens, log-probabilities and whether it stopped by itself, for each request."""
+    def responses(self) -> list[tuple[list[int], list[float], bool, str | None]]:
+        """Tokens, log-probabilities, whether it stopped by itself and by which stop string, for each request."""
         columns = (self.tokens, self.log_probs, self.response_lengths, self.stopped)
         return [
-            (tokens[:length], log_probs[:length], stopped)
-            for tokens, log_probs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
+            (tokens[:length], log_probs[:length], stopped, stop)
+            for tokens, log_probs, length, stopped, stop in zip(
+                *(column.tolist() for column in columns), self.stop_of, strict=True
+            )
         ]
 
     def _response_index(self, position: int) -> Tensor:
@@ -206,8 +230,10 @@ class _Decoding:
 
 
 def _rows_of(cache: Tensor, rows: Tensor, filled: int) -> Tensor:
-    """The given rows of a [length, rows, ...] cache, of which only the first ``filled`` positions hold anything."""
-    chosen = cache.new_empty(cache.shape[0], len(rows), *cache.shape[2:])
+    """The given rows of a [length, rows, heads, width] cache, of which only the first ``filled`` positions hold
+    anything. In memory a head's positions stand behind each other: attention reads them at every token."""
+    length, _, heads, width = cache.shape
+    chosen = cache.new_empty(len(rows), heads, length, width).permute(2, 0, 1, 3)
     chosen[:filled] = cache[:filled, rows]
     return chosen
 

@@ -79,6 +79,8 @@ class Answer:
     logprobs: tuple[float, ...]
     finished: bool
     """A stop token ended it."""
+    at_string: bool
+    """The server says that a stop string ended it."""
 
 
 def completion_body(
@@ -87,14 +89,16 @@ def completion_body(
     """The request of one response. Greedy decoding has no use for a seed and must not cut the distribution that its
     log-probabilities are of."""
     greedy = sampling.temperature == 0
+    stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
     return {
         "model": model_name,
         "prompt": list(request.prompt_ids),
-        "max_tokens": sampling.max_new_tokens,
+        "max_tokens": request.limit(sampling),
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
         "seed": request.seed,
         **api.extra_fields(stop_id),
+        **stop,
     }
 
 
@@ -110,17 +114,20 @@ def read_answer(
         raise Fault(f"an answer without {error}") from error
     if prompt not in (None, list(request.prompt_ids)):
         raise Fault("an answer to another prompt")
-    _require_tokens(ids, sampling.max_new_tokens, vocab_size)
+    most = request.limit(sampling)
+    _require_tokens(ids, most, vocab_size)
     _require_logprobs(logprobs, len(ids))
     finished = ids[-1] == stop_id
     if stop_id in ids[:-1]:
         raise Fault(f"a response that goes on after its stop token {stop_id}")
-    if reason != ("stop" if finished else "length") or (not finished and len(ids) < sampling.max_new_tokens):
+    at_string = bool(sampling.stop) and reason == "stop" and not finished
+    whole = finished or at_string
+    if reason != ("stop" if whole else "length") or (not whole and len(ids) < most):
         raise Fault(
-            f"a response of {len(ids)} tokens of at most {sampling.max_new_tokens} that ends with token {ids[-1]} and "
-            f"finish_reason {reason!r}; its stop token is {stop_id}"
+            f"a response of {len(ids)} tokens of at most {most} that ends with token {ids[-1]} and finish_reason "
+            f"{reason!r}; its stop token is {stop_id}"
         )
-    return Answer(tuple(ids), tuple(logprobs), finished)
+    return Answer(tuple(ids), tuple(logprobs), finished, at_string)
 
 
 def _require_tokens(ids: Any, most: int, vocab_size: int) -> None:

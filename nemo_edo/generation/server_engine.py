@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import httpx
+import aiohttp
 from tqdm import tqdm
 
 from nemo_edo.config import ServersConfig
@@ -15,7 +15,8 @@ from nemo_edo.errors import PartlyDrawn, RunStopped, UserError
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, Answer, ServerAPI, completion_body, read_answer
-from nemo_edo.http_client import ServerError, json_of, require_success
+from nemo_edo.generation.stop_strings import StopStrings
+from nemo_edo.http_client import Fault, ServerError, parsed, require_status
 from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
@@ -123,25 +124,33 @@ class ServerEngine:
         stop: threading.Event,
     ) -> None:
         """Fills ``drawn``, by the requests' places; the first error ends it, and what is under way with it."""
-        quiet = not self._progress
+        quiet, strings = not self._progress, StopStrings(sampling.stop, self._decode)
         with tqdm(total=len(requests), desc="generate", disable=quiet, leave=False, delay=PROGRESS_DELAY_S) as bar:
             async with Dispatcher(self.replicas, self._settings, self._bring_back) as servers:
 
                 async def one(place: int, request: GenerationRequest) -> None:
-                    answer = await servers.ask(lambda replica, client: self._ask(replica, client, request, sampling))
-                    drawn[place] = self._rollout(request, answer)
+                    drawn[place] = await servers.ask(
+                        lambda replica, session: self._ask(replica, session, request, sampling, strings)
+                    )
                     bar.update()
 
                 tasks = [asyncio.create_task(one(place, request)) for place, request in enumerate(requests)]
                 await _all_or_none(tasks, [asyncio.create_task(_until(stop)), servers.broken])
 
     async def _ask(
-        self, replica: Replica, client: httpx.AsyncClient, request: GenerationRequest, sampling: SamplingParams
-    ) -> Answer:
+        self,
+        replica: Replica,
+        session: aiohttp.ClientSession,
+        request: GenerationRequest,
+        sampling: SamplingParams,
+        strings: StopStrings,
+    ) -> Rollout:
         body = completion_body(self._api, self.served_model, request, sampling, self._stop_id)
-        response = await client.post(replica.url + COMPLETIONS, json=body)
-        require_success(response, str(replica))
-        return read_answer(json_of(response), request, sampling, self._stop_id, self._vocab_size)
+        async with session.post(replica.url + COMPLETIONS, json=body, allow_redirects=False) as response:
+            answer = await response.read()
+        require_status(response.status, "POST", COMPLETIONS, answer, str(replica))
+        read = read_answer(parsed(answer, COMPLETIONS), request, sampling, self._stop_id, self._vocab_size)
+        return self._rollout(request, read, strings)
 
     def _bring_back(self, replica: Replica) -> None:
         """Raises ServerError where it does not come back."""
@@ -152,17 +161,26 @@ class ServerEngine:
         if self.on_restart is not None:
             self.on_restart(replica)
 
-    def _rollout(self, request: GenerationRequest, answer: Answer) -> Rollout:
+    def _rollout(self, request: GenerationRequest, answer: Answer, strings: StopStrings) -> Rollout:
+        """Stop strings are looked for here as well: a server that knows them as token ids only (trtllm) goes on where
+        other tokens make up the text. Raises Fault where it ended at a string that is not in the text."""
+        spoken = answer.ids[:-1] if answer.finished else answer.ids
+        length, stop = strings.cut(spoken)
+        if answer.at_string and stop is None:
+            raise Fault(f"a response that is said to end at a stop string, and contains none: {self._decode(spoken)!r}")
+        finished = answer.finished and stop is None
+        kept = len(answer.ids) if finished else length
         return Rollout(
             problem_id=request.problem_id,
             sample_index=request.sample_index,
             prompt_ids=request.prompt_ids,
-            response_ids=answer.ids,
-            response_logprobs=answer.logprobs,
-            text=self._decode(answer.ids[:-1] if answer.finished else answer.ids),
-            finished=answer.finished,
+            response_ids=answer.ids[:kept],
+            response_logprobs=answer.logprobs[:kept],
+            text=self._decode(spoken[:length]),
+            finished=finished,
             policy_version=self.policy_version,
             seed=request.seed,
+            stop=stop,
         )
 
 

@@ -32,8 +32,13 @@ def check_servers(cfg: RunConfig, gpus: int) -> None:
     """Raises UserError where the config's servers cannot be started or reached for lack of an environment, of GPUs or
     of a key. gpus: of this machine."""
     settings, api = cfg.generation.servers, APIS[cfg.generation.backend]
+    check_environment(settings, api, gpus)
+
+
+def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
+    """``check_servers``, of servers of any use."""
     if settings.urls:
-        _given_key(settings)
+        given_key(settings)
         return
     python = server_python(settings)
     if shutil.which(python) is None:
@@ -42,8 +47,8 @@ def check_servers(cfg: RunConfig, gpus: int) -> None:
     # -I, for the servers are started without the trainer's PYTHONPATH, too
     if subprocess.run([python, "-I", "-c", probe, api.package], capture_output=True).returncode:
         raise UserError(
-            f"generation.backend is {api.backend}, but {python} has no {api.package}: {api.install}; then name its "
-            "interpreter (generation.servers.python), or servers that run already (generation.servers.urls)"
+            f"{python} has no {api.package}: {api.install}; then name its interpreter (generation.servers.python), or "
+            "servers that run already (generation.servers.urls)"
         )
     needed = settings.first_gpu + settings.replicas * settings.tensor_parallel_size
     if gpus and needed > gpus:
@@ -66,7 +71,7 @@ def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, ke
     those which are started will ask for; None: one that is made here."""
     settings, api = cfg.generation.servers, APIS[cfg.generation.backend]()
     if settings.urls:
-        given = _given_key(settings)
+        given = given_key(settings)
         return [
             Replica(
                 f"server {place}",
@@ -154,7 +159,7 @@ def _launch(cfg: RunConfig, logs: Path) -> Launch:
         max_length=cfg.model.seq_length,
         logprobs_after_temperature=_after_temperature(cfg),
         gpus=(),
-        threads=max(1, cores // settings.replicas),
+        threads=settings.threads or max(1, cores // settings.replicas),
         cpu_cache_gb=settings.cpu_cache_gb,
         memory_share=settings.memory_share,
         max_in_flight=settings.max_in_flight,
@@ -176,7 +181,7 @@ def _transfer_arguments(cfg: RunConfig) -> tuple[str, ...]:
     return ("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else ()
 
 
-def _given_key(settings: ServersConfig) -> str | None:
+def given_key(settings: ServersConfig) -> str | None:
     """The key of servers that the run does not start."""
     variable = settings.api_key_variable
     if variable is None:

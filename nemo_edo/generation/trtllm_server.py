@@ -1,4 +1,4 @@
-"""TensorRT-LLM's OpenAI-compatible server, ``trtllm-serve``, with its PyTorch backend (as of 1.2).
+"""TensorRT-LLM's OpenAI-compatible server, ``trtllm-serve``, with its PyTorch backend (release 1.2.1).
 
 Read from its sources, and not run: it needs a GPU. It takes weights when it starts, so a refit relaunches it. It has no
 key of its own, so it listens on loopback alone. Its log-probabilities are those of the logits as the model gives them:
@@ -18,7 +18,7 @@ class TRTLLM:
 
     backend = "trtllm"
     package = "tensorrt_llm"
-    install = "pip install tensorrt_llm in an environment of its own, on a machine with GPUs"
+    install = "pip install tensorrt_llm==1.2.1 in an environment of its own, on a machine with GPUs"
 
     def model_name(self, model: Path) -> str:
         return model.name

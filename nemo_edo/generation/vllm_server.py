@@ -16,6 +16,8 @@ from nemo_edo.generation.server_api import Launch
 MODEL_NAME = "policy"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
+BATCHED_TOKENS = 8192
+"""Of prompts, that a server on a CPU reads at a time; it has to have room for the longest sequence."""
 INSIDE = Path(__file__).parent / "inside_server"
 
 
@@ -53,6 +55,10 @@ class VLLM:
             command += ["--gpu-memory-utilization", str(launch.memory_share)]
         else:
             command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+            # Prompts are read whole: of one that is read in parts and has a seed, vLLM turns the generator back, and as
+            # those of CPUs know no place to turn back to, the engine ends.
+            tokens = max(BATCHED_TOKENS, launch.max_length)
+            command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
         if launch.sleeps:
             command.append("--enable-sleep-mode")
         if launch.adapter_rank is not None:
@@ -80,7 +86,10 @@ class VLLM:
             # Bound to cores, two replicas of one machine could be given the same ones.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(launch.threads),
-            # The model in the engine's own process: a third one would have to start, and be spoken to at every token.
+            # The API and the run need the cores as well: threads that wait for each other must not keep them busy.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # The engine has a process of its own, beside the API's, either way. With 0 the model is in it: a third one
+            # would have to start, and be spoken to at every token.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # Even where the model is not compiled, a function of the sampler's is, for a minute and by a C++ compiler.
             "TORCH_COMPILE_DISABLE": "1",

@@ -49,3 +49,17 @@ def test_rollouts_carry_the_engines_policy_version():
     scripted = engine(lambda *_: "a")
     scripted.policy_version = 7
     assert {r.policy_version for r in scripted.generate(REQUESTS, sampling(5))} == {7}
+
+
+def test_a_stop_string_ends_a_response_and_is_named():
+    stopped = SamplingParams(1.0, 1.0, 10, stop=("bc",))
+    [rollout] = engine(lambda *_: "abcd").generate(REQUESTS[:1], stopped)
+    assert (rollout.text, rollout.stop, rollout.finished, len(rollout.response_ids)) == ("abc", "bc", False, 3)
+    [whole] = engine(lambda *_: "acbd").generate(REQUESTS[:1], stopped)
+    assert (whole.text, whole.stop, whole.finished) == ("acbd", None, True)
+
+
+def test_a_request_may_have_a_limit_of_its_own():
+    own = GenerationRequest("p", 0, (5,), seed=0, max_new_tokens=2)
+    found = engine(lambda *_: "abcd").generate([own, *REQUESTS[:1]], sampling(3))
+    assert [rollout.text for rollout in found] == ["ab", "abc"]

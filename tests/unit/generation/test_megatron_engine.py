@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -216,3 +217,44 @@ def test_splits_whose_ranks_would_wait_for_each_other_are_an_error(tiny, policy,
     monkeypatch.setattr(get_model_config(policy.chunks[0]), size, 2)
     with pytest.raises(ValueError, match="neither context nor expert parallelism"):
         tiny.build_engine(policy)
+
+
+# --- stop strings and limits of single requests ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [("7",), ("3 1", "00"), ("5 ",)])
+@pytest.mark.parametrize("max_batch_size", [5, 64])
+def test_stop_strings_cut_the_same_responses(tiny, policy, engine, requests, stop, max_batch_size):
+    """Each is the beginning of the response without them, up to the token that completes the string."""
+    small = tiny.build_engine(policy, stop_ids=STOPS, max_batch_size=max_batch_size)
+    whole = engine.generate(requests, params())
+    found = small.generate(requests, replace(params(), stop=stop))
+    for one, other in zip(found, whole, strict=True):
+        spoken = other.response_ids[:-1] if other.finished else other.response_ids
+        texts = [" ".join(map(str, spoken[:length])) for length in range(1, len(spoken) + 1)]
+        met = next((length for length, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
+        assert one.response_ids == other.response_ids[:met]
+        assert len(one.response_logprobs) == len(one.response_ids)
+        assert one.finished == (other.finished and met is None)
+        assert (one.stop is not None) == (met is not None)
+        assert one.stop is None or (one.stop in one.text and one.text == texts[met - 1])
+    ended = {(rollout.finished, rollout.stop is not None) for rollout in found}
+    assert {(False, True), (True, False)} <= ended, "both kinds are to be tested"
+
+
+def test_a_stop_string_at_the_last_possible_place_is_told(engine, requests):
+    cut = next(r for r in engine.generate(requests, replace(params(), stop=("7",))) if r.stop)
+    request = GenerationRequest("problem", 0, cut.prompt_ids, cut.seed, max_new_tokens=len(cut.response_ids))
+    (exact,) = engine.generate([request], replace(params(), stop=("7",)))
+    assert (exact.response_ids, exact.stop, exact.finished) == (cut.response_ids, "7", False)
+
+
+def test_a_requests_own_limit_cuts_its_response_and_no_other(engine, requests):
+    whole = responses(engine.generate(requests, params()))
+    limits = [1 + place % 11 for place in range(len(requests))]  # some of them above the common one
+    own = [replace(request, max_new_tokens=limit) for request, limit in zip(requests, limits, strict=True)]
+    longer = responses(engine.generate(requests, params(max_new_tokens=11)))
+    found = engine.generate(own, params())
+    assert responses(found) == [ids[:limit] for ids, limit in zip(longer, limits, strict=True)]
+    mixed = engine.generate([own[0], *requests[1:]], params())
+    assert responses(mixed) == [whole[0][: limits[0]], *whole[1:]]

@@ -73,3 +73,41 @@ def test_a_request_names_its_prompt_seed_and_its_only_end(api):
 
 def test_greedy_decoding_cuts_nothing_from_the_distribution():
     assert completion_body(VLLM(), "policy", REQUEST, SamplingParams(0.0, 0.9, 4), STOP)["top_p"] == 1.0
+
+
+# --- stop strings ---------------------------------------------------------------------------------------------------
+
+STOPPED = SamplingParams(0.7, 1.0, 4, stop=("x", "y"))
+
+
+def test_an_answer_may_end_at_a_stop_string_where_one_was_asked_for():
+    body = changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2])
+    ended = read_answer(body, REQUEST, STOPPED, STOP, VOCABULARY)
+    assert (ended.ids, ended.finished, ended.at_string) == ((7, 8), False, True)
+    with pytest.raises(Fault):
+        read(body)
+
+
+def test_an_answer_to_stop_strings_may_end_otherwise():
+    assert not read_answer(BODY, REQUEST, STOPPED, STOP, VOCABULARY).at_string
+    cut = changed(token_ids=[7, 8, 9, 7], token_logprobs=[-0.1] * 4, finish_reason="length")
+    assert not read_answer(cut, REQUEST, STOPPED, STOP, VOCABULARY).at_string
+    with pytest.raises(Fault):
+        read_answer(changed(token_ids=[7, 8], token_logprobs=[-0.1] * 2, finish_reason="length"), REQUEST, STOPPED,
+                    STOP, VOCABULARY)
+
+
+@pytest.mark.parametrize("api", [VLLM(), TRTLLM()], ids=lambda api: api.backend)
+def test_stop_strings_are_asked_for_with_themselves_in_the_output(api):
+    body = completion_body(api, "policy", REQUEST, STOPPED, STOP)
+    assert (body["stop"], body["include_stop_str_in_output"]) == (["x", "y"], True)
+    assert "stop" not in completion_body(api, "policy", REQUEST, SAMPLING, STOP)
+
+
+def test_a_requests_own_limit_is_asked_for_and_checked():
+    own = GenerationRequest("p-0", 3, (5, 6), seed=1, max_new_tokens=2)
+    assert completion_body(VLLM(), "policy", own, SAMPLING, STOP)["max_tokens"] == 2
+    cut = changed(token_ids=[7, 8], token_logprobs=[-0.1] * 2, finish_reason="length")
+    assert read_answer(cut, own, SAMPLING, STOP, VOCABULARY).ids == (7, 8)
+    with pytest.raises(Fault):
+        read_answer(BODY, own, SAMPLING, STOP, VOCABULARY)

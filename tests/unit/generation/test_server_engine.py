@@ -14,6 +14,7 @@ import pytest
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyDrawn, RunStopped, UserError
+from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import Launch
 from nemo_edo.generation.server_engine import ServerEngine
@@ -149,6 +150,35 @@ def test_a_hanging_server_is_started_again_and_its_requests_go_elsewhere(start):
     assert replicas[0].generation == 2
 
 
+def test_a_server_that_answers_requests_is_not_started_again_for_its_silence_about_its_health(start, monkeypatch):
+    monkeypatch.setattr(dispatch, "LOOK_EVERY_S", 0.1)
+    replicas = start({"mute": True, "slow_s": 0.6})
+    assert_whole(engine(replicas, health_limit_s=2.0, max_in_flight=4).draw(requests(24), SAMPLING), requests(24))
+    assert replicas[0].generation == 1
+
+
+def test_a_server_that_answers_neither_requests_nor_about_its_health_is_started_again(start, monkeypatch):
+    monkeypatch.setattr(dispatch, "LOOK_EVERY_S", 0.1)
+    replicas = start({"mute": True, "hang_after": 6})
+    assert_whole(engine(replicas, health_limit_s=1.0, max_in_flight=4).draw(requests(10), SAMPLING), requests(10))
+    assert replicas[0].generation == 2
+
+
+def test_a_server_that_says_it_is_not_well_is_started_again(start):
+    [replica] = start({})
+    replica.model_folder.write_text(json.dumps({"status": 500, "unhealthy": True}))
+    threading.Timer(3.0, replica.model_folder.write_text, ["{}"]).start()
+    assert_whole(engine([replica], health_limit_s=1.0, restarts=9).draw(requests(4), SAMPLING), requests(4))
+    assert replica.generation > 1
+
+
+def test_hundreds_of_requests_are_in_flight_at_a_server_at_a_time(start):
+    replicas = start({"slow_s": 2.0})
+    servers = engine(replicas, max_in_flight=600)
+    assert_whole(servers.draw(requests(600), SAMPLING), requests(600))
+    assert log_of(replicas[0])["most_open"] > 500
+
+
 def test_what_was_drawn_before_the_last_server_went_comes_with_the_error(start):
     [replica] = start({"die_after": 10})
     given = Replica("server 0", url=replica.url, key="key")
@@ -252,3 +282,32 @@ def test_a_server_sees_nothing_of_the_trainers_own_environment(tmp_path: Path, m
     told = str(error.value)
     assert "'PATH'" in told and not any(f"'{name}'" in told for name in ("PYTHONPATH", "RANK", "TORCHELASTIC_RUN_ID"))
 
+
+
+# --- stop strings ---------------------------------------------------------------------------------------------------
+
+
+def answering(ids: list[int], reason: str) -> dict:
+    """A state in which every completion is this one."""
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": reason}
+    return {"answer": {"choices": [choice]}}
+
+
+def test_an_answer_is_cut_at_a_stop_string_that_the_server_did_not_see(start):
+    """As of a server that knows stop strings as token ids only. The engine decodes ids as "12 34"."""
+    stopped = SamplingParams(1.0, 1.0, 8, stop=("4 5",))
+    [rollout] = engine(start(answering([3, 34, 57, 8, STOP], "stop"))).draw(requests(1), stopped)
+    assert (rollout.response_ids, rollout.text, rollout.stop) == ((3, 34, 57), "3 34 57", "4 5")
+    assert rollout.response_logprobs == (-0.5,) * 3 and not rollout.finished
+
+
+def test_an_answer_without_a_stop_string_is_kept_whole(start):
+    stopped = SamplingParams(1.0, 1.0, 8, stop=("4 5",))
+    [rollout] = engine(start(answering([3, 34, STOP], "stop"))).draw(requests(1), stopped)
+    assert (rollout.response_ids, rollout.text, rollout.stop, rollout.finished) == ((3, 34, STOP), "3 34", None, True)
+
+
+def test_an_end_at_a_stop_string_that_the_text_does_not_contain_is_a_fault(start):
+    stopped = SamplingParams(1.0, 1.0, 8, stop=("4 5",))
+    with pytest.raises(PartlyDrawn, match="is said to end at a stop string, and contains none: '3 34'"):
+        engine(start(answering([3, 34], "stop")), attempts=2).draw(requests(1), stopped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -81,12 +82,34 @@ def test_the_kind_of_log_probabilities_follows_the_cut(top_p: float, mode: str, 
     assert (command["logprobs-mode"], command["generation-config"]) == (mode, "vllm")
 
 
+@pytest.mark.parametrize("length", [512, 20_000])
+def test_on_a_cpu_prompts_are_read_whole_and_there_is_room_for_the_longest(length: int, tmp_path: Path):
+    """vLLM's engine ends where a prompt with a seed is read in parts there."""
+    [replica] = build_replicas(config(f"model.seq_length={length}"), tmp_path, tmp_path, gpus=0)
+    command = VLLM().command(replica._launch, tmp_path, 8000)
+    assert "--no-enable-chunked-prefill" in command
+    assert int(command[command.index("--max-num-batched-tokens") + 1]) >= length
+    [replica] = build_replicas(config(), tmp_path, tmp_path, gpus=1)
+    assert "--no-enable-chunked-prefill" not in VLLM().command(replica._launch, tmp_path, 8000)
+
+
 def test_replicas_take_gpus_of_their_own_from_the_first_one_on(tmp_path: Path):
     cfg = config("generation.servers.replicas=2", "generation.servers.tensor_parallel_size=2",
                  "generation.servers.first_gpu=4")
     found = launched(cfg, 8, tmp_path)
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in found] == ["4,5", "6,7"]
     assert all(command["tensor-parallel-size"] == "2" for command, _ in found)
+
+
+@pytest.mark.parametrize(("overrides", "threads"), [
+    ([], "6"), (["generation.servers.replicas=2"], "3"), (["generation.servers.replicas=9"], "1"),
+    (["generation.servers.replicas=2", "generation.servers.threads=5"], "5")])  # fmt: skip
+def test_replicas_on_the_cpu_share_the_cores_with_threads_that_sleep_while_they_wait(
+    overrides: list[str], threads: str, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    for _, environment in launched(config(*overrides), 0, tmp_path):
+        assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == (threads, "PASSIVE")
 
 
 @pytest.mark.parametrize("backend", ["vllm", "trtllm"])
@@ -117,6 +140,7 @@ def test_the_interpreter_that_is_named_comes_first():
     ("vllm", ["generation.servers.api_key_variable=KEY"], "is for servers at urls"),
     ("vllm", ["generation.servers.memory_share=1"], "memory_share"),
     ("vllm", ["generation.servers.restarts=-1"], "restarts"),
+    ("vllm", ["generation.servers.threads=0"], "threads"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_are_refused_as_they_are_composed(backend: str, overrides: list[str], told: str):
     with pytest.raises(UserError, match=told):

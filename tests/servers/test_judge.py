@@ -1,0 +1,165 @@
+"""A real vLLM server as the policy of an evaluation, and as its judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_edo.configuration import compose_run
+from nemo_edo.data.rollout_store import RolloutStore
+from nemo_edo.generation import servers
+
+pytestmark = pytest.mark.timeout(1800)
+CHARACTERS = "verdict: coin0123456789"
+"""A verdict and numbers can be written, and little else: random weights end a response within a few tokens."""
+KEY = "key-of-the-test-0123456789"
+PROBLEMS, SAMPLES = 12, 4
+
+
+def write_model(folder: Path) -> Path:
+    """A random model of single characters, with a chat template that passes the text on."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = ["<unk>", "<end>", *dict.fromkeys(CHARACTERS)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<unk>",
+        chat_template="{{ messages[0]['content'] }}",
+    ).save_pretrained(folder)  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=64, intermediate_size=128, max_position_embeddings=2048, initializer_range=0.08, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
+    )).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A folder, and the settings that all evaluations here have in common."""
+    folder = tmp_path_factory.mktemp("judge")
+    rows = [{"question": f"{i} {i + 1}", "answer": f"#### {i}"} for i in range(PROBLEMS)]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder, [
+        f"model.path={write_model(folder / 'model')}", f"data.test={folder / 'test.jsonl'}",
+        "data.prompt='{question} '",
+        "data.answer_format=pattern", "data.answer_pattern='[0-9]+'", "model.seq_length=1536", "precision=fp32",
+        "sampling.max_new_tokens=32", f"evaluation.samples={SAMPLES}", "threads=1", f"output_dir={folder / 'runs'}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(vllm_environment: Path, inputs):
+    """One server, asked for responses and for verdicts."""
+    folder, common = inputs
+    cfg = compose_run("evaluate", [*common, "generation=vllm", f"generation.servers.python={vllm_environment}"])
+    replicas = servers.build_replicas(cfg, folder / "model", folder / "servers", 0, key=KEY)
+    servers.start(replicas, cfg.model.seq_length)
+    yield replicas[0]
+    replicas[0].stop()
+
+
+def evaluate(*overrides: str, status: int = 0) -> str:
+    command = [sys.executable, "-m", "nemo_edo", "evaluate", "--config-name", "evaluate", *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SERVER_KEY": KEY}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def at(server) -> list[str]:
+    key = "generation.servers.api_key_variable=SERVER_KEY"
+    return ["generation=vllm", f"generation.servers.urls=[{server.url}]", key]
+
+
+def judged_by(server, *more: str) -> list[str]:
+    return ["rewards.verifier=judge", f"rewards.judge.url={server.url}/v1", "rewards.judge.model=policy",
+            "rewards.judge.api_key_variable=SERVER_KEY", *more]  # fmt: skip
+
+
+def stored(folder: Path, name: str, kind: str) -> list:
+    return RolloutStore(folder / "runs" / name / "evaluations" / "warmup" / kind).read(0)
+
+
+def metrics(folder: Path, name: str) -> dict[str, float]:
+    found = json.loads((folder / "runs" / name / "test_time" / "warmup.json").read_text())["metrics"]
+    return {name: sum(one["sum"]) / sum(one["count"]) for name, one in found.items() if sum(one["count"])}
+
+
+def judge_line(folder: Path, name: str) -> dict:
+    lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return next(line for line in lines if line["kind"] == "judge")
+
+
+def test_a_served_model_is_evaluated_as_the_same_model_in_process(server, inputs):
+    folder, common = inputs
+    evaluate(*common, "name=served", *at(server))
+    evaluate(*common, "name=inside")
+    texts = {name: [one.rollout.text for one in stored(folder, name, "greedy")] for name in ("served", "inside")}
+    assert texts["served"] == texts["inside"] and len(texts["served"]) == PROBLEMS
+    assert len(stored(folder, "served", "sampled")) == PROBLEMS * SAMPLES
+    found = {name: json.loads((folder / "runs" / name / "evaluations" / "warmup.json").read_text())["metrics"]
+             for name in ("served", "inside")}  # fmt: skip
+    assert "entropy" in found["inside"] and "entropy" not in found["served"]
+    exact = sum(found["inside"]["entropy"]["sum"]) / sum(found["inside"]["entropy"]["count"])
+    assert metrics(folder, "served")["entropy_sampled"] == pytest.approx(exact, rel=0.1)
+    assert not (folder / "runs" / "served" / "kernels.json").exists()  # no model was built
+    assert (folder / "runs" / "served" / "report.html").is_file()
+
+
+def test_gibberish_is_no_verdict(server, inputs):
+    folder, common = inputs
+    said = evaluate(*common, "name=gibberish", *at(server), *judged_by(server, "rewards.judge.max_abstained=1",
+                    "rewards.judge.max_tokens=16"))  # fmt: skip
+    answered = [one for kind in ("greedy", "sampled") for one in stored(folder, "gibberish", kind) if one.answer]
+    assert len(answered) > 10 and not any(one.is_judged for one in answered)
+    assert {one.reason for one in answered} == {"verification abstained: its reply has no verdict"}
+    line = judge_line(folder, "gibberish")
+    assert (line["judged"], line["abstained"]) == (0, len(answered)) and line["completion_tokens"] > 0
+    assert f"abstained on {len(answered)}" in said and metrics(folder, "gibberish")["abstained"] > 0
+
+
+def test_too_many_abstentions_stop_the_run_and_keep_what_needs_no_verdict(server, inputs):
+    folder, common = inputs
+    said = evaluate(*common, "name=stopped", *at(server), *judged_by(server, "rewards.judge.max_tokens=16"), status=2)
+    assert "rewards.judge.max_abstained is 0.1" in said and "are kept in" in said
+    kept = RolloutStore(folder / "runs" / "stopped" / "evaluations" / "warmup" / "greedy").unfinished(0)
+    assert all(one.is_judged for one in kept) and len(kept) < PROBLEMS
+
+
+def test_structured_output_makes_any_model_give_verdicts(server, inputs):
+    folder, common = inputs
+    said = evaluate(*common, "name=structured", *at(server), *judged_by(
+        server, "rewards.judge.structured_output=choice", "rewards.judge.prompt_price=1",
+        "rewards.judge.completion_price=2"))  # fmt: skip
+    line = judge_line(folder, "structured")
+    answered = [one for kind in ("greedy", "sampled") for one in stored(folder, "structured", kind) if one.answer]
+    assert (line["abstained"], line["judged"]) == (0, len(answered)) and line["compared"] == len(answered)
+    assert line["cost"] == pytest.approx((line["prompt_tokens"] + 2 * line["completion_tokens"]) / 1e6)
+    found = metrics(folder, "structured")
+    assert "Cohen" in said and 0 <= found["judge_agreement"] <= 1 and "abstained" not in found
+
+
+def test_no_key_is_in_what_a_run_leaves(server, inputs):
+    folder, _ = inputs
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 20 and not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+def test_a_run_starts_its_own_server_and_a_second_call_draws_nothing(vllm_environment: Path, inputs):
+    folder, common = inputs
+    own = [*common, "name=own", "generation=vllm", f"generation.servers.python={vllm_environment}"]
+    evaluate(*own)
+    first = [path.stat().st_mtime_ns for path in (folder / "runs" / "own" / "evaluations").rglob("*.parquet")]
+    assert "pass@k" in evaluate(*own) and len(first) == 2
+    assert [p.stat().st_mtime_ns for p in (folder / "runs" / "own" / "evaluations").rglob("*.parquet")] == first

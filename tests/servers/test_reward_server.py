@@ -1,0 +1,48 @@
+"""Process reward models behind real vLLM servers: the scores are those of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HELPER = Path(__file__).parents[1] / "helpers" / "reward_server_worker.py"
+MODELS = ("qwen", "skywork", "decoder", "encoder")
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def results(vllm_environment: Path, tmp_path_factory) -> dict:
+    """What tests/helpers/reward_server_worker.py has found, with five servers that are started one after the other."""
+    folder = tmp_path_factory.mktemp("reward_servers")
+    command = [sys.executable, str(HELPER), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_served_scores_are_those_of_this_process(results: dict, model: str):
+    found = results[model]
+    assert found["largest_gap"] < 1e-4
+    assert found["scores"] >= 20 and found["distinct"] > 0.8 * found["scores"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_server_asks_for_its_key_and_ends_with_the_scoring(results: dict, model: str):
+    assert results[model]["without_key"] == 401
+    assert not results[model]["left_running"]
+
+
+def test_code_that_comes_with_a_folder_is_not_brought_to_the_server(results: dict):
+    assert [results[model]["copied_code"] for model in MODELS] == [[]] * len(MODELS)
+    assert not any(results[model]["code_ran"] for model in MODELS)
+
+
+def test_a_server_of_others_is_asked_at_its_url_and_left_as_it_is(results: dict):
+    assert results["at_a_url"]["largest_gap"] < 1e-4
+    assert results["at_a_url"]["outlives_the_client"]
