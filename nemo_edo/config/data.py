@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from nemo_edo.config.checks import one_of, positive, require, share
+from nemo_edo.config.judge import JudgeConfig
 from nemo_edo.data.answers import ANSWER_FORMATS
 from nemo_edo.data.benchmarks import BENCHMARKS
 
@@ -44,7 +45,8 @@ class ArithmeticConfig:
 
 @dataclass
 class DataConfig:
-    """Problem files. ``train`` and ``test`` null: the built-in task writes them into the run folder."""
+    """Problem files. ``train`` and ``test`` null: the built-in task writes them into the run folder. ``test`` alone is
+    enough where nothing is trained."""
 
     warmup: Optional[str] = None
     """Solutions for the supervised warm-up; null: ``train``."""
@@ -77,7 +79,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
         require("{question}" in self.prompt, "data.prompt", self.prompt, "a text that contains {question}")
-        if (self.train is None) != (self.test is None) or (self.warmup is not None and self.train is None):
+        if (self.train is not None and self.test is None) or (self.warmup is not None and self.train is None):
             raise ValueError("data.train and data.test: give both, or neither for the built-in task")
         for name in ("benchmark", "test_benchmark"):
             value = getattr(self, name)
@@ -97,6 +99,11 @@ class DataConfig:
                 raise ValueError(f"data.answer_pattern is {pattern!r}, {expected}") from error
 
     @property
+    def is_built_in(self) -> bool:
+        """Whether the problems are the built-in task's."""
+        return self.test is None
+
+    @property
     def tested_on(self) -> Optional[str]:
         """The benchmark of ``test``."""
         return self.test_benchmark or self.benchmark
@@ -107,17 +114,21 @@ class RewardsConfig:
     """How a response's final answer is compared with the problem's."""
 
     verifier: str = "auto"
-    """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. auto: exact
-    where every problem's answer is a number (GSM8K), else math."""
+    """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. judge: a
+    language model (``rewards.judge``). auto: exact where every problem's answer is a number (GSM8K), else math."""
     time_limit_s: float = 5.0
     """Wall time for one answer; above it the reward is 0."""
     memory_limit_mb: int = 1024
     """Address space of a worker process; an answer that exhausts it has reward 0."""
     workers: int = 2
     """Processes that verify, beside the first rank's own."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     def __post_init__(self) -> None:
-        one_of("rewards.verifier", self.verifier, ("auto", "exact", "math"))
+        one_of("rewards.verifier", self.verifier, ("auto", "exact", "math", "judge"))
+        for name in ("url", "model") if self.verifier == "judge" else ():
+            value = getattr(self.judge, name)
+            require(value is not None, f"rewards.judge.{name}", value, "a value with rewards.verifier judge")
         positive(self, "rewards", "time_limit_s", "workers")
         # Libraries alone take a part of it: with less, every answer would fail.
         require(self.memory_limit_mb >= 512, "rewards.memory_limit_mb", self.memory_limit_mb, "at least 512")

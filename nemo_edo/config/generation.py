@@ -42,6 +42,8 @@ class ServersConfig:
     """Of a GPU's memory that a replica takes."""
     cpu_cache_gb: int = 1
     """GiB of a replica's KV cache on a machine without GPUs."""
+    threads: Optional[int] = None
+    """That a replica computes with on a machine without GPUs; null: its share of the machine's cores."""
     arguments: list[str] = field(default_factory=list)
     """More of the server's own command-line arguments."""
     max_in_flight: int = 256
@@ -69,6 +71,8 @@ class ServersConfig:
         for name in ("restarts", "first_gpu"):
             require(getattr(self, name) >= 0, f"{section}.{name}", getattr(self, name), "a number of at least 0")
         require(0 < self.memory_share < 1, f"{section}.memory_share", self.memory_share, "a number in (0, 1)")
+        if self.threads is not None:
+            positive(self, section, "threads")
         if self.dtype is not None:
             one_of(f"{section}.dtype", self.dtype, ("float32", "bfloat16", "float16"))
         for url in self.urls:

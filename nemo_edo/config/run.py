@@ -12,12 +12,13 @@ from nemo_edo.config.generation import IN_PROCESS, GenerationConfig
 from nemo_edo.config.guards import GuardsConfig
 from nemo_edo.config.lora import LoRAConfig
 from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
+from nemo_edo.config.search import SearchLLMConfig
 from nemo_edo.config.training import GRPOConfig, IDPOConfig, LoopConfig, SFTConfig
 
 ALGORITHMS = ("grpo", "idpo")
 """Of arms."""
-SFT = "sft"
-"""The algorithm of a run without arms: the supervised training alone."""
+SFT, NONE = "sft", "none"
+"""The algorithms of runs without arms: the supervised training alone, and no training at all."""
 FUSED_FROM_COLUMNS = 16_384
 """Of a rank's share of the vocabulary: from here on model.loss_head auto fuses. Below, the logits are small beside the
 model's activations, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
@@ -116,9 +117,15 @@ class EvaluationConfig:
     """A short evaluation (greedy, and one rollout) before every so many iterations, for the curves; 0: none."""
     bootstrap: int = 2000
     """Resamples of the problems for the 95 % intervals."""
+    aggregation: str = "last"
+    """The one score of a response from a reward model's scores of its steps: last (the paper's), min, product or
+    mean."""
+    vote_subsets: int = 256
+    """Subsets of k stored responses that a vote's expectation is estimated from, at least, for each problem and k."""
 
     def __post_init__(self) -> None:
-        positive(self, "evaluation", "samples", "rollouts", "bootstrap")
+        positive(self, "evaluation", "samples", "rollouts", "bootstrap", "vote_subsets")
+        one_of("evaluation.aggregation", self.aggregation, ("last", "min", "product", "mean"))
         require(self.every >= 0, "evaluation.every", self.every, "a number of at least 0")
 
     @property
@@ -137,6 +144,9 @@ class RunConfig:
     """The run's folder is ``output_dir/name``."""
     output_dir: str = "runs"
     """The folder that runs stand in."""
+    experiment: Optional[str] = None
+    """What the run reproduces: the file of ``conf/experiment/`` that it is made of, such as main/gsm8k_llama3_grpo; the
+    tables of ``nemo-edo report --table`` look for it. Another name, or null: a run of one's own."""
     seed: int = 42
     """Of the model's random weights, of sampling and of the order of the samples."""
     threads: Optional[int] = None
@@ -152,7 +162,7 @@ class RunConfig:
     sft: SFTConfig = field(default_factory=SFTConfig)
     algorithm: str = "grpo"
     """grpo (GRPO, ED-GRPO, DAPO) or idpo (ETO, ED-iDPO): the section that the arms start from. sft: the supervised
-    training alone, without arms."""
+    training alone, without arms. none: the model is evaluated as it is."""
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     idpo: IDPOConfig = field(default_factory=IDPOConfig)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -160,6 +170,7 @@ class RunConfig:
     (the key ``algorithm`` of an arm chooses another one). Empty: one arm, ``policy``, with that section as it is."""
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    search: SearchLLMConfig = field(default_factory=SearchLLMConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -170,10 +181,20 @@ class RunConfig:
         require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
         require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
         require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
-        one_of("algorithm", self.algorithm, (SFT, *ALGORITHMS))
+        one_of("algorithm", self.algorithm, (NONE, SFT, *ALGORITHMS))
+        if not self.has_arms:
+            alone = f"none with algorithm {self.algorithm} (take them out with '~arms')"
+            require(not self.arms, "arms", list(self.arms), alone)
         if self.algorithm == SFT:
-            require(not self.arms, "arms", list(self.arms), "none with algorithm sft (take them out with '~arms')")
             require(self.sft.steps > 0, "sft.steps", self.sft.steps, "a number above 0 with algorithm sft")
+        if self.algorithm == NONE:
+            require(self.sft.steps == 0, "sft.steps", self.sft.steps, "0 with algorithm none: nothing is trained")
+            placement = self.generation.placement
+            require(
+                placement == "apart", "generation.placement", placement, "apart with algorithm none: nothing trains"
+            )
+        elif self.data.train is None and self.data.test is not None:
+            raise ValueError("data.train and data.test: give both, or neither for the built-in task")
         if self.model.path is None and self.model.architecture is None:
             raise ValueError("model.path and model.architecture: give at least one of them")
         for name in ("context_parallel_size", "expert_model_parallel_size"):
@@ -194,12 +215,17 @@ class RunConfig:
             require(self.sampling.temperature == 1, "sampling.temperature", self.sampling.temperature, expected)
         for section in ("sft", "grpo", "idpo"):
             self.check_training(getattr(self, section), section)
-        if self.algorithm != SFT and not self.arms:
+        if self.has_arms and not self.arms:
             self.check_arm(getattr(self, self.algorithm), self.algorithm)
         best, metrics = self.checkpoint.best, self.evaluation.metrics
         require(best is None or best in metrics, "checkpoint.best", best, f"null or one of {', '.join(metrics)}")
         if best is not None and not self.evaluation.every:
             raise ValueError("checkpoint.best needs evaluation.every: without evaluations no policy is the best")
+
+    @property
+    def has_arms(self) -> bool:
+        """Whether the run trains arms, of which one without a name is one."""
+        return self.algorithm in ALGORITHMS
 
     def check_arm(self, training: LoopConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""

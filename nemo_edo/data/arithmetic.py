@@ -17,7 +17,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -88,6 +88,28 @@ def is_valid_derivation(*, question: str, text: str) -> bool:
     """True if each line merges two numbers that are left, every sum is right, and the answer is the last result."""
     steps = _parse_steps(question, text)
     return steps is not None and all(a + b == total for a, b, total in steps)
+
+
+def first_wrong_step(*, question: str, steps: Sequence[str]) -> int | None:
+    """The index of the first step that is wrong; None where all are right, whether or not they lead to the end.
+
+    A step is right that adds two numbers that are left, and gives their sum; or states the only number that is left as
+    the answer, and nothing follows.
+    """
+    left, ended = Counter(int(operand) for operand in question.split(" + ")), False
+    for index, step in enumerate(steps):
+        match = None if ended else _STEP.fullmatch(step)
+        if match is None:
+            ended = not ended and left.total() == 1 and step == f"#### {next(left.elements())}"
+            if not ended:
+                return index
+            continue
+        first, second, total = (int(number) for number in match.groups())
+        left.subtract((first, second))
+        if min(left.values()) < 0 or first + second != total:
+            return index
+        left[total] += 1
+    return None
 
 
 def max_number(config: ArithmeticConfig) -> int:

@@ -15,11 +15,13 @@ Draw = Callable[[Sequence[GenerationRequest]], list[ScoredRollout]]
 
 
 def draw_scored(draw: Callable[[], list[Rollout]], scorer: Scorer, problems: Sequence[Problem]) -> list[ScoredRollout]:
-    """What ``draw`` returns, scored. So are the responses of an engine that gives up: PartlyDrawn then holds these."""
+    """What ``draw`` returns, scored. So are the responses of an engine that gives up: PartlyDrawn then holds these. A
+    scorer that gives up raises PartlyDrawn itself, with what it has scored."""
     try:
-        return scorer.score(draw(), problems)
+        drawn = draw()
     except PartlyDrawn as partly:
         raise PartlyDrawn(str(partly), scorer.score(partly.drawn, problems)) from partly
+    return scorer.score(drawn, problems)
 
 
 class DrawnInParts:

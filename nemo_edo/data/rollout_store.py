@@ -134,6 +134,13 @@ class RolloutStore:
                 raise UserError(f"{self._iteration_folder(iteration)}: problem and sample {_key(one)} occur twice")
         return scored
 
+    def read_table(self, iteration: int, columns: Sequence[str]) -> pa.Table:
+        """Some columns of all ranks' rollouts, in the order in which they were written; errors as of ``read``."""
+        try:
+            return pa.concat_tables([self._open(path).read(list(columns)) for path in self._shards(iteration)])
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(self._iteration_folder(iteration)) from error
+
     def _iteration_folder(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:05d}"
 

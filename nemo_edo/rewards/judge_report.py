@@ -1,0 +1,65 @@
+"""A judge's own account: what it was asked and said, what that cost, and whether rules say the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from nemo_edo.config import JudgeConfig
+from nemo_edo.metrics.agreement import cohen_kappa
+
+SHOWN_REASONS = 5
+
+
+@dataclass
+class JudgeReport:
+    """Of one process, since its last report."""
+
+    replies: int = 0
+    """That came, with a verdict or without."""
+    cached: int = 0
+    """Verdicts that were known before they were asked for."""
+    judged: int = 0
+    """Responses with a verdict."""
+    abstained: Counter[str] = field(default_factory=Counter)
+    """Responses without one, by reason."""
+    prompt_tokens: int = 0
+    """Of what was asked now; what is cached was paid for before."""
+    completion_tokens: int = 0
+    agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """Responses that rules could compare as well, by (judge's verdict, rules' verdict)."""
+
+    def numbers(self, settings: JudgeConfig) -> dict[str, float | int]:
+        """By name, for metrics.jsonl. cost: in the currency of the settings' prices, where they are given; agreement
+        (share) and kappa: where rules compared anything."""
+        found: dict[str, float | int] = {
+            **{name: getattr(self, name) for name in ("replies", "cached", "judged")},
+            "abstained": self.abstained.total(),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+        if settings.prompt_price is not None:
+            prompts, replies = self.prompt_tokens * settings.prompt_price, settings.completion_price
+            found["cost"] = (prompts + self.completion_tokens * replies) / 1e6
+        counts = [self.agreement[pair] for pair in ((True, True), (True, False), (False, True), (False, False))]
+        compared = sum(counts)
+        if compared:
+            same = (counts[0] + counts[3]) / compared
+            found |= {"compared": compared, "agreement": same, "kappa": cohen_kappa(*counts)}
+        return found
+
+    def in_words(self, settings: JudgeConfig) -> str:
+        numbers = self.numbers(settings)
+        spent = f", which cost {numbers['cost']:.4g}" if "cost" in numbers else ""
+        said = [
+            f"the judge gave verdicts on {self.judged} responses and abstained on {numbers['abstained']}",
+            f"{self.replies} replies came, {self.cached} verdicts were known already",
+            f"{self.prompt_tokens} tokens were asked and {self.completion_tokens} replied{spent}",
+        ]
+        if "kappa" in numbers:
+            said.append(
+                f"the rules agree on {numbers['agreement']:.1%} of {numbers['compared']} responses, Cohen's kappa "
+                f"{numbers['kappa']:.3f}"
+            )
+        said += [f"no verdict on {count}: {reason}" for reason, count in self.abstained.most_common(SHOWN_REASONS)]
+        return "; ".join(said)

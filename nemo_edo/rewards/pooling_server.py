@@ -1,0 +1,255 @@
+"""Scores of steps by a process reward model behind vLLM servers (0.32): their pooling API gives the head's logits.
+
+=====================  ================================================  ==================================
+model                  vLLM serves it as                                 task, and what it answers for
+=====================  ================================================  ==================================
+Qwen2.5-Math-PRM       itself (Qwen2ForProcessRewardModel)               token_classify, the steps' tokens
+Skywork-o1-Open-PRM    Qwen2ForRewardModel, of a converted folder        token_classify, every token
+                       (``skywork_conversion``)
+ours, a decoder        itself (LlamaForSequenceClassification and kin)   token_classify (which vLLM has to be told
+                                                                         of), every token
+ours, an encoder       itself (ModernBertForSequenceClassification)      classify, the sequence
+=====================  ================================================  ==================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from tqdm import tqdm
+
+from nemo_edo.config import ServersConfig
+from nemo_edo.generation.dispatch import Dispatcher
+from nemo_edo.generation.replica import Replica
+from nemo_edo.generation.server_api import Launch
+from nemo_edo.generation.servers import check_environment, given_key, server_python, start
+from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.http_client import Fault, parsed, require_status
+from nemo_edo.rewards.reward_formats import SKYWORK, Encoded, RewardFolder, load_format
+from nemo_edo.rewards.skywork_conversion import write_servable
+
+POOLING = "/pooling"
+MODEL_NAME = "reward_model"
+TOKENS, SEQUENCE = "token_classify", "classify"
+"""vLLM's names of its tasks: a row for each token, and one for the sequence."""
+PROGRESS_DELAY_S = 2.0
+_OWN_LENGTH = 0
+"""A Launch's length for: the model's own."""
+
+
+class VLLMPooling(VLLM):
+    """A ServerAPI: vLLM with a pooling model."""
+
+    def model_name(self, model: Path) -> str:
+        return MODEL_NAME
+
+    def command(self, launch: Launch, model: Path, port: int) -> list[str]:
+        command = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
+        options = {
+            "model": str(model),
+            "served-model-name": MODEL_NAME,
+            "runner": "pooling",
+            "host": launch.host,
+            "port": str(port),
+            "dtype": launch.dtype,
+            "max-num-seqs": str(launch.max_in_flight),
+            "middleware": "require_key.RequireKey",
+        }
+        if launch.max_length != _OWN_LENGTH:
+            options["max-model-len"] = str(launch.max_length)
+        command += [part for name, value in options.items() for part in (f"--{name}", value)]
+        command.append("--disable-uvicorn-access-log")
+        if launch.gpus:
+            command += ["--tensor-parallel-size", str(len(launch.gpus))]
+            command += ["--gpu-memory-utilization", str(launch.memory_share)]
+        else:
+            command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        return [*command, *launch.arguments]
+
+    def environment(self, launch: Launch, key: str) -> dict[str, str]:
+        # Nothing here changes a server's weights or calls its workers' methods.
+        return {**super().environment(launch, key), "VLLM_SERVER_DEV_MODE": "0"}
+
+
+class ServedRewardModel:
+    """A StepRewards whose network is behind servers. How it reads paths is known here, from its folder."""
+
+    def __init__(self, about: RewardFolder, replicas: Sequence[Replica], settings: ServersConfig) -> None:
+        """replicas: that serve the folder's model, and answer."""
+        self.format = load_format(about)
+        lengths = [about.max_length, *(replica.max_length for replica in replicas)]
+        self.max_length = min((length for length in lengths if length is not None), default=None)
+        self._replicas = replicas
+        self._settings = settings
+        self._task = SEQUENCE if about.is_encoder else TOKENS
+
+    def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
+        """Equal sequences are asked for once. Raises ServerError where a server refuses, or none is left."""
+        parts = list(dict.fromkeys(part for path in encoded for part in path))
+        found = dict(zip(parts, asyncio.run(self._ask_all(parts)), strict=True))
+        return [tuple(score for part in path for score in found[part]) for path in encoded]
+
+    async def _ask_all(self, parts: Sequence[Encoded]) -> list[tuple[float, ...]]:
+        with tqdm(total=len(parts), desc="score", leave=False, delay=PROGRESS_DELAY_S) as bar:
+            async with Dispatcher(self._replicas, self._settings, self._bring_back) as servers:
+
+                async def one(part: Encoded) -> tuple[float, ...]:
+                    scores = await servers.ask(lambda replica, session: self._ask(replica, session, part))
+                    bar.update()
+                    return scores
+
+                everything = asyncio.gather(*(one(part) for part in parts))
+                try:
+                    done, _ = await asyncio.wait([everything, servers.broken], return_when=asyncio.FIRST_COMPLETED)
+                    for finished in done - {everything}:
+                        finished.result()
+                    return await everything
+                finally:
+                    everything.cancel()
+                    servers.broken.cancel()
+
+    async def _ask(self, replica: Replica, session: aiohttp.ClientSession, part: Encoded) -> tuple[float, ...]:
+        body = {
+            "model": replica.model_name,
+            "input": [list(part.ids)],
+            "task": self._task,
+            "use_activation": False,
+            "encoding_format": "float",
+        }
+        async with session.post(replica.url + POOLING, json=body) as response:
+            answer = await response.read()
+        require_status(response.status, "POST", POOLING, answer, str(replica))
+        return read_scores(parsed(answer, POOLING), part, whole=self._task == SEQUENCE)
+
+    def _bring_back(self, replica: Replica) -> None:
+        if replica.is_local:
+            replica.restart()
+        else:
+            replica.wait_until_ready(self._settings.health_limit_s)
+
+
+def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
+    """The scores of the part's ends from a pooling answer of logits. whole: it answers for the sequence, with one row.
+
+    Else it has a row for each token, or (vLLM's step pooling) for each step's token. Raises Fault for anything else.
+    """
+    try:
+        [answer] = body["data"]
+        rows = answer["data"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Fault(f"{POOLING}: an answer without {error}") from error
+    if whole:
+        rows = [rows]
+    if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
+        raise Fault(f"{POOLING}: an answer whose rows are not one or two finite numbers each")
+    if len(rows) == len(part.ids) and not whole:
+        rows = [rows[end] for end in part.ends]
+    if len(rows) != len(part.ends):
+        raise Fault(f"{POOLING}: {len(rows)} rows for {len(part.ids)} tokens with {len(part.ends)} steps")
+    margins = (row[0] if len(row) == 1 else row[1] - row[0] for row in rows)
+    return tuple(_sigmoid(margin) for margin in margins)
+
+
+@contextmanager
+def serving(about: RewardFolder, settings: ServersConfig, work: Path) -> Iterator[ServedRewardModel]:
+    """The folder's model behind the settings' URLs, or behind servers that are started here and end with the block.
+
+    work: a folder for their logs, and for a converted copy of the weights where vLLM needs one. Raises UserError where
+    servers cannot be started or reached, and ServerError, with none left running, where one does not come up.
+    """
+    gpus = torch.cuda.device_count()
+    check_environment(settings, VLLMPooling, gpus)
+    replicas = build_reward_replicas(about, settings, work, gpus)
+    start(replicas, needed_length=0)
+    try:
+        yield ServedRewardModel(about, replicas, settings)
+    finally:
+        for replica in replicas:
+            replica.stop()
+
+
+def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Path, gpus: int) -> list[Replica]:
+    """Replicas that serve the folder's model: those at the settings' URLs, else some of this machine; none is
+    started. work: as in ``serving``."""
+    if settings.urls:
+        key = given_key(settings)
+        return [
+            Replica(f"server {place}", url=url, key=key, start_limit_s=settings.health_limit_s)
+            for place, url in enumerate(settings.urls)
+        ]
+    model, key = about.path, secrets.token_urlsafe(32)
+    if about.own is None and about.architecture == SKYWORK:
+        model = write_servable(about.path, work / "served")
+    launch, each = _launch(about, settings, work, bool(gpus)), settings.tensor_parallel_size
+    replicas = []
+    for place in range(settings.replicas):
+        first = settings.first_gpu + place * each
+        own = replace(
+            launch,
+            gpus=tuple(range(first, first + each)) if gpus else (),
+            log=work / f"server_{place}.log",
+        )
+        replicas.append(
+            Replica(
+                f"server {place}",
+                key=key,
+                api=VLLMPooling(),
+                launch=own,
+                model_folder=model,
+                start_limit_s=settings.start_limit_s,
+            )
+        )
+    return replicas
+
+
+def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> Launch:
+    arguments = list(settings.arguments)
+    if pooler := _pooler_config(about):
+        arguments = ["--pooler-config", json.dumps(pooler), *arguments]
+    return Launch(
+        python=server_python(settings),
+        host=settings.host,
+        dtype=settings.dtype or ("bfloat16" if on_gpus else "float32"),
+        max_length=_OWN_LENGTH,
+        logprobs_after_temperature=False,
+        gpus=(),
+        threads=max(1, len(os.sched_getaffinity(0)) // settings.replicas),
+        cpu_cache_gb=settings.cpu_cache_gb,
+        memory_share=settings.memory_share,
+        max_in_flight=settings.max_in_flight,
+        sleeps=False,
+        adapter_rank=None,
+        arguments=tuple(arguments),
+        log=work,
+    )
+
+
+def _pooler_config(about: RewardFolder) -> dict[str, Any]:
+    """What a server has to be told of its pooling, beside the model's own."""
+    if about.own is None and about.architecture != SKYWORK:
+        # The id that vLLM takes for <extra_0> is that of Qwen's own tokenizer; another one may name it otherwise.
+        return {"tok_pooling_type": "STEP", "step_tag_id": load_format(about).step_id}
+    if about.own is not None and not about.is_encoder:
+        return {"task": TOKENS}  # else a sequence classifier answers for the sequence alone
+    return {}
+
+
+def _is_row(row: Any) -> bool:
+    numbers = isinstance(row, list) and all(type(value) in (int, float) and math.isfinite(value) for value in row)
+    return numbers and len(row) in (1, 2)
+
+
+def _sigmoid(value: float) -> float:
+    """Without overflow at either end."""
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
