@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from nemo_edo import __version__
+from nemo_edo import arguments
 from nemo_edo.cluster.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 
@@ -25,13 +25,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    parser = _parser()
+    parser = arguments.parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments from one place only, but overrides may stand before and after an option.
     if rest and ("overrides" not in args or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return args.command(args, rest) or 0
+        return COMMANDS[args.command](args, rest) or 0
     except UserError as error:
         print(f"nemo-edo: error: {error}", file=sys.stderr)
         return 2
@@ -44,118 +44,34 @@ def _run(argv: list[str] | None) -> int:
         return os.EX_TEMPFAIL
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nemo-edo", description=sys.modules["nemo_edo"].__doc__)
-    parser.add_argument("--version", action="version", version=f"nemo-edo {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    train = commands.add_parser("train", help="train a policy for each arm of a config, and write the report")
-    _add_config(train)
-    train.add_argument(
-        "-m", "--multirun", action="store_true", help="a sweep: one run for each combination of the values KEY=A,B"
-    )
-    train.add_argument("--jobs", type=_count, metavar="N", help="with -m: runs at a time; default: 1")
-    train.add_argument("--processes", type=_count, metavar="N", help="with -m: torchrun's processes of each run")
-    _add_overrides(train)
-    train.set_defaults(command=_train)
-
-    launch = commands.add_parser("launch", help="submit a config, or a sweep of it, as a job of the cluster")
-    _add_config(launch)
-    launch.add_argument("-m", "--multirun", action="store_true", help="a sweep, as an array of jobs with one report")
-    launch.add_argument("--dry-run", action="store_true", help="print the job's script, and do nothing")
-    _add_overrides(launch)
-    launch.set_defaults(command=_launch)
-
-    collect = commands.add_parser("collect", help="draw and store the responses that a config's arms train on first")
-    _add_config(collect)
-    collect.add_argument("--arm", metavar="NAME", help="default: every arm")
-    _add_overrides(collect)
-    collect.set_defaults(command=_collect)
-
-    evaluate = commands.add_parser("evaluate", help="evaluate the trained policies of a run")
-    evaluate.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    evaluate.add_argument("--arm", metavar="NAME", help="default: every arm")
-    _add_overrides(evaluate)
-    evaluate.set_defaults(command=_evaluate)
-
-    report = commands.add_parser("report", help="write the report of a run, or of several together, one HTML file")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, a sweep's folder, or a pattern of them")
-    report.add_argument("-o", "--out", type=Path, metavar="OUT.html", help="default: report.html in the common folder")
-    report.add_argument("--baseline", metavar="LABEL", help="of several runs: the arm to compare with")
-    report.set_defaults(command=_report)
-
-    doctor = commands.add_parser("doctor", help="check a config, and this machine, before time is spent")
-    doctor.add_argument("--config-name", metavar="NAME", help="default: none, the machine alone")
-    doctor.add_argument("--config-path", metavar="DIR", help="a folder of configs; default: those of the package")
-    doctor.add_argument("--gpus", type=_count, metavar="N", help="of all nodes together; default: this machine's")
-    doctor.add_argument(
-        "--gpu-memory", type=_size, metavar="SIZE", help="of each, such as 80GB; default: as found, or 80GB"
-    )
-    _add_overrides(doctor)
-    doctor.set_defaults(command=_doctor)
-
-    export = commands.add_parser("export", help="write a trained policy as a Hugging Face folder")
-    export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    export.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    export.add_argument(
-        "--arm", metavar="NAME", help="default: the only arm, or the one that is the config's grpo section as it is"
-    )
-    export.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights; default: %(default)s"
-    )
-    export.set_defaults(command=_export)
-
-    replay = commands.add_parser("replay", help="show which responses broke a step that a guard has stopped a run at")
-    replay.add_argument("file", type=Path, metavar="FILE", help="RUN/failures/ARM_step_XXXXXXXX.safetensors")
-    _add_overrides(replay)
-    replay.set_defaults(command=_replay)
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-name", default="quickstart", metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--config-path", metavar="DIR", help="a folder of configs; default: those of the package")
-    parser.add_argument("--on-bad-rows", choices=("skip", "error"), help="what a bad row of a problems file does")
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, in Hydra's override syntax")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
-    return value
-
-
-def _size(text: str) -> int:
-    from nemo_edo.doctor.report import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
-    from nemo_edo.configuration import compose_run
+    from nemo_edo.config import RewardModelRunConfig
+    from nemo_edo.configuration import compose_job, require_run
 
     overrides = _overrides(args, more_overrides)
     if args.multirun:
         return _sweep(args, overrides)
     if args.jobs or args.processes:
         raise UserError("--jobs and --processes are for sweeps: add -m")
-    cfg = compose_run(args.config_name, overrides, args.config_path)
+    cfg = compose_job(args.config_name, overrides, args.config_path)
 
+    if isinstance(cfg, RewardModelRunConfig):
+        _quiet()
+        from nemo_edo.rewards import train_reward_model
+
+        train_reward_model.train_reward_model(cfg)
+        return 0
     runner = _runner()  # torch and Megatron: only once the configuration is known to be good
-    runner.train(cfg)
+    runner.train(require_run(cfg, args.config_name))
     return 0
 
 
 def _overrides(args: argparse.Namespace, more_overrides: list[str]) -> list[str]:
-    bad_rows = [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
-    return args.overrides + more_overrides + bad_rows
+    return [*args.overrides, *more_overrides, *_bad_rows(args)]
+
+
+def _bad_rows(args: argparse.Namespace) -> list[str]:
+    return [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
 
 
 def _collect(args: argparse.Namespace, more_overrides: list[str]) -> None:
@@ -190,19 +106,103 @@ def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
 
 
 def _evaluate(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    given = args.overrides + more_overrides
+    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
+    overrides = [one for one in given if Path(one) not in runs]
+    if args.config_name is not None:
+        _evaluate_model(args, runs, overrides)
+        return
+    if args.config_path or args.on_bad_rows:
+        raise UserError("--config-path and --on-bad-rows go with --config-name; a run's folder has its config")
+    if not runs:
+        raise UserError("name the folder of a run, or a config with --config-name")
+    if args.stored:
+        from nemo_edo.evaluator_run import evaluate_stored
+
+        for line in evaluate_stored(runs, args.arm, overrides):
+            _say(line)
+        return
+    if len(runs) > 1:
+        raise UserError(f"evaluate takes one run at a time, not {len(runs)}; several go with --stored")
     runner = _runner()
-    runner.evaluate(args.run, args.arm, args.overrides + more_overrides)
+    runner.evaluate(runs[0], args.arm, overrides)
+
+
+def _evaluate_model(args: argparse.Namespace, runs: list[Path], overrides: list[str]) -> None:
+    if runs or args.arm or args.stored:
+        wrong = str(runs[0]) if runs else "--arm" if args.arm else "--stored"
+        raise UserError(f"{wrong}: with --config-name the run is the config's own, and has one policy")
+    from nemo_edo.configuration import compose_run
+
+    bad_rows = [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
+    cfg = compose_run(args.config_name, overrides + bad_rows, args.config_path)
+    runner = _runner()
+    for line in runner.evaluate_model(cfg):
+        _say(line)
+
+
+def _search(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    given = args.overrides + more_overrides
+    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
+    overrides = [one for one in given if Path(one) not in runs]
+    if args.config_name is None:
+        if args.config_path or args.on_bad_rows:
+            raise UserError("--config-path and --on-bad-rows go with --config-name; a run's folder has its config")
+        if len(runs) != 1:
+            raise UserError(f"name the folder of one run, or a config with --config-name; given are {len(runs)} runs")
+        search_run = _search_run()
+        said = search_run.search(runs[0], args.arm, overrides)
+    else:
+        if runs or args.arm:
+            wrong = runs[0] if runs else "--arm"
+            raise UserError(f"{wrong}: with --config-name the run is the config's own, and has one policy")
+        from nemo_edo.configuration import compose_run
+
+        cfg = compose_run(args.config_name, [*overrides, *_bad_rows(args)], args.config_path)
+        search_run = _search_run()
+        said = search_run.search_model(cfg)
+    for line in said:
+        _say(line)
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> None:
     from nemo_edo.evaluation import report, runs_report
     from nemo_edo.evaluation.run_set import find_runs
 
+    if args.table is not None:
+        _table(args)
+        return
     found = find_runs(args.runs)
     if found.single:
         _say(str(report.write_report(found.single, args.out)))
         return
     for line in runs_report.write_runs_report(found, args.out, args.baseline):
+        _say(line)
+
+
+def _table(args: argparse.Namespace) -> None:
+    from nemo_edo.evaluation import tables_report
+    from nemo_edo.evaluation.paper_tables import TABLES
+    from nemo_edo.evaluation.run_set import find_runs
+
+    if args.table not in TABLES:
+        raise UserError(f"--table is {args.table!r}, expected one of {', '.join(TABLES)}")
+    if args.baseline is not None:
+        raise UserError("--baseline is for a report, not for --table: the paper's tables have none")
+    for line in tables_report.write_table(find_runs(args.runs), args.table, args.out):
+        _say(line)
+
+
+def _score(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    from nemo_edo.configuration import compose_job
+
+    # Other settings of servers are checked beside their URLs.
+    urls = [f"servers.urls=['{args.model}']"] if args.model.startswith(("http://", "https://")) else []
+    cfg = compose_job("score", urls + args.overrides + more_overrides)
+    _quiet()
+    from nemo_edo.rewards import score_run
+
+    for line in score_run.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg):
         _say(line)
 
 
@@ -231,15 +231,40 @@ def _replay(args: argparse.Namespace, more_overrides: list[str]) -> None:
 
 
 def _runner():
-    from nemo_edo.tracking import quiet_libraries
-
-    quiet_libraries()
+    _quiet()
     from nemo_edo import runner
 
     return runner
+
+
+def _search_run():
+    _quiet()
+    from nemo_edo import search_run
+
+    return search_run
+
+
+def _quiet() -> None:
+    from nemo_edo.tracking import quiet_libraries
+
+    quiet_libraries()
 
 
 def _say(message: str, file: TextIO | None = None) -> None:
     """Prints once for all the processes that torchrun starts. Errors, in contrast, are shown by every rank."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=file)
+
+
+COMMANDS = {
+    "train": _train,
+    "launch": _launch,
+    "collect": _collect,
+    "evaluate": _evaluate,
+    "search": _search,
+    "score": _score,
+    "report": _report,
+    "doctor": _doctor,
+    "export": _export,
+    "replay": _replay,
+}

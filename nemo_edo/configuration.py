@@ -25,12 +25,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from nemo_edo.config import ALGORITHMS, SFT, LoopConfig, RunConfig
+from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
 from nemo_edo.errors import UserError
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 DEFAULT = "a default of nemo_edo/config/"
 NOT_GIVEN = "(not given)"
+JOB = "job"
+"""The key of a config that is not a run's: it says what it is."""
+JOBS = {"reward_model": RewardModelRunConfig, "score": ScoreConfig}
+EXPERIMENT = "experiment"
+"""A setting, and a folder of complete configs that Hydra would take for a group to choose from."""
 
 
 class ConfigError(UserError):
@@ -47,15 +52,30 @@ def shipped_config_dir() -> Path:
 def compose_run(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> RunConfig:
     """The checked configuration of a run.
 
-    ``config_name`` names a file of ``config_dir`` (``None``: the shipped ``conf/``) without its ``.yaml``;
-    ``overrides`` are in Hydra's syntax. Groups that ``config_dir`` lacks come from the shipped ``conf/``. Raises
-    ``ConfigError``.
+    ``config_name`` names a file of ``config_dir`` (``None``: the shipped ``conf/``) without its ``.yaml``, such as
+    ``quickstart`` or ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are in Hydra's syntax. Groups that
+    ``config_dir`` lacks come from the shipped ``conf/``. Raises ``ConfigError``.
     """
+    return require_run(compose_job(config_name, overrides, config_dir), config_name)
+
+
+def require_run(cfg: RunConfig | RewardModelRunConfig | ScoreConfig, config_name: str) -> RunConfig:
+    """Raises ConfigError for the config of another job than a run."""
+    if not isinstance(cfg, RunConfig):
+        raise ConfigError(f"{config_name} is the config of another job ({JOB}: {cfg.job}), not of a run")
+    return cfg
+
+
+def compose_job(
+    config_name: str, overrides: list[str], config_dir: str | Path | None = None
+) -> RunConfig | RewardModelRunConfig | ScoreConfig:
+    """As ``compose_run``, of a config that may be another job's: its key ``job`` says which."""
     values, sources, missing = _composed(config_name, overrides, config_dir)
     if missing:
         places = [f"{key} ({sources.place(key)})" for key in missing]
         raise ConfigError(f"a value is needed for {', '.join(places)}; on the command line: KEY=VALUE")
-    return _checked(values, sources)
+    schema = _schema(values, sources)
+    return _checked(values, sources) if schema is RunConfig else _typed(schema, values, "", sources.place)
 
 
 def compose_incomplete(
@@ -77,8 +97,16 @@ def _composed(
     _require_config(config_name, folders[0])
     values, sources = _compose(config_name, overrides, folders)
     plain = OmegaConf.to_container(values)
-    _check_keys(plain, _schema_keys(RunConfig), "", sources.place)
+    _check_keys(plain, _schema_keys(_schema(values, sources)), "", sources.place)
     return values, sources, _missing(plain)
+
+
+def _schema(values: DictConfig, sources: _Sources) -> type:
+    """The dataclass of the job that the values describe."""
+    job = values.get(JOB)
+    if job not in (None, *JOBS):
+        raise ConfigError(f"{JOB} is {job!r}, expected one of {', '.join(JOBS)} ({sources.place(JOB)})")
+    return RunConfig if job is None else JOBS[job]
 
 
 def _checked(values: DictConfig, sources: _Sources) -> RunConfig:
@@ -92,20 +120,20 @@ def _checked(values: DictConfig, sources: _Sources) -> RunConfig:
 
 def arm_configs(cfg: RunConfig) -> dict[str, LoopConfig]:
     """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
-    ``policy``, and none where supervised training is all.
+    ``policy``, and none where supervised training is all, or nothing is trained.
 
     Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run`` has checked that already).
     """
     return _arm_configs(cfg, lambda key: f"arms.{key.split('.')[1]}")
 
 
-def resolved_yaml(cfg: RunConfig) -> str:
-    """Every setting of the run as YAML. As a config file it composes to the same ``RunConfig``."""
+def resolved_yaml(cfg: RunConfig | RewardModelRunConfig) -> str:
+    """Every setting as YAML. As a config file it composes to the same config."""
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
 
 
 def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopConfig]:
-    if cfg.algorithm == SFT:
+    if not cfg.has_arms:
         return {}
     if not cfg.arms:
         return {"policy": getattr(cfg, cfg.algorithm)}
@@ -156,9 +184,13 @@ def _compose(config_name: str, overrides: list[str], folders: list[Path]) -> tup
         with initialize_config_dir(str(folders[0]), version_base="1.3"):
             parsed = _arms_by_name(parsed, config_name, searchpath)
             setters = [override for override in parsed if not _is_choice(override, folders)]
-            lines = [_line(override, override in setters) for override in parsed] + [searchpath]
+            for_hydra = [override for override in parsed if override.key_or_group != EXPERIMENT]
+            lines = [_line(override, override in setters) for override in for_hydra] + [searchpath]
             defaults = _defaults(config_name, lines)
             values = compose(config_name, lines)
+            for override in parsed:
+                if override.key_or_group == EXPERIMENT:
+                    OmegaConf.update(values, EXPERIMENT, override.value(), force_add=True)
     except (MissingConfigException, yaml.MarkedYAMLError, HydraException, OmegaConfBaseException) as error:
         raise _failed_composition(error, overrides, folders) from error
     files = [_file_of(default, folders) for default in defaults if default.config_path.partition("/")[0] != "hydra"]
@@ -224,7 +256,7 @@ def _parse(overrides: list[str]) -> list[Override]:
 def _is_choice(override: Override, folders: list[Path]) -> bool:
     """Whether the override chooses a group's file (``data=gsm8k``), as Hydra tells them apart."""
     is_group = any((folder / override.key_or_group).is_dir() for folder in folders)
-    return is_group and not isinstance(override.value(), dict)
+    return is_group and override.key_or_group != EXPERIMENT and not isinstance(override.value(), dict)
 
 
 def _file_of(default: ResultDefault, folders: list[Path]) -> tuple[Path, str]:
@@ -235,7 +267,10 @@ def _file_of(default: ResultDefault, folders: list[Path]) -> tuple[Path, str]:
 def _require_config(config_name: str, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"no config named {config_name}: {_shown(folder)} is not a folder")
-    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    group, slash, _ = config_name.rpartition("/")
+    if not (folder / group).is_dir():
+        raise ConfigError(f"no config named {config_name}: {_shown(folder)} has no folder {group}")
+    names = sorted(f"{group}{slash}{path.stem}" for path in (folder / group).glob("*.yaml"))
     if config_name not in names:
         raise ConfigError(f"no config named {config_name} in {_shown(folder)}{_choices(config_name, names)}")
 

@@ -6,19 +6,17 @@ import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import DataConfig, GRPOConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
-from nemo_edo.data.answers import answer_format
-from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.disk_space import check_disk_space, estimate_bytes
 from nemo_edo.data.problems import LoadedProblems, load_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
 from nemo_edo.errors import UserError
 from nemo_edo.model_shape import check_expected
+from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.interfaces import GenerationEngine, Scorer, WeightSync
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+    from nemo_edo.rewards.judge import Judge
 
 TokenIds = tuple[int, ...]
 
@@ -49,6 +48,8 @@ class Data:
     skipped_rows: int
     scorer: Scorer = field(default_factory=ExactAnswerScorer)
     """What judges responses to them."""
+    judge: Judge | None = None
+    """The language model behind the scorer, where one is, on the first rank alone."""
 
     @property
     def pad_id(self) -> int:
@@ -72,7 +73,7 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True)
     from nemo_edo.data.arithmetic import write_dataset
     from nemo_edo.data.arithmetic_model import write_base_model
 
-    if cfg.data.train is None:
+    if cfg.data.is_built_in:
         write_dataset(run.data, cfg.data.arithmetic)
     if cfg.model.path is None:
         hf_config = write_base_model(run.base, cfg.model.architecture, cfg.data.arithmetic)
@@ -105,15 +106,16 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]
 def load_data(cfg: RunConfig, run: RunFolder) -> Data:
     """Reads and tokenises every problem. Raises UserError for whatever would stop the run later."""
     warmup_file, train_file, test_file = _problem_files(cfg.data, run)
-    loaded = {
-        train_file: _load_problems(cfg.data, train_file, cfg.data.benchmark, "train"),
-        test_file: _load_problems(cfg.data, test_file, cfg.data.tested_on, "test"),
-    }
-    scorer = _build_scorer(cfg, loaded)
+    loaded = {}
+    if train_file is not None:
+        loaded[train_file] = _load_problems(cfg.data, train_file, cfg.data.benchmark, "train")
+    loaded[test_file] = _load_problems(cfg.data, test_file, cfg.data.tested_on, "test")
+    scorer, judge = build_scorer(cfg, loaded)
     if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = _load_problems(cfg.data, warmup_file, cfg.data.benchmark, "train")
     tokenizer = _load_tokenizer(model_folder(cfg, run))
-    train, test = loaded[train_file].problems, loaded[test_file].problems
+    train = [] if train_file is None else loaded[train_file].problems
+    test = loaded[test_file].problems
     _require_distinct_ids(train, test)
     room = cfg.model.seq_length - cfg.sampling.max_new_tokens
     style = prompt_style(cfg.data.prompt, cfg.data.chat_template, tokenizer)
@@ -128,6 +130,7 @@ def load_data(cfg: RunConfig, run: RunFolder) -> Data:
         solutions=solutions,
         skipped_rows=_count_skipped(loaded.values()),
         scorer=scorer,
+        judge=judge,
     )
 
 
@@ -140,12 +143,37 @@ def check_model(cfg: RunConfig) -> None:
     folder = Path(cfg.model.path)
     check_model_folder(folder)
     _check_weights(folder)
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
+    _check_fields(cfg, json.loads((folder / "config.json").read_text(encoding="utf-8")), folder / "config.json")
+
+
+def check_served_model(cfg: RunConfig) -> None:
+    """Raises UserError for a model folder whose model servers could not serve: they need its weights where the run
+    starts them, else a tokenizer and a config are all."""
+    if cfg.model.path is None:
+        return
+    folder = Path(cfg.model.path)
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {folder / 'config.json'} cannot be read ({error})") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("vocab_size"), int):
+        raise UserError(f"{folder / 'config.json'} has no vocab_size, which responses are checked against")
+    _check_fields(cfg, fields, folder / "config.json")
+    if not cfg.generation.servers.urls:
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(
+                f"{folder} has no weights (*.safetensors) for the server that the run starts; or name one that serves "
+                "the model already: generation.servers.urls"
+            )
+        _check_weights(folder)
+
+
+def _check_fields(cfg: RunConfig, fields: dict, path: Path) -> None:
+    check_expected(cfg.model.architecture, fields, str(path))
     context = fields.get("max_position_embeddings")
     if context is not None and context < cfg.model.seq_length:
         raise UserError(
-            f"model.seq_length is {cfg.model.seq_length}, but {folder / 'config.json'} has max_position_embeddings "
+            f"model.seq_length is {cfg.model.seq_length}, but {path} has max_position_embeddings "
             f"{context}: set model.seq_length to at most that"
         )
 
@@ -305,10 +333,12 @@ def given_rollouts(cfg: RunConfig, arm: str, data: Data) -> RolloutStore | None:
     return RolloutStore(own if own.is_dir() else folder, tokenizer=tokenizer_identity(data.tokenizer))
 
 
-def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path, Path, Path]:
-    """Warm-up, train, test."""
-    if data.train is None:
+def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path | None, Path | None, Path]:
+    """Warm-up, train, test; the first two None where a file to evaluate on is all."""
+    if data.is_built_in:
         return run.data / "warmup.jsonl", run.data / "train.jsonl", run.data / "test.jsonl"
+    if data.train is None:
+        return None, None, Path(data.test)
     return Path(data.warmup or data.train), Path(data.train), Path(data.test)
 
 
@@ -316,25 +346,6 @@ def _load_problems(data: DataConfig, path: Path, benchmark: str | None, split: s
     return load_problems(
         path, on_bad_rows=data.on_bad_rows, benchmark=benchmark, split=split, check_rows=data.check_rows
     )
-
-
-def _build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> Scorer:
-    """What judges responses to the loaded problems. Those whose answers it could not verify are bad rows: an error, or
-    taken out of ``loaded``. The first rank verifies for all of them."""
-    answers = answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
-    only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
-    if cfg.rewards.verifier == "exact" or (cfg.rewards.verifier == "auto" and only_numbers):
-        return ExactAnswerScorer(answers)
-    from nemo_edo.parallel.main_rank import on_main_for_long
-    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
-    from nemo_edo.rewards.workers import Limits, WorkerPool
-
-    rewards = cfg.rewards
-    verifier = MathVerifier(WorkerPool(Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers)))
-    for path, file in loaded.items():
-        bad = on_main_for_long(partial(verifier.unreadable, file.problems))
-        loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
-    return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs)))
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

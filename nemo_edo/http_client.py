@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -23,31 +24,44 @@ class Fault(Exception):
 
 
 def require_success(response: httpx.Response, server: str) -> None:
-    """Raises Fault for a status that another attempt may mend, and ServerError for one that it cannot."""
-    if response.is_success:
-        return
-    said = f"{response.request.url.path}: status {response.status_code}: {beginning(response.text)}"
-    if response.status_code >= 500 or response.status_code in WORTH_ANOTHER_ATTEMPT:
-        raise Fault(said)
-    raise ServerError(f"{server}: {response.request.method} {said}")
+    """As ``require_status``."""
+    if not response.is_success:
+        request = response.request
+        require_status(response.status_code, request.method, request.url.path, response.content, server)
 
 
 def json_of(response: httpx.Response) -> Any:
-    """The parsed body; None for an empty one. Raises Fault for anything else than JSON."""
-    if not response.content:
+    """As ``parsed``."""
+    return parsed(response.content, response.request.url.path)
+
+
+def require_status(status: int, method: str, path: str, body: bytes, server: str) -> None:
+    """Raises Fault for a status that another attempt may mend, and ServerError for one that it cannot; nothing for one
+    of success."""
+    if 200 <= status < 300:
+        return
+    said = f"{path}: status {status}: {beginning(body)}"
+    if status >= 500 or status in WORTH_ANOTHER_ATTEMPT:
+        raise Fault(said)
+    raise ServerError(f"{server}: {method} {said}")
+
+
+def parsed(body: bytes, path: str) -> Any:
+    """The value of a body of JSON; None for an empty one. Raises Fault for anything else."""
+    if not body:
         return None
     try:
-        return response.json()
+        return json.loads(body)
     except ValueError as error:  # of json, or of an encoding
-        raise Fault(f"{response.request.url.path}: no JSON: {beginning(response.text)}") from error
+        raise Fault(f"{path}: no JSON: {beginning(body)}") from error
 
 
-def beginning(text: str) -> str:
-    """On one line."""
-    line = " ".join(text.split())
+def beginning(body: bytes) -> str:
+    """What a body says first, on one line."""
+    line = " ".join(body.decode(errors="replace").split())
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
 
 
 def described(error: BaseException) -> str:
-    """An error of the network in words; some of httpx's have no message of their own."""
+    """An error of the network in words; some have no message of their own."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -21,9 +21,10 @@ from nemo_edo.files import replacing, temporary_name
 
 MAY_CHANGE = (
     *("checkpoint", "cluster", "exp_manager", "generation.servers", "guards", "name", "output_dir", "parallelism"),
+    "search",
 )
 """Settings that a run may be gone on with another value of. They change no number that it ends with, but for the
-guards', which say when it stops, and the layout, which rounds otherwise."""
+guards', which say when it stops, and the layout, which rounds otherwise. Searches keep their own settings."""
 PLACES = ("iteration", "policy_version", "step")
 """Numbers of a line that say where it belongs, and measure nothing."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
@@ -33,8 +34,9 @@ LAUNCH = "launch"
 
 class RunFolder:
     """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
-    ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``samples``, ``data`` and ``base`` (the
-    built-in task's problems and model), ``report.html``, and NeMo's ``logs``."""
+    ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``test_time``, ``scores/ARM/NAME``,
+    ``search/ARM/NAME``, ``samples``, ``data`` and ``base`` (the built-in task's problems and model), ``report.html``,
+    and NeMo's ``logs``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,6 +72,14 @@ class RunFolder:
     def evaluated(self, arm: str, kind: str) -> Path:
         """The responses, "greedy" or "sampled", that the arm's evaluations drew."""
         return self.path / "evaluations" / arm / kind
+
+    def scores(self, arm: str, name: str) -> Path:
+        """The scores that a reward model of that name gave to the responses that the arm's evaluations drew."""
+        return self.path / "scores" / arm / name
+
+    def test_time(self, arm: str) -> Path:
+        """What more compute at test time makes of the arm's sampled responses, problem by problem."""
+        return self.path / "test_time" / f"{arm}.json"
 
     def evaluation_before(self, arm: str, iteration: int) -> Path:
         """The arm's last evaluation before the iteration; where it has none, that of the policy it started from."""
@@ -210,12 +220,18 @@ class RunFolder:
 
     def write_evaluation(self, evaluation: Evaluation, iteration: int | None = None) -> None:
         """``iteration``: of an evaluation before one; None: the final one."""
+        self._write_results(self.evaluation(evaluation.arm, iteration), evaluation)
+
+    def write_test_time(self, evaluation: Evaluation) -> None:
+        self._write_results(self.test_time(evaluation.arm), evaluation)
+
+    def _write_results(self, path: Path, evaluation: Evaluation) -> None:
         metrics = {
             name: {"sum": sums.tolist(), "count": counts.tolist()}
             for name, (sums, counts) in evaluation.metrics.items()
         }
         record = {"arm": evaluation.arm, "problems": list(evaluation.problems), "metrics": metrics}
-        self.write_json(str(self.evaluation(evaluation.arm, iteration).relative_to(self.path)), record)
+        self.write_json(str(path.relative_to(self.path)), record)
 
 
 def _iteration_name(iteration: int) -> str:

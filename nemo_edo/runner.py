@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,23 +10,36 @@ import torch
 from nemo_edo import factory
 from nemo_edo.cluster.control import control_folder
 from nemo_edo.cluster.stall import StallWatch
-from nemo_edo.config import RunConfig
-from nemo_edo.configuration import arm_configs, compose_run, resolved_yaml
+from nemo_edo.config import NONE, RunConfig
+from nemo_edo.configuration import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.conclusions import conclusions, terminal_table
 from nemo_edo.evaluation.report import write_report
 from nemo_edo.evaluation.run_record import compare_run, read_run
+from nemo_edo.evaluator_run import evaluate_stored
 from nemo_edo.megatron import checkpoint, platform
 from nemo_edo.megatron.build import device_and_groups, export_hf_folder
 from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.progress import StopSignal
 from nemo_edo.replay import replay
 from nemo_edo.run_folder import METRICS, MetricsLog, RunFolder, check_arm_names
-from nemo_edo.stages import WARMUP, Job, collect_arm, discard_evaluated, evaluate_policy, stage, train_arm, warm_up
+from nemo_edo.stages import (
+    WARMUP,
+    Job,
+    as_it_is,
+    collect_arm,
+    discard_evaluated,
+    evaluate_policy,
+    stage,
+    train_arm,
+    untrained_model,
+    warm_up,
+)
+from nemo_edo.stored_run import final_iteration, open_run
 from nemo_edo.summary import side_by_side, summary
 from nemo_edo.tracking import check_settings, log_numbers, start_tracking
 
-__all__ = ["collect", "evaluate", "export", "replay", "train"]
+__all__ = ["collect", "evaluate", "evaluate_model", "export", "replay", "train"]
 
 
 def train(cfg: RunConfig) -> Path:
@@ -42,6 +56,23 @@ def train(cfg: RunConfig) -> Path:
     return job.folder.path
 
 
+def evaluate_model(cfg: RunConfig) -> list[str]:
+    """Evaluates a model that this package need not have trained, as a run of its own; returns what there is to print.
+
+    What an unfinished run has drawn is kept, and a finished one draws nothing anew: its seed would draw the same.
+    """
+    if cfg.algorithm != NONE:
+        raise UserError(
+            f"algorithm is {cfg.algorithm}: this config trains (nemo-edo train); evaluate takes one with algorithm "
+            "none, or the folder of a run"
+        )
+    folder = RunFolder(Path(cfg.output_dir) / cfg.name)
+    folder.check_free(resolved_yaml(cfg))
+    if not folder.is_finished:
+        train(cfg)
+    return evaluate_stored([folder.path], None, []) if "RANK" not in os.environ or is_main() else []
+
+
 def collect(cfg: RunConfig, arm: str | None) -> None:
     """The warm-up, and then the responses alone that the arms (None: all) draw next. ``train`` goes on from there, and
     another run can train on them (``train.rollouts``)."""
@@ -49,7 +80,7 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
         job = _prepare(cfg, stop)
         try:
             if not job.arms:
-                raise UserError("algorithm sft trains on the solutions of data.warmup: there is nothing to draw")
+                raise UserError(f"algorithm {cfg.algorithm} trains on no responses: there is nothing to draw")
             if arm is not None and arm not in job.arms:
                 raise UserError(f"the config has no arm {arm!r}; it has {', '.join(job.arms)}")
             stage(job, WARMUP, lambda: warm_up(job))
@@ -66,10 +97,11 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     strange = [override for override in overrides if not override.startswith("evaluation.")]
     if strange:
         raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
-    folder, cfg = _open(run, overrides)
+    opened = open_run(run, overrides)
+    folder, cfg = opened.folder, opened.cfg
     trained = arm_configs(cfg)
     names = [arm] if arm else [WARMUP, *trained]
-    for name in names:
+    for name in names if cfg.algorithm != NONE else ():
         folder.require_arm(name, [WARMUP, *trained])
     platform.init_process_group(platform.enter(cfg.threads))
     data = factory.load_data(cfg, folder)
@@ -80,9 +112,12 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     job = Job(cfg, trained, folder, data, None, log, is_main(), StopSignal(), servers)
     try:
         for name in names:
-            model = factory.build_model(cfg, folder, trained.get(name, cfg.grpo))
-            checkpoint.load(model.policy, folder.checkpoint(name))
-            iteration = trained[name].iterations if name in trained else 0
+            if cfg.algorithm == NONE:
+                model = untrained_model(job)
+            else:
+                model = factory.build_model(cfg, folder, trained.get(name, cfg.grpo))
+                checkpoint.load(model.policy, folder.checkpoint(name))
+            iteration = final_iteration(cfg, name)
             discard_evaluated(job, name, iteration)
             evaluate_policy(job, model, name, iteration)
     finally:
@@ -96,7 +131,8 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
     """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``. ``arm``: needed where
     the run has several and none of them is the config's own section as it is. ARM.best: the policy that was best by
     ``checkpoint.best``."""
-    folder, cfg = _open(run, [])
+    opened = open_run(run)
+    folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
     if arm is None:
         arm = _only_arm(run, cfg, list(arms))
@@ -134,8 +170,12 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     config = resolved_yaml(cfg)
     folder.check_free(config)
-    device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
-    factory.check_model(cfg)
+    if _holds_no_model(cfg):
+        platform.init_process_group(torch.device("cpu"))  # the servers hold the only model
+        factory.check_served_model(cfg)
+    else:
+        device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
+        factory.check_model(cfg)
     factory.check_servers(cfg)
     data = factory.load_checked_data(cfg, folder, arms.values())
     for arm, settings in arms.items():
@@ -178,7 +218,7 @@ def _write_files(cfg: RunConfig, folder: RunFolder) -> None:
 
 def _run_stages(job: Job) -> None:
     stages = [WARMUP, *job.arms]
-    stage(job, WARMUP, lambda: warm_up(job))
+    stage(job, WARMUP, lambda: as_it_is(job) if job.cfg.algorithm == NONE else warm_up(job))
     for arm in job.arms:
         stage(job, arm, lambda arm=arm: train_arm(job, arm))
     if job.is_main:
@@ -187,7 +227,8 @@ def _run_stages(job: Job) -> None:
         job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
         seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
         about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds)
-        job.folder.write_json("summary.json", {**about, "kernels": job.folder.read_json("kernels.json")})
+        kernels = {} if _holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
+        job.folder.write_json("summary.json", {**about, "kernels": kernels})
         _conclude(job.folder)
         job.folder.note("report", metrics_bytes=job.log.size)
     torch.distributed.barrier()
@@ -208,7 +249,6 @@ def _conclude(folder: RunFolder) -> None:
 # --- small things -------------------------------------------------------------------------------------------------
 
 
-def _open(run: Path, overrides: list[str]) -> tuple[RunFolder, RunConfig]:
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
-    return RunFolder(run), compose_run("config", overrides, config_dir=run)
+def _holds_no_model(cfg: RunConfig) -> bool:
+    """Whether servers have all that is evaluated, and this process needs neither Megatron nor a GPU."""
+    return cfg.algorithm == NONE and cfg.generation.is_served

@@ -25,7 +25,9 @@ from nemo_edo.evaluation.comparison import START as WARMUP
 from nemo_edo.evaluation.comparison import Evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.run import KINDS, Evaluator
 from nemo_edo.evaluation.run_record import load_evaluation
+from nemo_edo.evaluator_run import analyse_arm
 from nemo_edo.generation.alone import DrawsAlone
+from nemo_edo.generation.served_model import ServedModel
 from nemo_edo.megatron import checkpoint
 from nemo_edo.megatron.checksums import DamagedCheckpoint
 from nemo_edo.megatron.kernels import kernels
@@ -107,6 +109,21 @@ def warm_up(job: Job) -> list:
             _cut_metrics(job, None)
         _save_trained(job, model, WARMUP)
     return evaluate_policy(job, model, WARMUP, 0)
+
+
+def as_it_is(job: Job) -> list:
+    """Of a run that trains nothing: its model evaluated."""
+    _cut_metrics(job, None)
+    return evaluate_policy(job, untrained_model(job), WARMUP, 0)
+
+
+def untrained_model(job: Job) -> MegatronGPTModel | ServedModel:
+    """The model of a run that trains nothing, behind the run's servers or in this process."""
+    if job.servers is not None:
+        return ServedModel(job.servers)
+    model = factory.build_model(job.cfg, job.folder, job.cfg.sft, job.trainer)
+    _say_kernels(job, model)
+    return model
 
 
 def _say_kernels(job: Job, model: MegatronGPTModel) -> None:
@@ -250,13 +267,16 @@ def _cut_metrics(job: Job, size: int | None) -> None:
 # --- evaluation ---------------------------------------------------------------------------------------------------
 
 
-def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int, *, final: bool = True) -> list:
-    """Evaluates, logs, and where it is the final one keeps the per-problem results; returns scored responses."""
+def evaluate_policy(
+    job: Job, model: MegatronGPTModel | ServedModel, arm: str, iteration: int, *, final: bool = True
+) -> list:
+    """Evaluates, logs, and where it is the final one keeps the per-problem results, and what more compute at test time
+    makes of the responses; returns scored responses."""
     cfg, data = job.cfg, job.data
     if model.engine is None:
         _connect(job, model)
     evaluator = Evaluator(
-        policy=model,
+        policy=None if isinstance(model, ServedModel) else model,
         engine=model.engine,
         scorer=data.scorer,
         problems=data.test,
@@ -280,12 +300,15 @@ def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int,
         name: evaluation.interval(name, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
         for name in evaluation.metrics
     }
-    metrics = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in intervals.items()}
+    metrics = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in intervals.items() if i is not None}
+    _say_judge(job, arm, iteration)
     changes = _changes(job, evaluation, iteration) if job.is_main else {}
     clocks = {"evaluation_s": seconds}
     job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
     if job.is_main:
         job.folder.write_evaluation(evaluation, None if final else iteration)
+        for note in analyse_arm(job.folder, cfg, arm)[1] if final else ():
+            print(note)
         log_table(
             job.trainer,
             f"{arm}/evaluation/solutions",
@@ -294,6 +317,16 @@ def evaluate_policy(job: Job, model: MegatronGPTModel, arm: str, iteration: int,
             step=iteration,
         )
     return scored
+
+
+def _say_judge(job: Job, arm: str, iteration: int) -> None:
+    """What a judge was asked since the last evaluation, and whether rules say the same."""
+    judge = job.data.judge
+    if judge is None:
+        return
+    report = judge.take_report()
+    print(report.in_words(judge.settings))
+    job.log("judge", arm=arm, iteration=iteration, **report.numbers(judge.settings))
 
 
 def discard_evaluated(job: Job, arm: str, iteration: int) -> None:

@@ -12,6 +12,10 @@ from torch import Tensor
 
 UNVERIFIED = "verification "
 """How a score's reason begins where the answer could not be compared within the limits of time and memory."""
+ABSTAINED = f"{UNVERIFIED}abstained: "
+"""How it begins where a judge gave no verdict: the reward says nothing, and evaluations leave the response out."""
+RULES_AGREE, RULES_DISAGREE = "; the rules agree", "; the rules disagree"
+"""How it ends where a judge gave a verdict, and rules compared the same answers."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class SamplingParams:
     temperature: float
     top_p: float
     max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    """A response ends, too, with the token that makes its text contain one of these."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,12 @@ class GenerationRequest:
     sample_index: int
     prompt_ids: tuple[int, ...]
     seed: int
+    max_new_tokens: int | None = None
+    """Of this response; None: as ``SamplingParams`` says."""
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """The most tokens that the response may have."""
+        return sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -64,9 +76,11 @@ class Rollout:
     text: str
     """The response decoded without special tokens."""
     finished: bool
-    """True if a stop token ended it, False if it ran into ``max_new_tokens``."""
+    """True if a stop token ended it, False if it ran into ``max_new_tokens`` or met a stop string."""
     policy_version: int
     seed: int
+    stop: str | None = None
+    """The stop string that ended it: ``text`` contains it, and what else its last token brought."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,11 @@ class ScoredRollout:
     """Finished, with exactly one final-answer line, and that at the end."""
     reason: str
     """Why the reward is what it is, in words."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the reward is a verdict; else a judge abstained, and it says nothing."""
+        return not self.reason.startswith(ABSTAINED)
 
 
 @dataclass(frozen=True)

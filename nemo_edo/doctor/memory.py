@@ -48,6 +48,8 @@ class Workload:
     """Their length, prompt and response, in tokens."""
     overhead: int = OVERHEAD
     """What a process takes before it holds any tensor."""
+    trains: bool = True
+    """False: the policy only draws responses."""
 
     @property
     def bytes_per_number(self) -> int:
@@ -107,17 +109,18 @@ class Memory:
 
 def stage_memory(load: Workload, stage: int) -> Memory:
     """Of a GPU on pipeline stage ``stage``, counted from 0; its tensor- and data-parallel neighbours are alike."""
-    activations, loss_layer = activation_bytes(load, stage), loss_layer_bytes(load, stage)
     parts = Memory(
         weights=weight_bytes(load, stage),
         gradients=FP32 * trained_parameters(load, stage),  # Megatron's main gradients are fp32 in every precision
         optimizer=optimizer_bytes(load, stage),
         reference=reference_bytes(load, stage),
-        activations=activations,
-        loss_layer=loss_layer,
+        activations=activation_bytes(load, stage),
+        loss_layer=loss_layer_bytes(load, stage),
         generation=generation_bytes(load, stage),
         overhead=0,
     )
+    if not load.trains:
+        parts = replace(parts, gradients=0, optimizer=0, activations=0, loss_layer=0)
     return replace(parts, overhead=load.overhead + round(FRAGMENTATION * parts.total))
 
 
@@ -186,6 +189,8 @@ def reference_bytes(load: Workload, stage: int) -> int:
 def host_bytes(load: Workload, stage: int) -> int:
     """Of the reference and of the optimizer's offloaded state, in the host's memory for each GPU."""
     reference = load.bytes_per_number * trained_parameters(load, stage) if load.reference == "host" else 0
+    if not load.trains:
+        return reference
     resident = replace(load.parallelism, optimizer_offload_fraction=0.0)
     return reference + optimizer_bytes(replace(load, parallelism=resident), stage) - optimizer_bytes(load, stage)
 

@@ -110,17 +110,21 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> Findings:
     split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
     if cfg.parallelism.expert_model_parallel_size > 1:
         split += f", experts over {cfg.parallelism.expert_model_parallel_size}"
-    findings.lines += [
-        f"model        {_count(shape.parameters)} parameters, {cfg.precision.dtype}, {split}",
-        f"fullest in   {training}, with micro-batches of {load.tokens:,} tokens at most",
-        "",
-        *memory_table(stages, found.bytes),
-        f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process",
-        "",
-    ]
+    findings.lines.append(f"model        {_count(shape.parameters)} parameters, {cfg.precision.dtype}, {split}")
+    if load.trains or not cfg.generation.is_served:
+        micro_batches = f", with micro-batches of {load.tokens:,} tokens at most" if load.trains else ""
+        findings.lines += [
+            f"fullest in   {training}{micro_batches}",
+            "",
+            *memory_table(stages, found.bytes),
+            f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process",
+            "",
+        ]
+        findings.problems += _fit(cfg, shape, found, max(memory.total for memory in stages))
+    else:
+        findings.lines.append("             nothing is trained: servers alone hold it")
     if not found.here or found.overhead == OVERHEAD:
         findings.lines += [*_time(cfg, shape, found.count), ""]
-    findings.problems += _fit(cfg, shape, found, max(memory.total for memory in stages))
     findings.problems += _servers(cfg, found)
     disk = _disk(cfg, shape, found.here)
     return Findings([*findings.lines, *disk.lines], [*findings.problems, *disk.problems])
@@ -241,6 +245,8 @@ def _checkpoint_bytes(cfg: RunConfig, shape: ModelShape) -> int:
     weights = load.bytes_per_number * (shape.parameters + adapters)
     copies = 3 if cfg.precision.dtype == "bf16" else 2
     arms = sum(isinstance(training, LoopConfig) for training in workload.trainings(cfg).values())
+    if not load.trains:
+        return 0
     kept = 1 + arms * (2 if cfg.checkpoint.best else 1)
     return kept * weights + (cfg.checkpoint.keep + 1) * (weights + copies * FP32 * trained)
 

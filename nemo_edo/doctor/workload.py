@@ -1,4 +1,5 @@
-"""What of a run's config decides how much memory it takes: each of its trainings as a ``memory.Workload``."""
+"""What of a run's config decides how much memory it takes: each of its trainings as a ``memory.Workload``, or where it
+trains nothing, its evaluation."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from nemo_edo.configuration import arm_configs
 from nemo_edo.doctor.memory import OVERHEAD, Memory, Workload, all_stages
 from nemo_edo.errors import UserError
 from nemo_edo.model_shape import ModelShape, check_convertible, check_expected
+
+EVALUATION = "evaluation"
+"""What is done where nothing is trained."""
 
 
 def model_shape(cfg: RunConfig) -> ModelShape:
@@ -45,11 +49,12 @@ def trainings(cfg: RunConfig) -> dict[str, SFTConfig | LoopConfig]:
 
 
 def workloads(cfg: RunConfig, shape: ModelShape, gpus: int, overhead: int = OVERHEAD) -> dict[str, Workload]:
-    """Each training's, by its name. gpus: of all nodes together, a multiple of the model's ranks."""
+    """Each training's, by its name, or ``EVALUATION``'s where there is none. gpus: of all nodes together, a multiple of
+    the model's ranks."""
     columns = shape.vocab_size // cfg.parallelism.tensor_model_parallel_size
     head = cfg.model.loss_head
-    found = {}
-    for name, training in trainings(cfg).items():
+    found, trained = {}, trainings(cfg)
+    for name, training in (trained or {EVALUATION: cfg.sft}).items():
         explores = isinstance(training, LoopConfig)
         found[name] = Workload(
             shape=shape,
@@ -63,6 +68,7 @@ def workloads(cfg: RunConfig, shape: ModelShape, gpus: int, overhead: int = OVER
             generation_rows=cfg.generation.max_batch_size if cfg.generation.backend == "megatron" else 0,
             generation_length=cfg.model.seq_length,
             overhead=overhead,
+            trains=bool(trained),
         )
     return found
 

@@ -23,6 +23,8 @@ START = "warmup"
 START_LABEL = "Start (before RL)"
 ALONE_LABEL = "SFT"
 """Of the same policy in a run without arms, whose supervised training is all."""
+UNTRAINED_LABEL = "Model as it is"
+"""In a run that trains nothing."""
 PLAIN_LABELS = ("GRPO", "ETO")
 """Arms without exploration or a rival to it: what the others are compared with."""
 MATCHED_MEASURES = ("entropy", "distinct_4")
@@ -129,8 +131,9 @@ def compare(
     baseline: str | None,
     seed: int,
     resamples: int,
+    alone: str = ALONE_LABEL,
 ) -> Comparison:
-    """Put the arms beside each other.
+    """Put the arms beside each other. alone: the label of a run's only policy, where it has no arms.
 
     Each trained arm is compared with the ``baseline`` arm; a run with one arm alone is compared with its own start
     (``START``), where that was evaluated. Raises ValueError if arms were evaluated on different problems.
@@ -168,7 +171,7 @@ def compare(
         arm: {metric: evaluations[arm].interval(metric, resamples=resamples, seed=seed) for metric in metrics}
         for arm in shown
     }
-    labels = {START: START_LABEL if arms else ALONE_LABEL} | {arm: settings.label for arm, settings in arms.items()}
+    labels = {START: START_LABEL if arms else alone} | {arm: settings.label for arm, settings in arms.items()}
     return Comparison(
         dict(arms),
         {arm: labels[arm] for arm in shown},
@@ -271,7 +274,7 @@ def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, fl
 
 _ORDER = (
     *("greedy_accuracy", "accuracy", "vote@", "pass@", "distinct_4", "distinct_answers", "answer_entropy"),
-    *("entropy", "well_formed", "response_length"),
+    *("entropy", "entropy_sampled", "well_formed", "response_length", "abstained"),
 )
 _NAMES = {
     "greedy_accuracy": "greedy accuracy",
@@ -281,6 +284,11 @@ _NAMES = {
     "distinct_answers": "distinct answers",
     "answer_entropy": "answer entropy (nats)",
     "entropy": "entropy (nats)",
+    "entropy_sampled": "entropy (nats), from samples",
+    "abstained": "without a verdict",
+    "judge_agreement": "judge and rules agree",
+    "accuracy_by_judge": "accuracy by the judge, of these",
+    "accuracy_by_rules": "accuracy by the rules, of these",
     "well_formed": "well-formed",
     "response_length": "length (tokens)",
 }

@@ -12,10 +12,12 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.case_study import Group, case_study
 from nemo_edo.evaluation.charts import all_charts
 from nemo_edo.evaluation.comparison import Comparison, main_metrics, metric_name
 from nemo_edo.evaluation.conclusions import conclusions, direction
 from nemo_edo.evaluation.run_record import RunRecord, compare_run, read_run, setting
+from nemo_edo.evaluation.search_tree import read_trees
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -58,6 +60,8 @@ def render(record: RunRecord, comparison: Comparison) -> str:
         charts=charts,
         undrawn=undrawn,
         labels=comparison.labels,
+        case=case_study(record),
+        trees=read_trees(record.folder),
     )
 
 
@@ -92,16 +96,19 @@ def _facts(record: RunRecord, comparison: Comparison) -> dict[str, str]:
             for key, value in architecture.items()
             if key in ("model_type", "num_hidden_layers", "hidden_size")
         )
-    built_in = setting(record, "data.train") is None
+    built_in = setting(record, "data.test") is None
     training = f"{data['arithmetic']['train_problems']} problems of the built-in task" if built_in else data["train"]
     some, each = setting(record, "grpo.problems_per_iteration"), setting(record, "sampling.samples_per_prompt")
     collection = f"{each} responses to {f'{some} of them' if some else 'each'} an iteration"
     samples, rollouts = setting(record, "evaluation.samples"), setting(record, "evaluation.rollouts")
+    trained = {
+        "Training": f"{training}, {collection}",
+        "Warm-up": f"{setting(record, 'sft.steps')} supervised steps",
+    }
     return {
         "Seed": str(record.summary["seed"]),
         "Model": model,
-        "Training": f"{training}, {collection}",
-        "Warm-up": f"{setting(record, 'sft.steps')} supervised steps",
+        **(trained if record.config.get("algorithm") != "none" else {}),
         "Test": f"{comparison.problems} problems, greedy and {rollouts} x {samples} responses each",
         "Duration": _duration(record.summary["time"]["total_s"]),
         "Versions": ", ".join(f"{name} {version}" for name, version in record.summary["versions"].items()),
@@ -122,7 +129,8 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
-def _verdict(response: Mapping[str, Any]) -> str:
-    if response["reward"] >= 1:
+def _verdict(response: Mapping[str, Any] | Group) -> str:
+    reward = response.reward if isinstance(response, Group) else response["reward"]
+    if reward >= 1:
         return "correct"
-    return "incorrect" if response["reward"] <= 0 else f"reward {response['reward']:g}"
+    return "incorrect" if reward <= 0 else f"reward {reward:g}"

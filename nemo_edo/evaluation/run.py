@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,15 +19,20 @@ from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRol
 
 KINDS = ("greedy", "sampled")
 """What an evaluation draws: one greedy response to each problem, and the sampled ones."""
+SAMPLED_ENTROPY = "entropy_sampled"
+"""The mean entropy as the sampled tokens' log-probabilities estimate it, without a look at whole distributions."""
 Sums = dict[str, tuple[float, float]]
 """metric -> (sum, count) on one problem."""
+NOTHING = (0.0, 0.0)
+"""The sum and the count where a problem has nothing to measure."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
     """Evaluates whatever policy the engine holds. Sampling is at temperature 1, over the whole vocabulary."""
 
-    policy: Policy
+    policy: Policy | None
+    """What the engine holds, to compute entropies; None: it is behind a server, and they are estimated."""
     engine: GenerationEngine
     scorer: Scorer
     problems: Sequence[Problem]
@@ -47,7 +53,9 @@ class Evaluator:
         score of the majority vote over N = ``config.samples`` responses, averaged over rollouts); pass@k (unbiased,
         over all samples; the largest k is the best of all samples); distinct_4, distinct_answers and answer_entropy
         (nats; each among a problem's N responses, averaged over rollouts); entropy (exact, mean over the response
-        positions of the first rollout); well_formed; response_length (tokens).
+        positions of the first rollout), or without a policy entropy_sampled (minus the mean log-probability of the
+        sampled tokens, whose expectation it is); well_formed; response_length (tokens). Where a judge abstained on a
+        response, accuracies, votes and pass@k leave it out, and "abstained" is the share of those.
 
         Returns the evaluation and the first rollout's scored responses, for the report's examples.
         """
@@ -57,12 +65,15 @@ class Evaluator:
         scored = self._scored("sampled", requests, SamplingParams(1.0, 1.0, self.max_new_tokens))
         of_problem = minibatches(scored, each)
         first = [item for responses in of_problem for item in responses[:samples]]
+        name = SAMPLED_ENTROPY if self.policy is None else "entropy"
+        entropies = _sampled_entropies(of_problem) if self.policy is None else self._entropies(first, samples)
         rows = [
-            {**_metrics(problem, minibatches(responses, samples), answer), "entropy": entropy}
-            for problem, responses, answer, entropy in zip(
-                self.problems, of_problem, greedy, self._entropies(first, samples), strict=True
-            )
+            {**_metrics(problem, minibatches(responses, samples), answer), name: entropy}
+            for problem, responses, answer, entropy in zip(self.problems, of_problem, greedy, entropies, strict=True)
         ]
+        if all(item.is_judged for item in [*greedy, *scored]):
+            for row in rows:
+                del row["abstained"]
         return _evaluation(arm, self.problems, rows), first
 
     def _scored(
@@ -82,11 +93,22 @@ class Evaluator:
         return list(zip(sums.tolist(), counts.tolist(), strict=True))
 
 
+def _sampled_entropies(of_problem: Sequence[Sequence[ScoredRollout]]) -> list[tuple[float, float]]:
+    """(minus the sum of log-probabilities, tokens) of each problem's responses."""
+    logprobs_of = [
+        [value for item in responses for value in item.rollout.response_logprobs] for responses in of_problem
+    ]
+    return [(-math.fsum(logprobs), float(len(logprobs))) for logprobs in logprobs_of]
+
+
 def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout) -> Sums:
     responses = [item for rollout in rollouts for item in rollout]
-    correct = sum(int(item.reward == 1) for item in responses)
+    judged = [item for item in responses if item.is_judged]
+    correct = sum(int(item.reward == 1) for item in judged)
     samples = len(rollouts[0])
     answers_of = [[item.answer for item in rollout] for rollout in rollouts]
+    voting = [[item.answer for item in rollout if item.is_judged] for rollout in rollouts]
+    votes = [expected_vote_score(answers, problem.answer) for answers in voting if answers]
 
     def over_rollouts(values: list[float]) -> tuple[float, float]:
         return sum(values) / len(values), 1.0
@@ -95,10 +117,13 @@ def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], gree
         return float(sum(values)), float(len(responses))
 
     return {
-        "greedy_accuracy": (greedy.reward, 1.0),
-        "accuracy": over_responses([item.reward for item in responses]),
-        f"vote@{samples}": over_rollouts([expected_vote_score(answers, problem.answer) for answers in answers_of]),
-        **{f"pass@{k}": (pass_at_k(len(responses), correct, k), 1.0) for k in range(1, samples + 1)},
+        "greedy_accuracy": (greedy.reward, 1.0) if greedy.is_judged else NOTHING,
+        "accuracy": (float(sum(item.reward for item in judged)), float(len(judged))),
+        f"vote@{samples}": over_rollouts(votes) if votes else NOTHING,
+        **{
+            f"pass@{k}": (pass_at_k(len(judged), correct, k), 1.0) if k <= len(judged) else NOTHING
+            for k in range(1, samples + 1)
+        },
         "distinct_4": over_rollouts(
             [distinct_n([item.rollout.response_ids for item in rollout], n=4) for rollout in rollouts]
         ),
@@ -106,6 +131,7 @@ def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], gree
         "answer_entropy": over_rollouts([answer_entropy(answers) for answers in answers_of]),
         "well_formed": over_responses([float(item.well_formed) for item in responses]),
         "response_length": over_responses([float(len(item.rollout.response_ids)) for item in responses]),
+        "abstained": (float(sum(not item.is_judged for item in [greedy, *responses])), float(len(responses) + 1)),
     }
 
 

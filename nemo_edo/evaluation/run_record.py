@@ -14,8 +14,10 @@ import yaml
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.comparison import (
+    ALONE_LABEL,
     MATCHED_MEASURES,
     START,
+    UNTRAINED_LABEL,
     ArmSettings,
     Comparison,
     CurvePoint,
@@ -80,7 +82,7 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{config_path}: not YAML: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}")
-    if not arms and config.get("algorithm") != "sft":
+    if not arms and config.get("algorithm") not in ("sft", "none"):
         raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
     evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in (*evaluated, *arms)}
@@ -105,6 +107,7 @@ def compare_run(record: RunRecord) -> Comparison:
         baseline=record.summary["baseline"],
         seed=record.summary["seed"],
         resamples=setting(record, "evaluation.bootstrap"),
+        alone=UNTRAINED_LABEL if record.config.get("algorithm") == "none" else ALONE_LABEL,
     )
 
 

@@ -25,7 +25,18 @@ SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
 WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "reference_placement")
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
-    *("name", "output_dir", "seed", "threads", "parallelism", "generation", "exp_manager", "checkpoint", "cluster"),
+    *(
+        "name",
+        "experiment",
+        "output_dir",
+        "seed",
+        "threads",
+        "parallelism",
+        "generation",
+        "exp_manager",
+        "checkpoint",
+        "cluster",
+    ),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
     *("sft.packing", "model.attention", "model.loss_head"),
     # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.

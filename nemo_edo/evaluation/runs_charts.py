@@ -8,11 +8,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from nemo_edo.evaluation.charts import START_COLOR, ArmStyle, Chart, Series, arm_styles, chart_html, line_chart
-from nemo_edo.evaluation.comparison import START, START_LABEL, largest, metric_name, metric_order
+from nemo_edo.evaluation.alpha_charts import alpha_charts, alpha_points
+from nemo_edo.evaluation.comparison import START, START_LABEL, Evaluation, largest, metric_name, metric_order
+from nemo_edo.evaluation.drawing import (
+    START_COLOR,
+    ArmStyle,
+    Chart,
+    Series,
+    arm_styles,
+    bar_chart,
+    chart_html,
+    line_chart,
+)
 from nemo_edo.evaluation.run_record import number
 from nemo_edo.evaluation.run_set import Trained
 from nemo_edo.evaluation.runs_comparison import OverSeeds, RunsComparison
+from nemo_edo.evaluation.scaling_charts import (
+    both_charts,
+    families,
+    mean_tokens,
+    metric_at,
+    numbers_of_responses,
+)
+from nemo_edo.evaluation.test_time_record import read_test_time
 
 BAND = "The line is the mean over seeds, the band reaches from the lowest to the highest seed."
 Point = tuple[float, float]
@@ -23,7 +41,14 @@ def runs_charts(comparison: RunsComparison) -> tuple[list[Chart], list[str]]:
     """The charts that have something to draw, and the titles of those that have not."""
     styles = _styles(comparison)
     found = dict(_charts(comparison, styles))
-    return [chart for chart in found.values() if chart], [title for title, chart in found.items() if not chart]
+    settings = {arm: next(iter(by_seed.values())).settings for arm, by_seed in comparison.arms.items()}
+    table = {
+        arm: {metric: cell and cell.interval for metric, cell in row.items()} for arm, row in comparison.table.items()
+    }
+    charts = [chart for chart in found.values() if chart]
+    charts += _scaling_charts(comparison, styles)
+    charts += alpha_charts(alpha_points(settings, table), comparison.metrics)
+    return charts, [title for title, chart in found.items() if not chart]
 
 
 def _styles(comparison: RunsComparison) -> dict[str, ArmStyle]:
@@ -37,6 +62,7 @@ def _charts(comparison: RunsComparison, styles: Mapping[str, ArmStyle]) -> Itera
             title = f"Frontier: {metric_name(metric)} against Distinct-4"
             yield title, frontier_chart(comparison, styles, metric, title)
     yield "pass@k", _pass_chart(comparison, styles)
+    yield "Distinct-4 on the test problems", _distinct_bars(comparison, styles)
     train = "Training problems, sampled at temperature 1 from the policy at the start of each iteration."
     test = "Test problems, at each evaluation during training and at the end."
     for key, title, y_title, caption, points in (
@@ -49,6 +75,32 @@ def _charts(comparison: RunsComparison, styles: Mapping[str, ArmStyle]) -> Itera
         series = {arm: over_seeds([points(t) for t in by_seed.values()]) for arm, by_seed in comparison.arms.items()}
         x_title = "iteration"
         yield title, line_chart(key, title, f"{caption} {BAND}", series, styles, x_title=x_title, y_title=y_title)
+
+
+def _scaling_charts(comparison: RunsComparison, styles: Mapping[str, ArmStyle]) -> list[Chart]:
+    """More compute at test time, of the arms whose runs have ``test_time/ARM.json``."""
+    stored = {
+        arm: [found[t.name] for t in by_seed.values() if t.name in (found := read_test_time(t.record))]
+        for arm, by_seed in comparison.arms.items()
+    }
+    charts = []
+    for family, name, caption in families(evaluation for found in stored.values() for evaluation in found):
+        by_k = {arm: over_seeds([_points(one, family) for one in found]) for arm, found in stored.items() if found}
+        by_tokens = {
+            arm: Series(
+                [sum(mean_tokens(one, int(k)) for one in stored[arm]) / len(stored[arm]) for k in series.x],
+                series.y,
+                series.band,
+            )
+            for arm, series in by_k.items()
+        }
+        charts += both_charts(family, name, f"{caption} {BAND}", by_k, by_tokens, styles)
+    return charts
+
+
+def _points(evaluation: Evaluation, family: str) -> list[Point]:
+    ratios = {k: evaluation.metrics[metric_at(family, k)] for k in numbers_of_responses(evaluation, family)}
+    return [(k, float(sums_P.sum() / counts_P.sum())) for k, (sums_P, counts_P) in ratios.items()]
 
 
 def _collected(x: str, y: str) -> Callable[[Trained], list[Point]]:
@@ -157,3 +209,11 @@ def _pass_chart(comparison: RunsComparison, styles: Mapping[str, ArmStyle]) -> C
     }
     caption = f"Chance that at least one of k responses is correct (unbiased estimate). {BAND}"
     return line_chart("pass", "pass@k", caption, series, styles, x_title="k", y_title="pass@k")
+
+
+def _distinct_bars(comparison: RunsComparison, styles: Mapping[str, ArmStyle]) -> Chart | None:
+    cells = {arm: row.get("distinct_4") for arm, row in comparison.table.items()}
+    rows = {arm: {"Distinct-4": cell.interval} for arm, cell in cells.items() if cell}
+    caption = "Means over seeds, with Student's t intervals where an arm has several."
+    title = "Distinct-4 on the test problems"
+    return bar_chart("distinct-bars", title, caption, rows, styles, y_title="Distinct-4")

@@ -3,7 +3,7 @@
 from nemo_edo.metrics.answers import answer_entropy, distinct_answers
 from nemo_edo.metrics.diversity import distinct_counts, distinct_n, self_bleu
 from nemo_edo.metrics.entropy import entropy_from_logits
-from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, mean_interval, paired_bootstrap
+from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, bootstrap_ratios, mean_interval, paired_bootstrap
 from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k
 
@@ -12,6 +12,7 @@ __all__ = [
     "SolvedAndLost",
     "answer_entropy",
     "bootstrap_ratio",
+    "bootstrap_ratios",
     "distinct_answers",
     "distinct_counts",
     "distinct_n",

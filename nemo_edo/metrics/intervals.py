@@ -31,9 +31,20 @@ def bootstrap_ratio(
     Raises ValueError for shapes that differ, values that are not finite, negative counts, counts that add up to 0 (in
     the data, or in every resample), resamples below 1, and a level outside (0, 1).
     """
-    data = _ratio_data(sums_P, counts_P)
-    (ratios_R,) = _resampled_ratios([data], resamples, seed)
-    return _percentiles(_ratio(*data), ratios_R, level)
+    return bootstrap_ratios([(sums_P, counts_P)], resamples=resamples, seed=seed, level=level)[0]
+
+
+def bootstrap_ratios(
+    pairs: Sequence[tuple[ArrayLike, ArrayLike]], *, resamples: int, seed: int, level: float = 0.95
+) -> list[Interval]:
+    """``bootstrap_ratio`` of each (sums [P], counts [P]), all over the same resamples of the same P problems. Raises
+    ValueError as that does, and for pairs of different P."""
+    data = [_ratio_data(sums_P, counts_P) for sums_P, counts_P in pairs]
+    sizes = {len(sums_P) for sums_P, _ in data}
+    if len(sizes) > 1:
+        raise ValueError(f"the pairs are of {sorted(sizes)} problems, expected the same problems in all")
+    ratios = _resampled_ratios(data, resamples, seed) if data else []
+    return [_percentiles(_ratio(*pair), ratios_R, level) for pair, ratios_R in zip(data, ratios, strict=True)]
 
 
 def paired_bootstrap(

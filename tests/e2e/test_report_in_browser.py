@@ -1,11 +1,15 @@
 """The report in a real browser: charts are drawn, nothing is fetched, nothing runs that should not, all widths fit."""
 
 import json
+import runpy
 import shutil
+from pathlib import Path
 
 import pytest
 
 from nemo_edo.evaluation.report import write_report
+from nemo_edo.evaluation.run_set import find_runs
+from nemo_edo.evaluation.tables_report import write_table
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(
@@ -15,13 +19,31 @@ pytestmark = needs_chromium
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage")
 WIDTHS = (1280, 400)
-CHARTS = 12
+CHARTS = 13 + 6
+"""A full run's, and votes, pass@k and best-of-k against samples and tokens."""
+ENRICH = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "reported_run.py"))["enrich"]
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, write_run_folder):
-    """The file:// address of a report on four arms whose texts carry a script."""
-    return write_report(write_run_folder(tmp_path_factory.mktemp("report") / "run")).as_uri()
+def run_folder(tmp_path_factory, write_run_folder):
+    """A run of four arms whose texts carry a script, with stored responses, curves over them, and a search."""
+    folder = write_run_folder(tmp_path_factory.mktemp("report") / "run")
+    ENRICH(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run_folder):
+    """The report's file:// address."""
+    return write_report(run_folder).as_uri()
+
+
+@pytest.fixture(scope="module")
+def table_page(run_folder):
+    """The main table's, with this run below the paper's rows."""
+    out = run_folder / "table.html"
+    write_table(find_runs([str(run_folder)]), "main", out)
+    return out.as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +64,24 @@ def driver(tmp_path_factory):
 @pytest.fixture(scope="module", params=WIDTHS)
 def opened(request, driver, page):
     """The page freshly loaded at a width, after its charts have followed their columns."""
+    return load(driver, page, request.param)
+
+
+def load(driver, page: str, width: int):
     driver.get_log("browser"), driver.get_log("performance")
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                           {"width": request.param, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+                           {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
     driver.get(page)
     driver.set_script_timeout(20)
     driver.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 500))")
     return driver
+
+
+def fetched(driver) -> set[str]:
+    """What the page asked for since the log was read last."""
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    return {message["params"]["request"]["url"] for message in messages
+            if message["method"] == "Network.requestWillBeSent"}
 
 
 def test_every_chart_has_visible_traces_within_its_frame(opened):
@@ -96,8 +129,29 @@ def test_a_script_in_the_runs_text_is_shown_and_does_not_run(opened):
 
 
 def test_nothing_is_fetched_and_the_console_stays_clean(opened, page):
-    messages = [json.loads(entry["message"])["message"] for entry in opened.get_log("performance")]
-    fetched = {message["params"]["request"]["url"] for message in messages
-               if message["method"] == "Network.requestWillBeSent"}
-    assert fetched == {page}
+    assert fetched(opened) == {page}
     assert [entry for entry in opened.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_the_case_study_and_the_search_tree_are_shown_within_the_page(opened):
+    opened.execute_script("document.querySelectorAll('details').forEach((details) => details.open = true)")
+    needed, width = opened.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert needed <= width
+    nodes, shared, tree_box = opened.execute_script("""
+        const size = (node) => node.getBoundingClientRect().width;
+        return [[...document.querySelectorAll(".tree .node")].filter(size).length,
+                [...document.querySelectorAll("#case ~ .solutions .shared")].filter(size).length,
+                document.querySelector(".tree").closest(".scroll").getBoundingClientRect().right];""")
+    assert (nodes, shared > 0, tree_box <= width) == (7, True, True)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_table_fits_fetches_nothing_and_runs_no_script(driver, table_page, width: int):
+    load(driver, table_page, width)
+    needed, inner, attacked, rows = driver.execute_script(
+        "return [document.documentElement.scrollWidth, innerWidth, window.attacked, "
+        "document.querySelectorAll('tbody tr').length]")
+    assert needed <= inner
+    assert (attacked, rows) == (None, 24 + 5)  # the paper's rows, four arms and their start
+    assert fetched(driver) == {table_page}
+    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []

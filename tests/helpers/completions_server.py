@@ -2,8 +2,10 @@
 
     python completions_server.py PORT STATE
 
-STATE is a file of JSON with any of: "hang" (completions are never answered), "status" (of every completion), "slow_s",
-"die_after" (completions; then the process ends), "unhealthy", "answer" (replaces the body of a completion).
+STATE is a file of JSON with any of: "hang" (completions are never answered), "hang_after" (so many completions of a
+process are answered, and no more), "status" (of every completion), "slow_s",
+"die_after" (completions; then the process ends), "unhealthy", "mute" (a look at its health is never answered), "answer"
+(replaces the body of a completion).
 It is read anew at each request. ``/log`` tells the seeds of the completions so far, in order.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -53,6 +56,8 @@ class CompletionsServer:
     async def answer(self, path: str, body: bytes, has_key: bool) -> tuple[int, object]:
         state = json.loads(self.state.read_text()) if self.state.is_file() else {}
         if path == "/health":
+            if state.get("mute") and self.seeds:
+                await asyncio.sleep(1e6)
             return (503 if state.get("unhealthy") else 200), b""
         if path == "/v1/models":
             return (200, {"data": [{"id": "policy", "max_model_len": 64}]}) if has_key else (401, {"error": "key"})
@@ -64,7 +69,8 @@ class CompletionsServer:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
-            await asyncio.sleep(1e6 if state.get("hang") else state.get("slow_s", 0.0))
+            hangs = state.get("hang") or len(self.seeds) >= state.get("hang_after", math.inf)
+            await asyncio.sleep(1e6 if hangs else state.get("slow_s", 0.0))
         finally:
             self.open -= 1
         if "die_after" in state and len(self.seeds) >= state["die_after"]:

@@ -71,6 +71,85 @@ def test_evaluate_hands_on_the_run_the_arm_and_the_overrides(runner: Runner):
     assert runner.calls == [("evaluate", Path("runs/a"), "ed_grpo", ["evaluation.samples=4"])]
 
 
+def test_evaluate_of_a_config_hands_on_the_config(runner: Runner, capsys):
+    handed = []
+    runner.evaluate_model = lambda cfg: handed.append(cfg) or ["a line"]
+    arguments = ["model.path=DIR", "data=math500", "data.test=FILE", "evaluation.samples=8", "--on-bad-rows=skip"]
+    assert main(["evaluate", *arguments, "--config-name=evaluate"]) == 0
+    [cfg] = handed
+    assert (cfg.algorithm, cfg.data.train, cfg.data.test, cfg.data.tested_on) == ("none", None, "FILE", "math500")
+    assert (cfg.evaluation.samples, cfg.evaluation.rollouts, cfg.data.on_bad_rows) == (8, 1, "skip")
+    assert capsys.readouterr().out == "a line\n" and not runner.calls
+
+
+@pytest.fixture
+def search_run(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for nemo_edo.search_run and keeps what it was called with."""
+    calls = []
+    fake = SimpleNamespace(
+        calls=calls,
+        search=lambda *arguments: calls.append(arguments) or ["a line"],
+        search_model=lambda cfg: calls.append(cfg) or ["another line"],
+    )
+    monkeypatch.setattr(nemo_edo, "search_run", fake, raising=False)
+    return fake
+
+
+def test_search_hands_on_the_run_the_arm_and_the_overrides(search_run: SimpleNamespace, capsys):
+    assert main(["search", "runs/a", "--arm", "ed_grpo", "search.width=2"]) == 0
+    assert search_run.calls == [(Path("runs/a"), "ed_grpo", ["search.width=2"])]
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_search_of_a_config_hands_on_the_config(search_run: SimpleNamespace, capsys):
+    arguments = ["model.path=DIR", "data.test=FILE", "search.reward_model=PRM", "search.width=2", "--on-bad-rows=skip"]
+    assert main(["search", *arguments, "--config-name=search"]) == 0
+    [cfg] = search_run.calls
+    assert (cfg.algorithm, cfg.search.reward_model, cfg.search.width) == ("none", "PRM", 2)
+    assert cfg.data.on_bad_rows == "skip" and capsys.readouterr().out == "another line\n"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "name the folder of one run, or a config with --config-name; given are 0 runs"),
+    (["search.width=2"], "name the folder of one run"),
+    (["runs/a", "runs/b"], "given are 2 runs"),
+    (["runs/a", "--config-path=DIR"], "--config-path and --on-bad-rows go with --config-name"),
+    (["runs/a", "--on-bad-rows=skip"], "--config-path and --on-bad-rows go with --config-name"),
+    (["runs/a", "--config-name=search"], "runs/a: with --config-name the run is the config's own"),
+    (["--config-name=search", "--arm=a"], "--arm: with --config-name the run is the config's own"),
+    (["--config-name=search"], "model.path"),
+])  # fmt: skip
+def test_search_of_what_it_does_not_take_is_an_error(search_run, capsys, arguments: list[str], message: str):
+    assert main(["search", *arguments]) == 2
+    assert message in capsys.readouterr().err and not search_run.calls
+
+
+def test_evaluate_of_stored_responses_takes_several_runs_and_no_runner(runner: Runner, monkeypatch, tmp_path: Path):
+    from nemo_edo import evaluator_run
+
+    handed = []
+    monkeypatch.setattr(evaluator_run, "evaluate_stored", lambda *arguments: handed.append(arguments) or [])
+    swept = tmp_path / "grpo.alpha=0.1"
+    swept.mkdir()
+    assert main(["evaluate", "runs/a", str(swept), "--stored", "evaluation.samples=4", "--arm", "x"]) == 0
+    assert handed == [([Path("runs/a"), swept], "x", ["evaluation.samples=4"])] and not runner.calls
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "name the folder of a run, or a config with --config-name"),
+    (["evaluation.samples=4"], "name the folder of a run"),
+    (["runs/a", "runs/b"], "evaluate takes one run at a time, not 2; several go with --stored"),
+    (["runs/a", "--config-name=evaluate"], "runs/a: with --config-name the run is the config's own"),
+    (["--stored", "--config-name=evaluate"], "--stored: with --config-name"),
+    (["--arm=x", "--config-name=evaluate"], "--arm: with --config-name"),
+    (["runs/a", "--config-path=x"], "--config-path and --on-bad-rows go with --config-name"),
+    (["runs/none", "--stored"], "runs/none is not the folder of a run: it has no config.yaml"),
+])  # fmt: skip
+def test_evaluate_says_what_does_not_go_together(runner: Runner, capsys, arguments: list[str], message: str):
+    assert main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err and not runner.calls
+
+
 def test_export_hands_on_both_folders_the_arm_and_the_size_of_files(runner: Runner):
     assert main(["export", "runs/a", "out"]) == 0
     assert main(["export", "runs/a", "out", "--arm=grpo", "--max-shard-size=2GiB"]) == 0
@@ -227,7 +306,8 @@ def test_help_lists_exactly_the_commands_that_work(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     commands = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
-    known = ["train", "launch", "collect", "evaluate", "report", "doctor", "export", "replay"]
+    known = ["train", "launch", "collect", "evaluate", "search", "score", "report", "doctor",
+             "export", "replay"]
     assert (stopped.value.code, commands) == (0, known)
 
 
@@ -247,7 +327,7 @@ def test_replay_hands_on_the_file_and_the_overrides(runner: Runner):
 
 def test_a_wrong_config_is_told_before_torch_is_loaded():
     code = "import sys; from nemo_edo.cli import main; print(main(['train', 'sed=1']), 'torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert result.stdout == "2 False\n"
     assert result.stderr.splitlines() == ["nemo-edo: error: unknown key sed (command line: sed=1); "
                                           "the nearest known key is seed"]

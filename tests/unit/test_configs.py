@@ -7,17 +7,19 @@ from dataclasses import replace
 import pytest
 
 from nemo_edo.config import GRPOConfig, IDPOConfig
-from nemo_edo.configuration import arm_configs, compose_run, shipped_config_dir
+from nemo_edo.configuration import ConfigError, arm_configs, compose_job, compose_run, shipped_config_dir
 
-CONFIGS = sorted(path.stem for path in shipped_config_dir().glob("*.yaml"))
+JOBS = {"reward_model", "reward_model_arithmetic", "score"}
+"""Configs of other jobs than a run."""
+CONFIGS = sorted({path.stem for path in shipped_config_dir().glob("*.yaml")} - JOBS)
 CHOICES = sorted(str(path.relative_to(shipped_config_dir()).with_suffix(""))
                  for path in shipped_config_dir().glob("*/*.yaml"))
 MANDATORY = ["model.path=/models/policy", "data.train=/data/train.jsonl", "data.test=/data/test.jsonl"]
 
 
 BUILT_IN = {"quickstart", "alpha_sweep", "idpo_quickstart", "idpo_alpha_sweep", "rivals", "sft_quickstart"}
-WITHOUT_BASELINE = {"alpha_sweep", "idpo_alpha_sweep", "sft_gsm8k", "sft_quickstart"}
-"""A sweep's baseline is another run; supervised training has no arms."""
+WITHOUT_BASELINE = {"alpha_sweep", "idpo_alpha_sweep", "sft_gsm8k", "sft_quickstart", "evaluate", "search"}
+"""A sweep's baseline is another run; supervised training, or none, has no arms."""
 SETS = {"alphas", "quickstart", "controls", "rivals", "baselines", "idpo"}
 """Files of the group ``arm`` that name several others."""
 
@@ -36,6 +38,15 @@ def test_shipped_config_composes_under_its_own_name(config_name: str):
     assert cfg.name == config_name
     has_baseline = [arm.exploration_weight == 0 for arm in arm_configs(cfg).values()]
     assert any(has_baseline) != (config_name in WITHOUT_BASELINE)
+
+
+@pytest.mark.parametrize("config_name", sorted(JOBS))
+def test_shipped_config_of_another_job_composes_as_that_and_not_as_a_run(config_name: str):
+    given = [] if config_name == "score" else ["model.path=/models/base", "data.run=/runs/quickstart"]
+    cfg = compose_job(config_name, given)
+    assert config_name.startswith(cfg.job) and getattr(cfg, "name", config_name) == config_name
+    with pytest.raises(ConfigError, match=f"{config_name} is the config of another job .job: {cfg.job}., not of a run"):
+        compose_run(config_name, given)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

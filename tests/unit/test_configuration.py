@@ -235,7 +235,7 @@ def test_arm_of_a_run_config_made_in_code_is_checked(differences: dict, expected
     ("data=gsm8q", "command line: data=gsm8q: no config gsm8q in group data; did you mean gsm8k? "
                    "(there are: aime24, aime25, arithmetic, gsm8k, gsm8k_paper, math, math500, minerva, "
                    "olympiadbench, s1k)"),
-    ("algorithm=ppo", "algorithm is 'ppo', expected one of sft, grpo, idpo (command line: algorithm=ppo)"),
+    ("algorithm=ppo", "algorithm is 'ppo', expected one of none, sft, grpo, idpo (command line: algorithm=ppo)"),
     ("idpo.micro_batch_size=3", "idpo.micro_batch_size is 3, expected an even number: a pair is two responses of one "
                                 "pass (command line: idpo.micro_batch_size=3)"),
     ("idpo.micro_batch_tokens=100", "idpo.micro_batch_tokens is 100, expected null or at least 2 * model.seq_length = "

@@ -13,7 +13,7 @@ import pytest
 import nemo_edo
 from nemo_edo.cli import main
 from nemo_edo.config import RunConfig
-from nemo_edo.configuration import arm_configs, compose_run, resolved_yaml
+from nemo_edo.configuration import arm_configs, compose_job, compose_run, resolved_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
@@ -54,11 +54,34 @@ class Runner(SimpleNamespace):
         arms = {"warmup", *arm_configs(compose_run("quickstart", overrides))}
         assert arm is None or arm in arms
 
+    def evaluate_model(self, cfg: RunConfig) -> list[str]:
+        assert cfg.algorithm == "none"
+        return []
+
     def replay(self, file: Path, overrides: list[str]) -> None:
         assert file.parent.name == "failures" and not overrides
 
     def export(self, run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
         assert arm in {"warmup", *arm_configs(compose_run("quickstart", []))}
+
+
+def evaluate_stored(runs: list[Path], arm: str | None, overrides: list[str]) -> list[str]:
+    """Stands in for the evaluation from stored responses, which no page's run has."""
+    Runner().evaluate(runs[0], arm, overrides)
+    return []
+
+
+class SearchRun:
+    """Stands in for nemo_edo.search_run."""
+
+    def search(self, run: Path, arm: str | None, overrides: list[str]) -> list[str]:
+        cfg = compose_run("quickstart", overrides)
+        assert cfg.search.reward_model and arm in {"warmup", *arm_configs(cfg)}
+        return []
+
+    def search_model(self, cfg: RunConfig) -> list[str]:
+        assert cfg.algorithm == "none" and cfg.search.reward_model
+        return []
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +105,21 @@ def folder_of_the_docs(quickstart: RunConfig, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=[f"{page}: {' '.join(a)}"[:80] for page, a in COMMANDS])
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list[str]):
-    from nemo_edo import sweep
+    from nemo_edo import evaluator_run, sweep
     from nemo_edo.cluster import slurm
-    from nemo_edo.evaluation import report, run_set, runs_report
+    from nemo_edo.evaluation import report, run_set, runs_report, tables_report
+    from nemo_edo.rewards import score_run, train_reward_model
 
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
+    monkeypatch.setattr(evaluator_run, "evaluate_stored", evaluate_stored)
     monkeypatch.setattr(nemo_edo, "runner", Runner(), raising=False)
+    monkeypatch.setattr(nemo_edo, "search_run", SearchRun(), raising=False)
+    monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)
+    monkeypatch.setattr(score_run, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
     monkeypatch.setattr(report, "write_report", lambda run, out: run / "report.html")
     monkeypatch.setattr(runs_report, "write_runs_report", lambda found, out, baseline: [])
+    monkeypatch.setattr(tables_report, "write_table", lambda found, name, out: [])
     monkeypatch.setattr(run_set, "find_runs", lambda runs: SimpleNamespace(single=None))
     monkeypatch.delenv("RANK", raising=False)
     try:
@@ -130,8 +159,9 @@ def test_arms_of_the_docs_compose(tmp_path: Path):
 
 
 def test_tables_of_the_settings_are_current():
-    page = PAGES["configuration.md"]
-    assert CONFIG_TABLE["updated"](page) == page, "run: python tools/docs/config_table.py"
+    for name, tables in (("configuration.md", "settings_tables"), ("reward_models.md", "reward_model_tables")):
+        page = PAGES[name]
+        assert CONFIG_TABLE["updated"](page, CONFIG_TABLE[tables]()) == page, "run: python tools/docs/config_table.py"
 
 
 def test_tables_hold_every_setting_that_a_config_can_name(quickstart: RunConfig):
@@ -166,6 +196,8 @@ def test_links_and_paths_lead_to_files_of_the_repository(page: str):
 def test_settings_that_the_prose_names_exist(quickstart: RunConfig, page: str):
     """A name in backticks that begins with a section's name, such as grpo.alpha."""
     known = set(keys(quickstart))
+    if page in ("reward_models.md", "search.md"):
+        known |= set(keys(compose_job("reward_model", ["model.path=BASE", "data.run=RUN"])))
     sections = {name.partition(".")[0] for name in known if "." in name}
     named = set(re.findall(r"`(\w+(?:\.\w+)+)(?:=[^`]*)?`", PAGES[page]))
     settings = {name for name in named if name.partition(".")[0] in sections and not name.endswith((".py", ".yaml"))}

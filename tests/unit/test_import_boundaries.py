@@ -21,6 +21,7 @@ RULES = [  # parts that share a rule share an interpreter: starting one with tor
     (["model_shape"], HEAVY | {"torch"}),
     (["http_client"], HEAVY - {"httpx"} | {"torch"}),
     (["generation/inside_server"], HEAVY | {"torch", "numpy", "transformers", "starlette"}),
+    (["evaluator_run"], HEAVY - {"hydra"}),
     (["configuration", "doctor"], HEAVY - {"hydra"} | {"torch"}),
     (["types", "interfaces", "losses", "metrics", "test_time", "parallel", "algorithms"], HEAVY | {"transformers"}),
     (["data", "run_folder", "factory"], HEAVY),

@@ -149,7 +149,7 @@ def test_command_of_a_member_runs_the_same_config_in_a_fresh_process():
 
 
 def test_the_module_is_the_command():
-    shown = subprocess.run([sys.executable, "-m", "nemo_edo", "--version"], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([sys.executable, "-m", "nemo_edo", "--version"], capture_output=True, text=True, timeout=600)
     assert shown.stdout.startswith("nemo-edo ")
 
 

@@ -1,7 +1,9 @@
 """Sampling from vLLM servers against the in-process engine, on the same machine and in one run.
 
 The weights are random, so that the built-in task's tokens are about equally likely: responses end after very different
-numbers of tokens, geometrically distributed, or at the limit. Engines are timed in turn; the first round warms up.
+numbers of tokens, geometrically distributed, or at the limit. Engines are timed in turn, each after a few requests that
+warm it up. CPU seconds are those of this process and of the servers: they say more than the clock on a machine that
+other work runs on.
 
     python tools/benchmarks/servers.py --model 100m --threads 2 --replicas 2
 """
@@ -12,11 +14,17 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from nemo_edo.tracking import quiet_libraries
 
+WARM_UP = 32
+"""Requests."""
 MODELS = {
     "quickstart": ["sampling.max_new_tokens=32"],
     "100m": [
@@ -27,6 +35,7 @@ MODELS = {
         "model.architecture.num_key_value_heads=12",
         "model.architecture.max_position_embeddings=1024",
         "model.architecture.initializer_range=0.02",
+        "generation.servers.cpu_cache_gb=3",  # 80 kB a token
     ],
 }
 
@@ -40,6 +49,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
         "generation=vllm",
         f"threads={args.threads}",
         f"generation.servers.replicas={args.replicas}",
+        f"generation.servers.threads={args.server_threads or 'null'}",
         f"generation.servers.max_in_flight={args.in_flight}",
         f"generation.max_batch_size={args.in_flight}",
         *MODELS[args.model],
@@ -64,29 +74,46 @@ def engines(cfg, run, data, model, servers) -> dict:
     return found if len(servers.replicas) == 1 else {**found, f"{len(servers.replicas)} servers": servers}
 
 
-def timed(works: dict, repeats: int) -> dict[str, list[float]]:
-    """Tokens a second, of each round but the first."""
-    speeds: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in range(repeats + 1):
+@dataclass
+class Speeds:
+    """Tokens of each round: for each second of the clock, and for each CPU second."""
+
+    clock: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def timed(works: dict[str, Callable], asked: list, repeats: int) -> dict[str, Speeds]:
+    """works: by name, what draws responses to requests."""
+    speeds = {name: Speeds() for name in works}
+    for work in works.values():
+        work(asked[:WARM_UP])
+    for repeat in range(repeats):
         for name, work in works.items():
-            begun = time.perf_counter()
-            rollouts = work()
-            seconds = time.perf_counter() - begun
+            begun, cpu_begun = time.perf_counter(), cpu_seconds()
+            rollouts = work(asked)
+            seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu_begun
             lengths = [len(rollout.response_ids) for rollout in rollouts]
-            if repeat:
-                speeds[name].append(sum(lengths) / seconds)
+            speeds[name].clock.append(sum(lengths) / seconds)
+            speeds[name].cpu.append(sum(lengths) / cpu)
             print(
-                f"round {repeat}, {name}: {sum(lengths):,} tokens in {seconds:.1f} s; lengths from {min(lengths)} to "
-                f"{max(lengths)}, median {statistics.median(lengths):.0f}",
+                f"round {repeat}, {name}: {sum(lengths):,} tokens in {seconds:.1f} s, {cpu:.1f} CPU s; lengths from "
+                f"{min(lengths)} to {max(lengths)}, median {statistics.median(lengths):.0f}",
                 flush=True,
             )
     return speeds
 
 
+def cpu_seconds() -> float:
+    """Of this process and of all that it has started and that still run."""
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="quickstart")
-    parser.add_argument("--threads", type=int, default=1, help="of the in-process engine; servers take all cores")
+    parser.add_argument("--threads", type=int, default=1, help="of the in-process engine")
+    parser.add_argument("--server-threads", type=int, default=None, help="of each server; else its share of the cores")
     parser.add_argument("--sequences", type=int, default=1280)
     parser.add_argument("--in-flight", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=None)
@@ -116,16 +143,23 @@ def main() -> None:
             sampling = SamplingParams(1.0, 1.0, cfg.sampling.max_new_tokens)
             asked = sampling_requests(data.train[: args.sequences // 10 + 1], data.prompts, 10, 0)[: args.sequences]
             works = {
-                name: partial(engine.generate, asked, sampling)
+                name: partial(engine.generate, sampling=sampling)
                 for name, engine in engines(cfg, run, data, model, servers).items()
             }
-            speeds = timed(works, args.repeats)
+            speeds = timed(works, asked, args.repeats)
         finally:
             servers.close()
     parameters = sum(parameter.numel() for chunk in model.built.chunks for parameter in chunk.parameters())
-    print(f"{parameters:,} parameters, {args.sequences} sequences, {args.in_flight} in flight, {args.threads} threads")
-    for name, values in speeds.items():
-        print(f"{name:12} tokens/s: median {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})")
+    print(
+        f"{parameters:,} parameters, {args.sequences} sequences, {args.in_flight} in flight, {args.threads} threads "
+        f"in process, {cfg.generation.servers.threads or 'a share of the cores'} for each server"
+    )
+    for name, found in speeds.items():
+        print(f"{name:12} tokens/s: {middle(found.clock)}; tokens/CPU s: {middle(found.cpu)}")
+
+
+def middle(values: list[float]) -> str:
+    return f"median {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Writes the tables of every setting into docs/configuration.md: keys, defaults and docstrings of nemo_edo/config/.
+"""Writes the tables of every setting into docs/: keys, defaults and docstrings of nemo_edo/config/.
+
+A run's are in configuration.md, those of reward models' training and scoring in reward_models.md.
 
 python tools/docs/config_table.py
 """
@@ -18,18 +20,29 @@ from generated import between_markers
 
 from nemo_edo import config
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BEGIN = "<!-- settings: written by tools/docs/config_table.py -->"
 END = "<!-- end of settings -->"
 
 
 def main() -> None:
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, tables in (("configuration.md", settings_tables), ("reward_models.md", reward_model_tables)):
+        page = DOCS / name
+        page.write_text(updated(page.read_text(encoding="utf-8"), tables()), encoding="utf-8")
 
 
-def updated(page: str) -> str:
-    """The page with new tables; raises ValueError as ``between_markers`` does."""
-    return between_markers(page, BEGIN, END, settings_tables())
+def updated(page: str, tables: str | None = None) -> str:
+    """The page with new tables (None: a run's); raises ValueError as ``between_markers`` does."""
+    return between_markers(page, BEGIN, END, settings_tables() if tables is None else tables)
+
+
+def reward_model_tables() -> str:
+    """Of the settings of ``train --config-name reward_model``, then of ``score``, whose servers are those of a run."""
+    documents = _docstrings()
+    tables = [_section(name, section, documents) for name, section in _sections("", config.RewardModelRunConfig)]
+    tables[0] = tables[0].replace("### The run", "### Settings of the training")
+    scoring = _section("", config.ScoreConfig, documents).replace("### The run", "### Settings of `nemo-edo score`")
+    return "\n".join([*tables, scoring.replace("a section, below", "as `generation.servers`")])
 
 
 def settings_tables() -> str:

@@ -28,7 +28,7 @@ beats()
 def run(tmp_path, rest: str) -> subprocess.CompletedProcess[str]:
     code = BODY.format(folder=str(tmp_path), rest=rest)
     environment = {**os.environ, "NEMO_EDO_CONTROL": str(tmp_path), "RANK": "3"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
 
 
 def test_a_process_that_stands_still_ends_with_its_stacks_written(tmp_path):

@@ -1,6 +1,7 @@
 """What ``nemo-edo doctor`` prints and with which status it ends."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -85,6 +86,17 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight
     assert (status, text.splitlines()[-1]) == (0, "ok")
     assert "to be given  model.path, data.train, data.test" in text
     assert "7.62 billion parameters, bf16, tensor 2 x data 4" in text
+
+
+def test_where_nothing_is_trained_the_weights_and_generation_alone_are_counted(doctor, eight_gpus):
+    evaluation = ("--config-name", "experiment/ood/s1k_llama_cot")
+    status, told = doctor(*evaluation)
+    rows = dict(re.findall(r"^(\w[\w ]*\w) {2,}([0-9.]+)$", told, re.MULTILINE))
+    assert status == 0 and "fullest in   evaluation\n" in told
+    assert [float(rows[part]) for part in ("gradients", "optimizer", "activations", "loss layer")] == [0, 0, 0, 0]
+    assert float(rows["weights"]) > 1 and float(rows["generation"]) > 1
+    status, told = doctor(*evaluation, "generation=vllm", "generation.servers.urls=[http://node:8000]")
+    assert status == 0 and "servers alone hold it" in told and "fullest" not in told
 
 
 def test_the_time_of_an_iteration_is_told_for_gpus_and_follows_their_number(doctor, eight_gpus):

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from nemo_edo.evaluation.charts import DASHES, Series, all_charts, arm_styles, line_chart
+from nemo_edo.evaluation.charts import all_charts
+from nemo_edo.evaluation.drawing import DASHES, Series, arm_styles, line_chart
 from nemo_edo.evaluation.run_record import compare_run, read_run
 
 STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
@@ -58,8 +59,9 @@ def charts(tmp_path, write_run_folder):
 
 def test_a_full_run_draws_every_chart_once(charts):
     drawn, undrawn = charts()
-    assert [chart.key for chart in drawn] == ["matched", "entropy", "accuracy", "pass", "reward", "distinct", "kl",
-                                              "well-formed", "interim", "exploration", "floor", "warm-up"]
+    assert [chart.key for chart in drawn] == ["matched", "entropy", "accuracy", "pass", "distinct-bars", "reward",
+                                              "distinct", "kl", "well-formed", "interim", "exploration", "floor",
+                                              "warm-up"]
     assert undrawn == []
 
 
@@ -92,3 +94,32 @@ def test_the_matched_chart_marks_the_interpolated_values(charts):
     marks = [trace for trace in traces(chart) if trace["mode"] == "markers"]
     assert len(marks) == 4
     assert all(mark["x"][0] == pytest.approx(level, abs=5e-4) for mark in marks)
+
+
+def test_distinct_4_bars_carry_the_interval_of_the_table(tmp_path, write_run_folder):
+    record = read_run(write_run_folder(tmp_path / "run", iterations=2, problems=20))
+    comparison = compare_run(record)
+    bars = traces(next(chart for chart in all_charts(record, comparison)[0] if chart.key == "distinct-bars"))
+    assert [bar["y"][0] for bar in bars] == [comparison.table[arm]["distinct_4"].mean for arm in comparison.table]
+    assert bars[0]["error_y"]["array"][0] == pytest.approx(
+        comparison.table["warmup"]["distinct_4"].high - comparison.table["warmup"]["distinct_4"].mean)
+
+
+# --- alpha ------------------------------------------------------------------------------------------------------------
+
+
+def test_arms_that_differ_in_alpha_alone_make_a_curve_in_the_order_of_alpha(tmp_path, write_run_folder):
+    alphas = {"high": 0.1, "low": 1e-4, "plain": 0.0}
+    record = read_run(write_run_folder(tmp_path / "run", arms=(), iterations=2, problems=20, alphas=alphas))
+    comparison = compare_run(record)
+    drawn = {chart.key: chart for chart in all_charts(record, comparison)[0]}
+    low, high, line = traces(drawn["alpha-vote-10"])
+    assert line["y"] == [comparison.table[arm]["vote@10"].mean for arm in ("plain", "low", "high")]
+    assert (line["x"], line["name"]) == ([0, 1, 2], "ED-GRPO")
+    assert '"ticktext":["0","0.0001","0.1"]' in drawn["alpha-vote-10"].html
+    assert "alpha-distinct_4" in drawn
+
+
+def test_two_alphas_or_arms_that_differ_in_more_make_no_curve(charts):
+    drawn, _ = charts(arms=("edo_paper", "edo_floor", "entropy_bonus"), alphas={"a": 0.1, "b": 0.01})
+    assert not [chart.key for chart in drawn if chart.key.startswith("alpha")]

@@ -1,0 +1,154 @@
+"""Stored responses' curves and plain metrics as text, with 95 % intervals over problems, and paired differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.comparison import Evaluation, metric_name
+from nemo_edo.evaluation.run import SAMPLED_ENTROPY
+from nemo_edo.evaluation.stored import BESIDE_RULES, ORACLE
+from nemo_edo.metrics.agreement import cohen_kappa
+from nemo_edo.metrics.intervals import Interval, paired_bootstrap
+from nemo_edo.metrics.paired import holm, mcnemar, paired_permutation_test
+
+PLAIN = (
+    *("greedy_accuracy", "accuracy", "distinct_4", "distinct_answers", "answer_entropy", SAMPLED_ENTROPY),
+    *("well_formed", "response_length", "abstained", *BESIDE_RULES),
+)
+COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", SAMPLED_ENTROPY)
+"""Plain metrics that are tested between arms, beside each curve at its largest k."""
+LABEL_WIDTH, CELL_WIDTH, COLUMNS = 24, 10, 7
+
+
+@dataclass(frozen=True)
+class Tested:
+    """arm - baseline on the same problems."""
+
+    arm: str
+    metric: str
+    interval: Interval
+    p: float
+    """Of no difference: McNemar's exact test for greedy answers, else the paired permutation test; adjusted by Holm's
+    method for all that were tested together."""
+
+
+def families(evaluation: Evaluation) -> dict[str, list[int]]:
+    """Each curve, as its name with {} for k, and the k that it was measured at."""
+    found: dict[str, list[int]] = {}
+    for name in evaluation.metrics:
+        before, at, after = name.partition("@")
+        number, slash, score = after.partition("/")
+        if at and evaluation.has(name):
+            found.setdefault(f"{before}@{{}}{slash}{score}", []).append(int(number))
+    return found
+
+
+def shown_sizes(largest: int) -> list[int]:
+    """The powers of two below the largest k, and that: as many of the largest as fit on a line."""
+    powers = [2**power for power in range(largest.bit_length()) if 2**power < largest]
+    return [*powers, largest][-COLUMNS:]
+
+
+def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -> str:
+    """One block for each arm, in at most 100 columns: its plain metrics, and its curves with intervals under them."""
+    return "\n\n".join(
+        "\n".join([f"{label}: {len(evaluation.problems)} problems", *_block(evaluation, resamples, seed)])
+        for label, evaluation in evaluations.items()
+    )
+
+
+def _block(evaluation: Evaluation, resamples: int, seed: int) -> list[str]:
+    def interval(metric: str) -> Interval | None:
+        return evaluation.interval(metric, resamples=resamples, seed=seed)
+
+    lines = [
+        f"  {metric_name(metric):<38}{_number(found.mean)}  [{_number(found.low)}, {_number(found.high)}]"
+        for metric in PLAIN
+        if (found := interval(metric))
+    ]
+    if evaluation.has(BESIDE_RULES[0]):
+        lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
+    curves = families(evaluation)
+    sizes = shown_sizes(max((k for found in curves.values() for k in found), default=1))
+    lines.append(_line("of k responses", [f"k={k}" for k in sizes]))
+    for family in curves:
+        found = [interval(family.format(k)) for k in sizes]
+        lines.append(_line(family.format("k"), [one and _number(one.mean) for one in found]))
+        if not family.startswith("tokens@"):
+            lines.append(_line("", [one and f"{_short(one.low)}-{_short(one.high)}" for one in found]))
+    return lines
+
+
+def kappa(evaluation: Evaluation) -> float:
+    """Cohen's kappa of judge and rules, from the totals over problems."""
+    same, judge, rules = (round(evaluation.metrics[name][0].sum()) for name in BESIDE_RULES)
+    compared = round(evaluation.metrics[BESIDE_RULES[0]][1].sum())
+    both = (judge + rules - (compared - same)) // 2
+    return cohen_kappa(both, judge - both, rules - both, compared - judge - rules + both)
+
+
+def differences(
+    evaluations: Mapping[str, Evaluation], baseline: str, *, resamples: int, seed: int
+) -> tuple[Tested, ...]:
+    """Every other arm against the baseline. Raises UserError where two answered different problems."""
+    base, found = evaluations[baseline], []
+    for label, evaluation in evaluations.items():
+        if label == baseline:
+            continue
+        if evaluation.problems != base.problems:
+            raise UserError(
+                f"{label} and {baseline} were evaluated on different problems, or in another order; differences are "
+                "paired by problem, so evaluate both on the same file"
+            )
+        tested = [*COMPARED, *(family.format(max(sizes)) for family, sizes in families(evaluation).items())]
+        for metric in tested:
+            if not _is_untested(metric) and evaluation.has(metric) and base.has(metric):
+                ends = paired_bootstrap(
+                    *evaluation.metrics[metric], *base.metrics[metric], resamples=resamples, seed=seed
+                )
+                found.append((label, metric, ends, _p_value(metric, evaluation, base, seed)))
+    adjusted = holm([p for *_, p in found]) if found else []
+    return tuple(
+        Tested(label, metric, ends, float(p)) for (label, metric, ends, _), p in zip(found, adjusted, strict=True)
+    )
+
+
+def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
+    lines = [f"differences from {baseline} on the same problems, 95 % intervals, p adjusted for {len(tested)} tests:"]
+    for one in tested:
+        interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
+        lines.append(f"  {one.arm:<24} {metric_name(one.metric):<34} {interval}  p = {one.p:.3g}")
+    return "\n".join(lines)
+
+
+def _is_untested(metric: str) -> bool:
+    """The tokens are what is paid, and the oracle's best of k is pass@k again."""
+    return metric.startswith("tokens@") or metric.endswith(f"/{ORACLE}")
+
+
+def _p_value(metric: str, a: Evaluation, b: Evaluation, seed: int) -> float:
+    """On the problems where both have something."""
+    (sums_a, counts_a), (sums_b, counts_b) = a.metrics[metric], b.metrics[metric]
+    both = (counts_a > 0) & (counts_b > 0)
+    values_a, values_b = sums_a[both] / counts_a[both], sums_b[both] / counts_b[both]
+    if not both.any():
+        return 1.0
+    if metric == "greedy_accuracy" and np.isin([values_a, values_b], (0.0, 1.0)).all():
+        return mcnemar(values_a, values_b)
+    return paired_permutation_test(values_a, values_b, seed=seed)
+
+
+def _line(label: str, cells: list[str | None]) -> str:
+    return (f"  {label:<{LABEL_WIDTH}}" + "".join(f"{cell or '-':>{CELL_WIDTH}}" for cell in cells)).rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0") if value < 1 else f"{value:.2f}"
