@@ -349,7 +349,7 @@ def test_the_helper_sees_tracebacks(tmp_path: Path):
     assert shutil.which(sys.executable)
     code = f"""
 import runpy, nemo_edo.configuration
-nemo_edo.configuration.compose_run = lambda *_: 1 / 0
+nemo_edo.configuration.compose_job = lambda *_: 1 / 0
 result = runpy.run_path({str(COMMANDS)!r})["run"](["train"])
 print(result["status"], "ZeroDivisionError" in result["traceback"])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
