@@ -29,8 +29,8 @@ class Launch:
     """The interpreter that has the server."""
     host: str
     dtype: str
-    max_length: int
-    """Tokens of prompt and response together."""
+    max_length: int | None
+    """Tokens of prompt and response together; None: the model's own."""
     logprobs_after_temperature: bool
     """Whether log-probabilities are those of the scaled distribution; else of the model's, at temperature 1."""
     gpus: tuple[int, ...]

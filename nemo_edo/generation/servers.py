@@ -69,21 +69,27 @@ def server_python(settings: ServersConfig) -> str:
 def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, key: str | None = None) -> list[Replica]:
     """Replicas as the config has them, none started. logs: the folder of their logs. gpus: of this machine. key: that
     those which are started will ask for; None: one that is made here."""
-    settings, api = cfg.generation.servers, APIS[cfg.generation.backend]()
+    settings = cfg.generation.servers
     if settings.urls:
-        given = given_key(settings)
-        return [
-            Replica(
-                f"server {place}",
-                url=url,
-                key=given,
-                start_limit_s=settings.health_limit_s,
-                launched=settings.launched,
-            )
-            for place, url in enumerate(settings.urls)
-        ]
-    launch, each = _launch(cfg, logs), settings.tensor_parallel_size
-    key = key or secrets.token_urlsafe(32)
+        return replicas_at_urls(settings)
+    return own_replicas(settings, APIS[cfg.generation.backend](), _launch(cfg, logs), model_folder, gpus, key)
+
+
+def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
+    """Those that are there already, of any use."""
+    key = given_key(settings)
+    return [
+        Replica(f"server {place}", url=url, key=key, start_limit_s=settings.health_limit_s, launched=settings.launched)
+        for place, url in enumerate(settings.urls)
+    ]
+
+
+def own_replicas(
+    settings: ServersConfig, api: ServerAPI, launch: Launch, model_folder: Path, gpus: int, key: str | None = None
+) -> list[Replica]:
+    """Those that are started on this machine, of any use. launch: of each, but for its GPUs and its log: ``log`` is the
+    folder of all logs. gpus, key: as of ``build_replicas``."""
+    each, key = settings.tensor_parallel_size, key or secrets.token_urlsafe(32)
     replicas = []
     for place in range(settings.replicas):
         first = settings.first_gpu + place * each
@@ -93,7 +99,7 @@ def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, ke
                 f"server {place}",
                 key=key,
                 api=api,
-                launch=replace(launch, gpus=own, log=logs / f"server_{place}.log"),
+                launch=replace(launch, gpus=own, log=launch.log / f"server_{place}.log"),
                 model_folder=model_folder,
                 start_limit_s=settings.start_limit_s,
             )

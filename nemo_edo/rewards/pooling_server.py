@@ -18,10 +18,8 @@ import asyncio
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import Launch
-from nemo_edo.generation.servers import check_environment, given_key, server_python, start
+from nemo_edo.generation.servers import check_environment, own_replicas, replicas_at_urls, server_python, start
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.http_client import Fault, parsed, require_status
 from nemo_edo.rewards.reward_formats import SKYWORK, Encoded, RewardFolder, load_format
@@ -44,42 +42,21 @@ MODEL_NAME = "reward_model"
 TOKENS, SEQUENCE = "token_classify", "classify"
 """vLLM's names of its tasks: a row for each token, and one for the sequence."""
 PROGRESS_DELAY_S = 2.0
-_OWN_LENGTH = 0
-"""A Launch's length for: the model's own."""
 
 
 class VLLMPooling(VLLM):
     """A ServerAPI: vLLM with a pooling model."""
 
+    takes_weights = False
+
     def model_name(self, model: Path) -> str:
         return MODEL_NAME
 
-    def command(self, launch: Launch, model: Path, port: int) -> list[str]:
-        command = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
-        options = {
-            "model": str(model),
-            "served-model-name": MODEL_NAME,
-            "runner": "pooling",
-            "host": launch.host,
-            "port": str(port),
-            "dtype": launch.dtype,
-            "max-num-seqs": str(launch.max_in_flight),
-            "middleware": "require_key.RequireKey",
-        }
-        if launch.max_length != _OWN_LENGTH:
-            options["max-model-len"] = str(launch.max_length)
-        command += [part for name, value in options.items() for part in (f"--{name}", value)]
-        command.append("--disable-uvicorn-access-log")
-        if launch.gpus:
-            command += ["--tensor-parallel-size", str(len(launch.gpus))]
-            command += ["--gpu-memory-utilization", str(launch.memory_share)]
-        else:
-            command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-        return [*command, *launch.arguments]
+    def use_options(self, launch: Launch) -> dict[str, str]:
+        return {"runner": "pooling"}
 
-    def environment(self, launch: Launch, key: str) -> dict[str, str]:
-        # Nothing here changes a server's weights or calls its workers' methods.
-        return {**super().environment(launch, key), "VLLM_SERVER_DEV_MODE": "0"}
+    def cpu_arguments(self, launch: Launch) -> list[str]:
+        return []
 
 
 class ServedRewardModel:
@@ -183,34 +160,11 @@ def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Pa
     """Replicas that serve the folder's model: those at the settings' URLs, else some of this machine; none is
     started. work: as in ``serving``."""
     if settings.urls:
-        key = given_key(settings)
-        return [
-            Replica(f"server {place}", url=url, key=key, start_limit_s=settings.health_limit_s)
-            for place, url in enumerate(settings.urls)
-        ]
-    model, key = about.path, secrets.token_urlsafe(32)
+        return replicas_at_urls(settings)
+    model = about.path
     if about.own is None and about.architecture == SKYWORK:
         model = write_servable(about.path, work / "served")
-    launch, each = _launch(about, settings, work, bool(gpus)), settings.tensor_parallel_size
-    replicas = []
-    for place in range(settings.replicas):
-        first = settings.first_gpu + place * each
-        own = replace(
-            launch,
-            gpus=tuple(range(first, first + each)) if gpus else (),
-            log=work / f"server_{place}.log",
-        )
-        replicas.append(
-            Replica(
-                f"server {place}",
-                key=key,
-                api=VLLMPooling(),
-                launch=own,
-                model_folder=model,
-                start_limit_s=settings.start_limit_s,
-            )
-        )
-    return replicas
+    return own_replicas(settings, VLLMPooling(), _launch(about, settings, work, bool(gpus)), model, gpus)
 
 
 def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> Launch:
@@ -221,7 +175,7 @@ def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: b
         python=server_python(settings),
         host=settings.host,
         dtype=settings.dtype or ("bfloat16" if on_gpus else "float32"),
-        max_length=_OWN_LENGTH,
+        max_length=None,
         logprobs_after_temperature=False,
         gpus=(),
         threads=max(1, len(os.sched_getaffinity(0)) // settings.replicas),

@@ -76,6 +76,25 @@ def test_every_run_makes_a_new_key_that_no_command_line_holds(tmp_path: Path):
     assert VLLM().environment(launch, "secret")["VLLM_API_KEY"] == "secret"
 
 
+def test_the_command_line_of_a_policys_server_is_this_one(tmp_path: Path):
+    cfg = config("generation.servers.python=/x/python", "generation.servers.arguments=[--seed,'7']",
+                 "generation.servers.tensor_parallel_size=2", "lora.rank=20", "generation.refit.lora=adapter")
+    common = ["/x/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/model", "--served-model-name",
+              "policy", "--host", "127.0.0.1", "--port", "8000", "--dtype", "float32", "--max-model-len", "64",
+              "--max-num-seqs", "256", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+              "--middleware", "require_key.RequireKey", "--worker-extension-cls", "tied_head.TiedHead",
+              "--disable-uvicorn-access-log"]
+    machine = {
+        0: ["--enforce-eager", "--distributed-executor-backend", "uni", "--no-enable-chunked-prefill",
+            "--max-num-batched-tokens", "8192"],
+        2: ["--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.85"],
+    }  # fmt: skip
+    for gpus, of_machine in machine.items():
+        [replica] = build_replicas(cfg, Path("/model"), tmp_path, gpus)
+        command = VLLM().command(replica._launch, replica.model_folder, 8000)
+        assert command == [*common, *of_machine, "--enable-lora", "--max-lora-rank", "32", "--seed", "7"]
+
+
 @pytest.mark.parametrize(("top_p", "mode"), [(1.0, "processed_logprobs"), (0.9, "raw_logprobs")])
 def test_the_kind_of_log_probabilities_follows_the_cut(top_p: float, mode: str, tmp_path: Path):
     [(command, _)] = launched(config(f"sampling.top_p={top_p}"), 0, tmp_path)

@@ -75,6 +75,22 @@ def test_servers_that_are_started_pool_behind_their_key_which_no_command_line_ho
     assert len({replica._launch.log for replica in replicas}) == 2
 
 
+def test_the_command_line_of_a_reward_models_server_is_this_one(folders, tmp_path):
+    settings = ServersConfig(python="/x/python", tensor_parallel_size=2, arguments=["--seed", "7"])
+    machine = {
+        0: ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"],
+        2: ["--dtype", "bfloat16", "--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.85"],
+    }
+    for gpus, of_machine in machine.items():
+        [replica] = build_reward_replicas(read_reward_folder(folders["own"]), settings, tmp_path, gpus)
+        common = ["--model", str(folders["own"]), "--served-model-name", "reward_model", "--runner", "pooling",
+                  "--host", "127.0.0.1", "--port", "8000", "--max-num-seqs", "256", "--middleware",
+                  "require_key.RequireKey", "--disable-uvicorn-access-log"]  # fmt: skip
+        command, given = command_of(replica), ["--pooler-config", '{"task": "token_classify"}', "--seed", "7"]
+        assert command[:3] == ["/x/python", "-m", "vllm.entrypoints.openai.api_server"] and command[-4:] == given
+        assert sorted(command[3:-4]) == sorted(common + of_machine)
+
+
 def test_gpus_are_dealt_out_among_the_replicas(folders, tmp_path):
     settings = ServersConfig(replicas=2, tensor_parallel_size=2, first_gpu=1)
     replicas = build_reward_replicas(read_reward_folder(folders["own"]), settings, tmp_path, gpus=8)
