@@ -14,6 +14,7 @@ from nemo_edo.data.disk_space import check_disk_space, estimate_bytes
 from nemo_edo.data.problems import LoadedProblems, load_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.rollout_store import RolloutStore, tokenizer_identity
+from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.model_shape import check_expected
 from nemo_edo.rewards.scorers import build_scorer
@@ -113,7 +114,7 @@ def load_data(cfg: RunConfig, run: RunFolder) -> Data:
     scorer, judge = build_scorer(cfg, loaded)
     if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = _load_problems(cfg.data, warmup_file, cfg.data.benchmark, "train")
-    tokenizer = _load_tokenizer(model_folder(cfg, run))
+    tokenizer = _policy_tokenizer(model_folder(cfg, run))
     train = [] if train_file is None else loaded[train_file].problems
     test = loaded[test_file].problems
     _require_distinct_ids(train, test)
@@ -209,8 +210,10 @@ def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopC
     check_disk_space(run.path, needed)
 
 
-def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, trainer=None) -> MegatronGPTModel:
-    """The model class that ``training`` is the config of, with the starting weights."""
+def build_model(
+    cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, trainer=None, *, weights: Path | None = None
+) -> MegatronGPTModel:
+    """The model class that ``training`` is the config of, with the weights of a checkpoint; None: the starting ones."""
     from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
     from nemo_edo.models.megatron_gpt_model import model_config
 
@@ -228,7 +231,21 @@ def build_model(cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig
         training=training,
         temperature=1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
     )
-    return model_class(settings, trainer=trainer)
+    model = model_class(settings, trainer=trainer)
+    if weights is not None:
+        from nemo_edo.megatron import checkpoint
+
+        checkpoint.load(model.policy, weights)
+    return model
+
+
+def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
+    """What an arm has trained. ARM.best: the policy of it that was kept as the best; the warm-up's name: what the arms
+    start from, with the settings of ``cfg.grpo``."""
+    from nemo_edo.configuration import arm_configs
+
+    training = arm_configs(cfg).get(arm.removesuffix(".best"), cfg.grpo)
+    return build_model(cfg, run, training, weights=run.checkpoint(arm))
 
 
 def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data) -> Objective:
@@ -348,13 +365,8 @@ def _load_problems(data: DataConfig, path: Path, benchmark: str | None, split: s
     )
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # what tokenizers raises for a damaged file is an Exception of no narrower class
-        raise UserError(f"the tokenizer of {folder} cannot be loaded ({error}); copy the model's own there") from error
+def _policy_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {folder} names no eos_token; responses could not end")
     return tokenizer

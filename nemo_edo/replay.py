@@ -13,7 +13,6 @@ from nemo_edo.configuration import arm_configs, compose_run
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite
-from nemo_edo.megatron import checkpoint
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.parallel.main_rank import is_main
 from nemo_edo.run_folder import RunFolder
@@ -103,8 +102,7 @@ def _model(
     run: Path, arm: str, overrides: list[str], weights: Path, exploration_weight: float | None
 ) -> MegatronGPTModel:
     cfg = compose_run("config", overrides, config_dir=run)
-    model = factory.build_model(cfg, RunFolder(run), arm_configs(cfg).get(arm, cfg.sft))
-    checkpoint.load(model.policy, weights)
+    model = factory.build_model(cfg, RunFolder(run), arm_configs(cfg).get(arm, cfg.sft), weights=weights)
     model.start_training(1)  # the gradient's norm is the optimizer's to tell
     if exploration_weight is not None:
         model.exploration_weight = exploration_weight

@@ -220,12 +220,13 @@ class RunFolder:
 
     def write_evaluation(self, evaluation: Evaluation, iteration: int | None = None) -> None:
         """``iteration``: of an evaluation before one; None: the final one."""
-        self._write_results(self.evaluation(evaluation.arm, iteration), evaluation)
+        self.write_results(self.evaluation(evaluation.arm, iteration), evaluation)
 
     def write_test_time(self, evaluation: Evaluation) -> None:
-        self._write_results(self.test_time(evaluation.arm), evaluation)
+        self.write_results(self.test_time(evaluation.arm), evaluation)
 
-    def _write_results(self, path: Path, evaluation: Evaluation) -> None:
+    def write_results(self, path: Path, evaluation: Evaluation) -> None:
+        """Problem by problem, as ``evaluation.run_record.load_evaluation`` reads them. path: within the folder."""
         metrics = {
             name: {"sum": sums.tolist(), "count": counts.tolist()}
             for name, (sums, counts) in evaluation.metrics.items()

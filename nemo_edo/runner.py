@@ -17,7 +17,7 @@ from nemo_edo.evaluation.conclusions import conclusions, terminal_table
 from nemo_edo.evaluation.report import write_report
 from nemo_edo.evaluation.run_record import compare_run, read_run
 from nemo_edo.evaluator_run import evaluate_stored
-from nemo_edo.megatron import checkpoint, platform
+from nemo_edo.megatron import platform
 from nemo_edo.megatron.build import device_and_groups, export_hf_folder
 from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.progress import StopSignal
@@ -115,8 +115,7 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
             if cfg.algorithm == NONE:
                 model = untrained_model(job)
             else:
-                model = factory.build_model(cfg, folder, trained.get(name, cfg.grpo))
-                checkpoint.load(model.policy, folder.checkpoint(name))
+                model = factory.load_policy(cfg, folder, name)
             iteration = final_iteration(cfg, name)
             discard_evaluated(job, name, iteration)
             evaluate_policy(job, model, name, iteration)
@@ -140,8 +139,7 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
     folder.require_arm(arm, [WARMUP, *arms, *best])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
-    model = factory.build_model(cfg, folder, arms.get(arm.removesuffix(".best"), cfg.grpo))
-    checkpoint.load(model.policy, folder.checkpoint(arm))
+    model = factory.load_policy(cfg, folder, arm)
     export_hf_folder(model.built, out, max_shard_bytes)
     if is_main():
         print(f"the policy of arm {arm} is in {out}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,13 @@ from nemo_edo.data.answers import answer_format
 from nemo_edo.data.batching import minibatches
 from nemo_edo.data.search_store import SearchRecord, SearchStore
 from nemo_edo.errors import PartlyDrawn, RunStopped, UserError
-from nemo_edo.evaluation.comparison import START
+from nemo_edo.evaluation.comparison import START, Evaluation
 from nemo_edo.evaluation.report import write_report
 from nemo_edo.evaluation.search_tree import tree_record
 from nemo_edo.evaluation.test_time_record import EVALUATION, SEARCH_ACCURACY
 from nemo_edo.generation.step_proposer import EngineStepProposer
 from nemo_edo.interfaces import GenerationEngine
-from nemo_edo.megatron import checkpoint, platform
-from nemo_edo.metrics import bootstrap_ratio
+from nemo_edo.megatron import platform
 from nemo_edo.parallel.main_rank import is_main, on_main, on_main_for_long
 from nemo_edo.progress import StopSignal
 from nemo_edo.rewards.process_reward import ProcessRewardModel
@@ -38,8 +37,8 @@ from nemo_edo.types import Problem, SamplingParams, ScoredRollout
 if TYPE_CHECKING:
     from nemo_edo.generation.server_engine import ServerEngine
 
-ALGORITHM = (*("steps", "branches", "width", "exploration", "prior_precision", "noise_variance", "width_kind", "mean"),)
-"""Settings of the search itself, by the names of ``SearchConfig``."""
+ALGORITHM = tuple(field.name for field in fields(SearchConfig))
+"""Settings of the search itself."""
 MEASURED = ("finished", "tokens", "response_tokens", "score", "nodes", "samples", "iterations")
 """Of a record: what is averaged over problems beside the accuracy."""
 
@@ -204,10 +203,10 @@ def _engine(job: _Job, servers: ServerEngine | None) -> GenerationEngine:
     cfg = job.cfg
     if cfg.algorithm == NONE and servers is not None:
         return servers
-    trained = arm_configs(cfg)
-    model = factory.build_model(cfg, job.folder, trained.get(job.arm, cfg.sft if cfg.algorithm == NONE else cfg.grpo))
-    if cfg.algorithm != NONE:
-        checkpoint.load(model.policy, job.folder.checkpoint(job.arm))
+    if cfg.algorithm == NONE:
+        model = factory.build_model(cfg, job.folder, cfg.sft)
+    else:
+        model = factory.load_policy(cfg, job.folder, job.arm)
     engine = factory.build_engine(cfg, model, job.data, servers)
     sync = factory.build_weight_sync(cfg, job.folder, model, engine)
     sync.push(final_iteration(cfg, job.arm))
@@ -278,33 +277,25 @@ def _conclude(job: _Job, records: Sequence[SearchRecord]) -> list[str]:
     """Writes the results, their means and, for a run that is finished, its report."""
     cfg, folder, store = job.cfg, job.folder, job.store
     store.write(records)
-    means = measured(records, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
+    found = measured(job.arm, records)
+    means = found.means(resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
     name = store.folder.relative_to(folder.path)
     about = {"problems": len(records), "seed": _seed(cfg), "settings": asdict(cfg.search)}
     folder.write_json(f"{name}/summary.json", {**about, "metrics": means})
-    judged = [float(record.is_judged) for record in records]
-    right = [one * record.reward for one, record in zip(judged, records, strict=True)]
-    per_problem = {SEARCH_ACCURACY: {"sum": right, "count": judged}}
-    problems = [record.problem_id for record in records]
-    folder.write_json(f"{name}/{EVALUATION}", {"arm": job.arm, "problems": problems, "metrics": per_problem})
+    accuracy = {SEARCH_ACCURACY: found.metrics["accuracy"]}
+    folder.write_results(store.folder / EVALUATION, replace(found, metrics=accuracy))
     lines = [f"{len(records)} problems searched, means with 95 % intervals over them:"]
     lines += [f"  {metric}: {one['mean']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for metric, one in means.items()]
     report = [f"report: {write_report(folder.path)}"] if folder.is_finished else []
     return [*lines, f"written: {store.folder}", *report]
 
 
-def measured(records: Sequence[SearchRecord], *, resamples: int, seed: int) -> dict[str, dict[str, float]]:
-    """Means over problems with 95 % bootstrap intervals: the accuracy, the share of solutions that came to their end,
-    and what the search took. Problems on whose answers a judge abstained are left out of the accuracy, which is missing
-    where nothing else is left."""
+def measured(arm: str, records: Sequence[SearchRecord]) -> Evaluation:
+    """The accuracy, the share of solutions that came to their end, and what the search took. Problems on whose answers
+    a judge abstained do not count in the accuracy."""
     ones, judged = np.ones(len(records)), np.array([float(record.is_judged) for record in records])
-    columns = {
+    metrics = {
         "accuracy": (judged * [record.reward for record in records], judged),
         **{name: (np.array([float(getattr(record, name)) for record in records]), ones) for name in MEASURED},
     }
-    means = {}
-    for name, (sums, counts) in columns.items():
-        if counts.any():
-            one = bootstrap_ratio(sums, counts, resamples=resamples, seed=seed)
-            means[name] = {"mean": one.mean, "low": one.low, "high": one.high}
-    return means
+    return Evaluation(arm, tuple(record.problem_id for record in records), metrics)

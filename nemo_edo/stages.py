@@ -166,8 +166,8 @@ def collect_arm(job: Job, arm: str) -> None:
 
 def _arm_model(job: Job, settings: LoopConfig) -> MegatronGPTModel:
     """The policy that every arm starts from."""
-    model = factory.build_model(job.cfg, job.folder, settings, job.trainer)
-    checkpoint.load(model.policy, job.folder.checkpoint(WARMUP))
+    start = job.folder.checkpoint(WARMUP)
+    model = factory.build_model(job.cfg, job.folder, settings, job.trainer, weights=start)
     model.freeze_reference()
     _connect(job, model)
     return model
@@ -296,11 +296,7 @@ def evaluate_policy(
     if final:
         model.weight_sync.release()
     _keep_best(job, model, evaluation, iteration)
-    intervals = {
-        name: evaluation.interval(name, resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
-        for name in evaluation.metrics
-    }
-    metrics = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in intervals.items() if i is not None}
+    metrics = evaluation.means(resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
     _say_judge(job, arm, iteration)
     changes = _changes(job, evaluation, iteration) if job.is_main else {}
     clocks = {"evaluation_s": seconds}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -63,6 +63,11 @@ class Evaluation:
         if not self.has(metric):
             return None
         return bootstrap_ratio(*self.metrics[metric], resamples=resamples, seed=seed)
+
+    def means(self, *, resamples: int, seed: int) -> dict[str, dict[str, float]]:
+        """``interval`` as "mean", "low" and "high", of each metric that was measured on any problem."""
+        intervals = {metric: self.interval(metric, resamples=resamples, seed=seed) for metric in self.metrics}
+        return {metric: asdict(interval) for metric, interval in intervals.items() if interval is not None}
 
     def has(self, metric: str) -> bool:
         return metric in self.metrics and self.metrics[metric][1].sum() > 0

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.files import replacing
 from nemo_edo.test_time.search_llm import StepPath
@@ -198,15 +199,6 @@ def load_format(folder: RewardFolder) -> RewardFormat:
     if folder.own is not None:
         return OwnFormat(tokenizer, folder.own)
     return (QwenFormat if folder.architecture == QWEN else SkyworkFormat)(tokenizer)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # what tokenizers raises for a damaged file is an Exception of no narrower class
-        raise UserError(f"the tokenizer of {folder} cannot be loaded ({error}); copy the model's own there") from error
 
 
 def write_own_settings(folder: Path, settings: OwnSettings) -> None:

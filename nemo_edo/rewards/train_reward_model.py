@@ -21,12 +21,13 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nemo_edo.config import RewardModelRunConfig, RewardTrainConfig
 from nemo_edo.configuration import resolved_yaml
+from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.factory import model_folder
 from nemo_edo.losses import ranking_nce_loss
 from nemo_edo.metrics import Interval, bootstrap_ratio
 from nemo_edo.rewards.process_reward import batches
-from nemo_edo.rewards.reward_formats import Encoded, OwnFormat, OwnSettings, load_tokenizer, write_own_settings
+from nemo_edo.rewards.reward_formats import Encoded, OwnFormat, OwnSettings, write_own_settings
 from nemo_edo.rewards.reward_heads import features, margins, own_class, own_config, own_kind
 from nemo_edo.rewards.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, StepData, build_step_data, collate, ranked
 from nemo_edo.run_folder import RunFolder

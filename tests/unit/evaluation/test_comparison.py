@@ -44,6 +44,12 @@ def test_a_metric_is_the_sum_of_sums_over_the_sum_of_counts():
     assert table["a"]["entropy"].mean == 10 / 4
 
 
+def test_means_leave_out_a_metric_that_no_problem_counts_in():
+    pair, nothing = (np.array([1.0, 9.0]), np.array([1.0, 3.0])), (np.zeros(2), np.zeros(2))
+    found = Evaluation("a", ("x", "y"), {"entropy": pair, "accuracy": nothing}).means(resamples=50, seed=0)
+    assert found == {"entropy": {"mean": 10 / 4, "low": 1.0, "high": 3.0}}
+
+
 def test_a_constant_gain_on_every_problem_exceeds_its_interval():
     base = np.linspace(0, 1, 50)
     result = compared([evaluation("a", accuracy=base), evaluation("b", accuracy=base + 0.1)])

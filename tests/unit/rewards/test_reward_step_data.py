@@ -9,10 +9,11 @@ import torch
 
 from nemo_edo.config import RewardBaseConfig, RewardTrainConfig
 from nemo_edo.data.arithmetic import first_wrong_step
+from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.losses import ranking_nce_loss
 from nemo_edo.rewards import train_reward_model as module
-from nemo_edo.rewards.reward_formats import DECODER, OwnFormat, OwnSettings, load_tokenizer
+from nemo_edo.rewards.reward_formats import DECODER, OwnFormat, OwnSettings
 from nemo_edo.rewards.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, build_step_data, collate, ranked
 from nemo_edo.rewards.train_reward_model import ranking_accuracy, train_reward_model
 from nemo_edo.stored_run import open_run
