@@ -7,11 +7,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from nemo_edo import arguments
 from nemo_edo.cluster.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+
+if TYPE_CHECKING:
+    from nemo_edo.config import RunConfig
 
 STOPPED_BY_GUARD = 3
 
@@ -67,17 +70,33 @@ def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
 
 
 def _overrides(args: argparse.Namespace, more_overrides: list[str]) -> list[str]:
-    return [*args.overrides, *more_overrides, *_bad_rows(args)]
+    bad_rows = [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
+    return [*args.overrides, *more_overrides, *bad_rows]
 
 
-def _bad_rows(args: argparse.Namespace) -> list[str]:
-    return [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
+def _named_config(args: argparse.Namespace, more_overrides: list[str]) -> RunConfig:
+    from nemo_edo.configuration import compose_run
+
+    return compose_run(args.config_name, _overrides(args, more_overrides), args.config_path)
+
+
+def _runs_and_overrides(
+    args: argparse.Namespace, more_overrides: list[str], *, stored: bool = False
+) -> tuple[list[Path], list[str]]:
+    """The folders of runs, none where a config is named, and the overrides. Raises UserError for arguments that do not
+    go with the one or with the other."""
+    given = args.overrides + more_overrides
+    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
+    if args.config_name is None and (args.config_path or args.on_bad_rows):
+        raise UserError("--config-path and --on-bad-rows go with --config-name; a run's folder has its config")
+    if args.config_name is not None and (runs or args.arm or stored):
+        wrong = runs[0] if runs else "--arm" if args.arm else "--stored"
+        raise UserError(f"{wrong}: with --config-name the run is the config's own, and has one policy")
+    return runs, [one for one in given if Path(one) not in runs]
 
 
 def _collect(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    from nemo_edo.configuration import compose_run
-
-    cfg = compose_run(args.config_name, _overrides(args, more_overrides), args.config_path)
+    cfg = _named_config(args, more_overrides)
     runner = _runner()
     runner.collect(cfg, args.arm)
 
@@ -106,14 +125,13 @@ def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
 
 
 def _evaluate(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    given = args.overrides + more_overrides
-    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
-    overrides = [one for one in given if Path(one) not in runs]
+    runs, overrides = _runs_and_overrides(args, more_overrides, stored=args.stored)
     if args.config_name is not None:
-        _evaluate_model(args, runs, overrides)
+        cfg = _named_config(args, more_overrides)
+        runner = _runner()
+        for line in runner.evaluate_model(cfg):
+            _say(line)
         return
-    if args.config_path or args.on_bad_rows:
-        raise UserError("--config-path and --on-bad-rows go with --config-name; a run's folder has its config")
     if not runs:
         raise UserError("name the folder of a run, or a config with --config-name")
     if args.stored:
@@ -128,37 +146,15 @@ def _evaluate(args: argparse.Namespace, more_overrides: list[str]) -> None:
     runner.evaluate(runs[0], args.arm, overrides)
 
 
-def _evaluate_model(args: argparse.Namespace, runs: list[Path], overrides: list[str]) -> None:
-    if runs or args.arm or args.stored:
-        wrong = str(runs[0]) if runs else "--arm" if args.arm else "--stored"
-        raise UserError(f"{wrong}: with --config-name the run is the config's own, and has one policy")
-    from nemo_edo.configuration import compose_run
-
-    bad_rows = [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
-    cfg = compose_run(args.config_name, overrides + bad_rows, args.config_path)
-    runner = _runner()
-    for line in runner.evaluate_model(cfg):
-        _say(line)
-
-
 def _search(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    given = args.overrides + more_overrides
-    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
-    overrides = [one for one in given if Path(one) not in runs]
+    runs, overrides = _runs_and_overrides(args, more_overrides)
     if args.config_name is None:
-        if args.config_path or args.on_bad_rows:
-            raise UserError("--config-path and --on-bad-rows go with --config-name; a run's folder has its config")
         if len(runs) != 1:
             raise UserError(f"name the folder of one run, or a config with --config-name; given are {len(runs)} runs")
         search_run = _search_run()
         said = search_run.search(runs[0], args.arm, overrides)
     else:
-        if runs or args.arm:
-            wrong = runs[0] if runs else "--arm"
-            raise UserError(f"{wrong}: with --config-name the run is the config's own, and has one policy")
-        from nemo_edo.configuration import compose_run
-
-        cfg = compose_run(args.config_name, [*overrides, *_bad_rows(args)], args.config_path)
+        cfg = _named_config(args, more_overrides)
         search_run = _search_run()
         said = search_run.search_model(cfg)
     for line in said:
