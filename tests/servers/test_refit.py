@@ -12,29 +12,16 @@ from pathlib import Path
 
 import pytest
 
-HELPER = Path(__file__).parents[1] / "helpers" / "refit_worker.py"
 LIMIT_S = 2.0
 """Of a refit of the quickstart's model."""
 pytestmark = pytest.mark.timeout(3600)
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 ADAPTERS = ["lora.rank=4", "generation.refit.lora=adapter"]
 
 
 @pytest.fixture(scope="module")
-def found(vllm_environment: Path, tmp_path_factory):
+def found(found_by):
     """found(overrides): what tests/helpers/refit_worker.py has found, with a server of its own."""
-
-    @functools.cache
-    def run(*overrides: str) -> dict:
-        folder = tmp_path_factory.mktemp("refit")
-        command = [sys.executable, str(HELPER), str(folder), *overrides]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads((folder / "results.json").read_text())
-
-    return run
+    return functools.cache(functools.partial(found_by, "refit_worker"))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +86,7 @@ AHEAD = [
 
 def test_a_run_one_step_off_trains_on_samples_of_the_policy_before_with_its_weights(vllm_environment, tmp_path):
     train = [sys.executable, "-m", "nemo_edo", "train", "--config-name", "quickstart", f"output_dir={tmp_path}"]
-    done = subprocess.run([*train, *AHEAD], capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run([*train, *AHEAD], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     collections = [line for line in lines if line["kind"] == "collection"]

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-HELPER = Path(__file__).parents[1] / "helpers" / "reward_server_worker.py"
 MODELS = ("qwen", "skywork", "decoder", "encoder")
 pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def results(vllm_environment: Path, tmp_path_factory) -> dict:
+def results(found_by) -> dict:
     """What tests/helpers/reward_server_worker.py has found, with five servers that are started one after the other."""
-    folder = tmp_path_factory.mktemp("reward_servers")
-    command = [sys.executable, str(HELPER), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())
+    return found_by("reward_server_worker")
 
 
 @pytest.mark.parametrize("model", MODELS)

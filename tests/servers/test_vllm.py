@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-HELPER = Path(__file__).parents[1] / "helpers" / "server_worker.py"
 ALL_KILLS = "NEMO_EDO_KILL_SERVERS"
 """The environment variable that asks for ten kills in 2,000 samples, which take a quarter of an hour."""
 SAMPLES, KILLS = (2000, 10) if os.environ.get(ALL_KILLS) else (300, 1)
@@ -18,13 +13,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def results(vllm_environment: Path, tmp_path_factory) -> dict:
+def results(found_by) -> dict:
     """What tests/helpers/server_worker.py has found, with two servers that are started once."""
-    folder = tmp_path_factory.mktemp("servers")
-    command = [sys.executable, str(HELPER), str(folder), str(SAMPLES), str(KILLS)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())
+    return found_by("server_worker", SAMPLES, KILLS)
 
 
 def test_greedy_texts_of_200_problems_are_those_of_the_in_process_engine(results: dict):
