@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config import LoopConfig
-from nemo_edo.data.batching import build_batch
+from nemo_edo.data.batching import build_batch, epoch_order
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import kl_per_token, reduce_tokens, sampler_mismatch
 from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, pass_at_k
 from nemo_edo.types import UNVERIFIED, ScoredRollout, TrainingBatch
+
+CHECKED_EVERY = 10
+"""Where pi_old's log-probabilities are the engine's, the trainer computes those of every tenth prompt's samples."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,18 @@ class Collected:
     items: list[list[int]]
     """What an epoch puts in a new order and a minibatch counts: rows of the batch that are trained on together."""
     statistics: dict[str, float]
+
+    def order(self, seed: int, epoch: int, *, keep_groups: bool) -> list[int]:
+        """The items in the order in which an epoch visits them: a shuffled one or, to keep groups, that of shuffled
+        groups, the items of one behind each other."""
+        if not keep_groups:
+            return epoch_order(len(self.items), seed, epoch)
+        members: dict[int, list[int]] = {}
+        group_of = self.batch.groups.tolist()
+        for item, rows in enumerate(self.items):
+            members.setdefault(group_of[rows[0]], []).append(item)
+        groups = list(members.values())
+        return [item for group in epoch_order(len(groups), seed, epoch) for item in groups[group]]
 
 
 class Objective(Protocol):
@@ -56,48 +71,66 @@ def group_numbers(scored: Sequence[ScoredRollout]) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampled:
-    """All samples of an iteration as a batch, as the trainer sees them."""
+    """All samples of an iteration as a batch."""
 
     batch: TrainingBatch
-    """With groups, rewards, old_logprobs of the trainer, sampler_logprobs of the engine and, if asked for,
-    ref_logprobs."""
+    """With groups, rewards, old_logprobs, sampler_logprobs of the engine where these are not the former and, if asked
+    for, ref_logprobs."""
+    seen: TrainingBatch
+    """Those of the samples that the trainer has computed log-probabilities of: with old_logprobs of its own and
+    sampler_logprobs."""
     entropies: Tensor
+    """Of ``seen``."""
 
 
-def view_of_sampler(scored: Sequence[ScoredRollout], policy: Policy, *, pad_id: int, with_reference: bool) -> Sampled:
-    """Log-probabilities of all samples under pi_old and the reference.
+def view_of_sampler(
+    scored: Sequence[ScoredRollout],
+    policy: Policy,
+    *,
+    pad_id: int,
+    with_reference: bool,
+    old_logprobs: str = LoopConfig.old_logprobs,
+) -> Sampled:
+    """Log-probabilities of all samples under pi_old and the reference. old_logprobs: "trainer" or "sampler".
 
-    pi_old's are computed anew by the trainer, not taken from the engine: another kernel's rounding would make the
-    ratio differ from 1, and the exploration term from 0, before the first step. Their gap is a statistic.
+    The trainer's are computed anew: another kernel's rounding would make the ratio differ from 1, and the exploration
+    term from 0, before the first step. The sampler's are the engine's own; then the trainer computes those of some
+    prompts alone. Either way the gap between both is a statistic.
     """
     rollouts = [item.rollout for item in scored]
     batch = build_batch(
         [(r.prompt_ids, r.response_ids) for r in rollouts],
         pad_id=pad_id,
         sampler_logprobs=[r.response_logprobs for r in rollouts],
-    )
-    old_logprobs, entropies = policy.log_probs(batch)
-    batch = batch.with_fields(
-        old_logprobs=old_logprobs,
+    ).with_fields(
         groups=group_numbers(scored),
         rewards=torch.tensor([item.reward for item in scored], dtype=torch.float32),
     )
+    trusted = old_logprobs == "sampler"
+    seen = batch.rows(batch.groups % CHECKED_EVERY == 0) if trusted else batch
+    own, entropies = policy.log_probs(seen)
+    seen = seen.with_fields(old_logprobs=own)
+    batch = batch.with_fields(old_logprobs=batch.sampler_logprobs, sampler_logprobs=None) if trusted else seen
     if with_reference:
         batch = batch.with_fields(ref_logprobs=policy.reference_log_probs(batch))
-    return Sampled(batch, entropies)
+    return Sampled(batch, seen, entropies)
 
 
 def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
     """Those of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen beside the trainer's
     pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3 estimate of
-    KL(pi_old || pi_ref) (nats), where the reference was asked."""
-    batch = sampled.batch
-    per_token: dict[str, Tensor] = {"entropy": sampled.entropies}
+    KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the engine's, gap
+    and entropy are those of the samples that the trainer has seen."""
+    batch, seen = sampled.batch, sampled.seen
+    means = {"entropy": _token_mean(sampled.entropies, seen)}
     if batch.ref_logprobs is not None:
-        per_token["kl"] = kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3")
-    means = {name: float(reduce_tokens(v, batch.mask, "token-mean").mean()) for name, v in per_token.items()}
-    mismatch = sampler_mismatch(batch.old_logprobs, batch.sampler_logprobs, batch.mask)
+        means["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
+    mismatch = sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
     return {**response_statistics(scored), **means, **mismatch}
+
+
+def _token_mean(values: Tensor, batch: TrainingBatch) -> float:
+    return float(reduce_tokens(values, batch.mask, "token-mean").mean())
 
 
 def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:

@@ -42,7 +42,9 @@ class GRPO:
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
         config = self.config
-        sampled = view_of_sampler(scored, policy, pad_id=self.pad_id, with_reference=config.beta > 0)
+        sampled = view_of_sampler(
+            scored, policy, pad_id=self.pad_id, with_reference=config.beta > 0, old_logprobs=config.old_logprobs
+        )
         group_ids, rewards = sampled.batch.groups, sampled.batch.rewards
         advantages = self._advantages(scored, rewards, group_ids)
         weights = torch.ones_like(advantages)

@@ -31,7 +31,9 @@ class IDPO:
 
         A prompt whose rewards are all equal has no pair, but its samples still serve the exploration term.
         """
-        sampled = view_of_sampler(scored, policy, pad_id=self.pad_id, with_reference=True)
+        sampled = view_of_sampler(
+            scored, policy, pad_id=self.pad_id, with_reference=True, old_logprobs=self.config.old_logprobs
+        )
         row_of = {id(item): row for row, item in enumerate(scored)}
         rows, roles, explored, items = [], [], [], []
         pairs_of_prompts = []

@@ -190,14 +190,14 @@ def _prepare(run: Iteration, here: Position, guards: Guards) -> Collected:
 
 def _minibatches(run: Iteration, collected: Collected, t: int, first: int) -> Iterator[TrainingBatch]:
     """The iteration's optimizer steps from the given one on."""
+    config, keep_groups = run.config, getattr(run.config, "keep_groups", False)
+    orders = (
+        collected.order(run.seed, t * config.epochs + epoch, keep_groups=keep_groups) for epoch in range(config.epochs)
+    )
     places = (
         (epoch, place, items)
-        for epoch in range(run.config.epochs)
-        for place, items in enumerate(
-            minibatches(
-                epoch_order(len(collected.items), run.seed, t * run.config.epochs + epoch), run.config.minibatch_size
-            )
-        )
+        for epoch, order in enumerate(orders)
+        for place, items in enumerate(minibatches(order, config.minibatch_size))
     )
     for epoch, place, items in islice(places, first, None):
         yield run.objective.minibatch(collected, items, f"{run.seed} {t} {epoch} {place}")

@@ -52,6 +52,8 @@ class MicroBatchConfig:
     no such bound, and responses stay in their order."""
     packing: bool = False
     """Responses of a forward pass stand behind each other in one row, without padding, up to micro_batch_tokens."""
+    share_prompts: bool = False
+    """With packing: the responses to one prompt in a forward pass share it, and its tokens are computed once."""
 
 
 def _check_micro_batches(config: MicroBatchConfig, section: str) -> None:
@@ -60,6 +62,8 @@ def _check_micro_batches(config: MicroBatchConfig, section: str) -> None:
     require(tokens is None or tokens > 0, f"{section}.micro_batch_tokens", tokens, "null or a number above 0")
     fits = tokens is not None or not config.packing
     require(fits, f"{section}.packing", config.packing, f"false, or a number of {section}.micro_batch_tokens to a pack")
+    packs, name = config.packing or not config.share_prompts, f"{section}.share_prompts"
+    require(packs, name, config.share_prompts, f"false, or {section}.packing=true: prompts are shared within packs")
 
 
 @dataclass
@@ -98,6 +102,10 @@ class LoopConfig(MicroBatchConfig):
     """Where the reference's copy of the weights is kept: host, in host memory, from where it changes places with the
     policy's for each of its passes; resident, on the device beside them, where no weight is copied. With LoRA and
     ``reference`` initial it is the policy with its adapters off, and there is no copy."""
+    old_logprobs: str = "trainer"
+    """pi_old's log-probabilities of the samples: trainer, computed anew by one more forward pass over all of them;
+    sampler, as the engine gave them. Then the trainer computes those of every tenth prompt alone, which the gap between
+    both is measured on, and before the first step the ratio is 1 up to this gap."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -107,6 +115,7 @@ def _check_loop(config: LoopConfig, section: str) -> None:
     _check_micro_batches(config, section)
     one_of(f"{section}.reference", config.reference, ("initial", "previous", "ema"))
     share(config, section, "ema_decay")
+    one_of(f"{section}.old_logprobs", config.old_logprobs, ("trainer", "sampler"))
     one_of(f"{section}.reference_placement", config.reference_placement, ("host", "resident"))
     schedule, weight = config.schedule, config.exploration_weight
     if schedule.kind in CONTROLLERS and not schedule.min_weight <= weight <= schedule.max_weight:
@@ -147,10 +156,16 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
     minibatch_size: int = 512
     """Responses of one optimizer step, over all data-parallel ranks."""
+    keep_groups: bool = False
+    """An epoch shuffles prompts, and the responses to one stay in one minibatch, as far as it has room: what
+    share_prompts saves most with. False: it shuffles responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_loop(self, "grpo")
+        trusts, name = self.old_logprobs == "sampler", "grpo.sampler_correction"
+        fits = self.sampler_correction == "none" or not trusts
+        require(fits, name, self.sampler_correction, "none with old_logprobs=sampler, which leaves nothing to correct")
         for name in ("entropy_coefficient", "novelty_strength", "max_extra_rounds"):
             require(getattr(self, name) >= 0, f"grpo.{name}", getattr(self, name), "a number of at least 0")
         one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))

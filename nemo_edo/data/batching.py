@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 import random
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from nemo_edo.data.packs import Prompts, deal_packs
 from nemo_edo.types import TrainingBatch
 
 T = TypeVar("T")
@@ -44,8 +44,8 @@ def build_batch(
     if advantages is not None and len(advantages) != len(sequences):
         raise ValueError(f"{len(advantages)} advantages for {len(sequences)} responses, expected one each")
     tokens = torch.full((len(sequences), length), pad_id, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(sequences):
-        tokens[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response], dtype=torch.int64)
+    parts = [part for sequence in sequences for part in sequence]
+    _fill_spans(tokens, [0] * len(sequences), [len(p) + len(r) for p, r in sequences], parts)
     ones = [[1.0] * len(response) for _, response in sequences]
 
     def placed(values: Sequence[Sequence[float]] | None) -> Tensor | None:
@@ -68,15 +68,21 @@ def place_on_responses(
 
     Raises ValueError for an empty prompt, or a number of values other than the response's number of tokens.
     """
-    placed = torch.zeros(len(sequences), length - 1)
     for row, (row_values, (prompt, response)) in enumerate(zip(values, sequences, strict=True)):
         if not prompt:
             raise ValueError(f"sequence {row} has an empty prompt, expected at least one token before the response")
         if len(row_values) != len(response):
             raise ValueError(f"sequence {row} has {len(row_values)} values for {len(response)} response tokens")
-        start = len(prompt) - 1
-        placed[row, start : start + len(response)] = torch.tensor(row_values, dtype=torch.float32)
+    placed = torch.zeros(len(sequences), length - 1)
+    _fill_spans(placed, [len(prompt) - 1 for prompt, _ in sequences], [len(row) for row in values], values)
     return placed
+
+
+def _fill_spans(rows: Tensor, starts: list[int], lengths: list[int], values: Iterable[Sequence[float]]) -> None:
+    """Of each row the ``lengths`` elements from its start on become the values, which follow each other row by row."""
+    start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+    column = torch.arange(rows.shape[1])
+    rows[(column >= start) & (column < start + length)] = torch.tensor(list(chain(*values)), dtype=rows.dtype)
 
 
 def sequence_lengths(batch: TrainingBatch) -> list[int]:
@@ -93,16 +99,18 @@ def plan_micro_batches(
     tokens: int | None = None,
     unit: int = 1,
     packing: bool = False,
+    prompts: Prompts | None = None,
 ) -> list[list[list[int]]]:
     """For each data-parallel rank its micro-batches, each a list of rows; every rank has as many, some maybe empty.
 
     lengths: tokens of each row of the global batch. rows: at most so many to a micro-batch. tokens: at most so many to
     a micro-batch, padding included; rows of like length then share one. unit: consecutive rows that stay together.
-    packing: rows stand behind each other, as many as ``tokens`` allows, whatever ``rows`` says.
+    packing: rows stand behind each other, as many as ``tokens`` allows, whatever ``rows`` says. prompts: that rows of a
+    pack share, each held once in it; rows of one prompt then stand behind each other.
     Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
     """
     if packing:
-        return _deal_packs(lengths, ranks, tokens, unit)
+        return deal_packs(lengths, ranks, tokens, unit, prompts)
     if rows < unit or len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
     longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
@@ -130,49 +138,16 @@ def _fill(order: list[int], longest: list[int], units: int, tokens: int | None, 
     return micro_batches
 
 
-def _deal_packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int) -> list[list[list[int]]]:
-    """Packs of at most ``tokens`` tokens, dealt out to the ranks. Neither two packs nor two ranks differ by more tokens
-    than the longest unit has.
-
-    Each unit, the longest first, goes to the pack that has least (Graham's rule for equal loads): first with as few
-    packs as could do, then with as many more as it takes.
-    """
-    if len(lengths) % unit:
-        raise ValueError(f"{len(lengths)} rows in packs cannot keep {unit} rows together")
-    sizes = [sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
-    longest = max(sizes, default=0)
-    if longest > tokens:
-        raise ValueError(f"{unit} rows of {longest} tokens together exceed the {tokens} tokens of a pack")
-    count = ranks * math.ceil(sum(sizes) / tokens / ranks)
-    while (packs := _even_packs(sizes, count, tokens)) is None:
-        count += ranks
-    packs.sort(key=lambda pack: -sum(sizes[index] for index in pack))
-    rows = [[index * unit + k for index in sorted(pack) for k in range(unit)] for pack in packs]
-    return [rows[rank::ranks] for rank in range(ranks)]
-
-
-def _even_packs(sizes: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
-    """``count`` packs of the indices of ``sizes``; None where one would exceed ``tokens``."""
-    packs: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, place) for place in range(count)]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable: the same on every rank
-        load, place = loads[0]
-        if load + sizes[index] > tokens:
-            return None
-        packs[place].append(index)
-        heapq.heapreplace(loads, (load + sizes[index], place))
-    return packs
-
-
-def input_shape(lengths: Sequence[int], *, packing: bool) -> tuple[int, int]:
-    """[rows, length] of what the model sees of a micro-batch with rows of these lengths: all tokens but the last."""
+def input_shape(lengths: Sequence[int], *, packing: bool, saved: int = 0) -> tuple[int, int]:
+    """[rows, length] of what the model sees of a micro-batch with rows of these lengths: all tokens but the last.
+    saved: those of a pack that are held once for several rows."""
     inputs = [length - 1 for length in lengths]
-    return (1, sum(inputs)) if packing else (len(inputs), max(inputs))
+    return (1, sum(inputs) - saved) if packing else (len(inputs), max(inputs))
 
 
-def padding_share(lengths: Sequence[int], shapes: Iterable[tuple[int, int]]) -> float:
+def padding_share(lengths: Sequence[int], shapes: Iterable[tuple[int, int]], saved: int = 0) -> float:
     """Of the tokens that forward passes of these input shapes compute, the share that is padding."""
-    return 1 - (sum(lengths) - len(lengths)) / sum(rows * length for rows, length in shapes)
+    return 1 - (sum(lengths) - len(lengths) - saved) / sum(rows * length for rows, length in shapes)
 
 
 def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> TrainingBatch:

@@ -22,7 +22,7 @@ from nemo_edo.evaluation.run_record import RunRecord, read_run
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
-WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "reference_placement")
+WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement")
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
     *(
@@ -38,7 +38,7 @@ MAY_DIFFER = (
         "cluster",
     ),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
-    *("sft.packing", "model.attention", "model.loss_head"),
+    *("sft.packing", "sft.share_prompts", "model.attention", "model.loss_head"),
     # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.
     *(f"guards.{name}" for name in ("kl", "entropy", "truncated", "reward", "max_skipped_steps")),
     *(f"sampling.{name}" for name in SAMPLING_OF_THE_ARM),

@@ -6,19 +6,16 @@ packed sequences, which Megatron's own does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from nemo_edo.errors import UserError
+from nemo_edo.megatron.shared_prompts import SharedPrompts
 
 
 def sdpa_lacks(config: TransformerConfig) -> str | None:
@@ -74,19 +71,32 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """[s, b, n * d] from queries [s, b, n, d] and keys and values [k, b, g, d], where g divides n, and k is above s
         only for a single query that follows a cache. Packed: [t, n * d] from [t, n, d] and [t, g, d], each sequence by
-        itself.
+        itself, the prompts that they share in front of it.
 
         Raises ValueError for a mask, a bias, or several queries behind a cache: causal is all that there is.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("attention got a mask or a bias, expected neither: it is causal by itself")
+        if isinstance(packed_seq_params, SharedPrompts):
+            return self._shared(query, key, value, packed_seq_params)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
         queries, keys = query.shape[0], key.shape[0]
         if queries not in (1, keys):
             raise ValueError(f"attention of {queries} queries to {keys} keys: expected as many, or a single query")
+        if queries == 1 and not query.is_cuda:
+            return self._single(query, key, value)
         context = self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), causal=queries > 1)
         return context.permute(2, 0, 1, 3).reshape(queries, query.shape[1], -1)
+
+    def _single(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As a product of matrices for each head: for a single query the kernel for CPUs takes up to twice as long."""
+        rows, groups, width = key.shape[1:]
+        scale = width**-0.5 if self.softmax_scale is None else self.softmax_scale
+        queries = (query * scale).to(key.dtype).view(rows * groups, -1, width)
+        keys, values = (part.permute(1, 2, 0, 3).flatten(0, 1) for part in (key, value))
+        context = torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(-1), values)
+        return context.view(1, rows, -1).to(query.dtype)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         """One call for each sequence: a mask over the whole pack would cost the square of its length."""
@@ -95,9 +105,15 @@ class SDPAttention(MegatronModule):
         contexts = [self._attend(*(part[None] for part in sequence), causal=True)[0] for sequence in sequences]
         return torch.cat(contexts, dim=1).transpose(0, 1).flatten(1)
 
+    def _shared(self, query: Tensor, key: Tensor, value: Tensor, pack: SharedPrompts) -> Tensor:
+        blocks = zip(*(pack.spread(part) for part in (query, key, value)), strict=True)
+        contexts = [self._attend(*(part.transpose(1, 2) for part in block), causal=True) for block in blocks]
+        return pack.gather([context.transpose(1, 2) for context in contexts]).flatten(1)
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """[b, n, s, d] from [b, n, s, d] and twice [b, g, k, d]."""
         grouped, dtype = key.shape[1] != query.shape[1], query.dtype
+        query = query.to(key.dtype)  # a cache may be more precise
         if query.requires_grad and dtype.itemsize < 4 and not query.is_cuda:
             # The backward pass of torch's kernel for CPUs takes four times as long in bf16 as in fp32.
             query, key, value = query.float(), key.float(), value.float()
@@ -105,15 +121,3 @@ class SDPAttention(MegatronModule):
             query, key, value, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
         )
         return context.to(dtype)
-
-
-def check_packing(chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises UserError where a layer's attention cannot keep packed sequences apart."""
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    if any(isinstance(module, DotProductAttention) for module in modules):
-        raise UserError(
-            "packing needs attention that keeps packed sequences apart; this model has Megatron's own, which does not: "
-            "set packing=false, or model.attention=auto if it was local"
-        )
-    if any(module.config.context_parallel_size > 1 for module in modules if isinstance(module, MegatronModule)):
-        raise UserError("packing is not available with context parallelism: set packing=false")

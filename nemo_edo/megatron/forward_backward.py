@@ -21,10 +21,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.data.batching import input_shape, padding_share, plan_micro_batches, sequence_lengths, take_rows
+from nemo_edo.data.packs import Prompts
 from nemo_edo.losses import LossTerm, NotFinite
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
 from nemo_edo.megatron.shapes import context_share, input_shapes
+from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.types import TrainingBatch
 
 TERM = "term:"
@@ -46,10 +48,14 @@ class MicroBatching:
     """At most so many, padding included; None: no such bound, and rows stay in their order."""
     packing: bool = False
     """Rows stand behind each other in one, without padding; it needs ``tokens``."""
+    share_prompts: bool = False
+    """A pack holds the prompt of several rows once; it needs ``packing``."""
 
     def __post_init__(self) -> None:
         if self.packing and self.tokens is None:
             raise ValueError("packing needs a number of tokens that a pack has at most")
+        if self.share_prompts and not self.packing:
+            raise ValueError("rows share a prompt within packs only")
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,13 @@ class _Cut:
     shapes: list[list[tuple[int, int]]]
     """For each data-parallel rank the shapes of its micro-batches' token ids as they enter the model."""
     packing: bool
+    prompts: Prompts | None
+    """That rows of a pack share; None: each row has its own."""
 
     def padding_share(self) -> float:
-        return padding_share(self.lengths, (shape for shapes in self.shapes for shape in shapes))
+        shapes = (shape for shapes in self.shapes for shape in shapes)
+        saved = sum(_saved(rows, self.prompts) for plan in self.plans for rows in plan)
+        return padding_share(self.lengths, shapes, saved)
 
 
 def forward_backward(
@@ -154,10 +164,10 @@ def _of_global_batch(batch: TrainingBatch, cut: _Cut, stored: list[tuple[Tensor,
     result = torch.zeros(2, *batch.mask.shape, device=batch.tokens.device)
     if stored:
         for rows, values in zip(cut.plans[parallel_state.get_data_parallel_rank()], stored, strict=True):
-            both = torch.stack(values)
-            for place, row in enumerate(rows):
-                end = cut.lengths[row] - 1
-                result[:, row, :end] = both[:, place, :end]
+            ends = torch.tensor([cut.lengths[row] - 1 for row in rows], dtype=torch.int64, device=result.device)
+            both = torch.stack(values)[:, : len(rows)]
+            inside = torch.arange(both.shape[-1], device=result.device) < ends[:, None]
+            result[:, rows, : both.shape[-1]] = both.where(inside, 0)
     torch.distributed.all_reduce(result, group=parallel_state.get_data_parallel_group())
     _broadcast_from_last_stage(result)
     return result
@@ -174,6 +184,7 @@ def _log_probs_and_entropy(
 
 def _cut(chunks: list[MegatronModule], batch: TrainingBatch, how: MicroBatching) -> _Cut:
     lengths = sequence_lengths(batch)
+    prompts = Prompts.of(batch) if how.share_prompts else None
     asked = input_shapes(get_model_config(chunks[0]))
     plans = plan_micro_batches(
         lengths,
@@ -182,13 +193,20 @@ def _cut(chunks: list[MegatronModule], batch: TrainingBatch, how: MicroBatching)
         tokens=how.tokens // asked.multiple * asked.multiple if how.packing else how.tokens,
         unit=batch.unit,
         packing=how.packing,
+        prompts=prompts,
     )
     plans = [plan + [[]] * (-len(plan) % asked.group) for plan in plans]
-    shapes = [
-        asked.fit([input_shape(_row_lengths(rows, lengths, batch.unit), packing=how.packing) for rows in plan])
-        for plan in plans
-    ]
-    return _Cut(lengths, plans, shapes, how.packing)
+
+    def shape(rows: list[int]) -> tuple[int, int]:
+        saved = _saved(rows, prompts)
+        return input_shape(_row_lengths(rows, lengths, batch.unit), packing=how.packing, saved=saved)
+
+    shapes = [asked.fit([shape(rows) for rows in plan]) for plan in plans]
+    return _Cut(lengths, plans, shapes, how.packing, prompts)
+
+
+def _saved(rows: list[int], prompts: Prompts | None) -> int:
+    return 0 if prompts is None else prompts.saved(rows)
 
 
 def _row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:
@@ -203,7 +221,11 @@ def _inputs(batch: TrainingBatch, cut: _Cut) -> list[ModelInputs]:
     for rows, shape in zip(cut.plans[rank], cut.shapes[rank], strict=True):
         lengths = _row_lengths(rows, cut.lengths, batch.unit)
         micro = take_rows(batch, rows, max(lengths))
-        inputs.append(packed_inputs(micro, lengths, shape) if cut.packing else row_inputs(micro, shape))
+        if cut.prompts is not None:
+            prompts = cut.prompts.take(rows) if rows else Prompts.none(batch.unit)
+            inputs.append(shared_inputs(micro, lengths, prompts, shape))
+        else:
+            inputs.append(packed_inputs(micro, lengths, shape) if cut.packing else row_inputs(micro, shape))
     return inputs
 
 

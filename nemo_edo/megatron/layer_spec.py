@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -19,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.attention import SDPAttention, sdpa_lacks
 from nemo_edo.megatron.norm import TorchNorm
-from nemo_edo.megatron.self_attention import RotatingSelfAttention
+from nemo_edo.megatron.self_attention import RotatingSelfAttention, rotates
 from nemo_edo.megatron.swiglu import is_swiglu, swiglu_mlp
 
 logger = logging.getLogger(__name__)
@@ -79,3 +81,27 @@ def _put_norms(layer: ModuleSpec) -> None:
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):
             setattr(attention, name, TorchNorm)
+
+
+def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = False) -> None:
+    """Raises UserError where a layer's attention cannot keep packed sequences apart, or does not know of prompts that
+    they share."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    if any(isinstance(module, DotProductAttention) for module in modules):
+        raise UserError(
+            "packing needs attention that keeps packed sequences apart; this model has Megatron's own, which does not: "
+            "set packing=false, or model.attention=auto if it was local"
+        )
+    if any(module.config.context_parallel_size > 1 for module in modules if isinstance(module, MegatronModule)):
+        raise UserError("packing is not available with context parallelism: set packing=false")
+    if share_prompts and not all(shares_prompts(module) for module in modules if isinstance(module, Attention)):
+        raise UserError(
+            "share_prompts needs torch's attention and rotary positions of whole heads, which this model is not built "
+            "with: set share_prompts=false, or model.attention=sdpa if it was te or auto"
+        )
+
+
+def shares_prompts(attention: Attention) -> bool:
+    """Whether an attention layer can compute packs whose sequences share prompts."""
+    whole = isinstance(attention, RotatingSelfAttention) and isinstance(attention.core_attention, SDPAttention)
+    return whole and rotates(attention.config)

@@ -29,12 +29,16 @@ class ModelInputs:
     """Where the sequences of a pack begin and end; None: a row is a sequence."""
     kept: Tensor | None = None
     """[b, T], True at the positions that a pack holds, row by row."""
+    places: Tensor | None = None
+    """[b, T] where a pack holds them, if some stand there once for several rows; None: in their order."""
 
     def to_rows(self, values: Tensor) -> Tensor:
         """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 where a pack has none."""
         if self.kept is None:
             rows, length = self.micro.mask.shape
             return gather_context(values)[:rows, :length]
+        if self.places is not None:
+            return values[0].index_select(0, self.places.flatten()).view_as(self.places).where(self.kept, 0)
         return values.new_zeros(self.kept.shape).masked_scatter(self.kept, values[0])
 
 

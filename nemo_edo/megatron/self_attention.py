@@ -16,6 +16,9 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
+from nemo_edo.megatron.attention import SDPAttention
+from nemo_edo.megatron.shared_prompts import SharedPrompts
+
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines [s, 1, 1, d / 2] of the angles of positions."""
 
@@ -110,9 +113,12 @@ class RotatingSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """As SelfAttention's. Packed sequences are left to it: their positions begin anew in the middle of a row."""
+        """As SelfAttention's. Packed sequences are left to it, whose positions begin anew in the middle of a row, but
+        for those that share prompts, which it does not know."""
         self._angles, self._start = None, 0
-        if packed_seq_params is None and torch.is_tensor(rotary_pos_emb) and rotates(self.config):
+        self._positions = packed_seq_params.positions if isinstance(packed_seq_params, SharedPrompts) else None
+        known = packed_seq_params is None or self._positions is not None
+        if known and torch.is_tensor(rotary_pos_emb) and rotates(self.config):
             self._angles, rotary_pos_emb = rotary_pos_emb, None
             self._start = 0 if inference_context is None else inference_context.sequence_len_offset
         return super().forward(
@@ -134,6 +140,13 @@ class RotatingSelfAttention(SelfAttention):
         cos, sin = self._turns(query)
         return rotate(query, cos, sin), rotate(key, cos, sin), *rest
 
+    def _allocate_memory(self, length: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """A cache [length, rows, groups, width]. On a CPU of fp32 at least, where torch's attention reads it: a kernel
+        for 16 bits would first make fp32 of all of it at each new token."""
+        cache = super()._allocate_memory(length, rows, width, dtype)
+        widens = cache.dtype.itemsize < 4 and not cache.is_cuda and isinstance(self.core_attention, SDPAttention)
+        return cache.float() if widens else cache
+
     @property
     def _holds_whole_groups(self) -> bool:
         """Whether queries, keys and values are cut out of the product as they stand there, with nothing between."""
@@ -143,9 +156,11 @@ class RotatingSelfAttention(SelfAttention):
         return plain and config.num_query_groups >= self.world_size
 
     def _turns(self, vectors: Tensor) -> Turns:
-        """Of vectors [s, ...] that stand behind what a cache holds."""
-        angles = self._angles[self._start : self._start + vectors.shape[0]]
-        return turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
+        """Of vectors [s, ...] that stand behind what a cache holds, or at the positions of a pack."""
+        packed = self._positions is not None
+        angles = self._angles if packed else self._angles[self._start : self._start + vectors.shape[0]]
+        found = turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
+        return tuple(part[self._positions] for part in found) if packed else found
 
 
 def rotates(config: TransformerConfig) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor
 from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.losses import LossTerm
-from nemo_edo.megatron.attention import check_packing
 from nemo_edo.megatron.build import build_model, device_and_groups
 from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.megatron.layer_spec import check_packing
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
@@ -81,7 +81,7 @@ class MegatronGPTModel(ModelPT):
             attention=cfg.attention,
         )
         if self.settings.packing:
-            check_packing(self.built.chunks)
+            check_packing(self.built.chunks, share_prompts=self.settings.share_prompts)
         self.model = torch.nn.ModuleList(self.built.chunks)
         self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device, cfg.loss_head)
         self.temperature = cfg.temperature
@@ -174,7 +174,9 @@ class MegatronGPTModel(ModelPT):
     @property
     def micro_batching(self) -> MicroBatching:
         settings = self.settings
-        return MicroBatching(settings.micro_batch_size, settings.micro_batch_tokens, settings.packing)
+        return MicroBatching(
+            settings.micro_batch_size, settings.micro_batch_tokens, settings.packing, settings.share_prompts
+        )
 
     # --- NeMo ------------------------------------------------------------------------------------------------------
 

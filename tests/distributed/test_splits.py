@@ -19,6 +19,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 TENSOR, SEQUENCE = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
+SHARED_PROMPTS = {"packing": True, "share_prompts": True}
 LAYOUTS = {
     "tensor": TENSOR,
     "tensor, sequence": SEQUENCE,
@@ -43,6 +44,10 @@ CASES = [(layout, model, sizes, {}) for layout, sizes in LAYOUTS.items() for mod
     ("tensor, sequence, lora", "qwen3", SEQUENCE, {"lora": ALL}),
     ("interleaved, lora", "qwen2, tied", INTERLEAVED, {"lora": ALL}),
     ("interleaved, packed", "llama", INTERLEAVED, {"packing": True}),
+    ("interleaved, shared prompts", "llama", INTERLEAVED, SHARED_PROMPTS),
+    ("tensor, sequence, shared prompts", "qwen3", SEQUENCE, SHARED_PROMPTS),
+    ("shared prompts", "qwen2, tied", {}, SHARED_PROMPTS),
+    ("expert, shared prompts", "experts", EXPERTS, SHARED_PROMPTS),
     ("overlap", "qwen2, tied", {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
     ("overlap, interleaved", "llama", {**INTERLEAVED, "overlap_grad_reduce": True}, {}),
     ("recomputed", "qwen3", {**SEQUENCE, "recompute_granularity": "full"}, {}),

@@ -72,6 +72,17 @@ def random_batch(rows: int = 5, length: int = 12, seed: int = 0) -> TrainingBatc
     )
 
 
+def with_shared_prompts(batch: TrainingBatch, of: dict[int, int]) -> TrainingBatch:
+    """The batch, whose given rows have the prompts of others and their own responses."""
+    tokens, mask = batch.tokens.clone(), batch.mask.clone()
+    for row, other in of.items():
+        begin = int(mask[other].argmax())
+        tokens[row, : begin + 1] = tokens[other, : begin + 1]
+        end = int(mask[row].nonzero().max())
+        mask[row] = ((torch.arange(len(mask[row])) >= begin) & (torch.arange(len(mask[row])) <= end)).float()
+    return batch.with_fields(tokens=tokens, mask=mask)
+
+
 # --- transformers -------------------------------------------------------------------------------------------------
 
 

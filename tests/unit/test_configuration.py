@@ -242,6 +242,10 @@ def test_arm_of_a_run_config_made_in_code_is_checked(differences: dict, expected
                                     "128 (command line: idpo.micro_batch_tokens=100)"),
     ("grpo.packing=true", "grpo.packing is True, expected false, or a number of grpo.micro_batch_tokens to a pack "
                           "(command line: grpo.packing=true)"),
+    ("grpo.share_prompts=true", "grpo.share_prompts is True, expected false, or grpo.packing=true: prompts are shared "
+                                "within packs (command line: grpo.share_prompts=true)"),
+    ("grpo.old_logprobs=engine", "grpo.old_logprobs is 'engine', expected one of trainer, sampler (command line: "
+                                 "grpo.old_logprobs=engine)"),
     ("model.attention=flash", "model.attention is 'flash', expected one of auto, te, sdpa, local "
                               "(command line: model.attention=flash)"),
     ("seed", "command line: seed: not of Hydra's form KEY=VALUE"),

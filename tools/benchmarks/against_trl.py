@@ -6,6 +6,10 @@ metrics to disk, TRL logs nothing. TRL is what requirements/peers pins, in an en
 process that stays up; cycles take turns, one of ours and one of TRL's to a round, and the ratio is the median over
 the rounds. The first round warms up.
 
+Ours runs at its fastest for the job: answers to one prompt share it (share_prompts, keep_groups), and pi_old's
+log-probabilities are its own sampler's, of which it checks a tenth (old_logprobs=sampler). TRL computes them anew;
+--old-logprobs trainer lets ours do so too.
+
     even    1,280 answers of 28 tokens, 4 steps of 320, 0.44M parameters: responses never end by themselves
     uneven  160 answers of 1 to 192 tokens, 4 steps of 40, 10M parameters: every token ends one with a chance of 1/64
 
@@ -60,10 +64,11 @@ class Job:
 
 
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHARING = {"packing": True, "share_prompts": True, "keep_groups": True}
 LARGE = {"hidden_size": 320, "intermediate_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 5}
 JOBS = {
-    "even": Job(SMALL, 1280, 28, 64, {"micro_batch_size": 160}, rows=320),
-    "uneven": Job(LARGE, 160, 192, 1, {"micro_batch_size": 40, "micro_batch_tokens": 2048}, rows=40),
+    "even": Job(SMALL, 1280, 28, 64, {"micro_batch_tokens": 4800, **SHARING}, rows=320),
+    "uneven": Job(LARGE, 160, 192, 1, {"micro_batch_tokens": 2048, **SHARING}, rows=40),
 }
 
 
@@ -92,7 +97,7 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int) -> None:
+def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int, old_logprobs: str) -> None:
     from transformers import AutoTokenizer
 
     from nemo_edo.algorithms.grpo import GRPO
@@ -110,7 +115,13 @@ def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int) -> N
     quiet_libraries()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, warmup_steps=0, schedule="constant")
     training = GRPOConfig(
-        alpha=0.0, beta=0.0, iterations=cycles, minibatch_size=job.minibatch, optimizer=optimizer, **job.ours
+        alpha=0.0,
+        beta=0.0,
+        iterations=cycles,
+        minibatch_size=job.minibatch,
+        optimizer=optimizer,
+        old_logprobs=old_logprobs,
+        **job.ours,
     )
     model = MegatronGPTGRPOModel(
         model_config(
@@ -151,7 +162,7 @@ def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int) -> N
         run_iterations(run, lambda t: turns())
 
 
-def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int) -> None:
+def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int, _: str) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -203,11 +214,12 @@ def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int) ->
         ).train()
 
 
+SETTINGS = ("job", "precision", "threads", "rounds", "old_logprobs")
 SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 
 def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> subprocess.Popen:
-    settings = [f"--{name}={getattr(args, name)}" for name in ("job", "precision", "threads", "rounds")]
+    settings = [f"--{n.replace('_', '-')}={getattr(args, n)}" for n in SETTINGS]
     environment = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": str(args.threads)}
     return subprocess.Popen(
         [python, __file__, *settings, f"--side={side}", f"--folder={folder}"],
@@ -243,7 +255,10 @@ def compare(args: argparse.Namespace) -> None:
                     found[side].append(report)
         for worker in workers.values():
             worker.communicate("\n", timeout=120)
-    print(f"{args.job}, {args.precision}, {args.threads} threads, {args.rounds} rounds, torch {version('torch')}")
+    print(
+        f"{args.job}, {args.precision}, {args.threads} threads, {args.rounds} rounds, pi_old by ours' "
+        f"{args.old_logprobs}, torch {version('torch')}"
+    )
     for side, reports in found.items():
         middle = {key: statistics.median(report[key] for report in reports) for key in reports[0]}
         print(f"{side:5} {middle['wall']:7.2f} s, {middle['cpu']:7.2f} CPU s a cycle, {middle['tokens']:,.0f} tokens")
@@ -259,11 +274,12 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--old-logprobs", choices=("sampler", "trainer"), default="sampler")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        SIDES[args.side](JOBS[args.job], args.folder, args.precision, args.threads, args.rounds + 1)
+        SIDES[args.side](JOBS[args.job], args.folder, args.precision, args.threads, args.rounds + 1, args.old_logprobs)
     else:
         compare(args)
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 
 import pytest
 import torch
 
-from nemo_edo.algorithms.collection import by_problem, sample_statistics, step_statistics, view_of_sampler
+from nemo_edo.algorithms.collection import (
+    Collected,
+    by_problem,
+    sample_statistics,
+    step_statistics,
+    view_of_sampler,
+)
 from nemo_edo.types import TrainingBatch
 
 
@@ -35,6 +42,42 @@ def test_old_log_probs_are_the_trainers_and_the_engines_stand_beside_them(four, 
     batch = view_of_sampler(four, table_policy(table.tolist()), pad_id=0, with_reference=False).batch
     assert torch.equal(batch.old_logprobs, table)
     torch.testing.assert_close(batch.sampler_logprobs, -0.7 * batch.mask)
+
+
+def test_where_the_samplers_are_trusted_the_trainer_computes_those_of_every_tenth_prompt_alone(scored, table_policy):
+    """The gap between both is measured on these; the loss gets nothing to correct."""
+    samples = [scored(f"p{number}", index, (1, 2), 1.0) for number in range(11) for index in range(2)]
+    table = [[0.0, -0.5, -0.9], [0.0, -0.7, -0.7], [0.0, -0.7, -0.6], [0.0, -0.7, -0.7]]
+    policy = table_policy(table)
+    view = view_of_sampler(samples, policy, pad_id=0, with_reference=False, old_logprobs="sampler")
+    torch.testing.assert_close(view.batch.old_logprobs, -0.7 * view.batch.mask)
+    assert view.batch.sampler_logprobs is None and view.batch.size == 22
+    assert view.seen.groups.tolist() == [0, 0, 10, 10]
+    assert torch.equal(view.seen.old_logprobs, torch.tensor(table))
+    statistics = sample_statistics(samples, view)
+    assert statistics["sampler_gap"] == pytest.approx((0.2 + 0.2 + 0.1) / 8, rel=1e-4)
+    assert statistics["sampler_gap_max"] == pytest.approx(0.2, rel=1e-4)
+    assert statistics["reward"] == 1
+
+
+def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_has_seen(scored, table_policy):
+    samples = [scored(f"p{number}", 0, (1, 2), 1.0) for number in range(11)]
+    same = [0.0, -0.7, -0.7]
+    policy = table_policy([same] * 2, reference=[same] * 10 + [[0.0, -0.7, -0.7 - math.log(2)]])
+    view = view_of_sampler(samples, policy, pad_id=0, with_reference=True, old_logprobs="sampler")
+    assert sample_statistics(samples, view)["kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 22, rel=1e-4)
+
+
+@pytest.mark.parametrize("keep_groups", [False, True])
+def test_an_epochs_order_holds_every_item_once_and_groups_behind_each_other_where_they_are_kept(keep_groups):
+    groups = torch.tensor([3, 1, 3, 2, 1, 3, 2, 2])
+    batch = TrainingBatch(tokens=torch.zeros(8, 3, dtype=torch.int64), mask=torch.ones(8, 2), groups=groups)
+    collected = Collected(batch, [[row] for row in range(8)], {})
+    orders = [collected.order(7, epoch, keep_groups=keep_groups) for epoch in range(6)]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1 and orders[0] == collected.order(7, 0, keep_groups=keep_groups)
+    runs = [len(list(groupby(groups[order].tolist()))) for order in orders]
+    assert (max(runs) == 3) is keep_groups
 
 
 def test_the_reference_is_asked_only_where_it_is_wanted(four, table_policy):

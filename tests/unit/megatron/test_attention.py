@@ -14,9 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.losses import sft_loss
-from nemo_edo.megatron.attention import SDPAttention, check_packing
+from nemo_edo.megatron.attention import SDPAttention
 from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.megatron.layer_spec import choose_attention
+from nemo_edo.megatron.layer_spec import check_packing, choose_attention
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -253,3 +253,16 @@ def test_packing_is_refused_with_megatrons_attention(model):
     check_packing(model("qwen2").sdpa.chunks)
     with pytest.raises(UserError, match="packing needs attention that keeps packed sequences apart"):
         check_packing(model("qwen2").local.chunks)
+
+
+@pytest.mark.parametrize("attention", ["local", "sdpa"])
+def test_shared_prompts_are_refused_with_an_attention_that_does_not_know_them(model, attention, monkeypatch):
+    chunks = model("qwen2").sdpa.chunks
+    check_packing(chunks, share_prompts=True)
+    if attention == "sdpa":  # whose layers turn positions in another way
+        monkeypatch.setattr("nemo_edo.megatron.layer_spec.rotates", lambda config: False)
+        with pytest.raises(UserError, match="share_prompts needs torch's attention and rotary positions of whole"):
+            check_packing(chunks, share_prompts=True)
+    else:
+        with pytest.raises(UserError, match="packing needs attention"):
+            check_packing(model("qwen2").local.chunks, share_prompts=True)

@@ -1,12 +1,14 @@
 """Megatron's pass over a global batch against plain autograd through the same weights in ``transformers``."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
+from nemo_edo.data.batching import sequence_lengths
 from nemo_edo.losses import (
     LossTerm,
     NotFinite,
@@ -18,6 +20,7 @@ from nemo_edo.losses import (
     sequence_logprobs,
     sft_loss,
 )
+from nemo_edo.megatron import forward_backward
 from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.types import TrainingBatch
 
@@ -80,12 +83,12 @@ def run(policy, tiny):
     """run(batch, name of the loss, rows, tokens, packing): metrics, exported gradients and padding of one pass."""
 
     def one_pass(batch, name: str, rows: int, tokens: int | None = None, packing: bool = False, loss=None,
-                 **settings) -> SimpleNamespace:
+                 share_prompts: bool = False, **settings) -> SimpleNamespace:
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
         settings = {"loss_counts": counts(name, batch), "temperature": TEMPERATURE, **settings}
         metrics = policy.forward_backward(
-            batch, loss or LOSSES[name], micro_batching=MicroBatching(rows, tokens, packing), **settings
+            batch, loss or LOSSES[name], micro_batching=MicroBatching(rows, tokens, packing, share_prompts), **settings
         )
         padding = metrics.pop("padding_share")
         return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy), padding=padding)
@@ -94,8 +97,28 @@ def run(policy, tiny):
 
 
 @pytest.fixture(scope="module")
-def dense(tiny, tiny_qwen2, batch) -> dict[str, SimpleNamespace]:
-    """Each loss of the whole batch at once, by autograd through ``transformers``."""
+def sharing(tiny, batch):
+    """The batch, with the prompts of rows 0 and 3 shared by others: by the other row of a pair, and by two behind."""
+    return tiny.with_shared_prompts(batch, {1: 0, 4: 3, 5: 3})
+
+
+@pytest.fixture(scope="module")
+def dense(by_autograd, batch) -> dict[str, SimpleNamespace]:
+    return by_autograd(batch)
+
+
+@pytest.fixture(scope="module")
+def dense_sharing(by_autograd, sharing) -> dict[str, SimpleNamespace]:
+    return by_autograd(sharing)
+
+
+@pytest.fixture(scope="module")
+def by_autograd(tiny, tiny_qwen2):
+    """by_autograd(batch): each loss of the whole batch at once, by autograd through ``transformers``."""
+    return partial(_by_autograd, tiny, tiny_qwen2)
+
+
+def _by_autograd(tiny, tiny_qwen2, batch) -> dict[str, SimpleNamespace]:
     results = {}
     for name, loss in LOSSES.items():
         model = tiny.load_dense(tiny_qwen2)
@@ -137,6 +160,34 @@ def test_one_sequence_at_a_time_gives_the_same_gradients(run, batch, dense, name
 def test_gradients_and_metrics_of_packs_are_the_dense_ones(run, batch, dense, name, tokens):
     """Of one pair or two sequences to a pack, of more, and of the whole batch in one."""
     assert_same(run(batch, name, rows=1, tokens=tokens, packing=True), dense[name])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("tokens", [24, 41, 600])
+def test_gradients_and_metrics_of_packs_that_share_prompts_are_the_dense_ones(
+    run, sharing, dense_sharing, name, tokens
+):
+    found = run(sharing, name, rows=1, tokens=tokens, packing=True, share_prompts=True)
+    assert_same(found, dense_sharing[name])
+    assert found.padding == pytest.approx(0, abs=1e-9)
+
+
+def test_log_probs_and_entropies_of_shared_prompts_are_those_of_rows(policy, sharing):
+    """To the last response token, those of the prompt's own tokens included."""
+    shared = policy.log_probs(sharing, micro_batching=MicroBatching(1, 600, True, True), temperature=TEMPERATURE)
+    rows = policy.log_probs(sharing, micro_batching=MicroBatching(2), temperature=TEMPERATURE)
+    for found, expected in zip(shared, rows, strict=True):
+        assert expected.abs().max() > 1
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_shared_prompt_enters_the_model_once(policy, sharing, monkeypatch):
+    seen, plain = [], forward_backward.shared_inputs
+    monkeypatch.setattr(forward_backward, "shared_inputs", lambda *args: seen.append(plain(*args)) or seen[-1])
+    policy.log_probs(sharing, micro_batching=MicroBatching(1, 600, True, True), temperature=TEMPERATURE)
+    prompts = [int(sharing.mask[row].argmax()) for row in (0, 3, 3)]
+    rows = sum(sequence_lengths(sharing)) - sharing.size
+    assert sum(prompts) > 0 and [inputs.tokens.shape[1] for inputs in seen] == [rows - sum(prompts)]
 
 
 def test_packs_hold_no_padding(run, batch):

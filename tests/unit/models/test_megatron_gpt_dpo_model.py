@@ -242,9 +242,13 @@ def test_the_ratio_is_infinite_without_a_task_gradient_and_0_without_both(model,
 # --- splits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "tokens", "packing"), [(4, None, False), (8, None, False), (64, None, False),
-                                                         (8, 24, False), (4, 40, False), (2, 40, True)])
-def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, pairs, rows, tokens, packing):
+@pytest.mark.parametrize("cut", [
+    {"micro_batch_size": 4}, {"micro_batch_size": 8}, {"micro_batch_size": 64},
+    {"micro_batch_size": 8, "micro_batch_tokens": 24}, {"micro_batch_size": 4, "micro_batch_tokens": 40},
+    {"micro_batch_tokens": 40, "packing": True}, {"micro_batch_tokens": 40, "packing": True, "share_prompts": True},
+])
+def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, tiny, pairs, cut):
+    pairs = tiny.with_shared_prompts(pairs, {1: 0, 3: 0})
     def train(**cut):
         model = make_model(replace(ED_IDPO, **cut))
         start, batch = model.policy.snapshot(), as_collected(model, pairs)
@@ -254,7 +258,7 @@ def test_steps_do_not_depend_on_how_a_batch_is_cut(make_model, pairs, rows, toke
             step.pop("padding_share")
         return metrics, model.policy.snapshot(), start
 
-    metrics, weights, start = train(micro_batch_size=rows, micro_batch_tokens=tokens, packing=packing)
+    metrics, weights, start = train(**cut)
     expected_metrics, expected, _ = train(micro_batch_size=2)
     for found, wanted in zip(metrics, expected_metrics, strict=True):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)

@@ -1,0 +1,150 @@
+"""Packs in which the responses to one prompt share it: its tokens enter the model once.
+
+A prompt's hidden states do not depend on what follows, so all that a layer computes of a token by itself (projections,
+norms, the MLP) is computed once for a prompt, exactly. Attention alone sees whole sequences: their queries, keys and
+values are put together for it from the pack, and its results are taken apart again (``SDPAttention``). The prompt's
+last token is not shared: what it predicts is a response's own first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from nemo_edo.data.packs import Prompts
+from nemo_edo.megatron.packing import ModelInputs
+from nemo_edo.types import TrainingBatch
+
+FULL = 0.75
+"""Of the longest sequence's length, what the others of a block of sequences have at least."""
+
+
+@dataclass
+class SharedPrompts(PackedSeqParams):
+    """Where the sequences of a pack lie, whose first u of t tokens are theirs. Attention works on copies of its tokens:
+    on blocks of sequences of like length, padded, the copies of one block behind those of the other."""
+
+    positions: Tensor | None = None
+    """[t] each token's place in its own sequence."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """The blocks' sequences and padded lengths."""
+    of: Tensor | None = None
+    """[c] the token that each copy is of; any, behind a sequence's end."""
+    originals: Tensor | None = None
+    """[u] for each token one of its copies."""
+    others: Tensor | None = None
+    """Shared tokens' other copies."""
+
+    def spread(self, tokens: Tensor) -> list[Tensor]:
+        """For each block [rows, length, ...] of the pack's [t, ...]."""
+        copies = _Spread.apply(tokens, self.of, self.originals, self.others)
+        parts = copies.split([rows * length for rows, length in self.blocks])
+        return [part.unflatten(0, block) for part, block in zip(parts, self.blocks, strict=True)]
+
+    def gather(self, blocks: Sequence[Tensor]) -> Tensor:
+        """The pack's [t, ...] of blocks [rows, length, ...]: of several copies one, of tokens of no sequence zeros."""
+        copies = [block.flatten(0, 1) for block in blocks]
+        copies = torch.cat(copies) if len(copies) > 1 else copies[0]
+        return _Gather.apply(copies, self.originals, len(self.positions))
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens: Tensor, of: Tensor, originals: Tensor, others: Tensor) -> Tensor:
+        ctx.save_for_backward(of, originals, others)
+        ctx.length = len(tokens)
+        return tokens.index_select(0, of)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of, originals, others = ctx.saved_tensors
+        total = _padded_rows(gradient, originals, ctx.length)
+        return total.index_add_(0, of[others], gradient.index_select(0, others)), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, copies: Tensor, originals: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(originals)
+        ctx.copies = len(copies)
+        return _padded_rows(copies, originals, length)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (originals,) = ctx.saved_tensors
+        copies = gradient.new_zeros(ctx.copies, *gradient.shape[1:])
+        return copies.index_copy_(0, originals, gradient[: len(originals)]), None, None
+
+
+def _padded_rows(source: Tensor, rows: Tensor, length: int) -> Tensor:
+    """[length, ...]: the given rows of the source, and zeros behind them."""
+    result = source.new_empty(length, *source.shape[1:])
+    torch.index_select(source, 0, rows, out=result[: len(rows)])
+    result[len(rows) :] = 0
+    return result
+
+
+def shared_inputs(
+    micro: TrainingBatch, lengths: Sequence[int], prompts: Prompts, shape: tuple[int, int]
+) -> ModelInputs:
+    """One row: of each run of rows with one prompt the prompt, and then their own tokens, up to ``lengths`` - 1 of each
+    row; behind them, up to ``shape``, tokens that belong to none."""
+    device = micro.tokens.device
+    places, own = _places(lengths, prompts, device)
+    kept = torch.arange(places.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None] - 1
+
+    def packed(rows: Tensor) -> Tensor:
+        pack = torch.zeros(shape[1], dtype=torch.int64, device=device)
+        pack[places[own]] = rows[own]
+        return pack
+
+    blocks = _blocks(lengths)
+
+    def copies(rows: Tensor) -> Tensor:
+        return torch.cat([rows[chosen, :length].flatten() for chosen, length in blocks])
+
+    of, original = copies(places), copies(own)
+    packed_seq_params = SharedPrompts(
+        qkv_format="thd",
+        max_seqlen_q=max(lengths) - 1,
+        max_seqlen_kv=max(lengths) - 1,
+        positions=packed(torch.arange(places.shape[1], device=device).expand_as(places)),
+        blocks=tuple((len(chosen), length) for chosen, length in blocks),
+        of=of,
+        originals=original.nonzero().squeeze(-1)[of[original].argsort()],
+        others=(copies(kept) & ~original).nonzero().squeeze(-1),
+    )
+    inputs, targets = (packed(tokens)[None] for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
+    return ModelInputs(micro, inputs, targets, packed_seq_params.positions[None], packed_seq_params, kept, places)
+
+
+def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[rows, longest] of each row's tokens their places in the pack (0 behind its end), and whether it is this row that
+    puts them there: those behind its prompt, and the prompt where the row begins a run."""
+    numbers, free, prompt = [], 0, 0
+    for row, (length, shared, group) in enumerate(zip(lengths, prompts.lengths, prompts.groups, strict=True)):
+        begins = row == 0 or group != prompts.groups[row - 1]
+        if begins:
+            prompt = free
+            free += shared
+        numbers.append((prompt, free - shared, shared, 0 if begins else shared, length - 1))
+        free += length - 1 - shared
+    prompts_at, rest_at, shared, first, count = torch.tensor(numbers, device=device).T[..., None]
+    column = torch.arange(max(lengths) - 1, device=device)
+    inside = column < count
+    places = torch.where(column < shared, prompts_at, rest_at) + column
+    return places.where(inside, 0), inside & (column >= first)
+
+
+def _blocks(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
+    """Rows of like length, and the tokens of the longest of them that enter the model."""
+    blocks: list[tuple[list[int], int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not blocks or lengths[row] - 1 < FULL * blocks[-1][1]:
+            blocks.append(([], lengths[row] - 1))
+        blocks[-1][0].append(row)
+    return blocks
