@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from nemo_edo.types import TrainingBatch
+if TYPE_CHECKING:
+    from nemo_edo.types import TrainingBatch
 
 COPIES = 4
 """A pack's rows together have at most so many times the tokens of a pack, shared ones counted for each: attention sees

@@ -38,6 +38,8 @@ class Workload:
     data_parallel: int
     tokens: int
     """Of a micro-batch, padding included."""
+    copies: float | None = None
+    """Of each of them, that attention has to hold where sequences share prompts, in the mean; None: they share none."""
     reference: str = "none"
     """Where the reference's copy of the weights is: none, host or resident."""
     fused_loss: bool = False
@@ -236,11 +238,13 @@ def layer_activation_bytes(load: Workload) -> int:
     whole = 4 * shape.hidden_size
     # The projection's output, of which values are a view; queries and keys with their rotation; the attention's output.
     attention = 3 * shape.query_width + 3 * shape.key_width
+    if load.copies is not None:  # queries, keys, values and results of whole sequences, and the pack's results
+        attention = load.copies * 2 * (shape.query_width + shape.key_width) + shape.query_width
     attention += shape.query_width + shape.key_width if shape.qk_norm else 0  # the inputs of their own norms
     mlp = 0 if shape.num_moe_experts else 3 * shape.ffn_hidden_size  # gate and up projections, and their product
     numbers = whole / (tensor if load.parallelism.sequence_parallel else 1) + (attention + mlp) / tensor
     numbers += _expert_activations(load)
-    log_sum_exp = FP32 * shape.num_attention_heads / tensor  # of the attention's softmax
+    log_sum_exp = FP32 * (load.copies or 1) * shape.num_attention_heads / tensor  # of the attention's softmax
     return round(tokens * (load.bytes_per_number * numbers + log_sum_exp))
 
 

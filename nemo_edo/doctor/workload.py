@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_edo.config import FUSED_FROM_COLUMNS, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.configuration import arm_configs
+from nemo_edo.data.packs import COPIES
 from nemo_edo.doctor.memory import OVERHEAD, Memory, Workload, all_stages
 from nemo_edo.errors import UserError
 from nemo_edo.model_shape import ModelShape, check_convertible, check_expected
@@ -63,6 +64,7 @@ def workloads(cfg: RunConfig, shape: ModelShape, gpus: int, overhead: int = OVER
             lora=cfg.lora,
             data_parallel=gpus // cfg.parallelism.model_ranks,
             tokens=micro_batch_tokens(cfg, training),
+            copies=COPIES if training.share_prompts else None,
             reference=_reference(cfg, training) if explores else "none",
             fused_loss=head == "fused" or (head == "auto" and columns >= FUSED_FROM_COLUMNS),
             generation_rows=cfg.generation.max_batch_size if cfg.generation.backend == "megatron" else 0,

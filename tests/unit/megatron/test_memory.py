@@ -2,13 +2,17 @@
 
 import runpy
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nemo_edo.config import LoRAConfig, ParallelismConfig
+from nemo_edo.data.batching import build_batch, sequence_lengths
+from nemo_edo.data.packs import Prompts
 from nemo_edo.doctor import memory
+from nemo_edo.megatron.shared_prompts import SharedPrompts, shared_inputs
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 CASES = {
@@ -40,30 +44,30 @@ def test_weights_gradients_and_optimizer_state_are_the_estimated_ones_to_the_byt
     assert found == worker.estimated(folder, ParallelismConfig(), dtype, lora, 1, 0)
 
 
-def saved_bytes(policy, tokens: int) -> int:
-    """Of the memory that autograd keeps of a forward pass, weights and tables left out."""
+def saved_bytes(policy, tokens: int, pack: SharedPrompts | None = None) -> int:
+    """Of the memory that autograd keeps of a forward pass, weights, tables and places left out."""
     (chunk,) = policy.chunks
     kept, own = {}, {p.untyped_storage().data_ptr() for p in chunk.parameters()}
 
-    def pack(tensor):
+    def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in own and not (pack and tensor.dtype == torch.int64):
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor: so that its address is not given anew
         return tensor
 
     inputs = torch.randint(2, 120, (1, tokens))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = chunk(inputs, torch.arange(tokens)[None], None)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = chunk(inputs, torch.arange(tokens)[None], None, packed_seq_params=pack)
     assert output.requires_grad
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-def saved_of_a_layer(tiny, folder, model_type: str, **settings) -> float:
+def saved_of_a_layer(tiny, folder, model_type: str, pack: SharedPrompts | None = None, **settings) -> float:
     """What two layers more keep more, halved."""
     saved = []
     for layers in (2, 4):
         path = tiny.write_tiny_model(folder / str(layers), model_type, num_hidden_layers=layers, **FIELDS[model_type])
-        saved.append(saved_bytes(tiny.build_policy(path, **settings), TOKENS))
+        saved.append(saved_bytes(tiny.build_policy(path, **settings), TOKENS, pack))
     return (saved[1] - saved[0]) / 2
 
 
@@ -97,6 +101,17 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps_to_the_byte(tiny, 
     load = workload(worker, model_type)
     found = saved_of_a_layer(tiny, tmp_path, model_type) - kept_by_unfused_kernels(load.shape)
     assert found == memory.layer_activation_bytes(load)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_activations_of_shared_prompts_are_those_that_autograd_keeps_to_the_byte(tiny, worker, tmp_path, model_type):
+    """Four responses of 9 tokens to a prompt of 13: 48 tokens, and 84 with the prompt counted for each."""
+    sequences = [([*range(2, 15)], [20 + row] * 9) for row in range(4)]
+    micro = build_batch(sequences, pad_id=0)
+    inputs = shared_inputs(micro, sequence_lengths(micro), Prompts.of(micro), (1, TOKENS))
+    load = replace(workload(worker, model_type), copies=84 / TOKENS)
+    found = saved_of_a_layer(tiny, tmp_path, model_type, inputs.packed) - kept_by_unfused_kernels(load.shape)
+    assert found == memory.layer_activation_bytes(load) > memory.layer_activation_bytes(replace(load, copies=None))
 
 
 def test_a_recomputed_layer_keeps_its_input_and_nothing_else(tiny, worker, tmp_path):
