@@ -115,3 +115,19 @@ def test_a_reloaded_policy_and_optimizer_go_on_as_the_saved_one(policy, tiny, fo
     checkpoint.load(loaded, tmp_path / "checkpoint", with_optimizer=True)
     assert all(map(torch.equal, loaded.snapshot(), policy.snapshot()))
     assert train(loaded, tiny, [2, 3]) == pytest.approx(train(policy, tiny, [2, 3]), rel=1e-3)
+
+
+def test_shared_prompts_have_the_gradients_of_rows_with_torchs_attention(tiny, folder):
+    policy = tiny.build_policy(folder, dtype="fp32", attention="sdpa")
+    policy.reset_optimizer(OptimizerConfig(), total_steps=1)
+    batch = tiny.with_shared_prompts(tiny.random_batch(rows=6), {1: 0, 4: 3, 5: 3})
+    found = []
+    for cut in (MicroBatching(2), MicroBatching(1, 600, packing=True, share_prompts=True)):
+        policy.zero_grad()
+        policy.forward_backward(
+            batch, lambda log_probs, _, micro: ({"sft": sft_loss(log_probs, micro.mask)}, {}),
+            loss_counts={"sft": float(reduction_count(batch.mask, "token-mean"))}, micro_batching=cut, temperature=1.0,
+        )
+        found.append({name: gradient.cpu() for name, gradient in tiny.exported_gradients(policy).items()})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=0, atol=1e-3 * float(expected.abs().max()), msg=name)
