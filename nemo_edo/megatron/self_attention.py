@@ -77,6 +77,12 @@ def _empty(vectors: Tensor) -> Tensor:
 
 
 def _rotate_into(out: Tensor, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if vectors.ndim > 3 and vectors.shape[1] == 1 < vectors.shape[0] and not vectors.is_cuda:
+        # Of a single row torch would visit each position's few heads before the next position, which takes it several
+        # times as long. Those of several rows it sees as one dimension.
+        for part, heads in zip(out.unbind(2), vectors.unbind(2), strict=True):
+            _rotate_into(part, heads, cos.select(2, 0), sin.select(2, 0))
+        return out
     (a, b), (first, second) = vectors.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=second).addcmul_(a, sin)
