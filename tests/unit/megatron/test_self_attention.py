@@ -10,15 +10,16 @@ from nemo_edo.megatron.self_attention import cut_and_rotate, rotate, turns
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.3])
-@pytest.mark.parametrize(("length", "width"), [(1, 64), (7, 16)])
-def test_rotation_and_its_gradient_are_megatrons(length: int, width: int, scale: float):
+@pytest.mark.parametrize(("length", "rows", "width"), [(1, 3, 64), (7, 3, 16), (7, 1, 16), (1, 1, 16)])
+def test_rotation_and_its_gradient_are_megatrons(length: int, rows: int, width: int, scale: float):
     torch.manual_seed(0)
     half = torch.rand(length, 1, 1, width // 2) * 6
     angles = torch.cat([half, half], dim=-1)
+    shape = (length, rows, 2, width)
     ours, theirs = (
-        torch.randn(length, 3, 2, width, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
     )
-    upstream = torch.randn(length, 3, 2, width)
+    upstream = torch.randn(shape)
     rotated, expected = (
         rotate(ours, *turns(angles, scale, torch.float32)),
         _apply_rotary_pos_emb_bshd(theirs, angles, mscale=scale),
@@ -41,11 +42,12 @@ def test_vectors_that_are_parts_of_a_larger_tensor_are_rotated_alike():
     torch.testing.assert_close(rotate(both[..., 16:], *cos_sin), rotate(both[..., 16:].contiguous(), *cos_sin))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 3)])
-def test_cutting_and_rotating_at_once_is_splitting_and_then_rotating(groups: int, queries: int):
+def test_cutting_and_rotating_at_once_is_splitting_and_then_rotating(groups: int, queries: int, batch: int):
     """Megatron's layout: each group's queries, then its key, then its value."""
     torch.manual_seed(0)
-    length, batch, width = 5, 3, 8
+    length, width = 5, 8
     cos_sin = turns(torch.rand(length, 1, 1, width) * 6, 1.2, torch.float64)
     mixed = torch.randn(length, batch, groups, (queries + 2) * width, dtype=torch.float64)
     ours, theirs = (mixed.clone().requires_grad_() for _ in range(2))
