@@ -16,8 +16,14 @@ def request_uniforms(seeds: Sequence[int], length: int) -> Tensor:
 
     So a request draws the same response whatever else is in its batch, and on whichever rank it runs.
     """
-    rows = [np.random.Generator(np.random.Philox(key=seed)).random(length, dtype=np.float32) for seed in seeds]
-    return torch.from_numpy(np.stack(rows))
+    bits = np.random.Philox(key=0)
+    generator, state = np.random.Generator(bits), bits.state
+    rows = np.empty((len(seeds), length), dtype=np.float32)
+    for row, seed in zip(rows, seeds, strict=True):
+        state["state"]["key"][:] = seed % 2**64, seed >> 64  # what Philox(key=seed) begins with, without its making
+        bits.state = state
+        generator.random(out=row, dtype=np.float32)
+    return torch.from_numpy(rows)
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,13 @@ def test_uniforms_depend_on_the_seed_alone():
     assert not torch.equal(together[0], together[2])
 
 
+@pytest.mark.parametrize("length", [1, 28, 29])
+def test_uniforms_are_those_of_a_generator_of_each_seeds_own(length):
+    seeds = [0, 7, 2**63, 2**64 - 1, 2**64, 2**100 + 5]
+    own = [np.random.Generator(np.random.Philox(key=seed)).random(length, dtype=np.float32) for seed in seeds]
+    assert request_uniforms(seeds, length).tolist() == np.stack(own).tolist()
+
+
 def test_uniforms_of_neighbouring_seeds_are_uniform_and_uncorrelated():
     uniforms = request_uniforms(range(1000), 20)
     assert uniforms.min() >= 0 and uniforms.max() < 1
