@@ -94,8 +94,7 @@ def shared_inputs(
     """One row: of each run of rows with one prompt the prompt, and then their own tokens, up to ``lengths`` - 1 of each
     row; behind them, up to ``shape``, tokens that belong to none."""
     device = micro.tokens.device
-    places, own = _places(lengths, prompts, device)
-    kept = torch.arange(places.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None] - 1
+    places, kept, own = _places(lengths, prompts, device)
 
     def packed(rows: Tensor) -> Tensor:
         pack = torch.zeros(shape[1], dtype=torch.int64, device=device)
@@ -122,9 +121,9 @@ def shared_inputs(
     return ModelInputs(micro, inputs, targets, packed_seq_params.positions[None], packed_seq_params, kept, places)
 
 
-def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[rows, longest] of each row's tokens their places in the pack (0 behind its end), and whether it is this row that
-    puts them there: those behind its prompt, and the prompt where the row begins a run."""
+def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """[rows, longest] of each row's tokens their places in the pack (0 behind its end), whether the row has them, and
+    whether it is this row that puts them there: those behind its prompt, and the prompt where the row begins a run."""
     numbers, free, prompt = [], 0, 0
     for row, (length, shared, group) in enumerate(zip(lengths, prompts.lengths, prompts.groups, strict=True)):
         begins = row == 0 or group != prompts.groups[row - 1]
@@ -135,9 +134,9 @@ def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> t
         free += length - 1 - shared
     prompts_at, rest_at, shared, first, count = torch.tensor(numbers, device=device).T[..., None]
     column = torch.arange(max(lengths) - 1, device=device)
-    inside = column < count
+    kept = column < count
     places = torch.where(column < shared, prompts_at, rest_at) + column
-    return places.where(inside, 0), inside & (column >= first)
+    return places.where(kept, 0), kept, kept & (column >= first)
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
