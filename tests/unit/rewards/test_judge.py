@@ -322,7 +322,8 @@ def test_a_stopped_part_is_on_disk_and_goes_on_with_what_has_no_verdict(chat, ju
         return (429, {}, {"Retry-After": "9999"}) if down else said("correct")(number, body)
 
     def collect(server):
-        scorer = JudgeScorer(ANSWERS, judge_of(server, max_abstained=0.2).verdicts)
+        # one request at a time: those under way are given up with the judge, and how many depends on the machine
+        scorer = JudgeScorer(ANSWERS, judge_of(server, max_abstained=0.2, max_in_flight=1).verdicts)
         store = RolloutStore(tmp_path / "store")
         draw = DrawnInParts(store, 0, lambda asked: draw_scored(lambda: generate(asked), scorer, [PROSE]), part_size=10,
                             writes=True)  # fmt: skip
