@@ -8,6 +8,7 @@ and nothing else in the package asks which machine it runs on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -15,7 +16,6 @@ import types
 from collections.abc import Callable, Collection
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from nemo_edo.processes import end_with_torchrun
 
@@ -43,7 +43,6 @@ def enter(threads: int | None = None, *, without: Collection[str] = ()) -> torch
     for name, adapt in ADAPTATIONS.items():
         if name not in without:
             adapt()
-    _cpu_for_cuda.__enter__()
     _entered = torch.device("cpu")
     return _entered
 
@@ -73,36 +72,43 @@ def _current_device() -> None:
     torch.cuda.set_device = lambda device: None
 
 
-class _CpuForCuda(TorchFunctionMode):
-    """Rewrites what Megatron asks of CUDA by name. One mode serves two adaptations: each costs every torch call."""
-
-    device_argument = tensor_type = False
-    type_names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.device_argument:
-            if func is torch.Tensor.cuda:
-                return args[0]
-            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-        result = func(*args, **kwargs)
-        if self.tensor_type and func is torch.Tensor.type and isinstance(result, str):
-            return self.type_names.get(result, result)
-        return result
-
-
-_cpu_for_cuda = _CpuForCuda()
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "triu", "zeros",
+             "zeros_like")  # fmt: skip
+"""What Megatron and Bridge make tensors with."""
 
 
 def _device_argument() -> None:
-    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``."""
-    _cpu_for_cuda.device_argument = True
+    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``.
+
+    The functions themselves are replaced: a TorchFunctionMode would cost every call of torch, 4 microseconds each."""
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # what ``with torch.device(...)`` looks for: it remembers the functions of its first use
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def made(*args, **kwargs) -> torch.Tensor:
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs["device"] = torch.device("cpu")
+            return factory(*args, **kwargs)
+
+        return made
+
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def _tensor_type() -> None:
     """The fp32 and mixed-precision optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'."""
-    _cpu_for_cuda.tensor_type = True
+    type_of = torch.Tensor.type
+    names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+
+    def named(self: torch.Tensor, *args, **kwargs) -> str | torch.Tensor:
+        result = type_of(self, *args, **kwargs)
+        return names.get(result, result) if isinstance(result, str) else result
+
+    torch.Tensor.type = named
 
 
 def _synchronize() -> None:

@@ -19,14 +19,14 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
 
 
 def state_of_torch() -> dict[str, int]:
     """What the adaptations could change, by identity."""
     found = {f"torch.cuda.{name}": id(value) for name, value in vars(torch.cuda).items()}
     found["torch.distributed.scatter"] = id(torch.distributed.scatter)
-    found["function modes"] = len(_get_current_function_mode_stack())
+    for owner, names in ((torch, ("empty", "tensor", "zeros")), (torch.Tensor, ("cuda", "type"))):
+        found |= {f"{owner.__name__}.{name}": id(getattr(owner, name)) for name in names}
     if "megatron.core.tensor_parallel.random" in sys.modules:
         random = sys.modules["megatron.core.tensor_parallel.random"]
         found["get_state"], found["set_state"] = id(random._get_cuda_rng_state), id(random._set_cuda_rng_state)
