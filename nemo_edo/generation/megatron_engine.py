@@ -1,7 +1,7 @@
 """Sampling in the trainer's own process, from the very weights that are trained.
 
 Batched decoding with megatron-core's KV cache. Three things make it cheaper than a plain loop: requests with the same
-prompt share its prefill, only the last position's logits are computed, and rows that have ended leave the batch.
+prompt share it, only the last position's logits are computed, and rows that have ended leave the batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from tqdm import tqdm
@@ -19,6 +19,8 @@ from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.build import BuiltModel
+from nemo_edo.megatron.layer_spec import shares_prompts
+from nemo_edo.megatron.prompt_cache import CacheContext, PromptCacheContext
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 COMPACT_BELOW = 0.9
@@ -53,6 +55,8 @@ class MegatronEngine:
         self._max_batch_size = max_batch_size
         self._device = device
         self._progress = progress
+        modules = [module for chunk in built.chunks for module in chunk.modules()]
+        self._shares_prompts = all(shares_prompts(module) for module in modules if isinstance(module, Attention))
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
@@ -92,12 +96,17 @@ class MegatronEngine:
         ]
 
     def _prefill(self, decoding: _Decoding) -> Tensor | None:
-        """Runs the prompts' common length once for each different prompt, then gives every row its cache."""
+        """Runs the prompts' common length once for each different prompt. Rows that share one read its cache where
+        their attention can, else each gets a copy."""
         prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
-        context = StaticInferenceContext(max_batch_size=len(prefixes), max_sequence_length=decoding.length)
-        decoding.context = context
+        shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
+        length = decoding.prefix if shared else decoding.length
+        decoding.context = CacheContext(max_batch_size=len(prefixes), max_sequence_length=length)
         logits = self._forward(decoding, prefixes, 0)
-        decoding.select_cache(owner)
+        if shared:
+            decoding.context = PromptCacheContext(decoding.context, owner, decoding.length)
+        else:
+            decoding.context.keep(owner)
         return None if logits is None else logits[owner]
 
     def _forward(self, decoding: _Decoding, tokens: Tensor, position: int) -> Tensor | None:
@@ -166,7 +175,7 @@ class _Decoding:
         self.rows = torch.arange(len(requests), device=device)
         self.alive = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.last = self.prompts[:, self.prefix - 1]
-        self.context: StaticInferenceContext | None = None
+        self.context: CacheContext | None = None
 
     @property
     def done(self) -> bool:
@@ -206,14 +215,8 @@ class _Decoding:
     def compact(self) -> None:
         """Drops the rows that have ended."""
         keep = self.alive.nonzero().squeeze(-1)
-        self.select_cache(keep)
+        self.context.keep(keep)
         self.rows, self.last, self.alive = self.rows[keep], self.last[keep], self.alive[keep]
-
-    def select_cache(self, rows: Tensor) -> None:
-        filled = self.context.sequence_len_offset
-        for layer, (keys, values) in self.context.key_value_memory_dict.items():
-            self.context.key_value_memory_dict[layer] = tuple(_rows_of(part, rows, filled) for part in (keys, values))
-        self.context.max_batch_size = len(rows)
 
     def responses(self) -> list[tuple[list[int], list[float], bool, str | None]]:
         """Tokens, log-probabilities, whether it stopped by itself and by which stop string, for each request."""
@@ -227,15 +230,6 @@ class _Decoding:
 
     def _response_index(self, position: int) -> Tensor:
         return position - self.prompt_lengths[self.rows]
-
-
-def _rows_of(cache: Tensor, rows: Tensor, filled: int) -> Tensor:
-    """The given rows of a [length, rows, heads, width] cache, of which only the first ``filled`` positions hold
-    anything. In memory a head's positions stand behind each other: attention reads them at every token."""
-    length, _, heads, width = cache.shape
-    chosen = cache.new_empty(len(rows), heads, length, width).permute(2, 0, 1, 3)
-    chosen[:filled] = cache[:filled, rows]
-    return chosen
 
 
 def _gather(rollouts: list[Rollout]) -> list[list[Rollout]]:

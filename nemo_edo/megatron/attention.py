@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from nemo_edo.megatron.prompt_cache import CachedPrompts
 from nemo_edo.megatron.shared_prompts import SharedPrompts
 
 
@@ -58,6 +59,8 @@ class SDPAttention(MegatronModule):
         # apply_query_key_layer_scaling divides the scores by the layer's number and multiplies them again, for fp16's
         # range alone: here scores are in fp32.
         self.softmax_scale = softmax_scale
+        self.prompts: CachedPrompts | None = None
+        """What stands in front of a cache, for the next ``forward``; None: nothing."""
 
     def forward(
         self,
@@ -84,19 +87,27 @@ class SDPAttention(MegatronModule):
         queries, keys = query.shape[0], key.shape[0]
         if queries not in (1, keys):
             raise ValueError(f"attention of {queries} queries to {keys} keys: expected as many, or a single query")
-        if queries == 1 and not query.is_cuda:
+        if queries == 1 and (self.prompts is not None or not query.is_cuda):
             return self._single(query, key, value)
         context = self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), causal=queries > 1)
         return context.permute(2, 0, 1, 3).reshape(queries, query.shape[1], -1)
 
     def _single(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As a product of matrices for each head: for a single query the kernel for CPUs takes up to twice as long."""
+        """As products of matrices: for a single query the kernel for CPUs takes up to twice as long, and none knows of
+        prompts that rows share."""
         rows, groups, width = key.shape[1:]
         scale = width**-0.5 if self.softmax_scale is None else self.softmax_scale
-        queries = (query * scale).to(key.dtype).view(rows * groups, -1, width)
+        queries = (query * scale).to(key.dtype).view(rows, groups, -1, width)
         keys, values = (part.permute(1, 2, 0, 3).flatten(0, 1) for part in (key, value))
-        context = torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(-1), values)
-        return context.view(1, rows, -1).to(query.dtype)
+        scores = torch.bmm(queries.flatten(0, 1), keys.transpose(1, 2))
+        if self.prompts is None:
+            context = torch.bmm(scores.softmax(-1), values)
+        else:
+            of_prompts = self.prompts.scores(queries)
+            weights = torch.cat([of_prompts, scores.view(rows, groups, -1, len(key))], dim=-1).softmax(-1)
+            of_prompts, own = weights.split([of_prompts.shape[-1], len(key)], dim=-1)
+            context = torch.bmm(own.flatten(0, 1), values).view_as(queries) + self.prompts.context(of_prompts)
+        return context.reshape(1, rows, -1).to(query.dtype)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         """One call for each sequence: a mask over the whole pack would cost the square of its length."""

@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from nemo_edo.megatron.attention import SDPAttention
+from nemo_edo.megatron.prompt_cache import PromptCacheContext
 from nemo_edo.megatron.shared_prompts import SharedPrompts
 
 Turns = tuple[Tensor, Tensor]
@@ -127,7 +128,11 @@ class RotatingSelfAttention(SelfAttention):
         if known and torch.is_tensor(rotary_pos_emb) and rotates(self.config):
             self._angles, rotary_pos_emb = rotary_pos_emb, None
             self._start = 0 if inference_context is None else inference_context.sequence_len_offset
-        return super().forward(
+        behind_prompts = isinstance(inference_context, PromptCacheContext)
+        if behind_prompts:
+            self.core_attention.prompts = inference_context.cached_prompts(self.layer_number)
+            self._start += inference_context.prefix
+        output = super().forward(
             hidden_states,
             *args,
             rotary_pos_emb=rotary_pos_emb,
@@ -135,6 +140,9 @@ class RotatingSelfAttention(SelfAttention):
             packed_seq_params=packed_seq_params,
             **kwargs,
         )
+        if behind_prompts:
+            self.core_attention.prompts = None
+        return output
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if self._angles is None:

@@ -1,0 +1,124 @@
+"""A cache for decoding that holds a prompt once, however many responses follow it.
+
+At each new token attention reads all keys and values of a row, and for rows of one prompt most of them are the same.
+Here the prompt's are read once for all of its rows, as one product of matrices (Juravsky et al. 2024, "Hydragen"); the
+softmax is over both parts at once, so nothing is approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Which rows follow which prompt: to and from [prompts, most, ...], a prompt's rows behind each other and, behind
+    them, whatever stands there."""
+
+    owner: Tensor
+    """[rows] int64: each row's prompt."""
+    prompts: int
+    most: int
+    """Rows of the prompt that has the most of them."""
+    places: Tensor | None
+    """[rows] int64 where each row stands among prompts x most; None: all of these are rows, in their order."""
+
+    @classmethod
+    def of(cls, owner: Tensor, prompts: int) -> PromptRows:
+        counts = torch.bincount(owner, minlength=prompts)
+        order = owner.argsort(stable=True)
+        begins = counts.cumsum(0) - counts
+        within = torch.empty_like(owner)
+        within[order] = torch.arange(len(owner), device=owner.device) - begins[owner[order]]
+        most = int(counts.max())
+        places = owner * most + within
+        everywhere = torch.arange(prompts * most, device=owner.device)
+        return cls(owner, prompts, most, None if torch.equal(places, everywhere) else places)
+
+    def by_prompt(self, rows: Tensor) -> Tensor:
+        """[prompts, most, ...] of [rows, ...]."""
+        if self.places is not None:
+            padded = rows.new_zeros(self.prompts * self.most, *rows.shape[1:])
+            rows = padded.index_copy_(0, self.places, rows)
+        return rows.unflatten(0, (self.prompts, self.most))
+
+    def by_row(self, rows: Tensor) -> Tensor:
+        """[rows, ...] of [prompts, most, ...]."""
+        rows = rows.flatten(0, 1)
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+
+@dataclass(frozen=True)
+class CachedPrompts:
+    """One layer's keys and values of the prompts, each [prompts, groups, length, width]."""
+
+    keys: Tensor
+    values: Tensor
+    rows: PromptRows
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """[rows, groups, n, length] of scaled queries [rows, groups, n, width]."""
+        return self._for_prompts(queries, lambda grouped: grouped @ self.keys.transpose(-1, -2))
+
+    def context(self, weights: Tensor) -> Tensor:
+        """[rows, groups, n, width] of weights [rows, groups, n, length]."""
+        return self._for_prompts(weights, lambda grouped: grouped @ self.values)
+
+    def _for_prompts(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """A product [prompts, groups, most n, ...] of rows [rows, groups, n, ...], as [rows, groups, n, ...]."""
+        by_prompt = self.rows.by_prompt(rows).transpose(1, 2)
+        result = product(by_prompt.flatten(2, 3)).unflatten(2, by_prompt.shape[2:4])
+        return self.rows.by_row(result.transpose(1, 2))
+
+
+class CacheContext(StaticInferenceContext):
+    """Megatron's cache, of which rows can leave."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Makes it a cache of the given rows, some of them perhaps more than once."""
+        filled = self.sequence_len_offset
+        for layer, parts in self.key_value_memory_dict.items():
+            kept = tuple(empty_rows(part, len(rows), len(part)) for part in parts)
+            for part, before in zip(kept, parts, strict=True):
+                part[:filled] = before[:filled, rows]
+            self.key_value_memory_dict[layer] = kept
+        self.max_batch_size = len(rows)
+
+
+class PromptCacheContext(CacheContext):
+    """A cache for what follows the prompts alone; ``RotatingSelfAttention`` hands the prompts' part to the
+    core of the attention. Positions in the cache count from the prompts' end."""
+
+    def __init__(self, prompts: CacheContext, owner: Tensor, length: int) -> None:
+        """prompts: the cache of a forward pass over the prompts, of one length. owner: [rows] each row's prompt.
+        length: tokens that a row has at most, those of its prompt among them."""
+        super().__init__(max_batch_size=len(owner), max_sequence_length=length)
+        self.prefix = prompts.sequence_len_offset
+        memory = prompts.key_value_memory_dict
+        self._rows = PromptRows.of(owner, next(iter(memory.values()))[0].shape[1])
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, parts in memory.items():
+            self._prompts[layer] = tuple(part[: self.prefix].permute(1, 2, 0, 3).contiguous() for part in parts)
+            self.key_value_memory_dict[layer] = tuple(self._empty(part, len(owner)) for part in parts)
+
+    def cached_prompts(self, layer: int) -> CachedPrompts:
+        """Of the layer that Megatron gives this number."""
+        return CachedPrompts(*self._prompts[layer], self._rows)
+
+    def keep(self, rows: Tensor) -> None:
+        super().keep(rows)
+        self._rows = PromptRows.of(self._rows.owner[rows], self._rows.prompts)
+
+    def _empty(self, part: Tensor, rows: int) -> Tensor:
+        return empty_rows(part, rows, self.max_sequence_length - self.prefix)
+
+
+def empty_rows(cache: Tensor, rows: int, length: int) -> Tensor:
+    """A cache [length, rows, groups, width] like another. In memory a head's positions stand behind each other:
+    attention reads them at every token."""
+    return cache.new_empty(rows, cache.shape[2], length, cache.shape[3]).permute(2, 0, 1, 3)
