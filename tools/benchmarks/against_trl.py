@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int, old_logprobs: str) -> None:
+def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from nemo_edo.algorithms.grpo import GRPO
@@ -117,20 +118,20 @@ def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int, old_
     training = GRPOConfig(
         alpha=0.0,
         beta=0.0,
-        iterations=cycles,
+        iterations=args.rounds + 1,
         minibatch_size=job.minibatch,
         optimizer=optimizer,
-        old_logprobs=old_logprobs,
+        old_logprobs=args.old_logprobs,
         **job.ours,
     )
     model = MegatronGPTGRPOModel(
         model_config(
             folder,
             parallelism=ParallelismConfig(),
-            precision=PrecisionConfig(dtype=precision),
+            precision=PrecisionConfig(dtype=args.precision),
             seed=0,
             training=training,
-            threads=threads,
+            threads=args.threads,
         )
     )
     decode = AutoTokenizer.from_pretrained(folder).decode
@@ -162,13 +163,13 @@ def ours(job: Job, folder: Path, precision: str, threads: int, cycles: int, old_
         run_iterations(run, lambda t: turns())
 
 
-def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int, _: str) -> None:
+def theirs(job: Job, folder: Path, args: argparse.Namespace) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(args.threads)
     turns = Turns()
 
     def reward(completion_ids, **_) -> list[float]:
@@ -186,10 +187,10 @@ def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int, _:
         settings = GRPOConfig(
             output_dir=scratch,
             use_cpu=True,
-            bf16=precision == "bf16",
-            max_steps=STEPS * cycles,
-            per_device_train_batch_size=job.rows,
-            gradient_accumulation_steps=job.minibatch // job.rows,
+            bf16=args.precision == "bf16",
+            max_steps=STEPS * (args.rounds + 1),
+            per_device_train_batch_size=min(job.rows, job.minibatch // args.processes),
+            gradient_accumulation_steps=max(1, job.minibatch // args.processes // job.rows),
             generation_batch_size=job.samples,
             num_generations=GROUP,
             max_completion_length=job.new_tokens,
@@ -214,26 +215,49 @@ def theirs(job: Job, folder: Path, precision: str, threads: int, cycles: int, _:
         ).train()
 
 
-SETTINGS = ("job", "precision", "threads", "rounds", "old_logprobs")
+SETTINGS = ("job", "precision", "processes", "threads", "rounds", "old_logprobs")
 SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 
-def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> subprocess.Popen:
+def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> list[subprocess.Popen]:
+    """The processes of one side, told of each other as torchrun would tell them."""
     settings = [f"--{n.replace('_', '-')}={getattr(args, n)}" for n in SETTINGS]
     environment = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": str(args.threads)}
-    return subprocess.Popen(
-        [python, __file__, *settings, f"--side={side}", f"--folder={folder}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    if args.processes > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(args.processes)}
+    return [
+        subprocess.Popen(
+            [python, __file__, *settings, f"--side={side}", f"--folder={folder}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment, **({"RANK": rank, "LOCAL_RANK": rank} if args.processes > 1 else {})},
+        )
+        for rank in map(str, range(args.processes))
+    ]
 
 
-def cycle(side: str, worker: subprocess.Popen) -> dict[str, float]:
-    """Gives the worker its turn and waits for its report."""
-    worker.stdin.write("\n")
-    worker.stdin.flush()
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def cycle(side: str, workers: Sequence[subprocess.Popen]) -> dict[str, float]:
+    """Gives a side its turn and waits for the reports of its processes."""
+    give_turn(workers)
+    reports = [report(side, worker) for worker in workers]
+    together = {key: sum(one[key] for one in reports) for key in ("cpu", "tokens")}
+    return {"wall": max(one["wall"] for one in reports), **together}
+
+
+def give_turn(workers: Sequence[subprocess.Popen]) -> None:
+    for worker in workers:
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+
+
+def report(side: str, worker: subprocess.Popen) -> dict[str, float]:
     for line in worker.stdout:
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
@@ -248,16 +272,18 @@ def compare(args: argparse.Namespace) -> None:
         write_model(Path(folder), context=PROMPT_TOKENS + job.new_tokens, end=job.end, **job.architecture)
         workers = {side: start(side, python, Path(folder), args) for side, python in interpreters.items()}
         for number in range(args.rounds + 1):
-            for side, worker in workers.items():
-                report = cycle(side, worker)
-                print(f"round {number}, {side}: {report}", file=sys.stderr, flush=True)
+            for side, processes in workers.items():
+                took = cycle(side, processes)
+                print(f"round {number}, {side}: {took}", file=sys.stderr, flush=True)
                 if number:
-                    found[side].append(report)
-        for worker in workers.values():
-            worker.communicate("\n", timeout=120)
+                    found[side].append(took)
+        for processes in workers.values():
+            give_turn(processes)  # the last cycle has been reported: all end, and wait for each other
+            for worker in processes:
+                worker.communicate(timeout=120)
     print(
-        f"{args.job}, {args.precision}, {args.threads} threads, {args.rounds} rounds, pi_old by ours' "
-        f"{args.old_logprobs}, torch {version('torch')}"
+        f"{args.job}, {args.precision}, {args.processes} processes of {args.threads} threads, {args.rounds} rounds, "
+        f"pi_old by ours' {args.old_logprobs}, torch {version('torch')}"
     )
     for side, reports in found.items():
         middle = {key: statistics.median(report[key] for report in reports) for key in reports[0]}
@@ -272,14 +298,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", choices=sorted(JOBS), default="even")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="data parallel, of each library")
+    parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--old-logprobs", choices=("sampler", "trainer"), default="sampler")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        SIDES[args.side](JOBS[args.job], args.folder, args.precision, args.threads, args.rounds + 1, args.old_logprobs)
+        SIDES[args.side](JOBS[args.job], args.folder, args)
     else:
         compare(args)
 
