@@ -84,6 +84,17 @@ def enter_with_cuda() -> dict:
     return {"device": str(device), "chosen": [str(item) for item in chosen], "changes": changes(before)}
 
 
+def make_tensors() -> dict:
+    """Where tensors are made that are asked for on "cuda", and within a block that names another device."""
+    platform.enter(1)
+    asked = [torch.zeros(2, device="cuda"), torch.tensor(2.0, device="cuda:0"), torch.empty(2, device="meta"), torch.ones(2)]
+    moved, named = asked[-1].cuda(), asked[-1].type()
+    with torch.device("meta"):
+        within = [torch.zeros(2), torch.tensor(2.0), torch.empty_like(torch.ones(2)), torch.ones(2, device="cpu")]
+    return {"asked": [str(one.device) for one in asked], "within": [str(one.device) for one in within],
+            "moved": moved is asked[-1], "named": named}
+
+
 def outcome(case, *arguments) -> dict:
     try:
         return {"result": case(*arguments)}
@@ -124,6 +135,7 @@ def with_stand_ins(model: Path) -> dict:
         "everything, distributed": (train_and_save, model, [], True),
         "twice": (enter_twice,),
         "cuda": (enter_with_cuda,),
+        "tensors": (make_tensors,),
     }
     for name in platform.ADAPTATIONS.keys() - {"contiguous_scatter", "bridge_import"}:  # these have tests of their own
         cases[name] = (train_and_save, model, [name], False)

@@ -84,6 +84,13 @@ def test_the_second_call_of_enter_changes_nothing(cases):
     assert (result["second"], result["devices"], result["threads"]) == ([], ["cpu", "cpu"], 1)
 
 
+def test_cuda_means_the_cpu_and_a_block_that_names_a_device_still_does(cases):
+    assert cases["tensors"]["result"] == {
+        "asked": ["cpu", "cpu", "meta", "cpu"], "within": ["meta", "meta", "meta", "cpu"],
+        "moved": True, "named": "torch.cuda.FloatTensor",
+    }  # fmt: skip
+
+
 def test_unknown_adaptations_are_an_error_that_names_the_known_ones(monkeypatch):
     monkeypatch.setattr(platform, "_entered", None)
     monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: False)
