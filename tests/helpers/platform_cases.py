@@ -87,12 +87,12 @@ def enter_with_cuda() -> dict:
 def make_tensors() -> dict:
     """Where tensors are made that are asked for on "cuda", and within a block that names another device."""
     platform.enter(1)
-    asked = [torch.zeros(2, device="cuda"), torch.tensor(2.0, device="cuda:0"), torch.empty(2, device="meta"), torch.ones(2)]
-    moved, named = asked[-1].cuda(), asked[-1].type()
+    plain = torch.ones(2)
+    asked = [torch.zeros(2, device="cuda"), torch.tensor(2.0, device="cuda:0"), torch.empty(2, device="meta"), plain]
     with torch.device("meta"):
         within = [torch.zeros(2), torch.tensor(2.0), torch.empty_like(torch.ones(2)), torch.ones(2, device="cpu")]
     return {"asked": [str(one.device) for one in asked], "within": [str(one.device) for one in within],
-            "moved": moved is asked[-1], "named": named}
+            "moved": plain.cuda() is plain, "named": plain.type()}
 
 
 def outcome(case, *arguments) -> dict:
