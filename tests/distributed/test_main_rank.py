@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_edo.errors import PartlyDrawn, UserError
 from nemo_edo.parallel import main_rank
 
-PROCESSES, WAIT_S = 2, 5.0
+PROCESSES, WAIT_S = 2, 8.0
 """How long the processes wait for each other."""
 
 
@@ -26,7 +26,15 @@ def give_up() -> None:
     raise PartlyDrawn("2 of 3 were drawn", ["a", "b"])
 
 
+def meet(rank: int, folder: Path) -> None:
+    """Processes that are all there: on a busy machine one may need longer for its imports than they wait."""
+    (folder / f"ready_{rank}").touch()
+    while not all((folder / f"ready_{other}").exists() for other in range(PROCESSES)):
+        time.sleep(0.05)
+
+
 def run_process(rank: int, folder: Path) -> None:
+    meet(rank, folder)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES,
                             timeout=timedelta(seconds=WAIT_S))
     main_rank.MEET_EVERY_S = WAIT_S / 10

@@ -3,9 +3,9 @@
     python completions_server.py PORT STATE
 
 STATE is a file of JSON with any of: "hang" (completions are never answered), "hang_after" (so many completions of a
-process are answered, and no more), "status" (of every completion), "slow_s",
-"die_after" (completions; then the process ends), "unhealthy", "mute" (a look at its health is never answered), "answer"
-(replaces the body of a completion).
+process are answered, and no more), "status" (of every completion), "slow_s", "hold_until_open" (completions are
+answered once so many were open at a time), "die_after" (completions; then the process ends), "unhealthy", "mute" (a
+look at its health is never answered), "answer" (replaces the body of a completion).
 It is read anew at each request. ``/log`` tells the seeds of the completions so far, in order.
 """
 
@@ -37,6 +37,7 @@ class CompletionsServer:
         self.seeds: list[int] = []
         self.open = 0
         self.most_open = 0
+        self.opened = asyncio.Condition()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -68,6 +69,9 @@ class CompletionsServer:
         request = json.loads(body)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
+        async with self.opened:
+            self.opened.notify_all()
+            await self.opened.wait_for(lambda: self.most_open >= state.get("hold_until_open", 0))
         try:
             hangs = state.get("hang") or len(self.seeds) >= state.get("hang_after", math.inf)
             await asyncio.sleep(1e6 if hangs else state.get("slow_s", 0.0))
@@ -82,7 +86,7 @@ class CompletionsServer:
 
 
 async def main(port: int, state: Path) -> None:
-    server = await asyncio.start_server(CompletionsServer(state).serve, "127.0.0.1", port)
+    server = await asyncio.start_server(CompletionsServer(state).serve, "127.0.0.1", port, backlog=1024)
     print("ready", server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def slow_writer(monkeypatch):
-    """Megatron's writer of files, after a while."""
+def held_writer(monkeypatch, tmp_path):
+    """Megatron's writer of files, which waits until what this returns is called with the name of a folder that it
+    writes in."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    write = FileSystemWriterAsync.write_preloaded_data
+    write, gates = FileSystemWriterAsync.write_preloaded_data, tmp_path.parent / f"{tmp_path.name}_gates"
+    gates.mkdir()
 
-    def wait_and_write(*args, **kwargs):
-        time.sleep(1.5)
-        write(*args, **kwargs)
+    def wait_and_write(*args, write_bucket, **kwargs):
+        while not (gates / Path(write_bucket[0]).parent.name).exists():
+            time.sleep(0.01)
+        write(*args, write_bucket=write_bucket, **kwargs)
 
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(wait_and_write))
+    return lambda folder: (gates / folder).touch()

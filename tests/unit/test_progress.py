@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -178,14 +179,16 @@ def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, 
 
 
 def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_before_it_stays(
-    begin, model, tmp_path, slow_writer
+    begin, model, tmp_path, held_writer
 ):
     progress = begin(every_steps=1, keep=1, asynchronous=True)
     walk(progress, model, 1)
     assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001.part"]
     mark(model, 2)
+    held_writer("step_00000001.part")
     progress.reached(Position(0, 2, 2))
     assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001", "step_00000002.part"]
+    held_writer("step_00000002.part")
     progress.settle()
     assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002"]
     mark(model, 99)
@@ -193,10 +196,11 @@ def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_befor
     assert {weight.unique().item() for weight in model.policy.snapshot()} == {2.0}
 
 
-def test_a_request_to_stop_waits_for_what_is_written_in_the_background(begin, model, tmp_path, slow_writer):
+def test_a_request_to_stop_waits_for_what_is_written_in_the_background(begin, model, tmp_path, held_writer):
     progress = begin(every_steps=1, asynchronous=True)
     walk(progress, model, 1)
     progress._stop.received = True
+    Timer(1.0, held_writer, ["step_00000001.part"]).start()
     with pytest.raises(RunStopped):
         progress.reached(Position(0, 1, 1, {"kind": "constant", "steps": 1}))
     assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001"]

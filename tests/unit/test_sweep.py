@@ -200,7 +200,7 @@ def test_a_stopped_sweep_stops_its_members(stand_ins, monkeypatch):
     monkeypatch.setattr(sweep_module, "_start", lambda *args: started.append(start(*args)) or started[-1])
 
     def stop() -> None:
-        while not (sweep.folder / "slow.started").exists():
+        while not (started and (sweep.folder / "slow.started").exists()):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -170,12 +170,13 @@ def test_saving_leaves_no_process_behind(policy, tmp_path):
 
 @pytest.mark.parametrize("kind", [("fp32", False), ("bf16", True)], indirect=True, ids=["fp32", "bf16, distributed"])
 @pytest.mark.parametrize("other", [[]], indirect=True)
-def test_training_that_goes_on_does_not_reach_what_is_being_written(trained, other, tiny, tmp_path, slow_writer):
+def test_training_that_goes_on_does_not_reach_what_is_being_written(trained, other, tiny, tmp_path, held_writer):
     weights, state = trained.snapshot(), optimizer_tensors(trained)
     writing = checkpoint.begin_save(trained, tmp_path / "checkpoint", with_optimizer=True)
     train(trained, tiny, [2, 3])
     assert not writing.is_finished()
     assert not (tmp_path / "checkpoint").exists()
+    held_writer("checkpoint.part")
     assert writing.is_finished(wait=True)
     checkpoint.load(other, tmp_path / "checkpoint", with_optimizer=True)
     assert all(map(torch.equal, other.snapshot(), weights))
@@ -214,8 +215,9 @@ def test_writers_end_with_the_process_that_they_write_for():
     reading, writing = os.pipe()
     trainer = os.fork()
     if not trainer:
+        written_for = os.getpid()
         if not os.fork():
-            background._write(slow_writer_with_a_process_of_its_own, os.getppid(), None)
+            background._write(slow_writer_with_a_process_of_its_own, written_for, None)
         time.sleep(0.5)  # until the writer has begun one of its own
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)

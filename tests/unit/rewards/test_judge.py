@@ -8,6 +8,7 @@ import runpy
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from email.utils import formatdate
@@ -227,12 +228,14 @@ def test_a_second_reply_may_have_the_verdict(chat, judge_of):
 
 
 def test_no_answer_in_time_is_a_fault(chat, judge_of):
+    second = threading.Event()
+
     def rule(number, body):
-        time.sleep(0.6 if number == 0 else 0)
+        second.wait() if number == 0 else second.set()
         return said("correct")(number, body)
 
     with chat(rule) as server:
-        [one] = score(judge_of(server, request_limit_s=0.3), states("it"))
+        [one] = score(judge_of(server, request_limit_s=3.0), states("it"))
     assert one.reward == 1.0 and len(server.bodies) == 2
 
 
