@@ -64,9 +64,9 @@ def main() -> None:
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def updated(page: str) -> str:
-    """The page with a new table; raises ValueError as ``between_markers`` does."""
-    return between_markers(page, BEGIN, END, table(list(rows())))
+def updated(page: str, content: str | None = None) -> str:
+    """The page with a new table (None: today's); raises ValueError as ``between_markers`` does."""
+    return between_markers(page, BEGIN, END, table(list(rows())) if content is None else content)
 
 
 def table(found: list[Row]) -> str:

@@ -45,4 +45,4 @@ def test_a_layout_of_the_table_is_what_the_command_line_makes_of_it(tool, rows):
 def test_a_page_without_one_pair_of_markers_is_refused(tool, page: str):
     text = page.replace("BEGIN", tool["BEGIN"]).replace("END", tool["END"])
     with pytest.raises(ValueError, match="the page needs one line"):
-        tool["updated"](text)
+        tool["updated"](text, "a table")

@@ -118,7 +118,7 @@ def test_a_server_that_was_started_again_is_linked_anew(sync_of, scripted_replic
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"])
 def test_a_refit_that_breaks_is_tried_again_with_a_new_link(sync_of, scripted_replica, monkeypatch, path: str):
-    monkeypatch.setattr(nccl, "REFUSED_WITHIN_S", 2.0)  # the refusal has to come before the link is waited for
+    monkeypatch.setattr(nccl, "REFUSED_WITHIN_S", 0.5)  # the refusal has to come before the link is waited for
     server = scripted_replica(faults={path: 1})
     engine, sync, groups = sync_of(server)
     sync.push(1)
