@@ -99,12 +99,13 @@ class PromptCacheContext(CacheContext):
         length: tokens that a row has at most, those of its prompt among them."""
         super().__init__(max_batch_size=len(owner), max_sequence_length=length)
         self.prefix = prompts.sequence_len_offset
-        memory = prompts.key_value_memory_dict
-        self._rows = PromptRows.of(owner, next(iter(memory.values()))[0].shape[1])
+        self._rows = PromptRows.of(owner, prompts.max_batch_size)
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, parts in memory.items():
+        for layer, parts in prompts.key_value_memory_dict.items():
             self._prompts[layer] = tuple(part[: self.prefix].permute(1, 2, 0, 3).contiguous() for part in parts)
-            self.key_value_memory_dict[layer] = tuple(self._empty(part, len(owner)) for part in parts)
+            self.key_value_memory_dict[layer] = tuple(
+                empty_rows(part, len(owner), length - self.prefix) for part in parts
+            )
 
     def cached_prompts(self, layer: int) -> CachedPrompts:
         """Of the layer that Megatron gives this number."""
@@ -113,9 +114,6 @@ class PromptCacheContext(CacheContext):
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)
         self._rows = PromptRows.of(self._rows.owner[rows], self._rows.prompts)
-
-    def _empty(self, part: Tensor, rows: int) -> Tensor:
-        return empty_rows(part, rows, self.max_sequence_length - self.prefix)
 
 
 def empty_rows(cache: Tensor, rows: int, length: int) -> Tensor:
