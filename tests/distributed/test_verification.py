@@ -61,8 +61,7 @@ def test_a_thousand_hostile_answers_cost_their_limits_and_no_more():
 
 @pytest.mark.filterwarnings("ignore:answers that could not be verified")
 def test_ordinary_answers_are_verified_by_the_hundred_a_second():
-    """At least half of the 200 a second that two free cores give: a busy machine's processor time goes less far, and
-    what this is to find, an answer that costs a process or an import, costs ten times as much."""
+    """200 a second of two free cores; this machine may be busy, so that processor time is what counts."""
     draw = random.Random(3)
     shapes = [r"{a}", r"\frac{{{a}}}{{{b}}}", "{a}.{b}", r"{a}\sqrt{{{b}}}", "({a},{b})", "{a}x+{b}", r"{a}\pi", "{a}%",
               r"\text{{option {a}}}", "x={a}"]  # fmt: skip
@@ -78,7 +77,7 @@ def test_ordinary_answers_are_verified_by_the_hundred_a_second():
     finally:
         pool.close()
     print(f"{len(pairs) / wall:.0f} a second here, {2 * len(pairs) / cpu:.0f} a second of two cores' time")
-    assert len(pairs) == 2000 and 2 * len(pairs) / cpu >= 100
+    assert len(pairs) == 2000 and 2 * len(pairs) / cpu >= 200
 
 
 def _cpu_seconds(pool: WorkerPool) -> float:

@@ -319,7 +319,7 @@ def test_two_processes_whose_torchrun_is_killed_end_with_it_and_then_as_two_that
     assert len(doomed) >= 2
     launcher.kill()
     launcher.wait()
-    assert psutil.wait_procs(doomed, timeout=60)[1] == []
+    assert psutil.wait_procs(doomed, timeout=10)[1] == []
     assert torchrun(tmp_path, stopped).wait() == 0, (tmp_path / "said").read_text()[-3000:]
     assert (tmp_path / "said").read_text().count("going on with the unfinished run") == 1
     assert_same_end(run, train.folder / f"two {layout}")

@@ -41,9 +41,9 @@ def test_after_each_refit_greedy_texts_and_log_probabilities_are_the_trainers(fo
 
 
 def test_a_refit_takes_less_than_two_seconds_and_leaves_one_folder(results: dict):
-    assert min(push["seconds"] for push in results["pushes"]) < LIMIT_S  # the machine may be busy for a moment
+    assert sorted(push["seconds"] for push in results["pushes"])[1] < LIMIT_S  # the machine may be busy for a moment
     assert [push["folders"] for push in results["pushes"]] == [[f"version_{v:05d}"] for v in range(4)]
-    assert results["again_s"] < 0.1
+    assert results["again_s"] < 0.01
 
 
 @pytest.mark.parametrize("overrides", [[], ADAPTERS], ids=["whole weights", "adapters alone"])

@@ -96,7 +96,7 @@ def assert_whole(rollouts, asked) -> None:
 
 
 def test_every_request_is_answered_once_and_replicas_share_them(start):
-    replicas = start({"slow_s": 0.02}, {"slow_s": 0.02})
+    replicas = start({"slow_s": 0.5}, {"slow_s": 0.5})
     asked = requests(60)
     servers = engine(replicas)
     servers.policy_version = 7
@@ -106,8 +106,7 @@ def test_every_request_is_answered_once_and_replicas_share_them(start):
     assert rollouts[0].text == "12 13 2"
     logs = [log_of(replica) for replica in replicas]
     assert sorted(seed for log in logs for seed in log["seeds"]) == [request.seed for request in asked]
-    assert all(log["most_open"] <= 8 for log in logs)
-    assert all(len(log["seeds"]) >= 8 for log in logs), "as many as go to each at once; then to whichever is free"
+    assert all(len(log["seeds"]) >= 20 and log["most_open"] <= 8 for log in logs)
 
 
 def test_a_request_goes_to_the_replica_with_the_fewest_under_way(start):

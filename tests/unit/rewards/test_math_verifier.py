@@ -132,7 +132,7 @@ def test_answer_that_hangs_costs_its_limit_and_its_worker_is_replaced():
         pool.run("parses", [("x",)])  # it has started
         begun = time.monotonic()
         results = pool.run("compare", [("5", "10^{10^{10}}"), ("5", "9!!!!!!")] + [("x+1", "1+x")] * 3)
-        assert 3 <= time.monotonic() - begun < 60
+        assert 3 <= time.monotonic() - begun < 12
     finally:
         pool.close()
     assert all(isinstance(result, Ended) for result in results[:2])
