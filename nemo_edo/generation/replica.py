@@ -90,7 +90,7 @@ class Replica:
 
     def launch(self) -> None:
         """Starts the process, and waits for nothing."""
-        launch, port = self._launch, _free_port(self._launch.host)
+        launch, port = self._launch, free_port(self._launch.host)
         self.url = f"http://{_reached_at(launch.host)}:{port}"
         self.generation += 1
         inherited = {name: value for name, value in os.environ.items() if not _is_of_the_trainer(name)}
@@ -198,7 +198,7 @@ def _reached_at(host: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

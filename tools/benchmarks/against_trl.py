@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -221,10 +220,13 @@ SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> list[subprocess.Popen]:
     """The processes of one side, told of each other as torchrun would tell them."""
+    from nemo_edo.generation.replica import free_port
+
     settings = [f"--{n.replace('_', '-')}={getattr(args, n)}" for n in SETTINGS]
     environment = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": str(args.threads)}
     if args.processes > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(args.processes)}
+        host = "127.0.0.1"
+        environment |= {"MASTER_ADDR": host, "MASTER_PORT": str(free_port(host)), "WORLD_SIZE": str(args.processes)}
     return [
         subprocess.Popen(
             [python, __file__, *settings, f"--side={side}", f"--folder={folder}"],
@@ -235,12 +237,6 @@ def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace)
         )
         for rank in map(str, range(args.processes))
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def cycle(side: str, workers: Sequence[subprocess.Popen]) -> dict[str, float]:
