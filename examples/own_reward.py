@@ -1,49 +1,39 @@
-"""ED-GRPO with a reward of one's own, through the model classes: NeMo-Aligner's life cycle without the main job.
-
-The reward here is 1 for a short response: a policy that has learned nothing yet learns to stop.
+"""GRPO with a custom reward: the policy learns to stop early.
 
 python examples/own_reward.py
+
+The same from the command line, in this folder: nemo-edo train name=brief rewards.function=own_reward:brief
 """
 
+import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-from nemo_edo import factory
-from nemo_edo.algorithms.grpo import build_groups
-from nemo_edo.algorithms.sampling import sampling_requests
-from nemo_edo.configuration import compose_run
-from nemo_edo.run_folder import RunFolder
-from nemo_edo.types import SamplingParams, ScoredRollout
+from nemo_edo.cli import main as nemo_edo
 
-ITERATIONS, PROBLEMS, SAMPLES, LONG = 6, 16, 8, 12
+SHORT = 40
+SETTINGS = [
+    "name=brief", "rewards.function=own_reward:brief", "sft.steps=0", "~arms", "data.arithmetic.train_problems=16",
+    "data.arithmetic.test_problems=8", "evaluation.samples=2", "evaluation.rollouts=1", "sampling.max_new_tokens=24",
+    "grpo.iterations=6", "grpo.problems_per_iteration=16", "grpo.minibatch_size=80", "grpo.micro_batch_size=80",
+    "grpo.optimizer.lr=5e-3",
+]  # fmt: skip
 
 
-def score(rollout) -> ScoredRollout:
-    length = len(rollout.response_ids)
-    return ScoredRollout(rollout, float(length < LONG), None, rollout.finished, f"{length} tokens")
+def brief(*, response: str, finished: bool) -> dict[str, float]:
+    """1 for a response that ends within SHORT characters; "score" is the reward, the rest is only logged."""
+    return {"score": float(finished and len(response) < SHORT), "characters": len(response)}
 
 
 def main() -> None:
-    cfg = compose_run("quickstart", ["sft.steps=0", "grpo.optimizer.lr=5e-3", "grpo.micro_batch_size=64"])
     with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder))
-        factory.write_builtin_files(cfg, run)  # a tiny model with random weights, and problems
-        data = factory.load_data(cfg, run)
-        model = factory.build_model(cfg, run, replace(cfg.grpo, alpha=None, exploration_coefficient=0.01))
-        model.engine = factory.build_engine(cfg, model, data)
-        model.freeze_reference()
-        model.start_training(total_steps=2 * ITERATIONS)
-        for t in range(ITERATIONS):
-            requests = sampling_requests(data.train[:PROBLEMS], data.prompts, SAMPLES, cfg.seed, t)
-            model.prepare_for_inference()
-            scored = [score(rollout) for rollout in model.infer(requests, SamplingParams(1.0, 1.0, 24))]
-            model.finish_inference()
-            collected = build_groups(scored, model, model.settings, pad_id=data.pad_id)
-            for rows in (slice(0, None, 2), slice(1, None, 2)):  # two optimizer steps for each collection
-                metrics = model.train_step(collected.batch.rows(rows))
-            reward, length = collected.statistics["reward"], collected.statistics["response_length"]
-            print(f"{t}: reward {reward:.2f}, {length:.1f} tokens, exploration {metrics['exploration']:.4f}")
+        status = nemo_edo(["train", "--config-name", "quickstart", f"output_dir={folder}", *SETTINGS])
+        if status:
+            raise SystemExit(status)
+        lines = [json.loads(line) for line in (Path(folder) / "brief/metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "collection":
+            print(f"{line['iteration']}: reward {line['reward']:.2f}, {line['reward/characters']:.1f} characters")
 
 
 if __name__ == "__main__":

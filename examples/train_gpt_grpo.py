@@ -1,7 +1,7 @@
 """ED-GRPO on GSM8K from a Hugging Face folder: the script form of ``nemo-edo train --config-name grpo_gsm8k``.
 
 torchrun --nproc-per-node 8 examples/train_gpt_grpo.py model.path=/models/llama3-8b-instruct \
-    data.train=/data/gsm8k/train.jsonl data.test=/data/gsm8k/test.jsonl parallelism=tp4 precision=bf16
+    data.train=/data/gsm8k/train.jsonl data.test=/data/gsm8k/test.jsonl
 """
 
 import sys

@@ -7,16 +7,16 @@ class StoppedByGuard(Exception):
 
 
 class RunStopped(Exception):
-    """The run was asked to stop (SIGTERM), has saved where it stands, and can be gone on with."""
+    """The run was asked to stop (SIGTERM); its state is saved, and the same command resumes it."""
 
 
-class PartlyDrawn(UserError):
-    """An engine has given up on some of its requests."""
+class PartlyGenerated(UserError):
+    """An engine or a judge gave up on some of its requests."""
 
-    def __init__(self, message: str, drawn: list) -> None:
-        """drawn: the responses that it had by then, in the order of their requests."""
-        super().__init__(message, drawn)
-        self.drawn = drawn
+    def __init__(self, message: str, responses: list) -> None:
+        """responses: those that were ready by then, in the order of their requests."""
+        super().__init__(message, responses)
+        self.responses = responses
 
     def __str__(self) -> str:
         return self.args[0]

@@ -1,4 +1,4 @@
-"""What the parts know of each other: Protocols, so that an algorithm never sees Megatron or a server."""
+"""What the parts know of each other: Protocols, so that an algorithm sees neither Megatron nor a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, 
 
 
 class GenerationEngine(Protocol):
-    """Draws responses from the current weights of a policy."""
+    """Generates responses with the current weights of a policy."""
 
     policy_version: int
 
@@ -21,7 +21,7 @@ class GenerationEngine(Protocol):
 
 
 class Scorer(Protocol):
-    """Judges responses."""
+    """Scores responses."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. ``problems`` holds every problem that they name."""
@@ -33,33 +33,33 @@ class WeightSync(Protocol):
     def push(self, version: int) -> None:
         """After it returns, the engine samples from the trainer's weights and stamps ``version`` on rollouts.
 
-        A version names one state of the weights: where the engine has it already, nothing is done."""
+        A version names one state of the weights: if the engine has it already, nothing is done."""
 
     def release(self) -> None:
-        """Called where no responses are needed until the next ``push``: an engine on the trainer's devices gives their
-        memory back."""
+        """Called when no responses are needed until the next ``push``: an engine on the trainer's devices frees their
+        memory."""
 
 
 class Policy(Protocol):
-    """A trainable policy. Every data-parallel rank is handed the same global batch and takes its own share."""
+    """A trainable policy. Every data-parallel rank gets the same global batch and takes its own share."""
 
     def train_step(
         self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
     ) -> dict[str, float]:
         """One optimizer step on the global batch; returns global means of the loss and its metrics, "grad_norm" and
-        "skipped": 1 where the step was not taken, on any rank, because the loss or the norm is not finite or the norm
-        is above ``grad_norm_limit``. Weights and optimizer then are as before.
+        "skipped": 1 where no rank took the step, because the loss or the norm is not finite or the norm is above
+        ``grad_norm_limit``. Weights and optimizer then are as before.
 
-        exploration_weight: of the exploration term in this step; None: the configured one.
+        exploration_weight: the exploration term's in this step; None: the configured one.
         """
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
         """Norm of the exploration term's gradient at weight 1 over that of the rest of the loss. Takes no step."""
 
-    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the batch's tokens and exact entropies (nats), each [B, T], of the current weights."""
 
-    def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
+    def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities under the reference policy."""
 
     def move_reference(self, kind: str, decay: float) -> None:

@@ -1,14 +1,17 @@
-"""The records that parts hand to each other: one frozen dataclass for each hand-over.
+"""The records that components exchange: one frozen dataclass per hand-over.
 
 Dimensions: B sequences, S tokens of a padded sequence, T = S - 1 next-token positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 UNVERIFIED = "verification "
 """How a score's reason begins where the answer could not be compared within the limits of time and memory."""
@@ -28,16 +31,19 @@ class Problem:
     solution: str
     """The reference chain of thought, final-answer line included (the text that SFT learns)."""
     answer: str
-    """The final answer: a canonical number (``data.answers.canonical_number``), or cleaned LaTeX or text."""
+    """The final answer: a canonical number (``data.answers.canonical_number``), or cleaned LaTeX or text; as it is in
+    the data where its columns were named, or a function made it, and empty without one."""
     source: str
     """``path:line`` of the row."""
     answer_kind: str = "number"
     """number; math: LaTeX or words, which rules can compare; text: prose, which they cannot."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns, of JSON's types, which a custom reward gets."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. ``temperature=0`` is greedy decoding."""
+    """How responses are sampled. ``temperature=0`` is greedy decoding."""
 
     temperature: float
     top_p: float
@@ -48,14 +54,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to draw. The seed alone fixes its random numbers, whatever shares its batch."""
+    """One response to generate. The seed alone fixes its random numbers, whatever else is in its batch."""
 
     problem_id: str
     sample_index: int
     prompt_ids: tuple[int, ...]
     seed: int
     max_new_tokens: int | None = None
-    """Of this response; None: as ``SamplingParams`` says."""
+    """The response's own limit; None: that of ``SamplingParams``."""
 
     def limit(self, sampling: SamplingParams) -> int:
         """The most tokens that the response may have."""
@@ -80,7 +86,7 @@ class Rollout:
     policy_version: int
     seed: int
     stop: str | None = None
-    """The stop string that ended it: ``text`` contains it, and what else its last token brought."""
+    """The stop string that ended it: ``text`` contains it, and the rest of its last token."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +99,19 @@ class ScoredRollout:
     """Finished, with exactly one final-answer line, and that at the end."""
     reason: str
     """Why the reward is what it is, in words."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What a custom reward consists of, by name; verifiers give none."""
+    success_at: float = 1.0
+    """The lowest reward of a success (``rewards.success_at``)."""
 
     @property
-    def is_judged(self) -> bool:
-        """Whether the reward is a verdict; else a judge abstained, and it says nothing."""
+    def success(self) -> bool:
+        """Whether the response counts as right for accuracy, pass@k and pairs: one that did not finish never does."""
+        return self.rollout.finished and self.reward >= self.success_at
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether the reward is a verdict; otherwise a judge abstained, and it says nothing."""
         return not self.reason.startswith(ABSTAINED)
 
 
@@ -120,7 +135,7 @@ class PreferencePair:
 class TrainingBatch:
     """Sequences ready for the policy: prompt and response, right-padded.
 
-    Position t of a ``[B, T]`` tensor speaks of token ``tokens[:, t + 1]``, the one predicted at t.
+    Position t of a ``[B, T]`` tensor is about token ``tokens[:, t + 1]``, the one predicted at t.
     Padding carries mask 0 everywhere; a row that is all padding contributes nothing.
     """
 
@@ -131,7 +146,7 @@ class TrainingBatch:
     groups: Tensor | None = None
     """[B] int64, equal for the rows that answer one prompt."""
     rewards: Tensor | None = None
-    """[B] float32, what each response was given."""
+    """[B] float32, the reward of each response."""
     advantages: Tensor | None = None
     """[B] float32, one for each response (policy-gradient training)."""
     old_logprobs: Tensor | None = None
@@ -140,8 +155,8 @@ class TrainingBatch:
     """[B, T] float32, under the reference policy."""
     sampler_logprobs: Tensor | None = None
     """[B, T] float32, pi_old as the generation engine computed it (pi_gen)."""
-    exploration_weights: Tensor | None = None
-    """[B] float32, factors on the exploration term of each response; 0: the response has no part in it."""
+    exploration_factors: Tensor | None = None
+    """[B] float32, factors on the exploration term of each response; 0: the term leaves the response out."""
     selected: Tensor | None = None
     """[B, T] float32, 1 at the tokens that a covariance control has selected."""
     pair_role: Tensor | None = None
@@ -154,7 +169,7 @@ class TrainingBatch:
 
     @property
     def unit(self) -> int:
-        """Rows that no split may part: 2 where rows make pairs."""
+        """Rows that no split may separate: 2 where rows make pairs."""
         return 1 if self.pair_role is None else 2
 
     def tensors(self) -> dict[str, Tensor]:

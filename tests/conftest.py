@@ -1,19 +1,19 @@
 """What this machine cannot run is skipped with a reason, and the last lines of a run list it."""
 
-from __future__ import annotations
-
 import fcntl
-import runpy
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.cli import Cli
 from hypothesis import HealthCheck, settings
+from peer_environment import UNREACHABLE
 
-# A busy machine draws inputs slowly, and slowness is no failure. The same inputs in every run: a failure is that of a
-# change, and --hypothesis-profile=new draws others.
+# A busy machine generates inputs slowly, and slowness is no failure. Every run has the same inputs, so that a failure
+# comes from a change; --hypothesis-profile=new generates others.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **SLOW)
 settings.register_profile("new", **SLOW)
@@ -21,7 +21,6 @@ settings.load_profile("same")
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-UNREACHABLE = runpy.run_path(str(ROOT / "tools" / "benchmarks" / "peer_environment.py"))["UNREACHABLE"]
 BUILD_LIMIT_S = 1500
 
 
@@ -30,8 +29,25 @@ def _suite(path: str | Path) -> str:
     return Path(path).resolve().relative_to(TESTS).parts[0]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    on_gpu = [item for item in items if _suite(item.path) == "gpu"]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Under ``--dist loadgroup``, tests without a group are grouped by file: module fixtures are made once."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class GroupOrFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return GroupOrFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = []
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            on_gpu.append(item)
+        if item.get_closest_marker("distributed"):
+            item.add_marker(pytest.mark.xdist_group("distributed"))  # one worker pool serves them all
     if not on_gpu:
         return
     import torch  # only now: without GPU tests nobody need wait for it here
@@ -51,6 +67,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{suite}: {reason} ({count} {'test' if count == 1 else 'tests'})")
     if not skipped:
         terminalreporter.line("nothing: every collected test ran")
+
+
+@pytest.fixture(scope="session")
+def nemo_edo() -> Iterator[Cli]:
+    """nemo_edo("train", ...): runs a command and returns its status and output."""
+    with Cli() as cli:
+        yield cli
 
 
 @pytest.fixture(scope="session")

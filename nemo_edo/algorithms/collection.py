@@ -1,4 +1,4 @@
-"""What an iteration trains on, and what its samples say about the policy that drew them."""
+"""What an iteration trains on, and what its samples say about the policy that generated them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Collected:
 
     batch: TrainingBatch
     items: list[list[int]]
-    """What an epoch puts in a new order and a minibatch counts: rows of the batch that are trained on together."""
+    """What an epoch shuffles and a minibatch counts: rows of the batch that are trained on together."""
     statistics: dict[str, float]
 
     def order(self, seed: int, epoch: int, *, keep_groups: bool) -> list[int]:
         """The items in the order in which an epoch visits them: a shuffled one or, to keep groups, that of shuffled
-        groups, the items of one behind each other."""
+        groups, one group after the other."""
         if not keep_groups:
             return epoch_order(len(self.items), seed, epoch)
         members: dict[int, list[int]] = {}
@@ -48,7 +48,7 @@ class Objective(Protocol):
     config: LoopConfig
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
-        """An iteration's batch from its scored samples; the policy still is the one that drew them."""
+        """An iteration's batch from its scored samples; the policy is still the one that generated them."""
 
     def minibatch(self, collected: Collected, items: Sequence[int], seed: str) -> TrainingBatch:
         """One optimizer step's global batch. What needs statistics of the whole of it is computed here, before it is
@@ -64,7 +64,7 @@ def by_problem(scored: Sequence[ScoredRollout]) -> dict[str, list[ScoredRollout]
 
 
 def group_numbers(scored: Sequence[ScoredRollout]) -> Tensor:
-    """[B] int64: of each response the number of its group, in order of first appearance."""
+    """[B] int64: the group number of each response, in order of first appearance."""
     numbers = {problem: number for number, problem in enumerate(by_problem(scored))}
     return torch.tensor([numbers[item.rollout.problem_id] for item in scored])
 
@@ -74,13 +74,12 @@ class Sampled:
     """All samples of an iteration as a batch."""
 
     batch: TrainingBatch
-    """With groups, rewards, old_logprobs, sampler_logprobs of the engine where these are not the former and, if asked
+    """With groups, rewards, old_logprobs, the engine's sampler_logprobs where they are not old_logprobs and, if asked
     for, ref_logprobs."""
     seen: TrainingBatch
-    """Those of the samples that the trainer has computed log-probabilities of: with old_logprobs of its own and
-    sampler_logprobs."""
+    """The samples whose log-probabilities the trainer computed, as old_logprobs, and sampler_logprobs."""
     entropies: Tensor
-    """Of ``seen``."""
+    """The entropies of ``seen``."""
 
 
 def view_of_sampler(
@@ -95,7 +94,7 @@ def view_of_sampler(
 
     The trainer's are computed anew: another kernel's rounding would make the ratio differ from 1, and the exploration
     term from 0, before the first step. The sampler's are the engine's own; then the trainer computes those of some
-    prompts alone. Either way the gap between both is a statistic.
+    prompts only. Either way the gap between both is a statistic.
     """
     rollouts = [item.rollout for item in scored]
     batch = build_batch(
@@ -108,19 +107,19 @@ def view_of_sampler(
     )
     trusted = old_logprobs == "sampler"
     seen = batch.rows(batch.groups % CHECKED_EVERY == 0) if trusted else batch
-    own, entropies = policy.log_probs(seen)
+    own, entropies = policy.logprobs(seen)
     seen = seen.with_fields(old_logprobs=own)
     batch = batch.with_fields(old_logprobs=batch.sampler_logprobs, sampler_logprobs=None) if trusted else seen
     if with_reference:
-        batch = batch.with_fields(ref_logprobs=policy.reference_log_probs(batch))
+        batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
     return Sampled(batch, seen, entropies)
 
 
 def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
-    """Those of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen beside the trainer's
-    pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3 estimate of
-    KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the engine's, gap
-    and entropy are those of the samples that the trainer has seen."""
+    """The statistics of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen against the
+    trainer's pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3
+    estimate of KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the
+    engine's, gap and entropy are those of the samples that the trainer has seen."""
     batch, seen = sampled.batch, sampled.seen
     means = {"entropy": _token_mean(sampled.entropies, seen)}
     if batch.ref_logprobs is not None:
@@ -134,24 +133,25 @@ def _token_mean(values: Tensor, batch: TrainingBatch) -> float:
 
 
 def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """What the responses show of the policy that drew them.
+    """What the responses show about the policy that generated them.
 
-    Means over responses: "reward", "accuracy" (share with reward 1), "well_formed", "truncated" (share that did not
-    end by itself), "unverified" (share whose answer exceeded the verifier's limits), "response_length" (tokens).
-    Means over the groups of responses to one prompt: "voted_accuracy" (probability that the majority's answer is one
-    with reward 1, ties broken at random), "pass@k" (unbiased; k up to the smallest group's size), "distinct_4",
+    Means over responses: "reward", "accuracy" (share of successes), "well_formed", "truncated" (share that did not
+    end by itself), "unverified" (share whose answer exceeded the verifier's limits), "response_length" (tokens), and
+    "reward/PART" of each part of a custom reward, over the responses that have it.
+    Means over the groups of responses to one prompt: "voted_accuracy" (probability that the majority's answer is a
+    success's, ties broken at random), "pass@k" (unbiased; k up to the smallest group's size), "distinct_4",
     "distinct_answers" and "zero_advantage_groups" (share whose rewards are all equal).
     """
     groups = list(by_problem(scored).values())
     per_response = {
         "reward": [item.reward for item in scored],
-        "accuracy": [float(item.reward == 1) for item in scored],
+        "accuracy": [float(item.success) for item in scored],
         "well_formed": [float(item.well_formed) for item in scored],
         "truncated": [float(not item.rollout.finished) for item in scored],
         "unverified": [float(item.reason.startswith(UNVERIFIED)) for item in scored],
         "response_length": [float(len(item.rollout.response_ids)) for item in scored],
     }
-    correct = [(len(group), sum(item.reward == 1 for item in group)) for group in groups]
+    correct = [(len(group), sum(item.success for item in group)) for group in groups]
     per_group = {
         "voted_accuracy": [_vote(group) for group in groups],
         **{f"pass@{k}": [pass_at_k(n, c, k) for n, c in correct] for k in range(1, min(map(len, groups)) + 1)},
@@ -159,12 +159,14 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
         "distinct_answers": [float(distinct_answers(item.answer for item in group)) for group in groups],
         "zero_advantage_groups": [float(len({item.reward for item in group}) == 1) for group in groups],
     }
-    return {name: sum(values) / len(values) for name, values in {**per_response, **per_group}.items()}
+    names = dict.fromkeys(name for item in scored for name in item.parts)
+    parts = {f"reward/{name}": [item.parts[name] for item in scored if name in item.parts] for name in names}
+    return {name: sum(values) / len(values) for name, values in {**per_response, **parts, **per_group}.items()}
 
 
 def _vote(group: Sequence[ScoredRollout]) -> float:
-    """A scorer may take several answers for right: each is one that the vote can give."""
-    right = {item.answer for item in group if item.reward == 1} - {None}
+    """A scorer may accept several answers: the vote can give each of them."""
+    right = {item.answer for item in group if item.success} - {None}
     return sum(expected_vote_score([item.answer for item in group], answer) for answer in right)
 
 

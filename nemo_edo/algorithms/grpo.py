@@ -1,17 +1,18 @@
-"""ED-GRPO and its rivals: from an iteration's scored samples to advantages within each prompt's group."""
+"""ED-GRPO and its baselines: from an iteration's scored samples to advantages within each prompt's group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_edo.algorithms.collection import Collected, by_problem, group_numbers, sample_statistics, view_of_sampler
-from nemo_edo.algorithms.sampling import request_seed
+from nemo_edo.algorithms.requests import request_seed
+from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.config import GRPOConfig
-from nemo_edo.data.arithmetic import solution_path
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import (
     NgramPaths,
@@ -30,15 +31,24 @@ from nemo_edo.losses import (
 from nemo_edo.types import ScoredRollout, TrainingBatch
 
 
+class AdvantageFunction(Protocol):
+    """A user's advantages."""
+
+    def __call__(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """[B] float32, from all B responses of a collection, their rewards and the numbers of their groups, [B]."""
+
+
 @dataclass(frozen=True)
 class GRPO:
     """``collection.Objective`` of GRPO, DAPO, Dr.GRPO, ED-GRPO and pass@k training, as ``config`` says."""
 
     config: GRPOConfig
     questions: Mapping[str, str]
-    """By problem id: what solution paths are read against."""
+    """Questions by problem id, which solution paths are parsed with."""
     max_new_tokens: int
     pad_id: int
+    own_advantages: AdvantageFunction | None = None
+    """What computes the advantages in place of the built-in kinds (``config.advantage``)."""
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
         config = self.config
@@ -51,14 +61,14 @@ class GRPO:
         statistics = sample_statistics(scored, sampled)
         statistics["advantage_spread"] = float(advantages.std(correction=0))
         if config.novelty_strength or config.redundancy_weighted:
-            correct = rewards == 1
+            correct = _successes(scored)
             shares = redundancy_shares(self._paths(scored), correct, group_ids)
             statistics["redundancy"] = float(shares[correct].mean()) if correct.any() else 0.0
             advantages = novelty_advantages(advantages, shares, correct, group_ids, strength=config.novelty_strength)
             weights = shares if config.redundancy_weighted else weights
         if not config.explore_uninformative_groups:
             weights = weights * informative_groups(rewards, group_ids)
-        batch = sampled.batch.with_fields(advantages=advantages.float(), exploration_weights=weights.float())
+        batch = sampled.batch.with_fields(advantages=advantages.float(), exploration_factors=weights.float())
         return Collected(batch, [[row] for row in range(batch.size)], statistics)
 
     def minibatch(self, collected: Collected, items: Sequence[int], seed: str) -> TrainingBatch:
@@ -78,12 +88,14 @@ class GRPO:
     def _advantages(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
         config = self.config
         if config.pass_k is not None:
-            return pass_at_k_advantages(rewards, group_ids, config.pass_k)
+            return pass_at_k_advantages(_successes(scored).float(), group_ids, config.pass_k)
         if config.overlong_buffer is not None:
             lengths = torch.tensor([len(item.rollout.response_ids) for item in scored])
             rewards = rewards + soft_overlong_penalty(
                 lengths, max_length=self.max_new_tokens, cache_length=config.overlong_buffer
             )
+        if self.own_advantages is not None:
+            return self.own_advantages(scored, rewards, group_ids)
         return group_advantages(rewards, group_ids, scale=config.advantage_scale, baseline=config.advantage_baseline)
 
     def _paths(self, scored: Sequence[ScoredRollout]) -> list:
@@ -97,8 +109,13 @@ class GRPO:
         return [found[item.rollout.problem_id, item.rollout.sample_index] for item in scored]
 
 
+def _successes(scored: Sequence[ScoredRollout]) -> Tensor:
+    """[B] bool."""
+    return torch.tensor([item.success for item in scored])
+
+
 def keep_informative(scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-    """Those of groups whose rewards are not all equal (DAPO's dynamic sampling)."""
+    """The responses in groups whose rewards are not all equal (DAPO's dynamic sampling)."""
     if not scored:
         return []
     keep = informative_groups(torch.tensor([item.reward for item in scored]), group_numbers(scored))

@@ -1,8 +1,8 @@
-"""Guards: what a training does about a batch that breaks the numbers, and about a policy that dies.
+"""Guards: how training responds to a batch with unusable numbers and to a policy that collapses.
 
-``Guards`` is told of every collection and every step, and finds alarms; ``respond`` logs them, warns, and ends the run
-where a guard is set to. The decisions depend on the measurements alone, and their state goes into the checkpoints: a
-run that was killed decides as one that was not.
+``Guards`` sees every collection and every step, and finds alarms; ``respond`` logs them, warns, and ends the run where
+a guard is set to. The decisions depend on the measurements alone, and their state is in the checkpoints: a resumed run
+decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any
 
 from nemo_edo.algorithms.progress import Position, Progress
-from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig
+from nemo_edo.config import GuardsConfig, PrecisionConfig
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.types import TrainingBatch
 
 WINDOW, ENOUGH = 50, 20
-"""Steps that the median of the gradient norms is over, and how many it takes to be one."""
+"""Steps in the window of the gradient norms' median, and the fewest that it needs."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Quantity:
 
 QUANTITIES = {
     "kl": Quantity(
-        "the KL to the reference (nats a token)",
+        "the KL to the reference (nats per token)",
         "the policy does not move: raise optimizer.lr, or lower beta",
         "the policy is far from where it began: raise beta, or lower optimizer.lr or the exploration weight",
     ),
     "entropy": Quantity(
-        "the policy's entropy (nats a token)",
+        "the policy's entropy (nats per token)",
         "the policy has collapsed: raise beta or the exploration weight, or lower optimizer.lr",
-        "the policy has come apart: lower the exploration weight or optimizer.lr, raise beta, or set log_ratio_floor",
+        "the policy becomes random: lower the exploration weight or optimizer.lr, raise beta, or set log_ratio_floor",
     ),
     "truncated": Quantity(
         "the share of truncated responses",
@@ -50,7 +50,7 @@ QUANTITIES = {
         "responses do not end: raise sampling.max_new_tokens, or set grpo.overlong_buffer",
     ),
     "reward": Quantity(
-        "the mean reward of a collection",
+        "the share of successes in a collection",
         "no response is right: take easier problems or a longer warm-up, and look at the samples for the answers' form",
         "every response is right, and none is better than another: take harder problems, or end the run here",
     ),
@@ -58,18 +58,33 @@ QUANTITIES = {
         "the mean gap between the trainer's and the engine's log-probabilities (nats)",
         "lower guards.sampler_gap.floor: no gap is too small",
         "the responses are not those of the policy that is trained. Look at, in this order: the engine's weights (a "
-        "refit that did not reach it, stale responses), its precision (generation.servers.dtype beside precision.*), "
+        "refit that did not reach it, stale responses), its precision (generation.servers.dtype against precision.*), "
         "its temperature and top-p, and the prompt's template; then remove the iteration's folder from the run's "
-        "rollouts, and it is drawn again",
+        "rollouts, and rerun the command",
     ),
     "stale_gap": Quantity(
-        "the mean gap between the log-probabilities of the trainer and of the earlier policy that drew (nats)",
+        "the mean gap between the log-probabilities of the trainer and of the earlier sampling policy (nats)",
         "lower guards.stale_gap.floor: no gap is too small",
         "the policy has moved too far from its samples for importance correction: lower optimizer.lr, take fewer steps "
         "on a collection, or set generation.one_step_off=false",
     ),
 }
 OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"), ("kl", "entropy")
+
+
+GAP_OF_A_LAYER = {"fp32": 0.002, "bf16": 0.03, "fp8": 0.06}
+"""Default ceiling of the sampler gap, nats, of a model of one layer. Independent rounding errors of L layers add up to
+sqrt(L) times those of one: so does the ceiling, about four times the gaps that were measured in bf16 (docs/guards.md).
+In fp32 there is room for TF32."""
+
+
+def sampler_gap_ceiling(trainer: PrecisionConfig, engine: str, layers: int) -> float:
+    """Nats per token at which the gap between the trainer's and the engine's log-probabilities is no rounding any more.
+
+    engine: its precision, "fp32" or "bf16"; the coarser one of both counts. layers: of the whole model.
+    """
+    precisions = {engine, "fp8" if trainer.fp8 else trainer.dtype}
+    return max(GAP_OF_A_LAYER[precision] for precision in precisions) * math.sqrt(layers)
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Alarm:
     action: str
     """warn, skip or stop."""
     times: int
-    """How often the guard has fired, with this time."""
+    """How often the guard has fired, this time included."""
     batch_matters: bool = False
     """Whether the step's batch is to be kept where the run stops."""
 
@@ -98,7 +113,7 @@ class Guards:
         self._state = deepcopy(dict(state)) if state is not None else beginning
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later ``Guards`` needs to go on exactly; survives JSON."""
+        """What a later ``Guards`` needs to continue exactly; survives JSON."""
         return deepcopy(self._state)
 
     @property
@@ -108,7 +123,7 @@ class Guards:
 
     @property
     def grad_norm_limit(self) -> float:
-        """Above this the next step is not to be taken; inf where spikes are only warned of."""
+        """The next step is not taken above this; inf where spikes only give a warning."""
         return self._spike_bound if self._config.on_grad_norm_spike != "warn" else math.inf
 
     @property
@@ -121,6 +136,8 @@ class Guards:
         measured = dict(statistics)
         if measured.get("staleness"):
             measured["stale_gap"] = measured.pop("sampler_gap")
+        if "accuracy" in measured:  # the same number, unless rewards are graded: then 0 and 1 are rewards like others
+            measured["reward"] = measured["accuracy"]
         return list(self._beyond_bounds("collection", OF_COLLECTIONS, measured))
 
     def step(self, metrics: Mapping[str, float]) -> list[Alarm]:
@@ -145,7 +162,7 @@ class Guards:
         if in_a_row >= most:
             action = "stop"
         if action == "stop":
-            what += "; see by a replay which responses it comes from, and lower optimizer.lr if it is none of them"
+            what += "; find the responses that cause it by a replay; lower optimizer.lr if none does"
         return self._alarm(guard, what, value, bound, action, batch_matters=True)
 
     def _spike(self, norm: float) -> Iterator[Alarm]:
@@ -163,7 +180,7 @@ class Guards:
         for name in names:
             value, bounds, quantity = measured.get(name, math.nan), getattr(self._config, name), QUANTITIES[name]
             low, high = bounds.floor, bounds.ceiling
-            # NaN compares false: a measurement that is none is at no bound.
+            # NaN compares false: an undefined measurement reaches no bound.
             sides = (
                 ("floor", low, low is not None and value <= low, "below", quantity.too_low),
                 ("ceiling", high, high is not None and value >= high, "above", quantity.too_high),
@@ -198,7 +215,7 @@ def respond(
 ) -> None:
     """Logs the alarms and warns of each guard's 1st, 2nd, 4th, 8th ... one.
 
-    position: where the training goes on; place: "iteration" and "step" of what was measured, for people.
+    position: where the training resumes; place: "iteration" and "step" of what was measured, for people.
     batch, about: what the step trained on, and what else its replay needs.
     Raises StoppedByGuard where one of them stops the run, once everything is saved.
     """
@@ -222,57 +239,15 @@ def respond(
     kept = ""
     if stopping.batch_matters and batch is not None:
         kept = f"; kept for nemo-edo replay: {progress.keep_failure(position, batch, dict(about or {}))}"
-    progress.save(position)
-    raise StoppedByGuard(f"{where}: {stopping.message}{kept}")
+    message = f"{where}: {stopping.message}{kept}"
+    try:
+        progress.save(position)
+    except StoppedByGuard as unsaved:
+        raise StoppedByGuard(f"{message}; {unsaved}") from unsaved
+    raise StoppedByGuard(message)
 
 
 def loggable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With None for numbers that are not finite, and without the flag "skipped", which ``Guards`` counts."""
+    """The values with None for numbers that are not finite, and without the flag "skipped", which ``Guards`` counts."""
     finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
     return {name: value for name, value in finite.items() if name != "skipped"}
-
-
-# --- exploration ----------------------------------------------------------------------------------------------------
-
-
-def exploration_hazards(config: LoopConfig, steps_per_collection: int) -> list[str]:
-    """Where the exploration term cannot act as configured, or something else acts like it, each with the reason."""
-    weight, found = config.exploration_weight, []
-    if isinstance(config, GRPOConfig):
-        found += _hazards_of_kl(config)
-    if not weight:
-        return found
-    if steps_per_collection == 1:
-        found.append(
-            "one optimizer step for each collection: while the policy equals its sampler the exploration term's "
-            "expected gradient is zero, so it adds noise only; lower minibatch_size or raise epochs"
-        )
-    if isinstance(config, GRPOConfig) and config.dynamic_sampling:
-        found.append(
-            "dynamic_sampling drops groups whose rewards are all equal, and these carry much of the exploration "
-            "term's effect; it acts on the others only"
-        )
-    if isinstance(config, IDPOConfig) and config.exploration_samples == "paired":
-        found.append(
-            "exploration_samples is paired: right and wrong responses stand in pairs as often as each other, not as "
-            "often as the sampler draws them, so the term's gradient is not zero on average where the policy equals "
-            "its sampler; exploration_samples=all is the method's term"
-        )
-    return found
-
-
-def _hazards_of_kl(config: GRPOConfig) -> list[str]:
-    found = []
-    if not config.beta and config.effective_alpha:
-        found.append(
-            f"beta is 0, and with it the exploration weight alpha * beta: alpha = {config.effective_alpha:g} does "
-            "nothing; give the weight itself, exploration_coefficient=..., or alpha=0 if no exploration is meant"
-        )
-    if config.kl_estimator == "k1" and config.beta and config.exploration_control == "none":
-        both, weight = config.beta + config.exploration_weight, config.exploration_weight
-        same = f": without a floor, the loss is that of GRPO with beta = {both:g} and alpha = 0" if weight else ""
-        found.append(
-            "kl_estimator k1 in the loss: its gradient is the exploration term's own, zero on average where the policy "
-            f"equals its sampler, so the KL does not hold the policy{same}; kl_estimator=k3 keeps the two apart"
-        )
-    return found

@@ -15,7 +15,7 @@ from nemo_edo.interfaces import Policy
 from nemo_edo.types import PreferencePair, ScoredRollout, TrainingBatch
 
 PADDING = -1
-"""A row that counts nowhere, beside a single response outside pairs: rows come in twos."""
+"""A row that counts nowhere, next to a single response outside pairs: rows come in twos."""
 
 
 @dataclass(frozen=True)
@@ -87,5 +87,5 @@ def _laid_out(
     return batch.with_fields(
         mask=batch.mask * real[:, None],
         pair_role=torch.tensor(roles),
-        exploration_weights=torch.tensor(explored).float(),
+        exploration_factors=torch.tensor(explored).float(),
     )

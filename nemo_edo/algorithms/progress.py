@@ -1,4 +1,4 @@
-"""Where a training stands: what it needs to know to go on exactly after it was killed."""
+"""A training's position: what it needs to resume exactly after it was killed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Position:
 
 
 class Progress(Protocol):
-    """Keeps checkpoints of a training, and says where it goes on."""
+    """Keeps checkpoints of a training, and says where it resumes."""
 
     start: Position
 
     def reached(self, position: Position, *, saves: bool = True) -> None:
-        """Called at every place where the training may stop: saves where a checkpoint is due, and raises RunStopped,
-        with everything saved, where the run is asked to stop. saves: False where the training cannot go on from here;
-        stopped, it will go on from the last checkpoint."""
+        """Called wherever the training may stop: saves if a checkpoint is due, and raises RunStopped, with everything
+        saved, if the run is asked to stop. saves: False where the training cannot resume from here; once stopped, it
+        resumes from the last checkpoint."""
 
     def save(self, position: Position) -> None:
         """Saves now, whether a checkpoint is due or not."""
@@ -41,11 +41,11 @@ class Progress(Protocol):
         """Keeps a batch that the training broke on, with the weights that it broke, and returns where."""
 
     def keep(self, iteration: int, collected: Collected) -> None:
-        """What the iteration trains on. Behind its first step it could not be built again: log-probabilities under
-        pi_t need pi_t."""
+        """What the iteration trains on. It cannot be rebuilt after the first step: log-probabilities under pi_t need
+        pi_t."""
 
     def kept(self, iteration: int) -> Collected:
-        """What was kept, to the last bit. Called where ``start`` lies within the iteration."""
+        """What was kept, to the last bit. Called when ``start`` is within the iteration."""
 
 
 class FromTheBeginning:

@@ -31,7 +31,7 @@ def train_supervised(
 ) -> None:
     """``config.steps`` optimizer steps over seeded permutations of the solutions, whole batches only.
 
-    bar: whether to show a progress bar. progress: where to go on; None: at the beginning, and nothing is kept.
+    bar: whether to show a progress bar. progress: where to resume; None: at the beginning, and nothing is kept.
     guards: None: with their defaults. Raises StoppedByGuard where one of them ends the training.
     """
     progress = progress or FromTheBeginning()

@@ -1,1 +1,1 @@
-"""Runs on a cluster: the job that is submitted, the check of its nodes, and what a task does (docs/cluster.md)."""
+"""Runs on a Slurm cluster: job scripts, the health check of the nodes, and what each task does (docs/cluster.md)."""

@@ -1,4 +1,4 @@
-"""The end of a sweep: which members have finished and which have not, and the report of those that have.
+"""The end of a sweep: lists the members that have finished and those that have not, and reports on the former.
 
 python -m nemo_edo.cluster.finish LAUNCH SWEEP
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
-
-from nemo_edo.cli import main as nemo_edo
 
 
 def main() -> int:
@@ -22,11 +21,12 @@ def main() -> int:
         attempts = sorted((launch / "attempts" / place).glob("*"), key=lambda path: path.stat().st_mtime)
         print(f"not finished: {name}, see {attempts[-1] if attempts else 'squeue: it never ran'}")
     if missing:
-        print("the same launch runs these again, and these alone")
+        print("the same launch resumes these only")
     finished = [str(sweep / name) for place, name in names.items() if place not in missing]
-    status = nemo_edo(["report", *finished, "--out", str(sweep / "report.html")]) if finished else 0
+    report = [sys.executable, "-m", "nemo_edo", "report", *finished, "--out", str(sweep / "report.html")]
+    status = subprocess.run(report, check=False).returncode if finished else 0
     if missing and finished:
-        print(f"the report is of the finished ones alone: nemo-edo report {shlex.quote(str(sweep))} makes it anew")
+        print(f"the report has the finished members only; to renew it: nemo-edo report {shlex.quote(str(sweep))}")
     return status or (1 if missing else 0)
 
 

@@ -1,12 +1,13 @@
-"""The check of all nodes before a run: what each process has, what it can reach, and which one is to blame.
+"""The health check of all nodes before a run: what each process has and can reach, and which node is at fault.
 
     srun ... python -m nemo_edo.cluster.health --folder SHARED --limit 60 --nodes n1,n2
 
-Each process looks at its own machine, tells the first one through a TCP store, tries to reach its neighbours, writes to
-the shared folder and reads what the others wrote there. Only where all of that is well do they add a tensor up
-(NCCL where there are GPUs, else gloo), for a collective says that something hangs, but never what.
+Each process reports on its machine to the first one through a TCP store, connects to its neighbours, writes to the
+shared folder and checks the others' files there. Only if all that succeeds do they run an all-reduce (NCCL with GPUs,
+gloo without): a collective that hangs does not say why.
 
-Exit status 0 where all is well, else 4. The first process prints a line that begins with "nemo-edo:" for each fault.
+Exits with status 0 if all nodes are healthy, otherwise with 4. The first process prints a line that begins with
+"nemo-edo:" for each fault.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from nemo_edo.doctor.machine import ABOUT, installed, python_version
 UNHEALTHY = 4
 PROBE_BYTES = 32 * 1024**2
 NEIGHBOURS = 4
-"""Ranks that each one tries to reach: with all of them, 512 ranks would open 260,000 connections."""
+"""Ranks that each rank connects to: with all, 512 ranks would open 260,000 connections."""
 CLOCK_TOLERANCE_S = 5.0
-"""Between the clocks of two nodes: beyond it, the times of files and of log lines mislead."""
+"""Difference between the clocks of two nodes above which the times of files and log lines mislead."""
 
 
 @dataclass
 class Report:
-    """What one process says of itself."""
+    """One process's report."""
 
     rank: int
     host: str
@@ -47,7 +48,7 @@ class Report:
     versions: dict[str, str]
     port: int
     write_s: float | None = None
-    """For PROBE_BYTES to the shared folder."""
+    """Seconds to write PROBE_BYTES to the shared folder."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -77,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     faults = check(place, args.folder, args.limit)
     seconds = time.monotonic() - begun
-    if faults is None:  # this process did not get as far as the verdict
+    if faults is None:  # this process could not reach the first one
         return UNHEALTHY
     if place.rank == 0:
         for fault in faults:
             print(f"nemo-edo: {fault}")
-        verdict = f"{len(faults)} faults" if faults else "all is well"
+        verdict = f"{len(faults)} faults" if faults else "all healthy"
         print(f"nemo-edo: {place.size} processes checked in {seconds:.1f} s: {verdict}")
     sys.stdout.flush()
     return UNHEALTHY if faults else 0
@@ -95,7 +96,7 @@ def place_of(environment: Mapping[str, str], nodes: tuple[str, ...] = ()) -> Pla
 
 
 def check(place: Place, folder: Path, limit_s: float) -> list[str] | None:
-    """The faults of all processes, the same list on each; None where this one cannot reach the first."""
+    """The faults of all processes, the same list on each; None where this process cannot reach the first."""
     deadline = time.monotonic() + limit_s
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
     try:
@@ -110,23 +111,23 @@ def check(place: Place, folder: Path, limit_s: float) -> list[str] | None:
         report = _own_report(place, folder, listener.port)
         store.set(f"report/{place.rank}", json.dumps(asdict(report)))
         if place.rank == 0:
-            faults = _first_half(place, store, deadline - limit_s / 2)
+            faults = _faults_in_reports(place, store, deadline - limit_s / 2)
             store.set("faults", json.dumps(faults))
         faults = json.loads(_get(store, "faults", deadline))
         if not faults:
             unreached = _unreached(place, store, folder)
             store.set(f"reached/{place.rank}", json.dumps(unreached))
             if place.rank == 0:
-                store.set("faults2", json.dumps(_second_half(place, store, deadline - limit_s / 5)))
+                store.set("faults2", json.dumps(_faults_in_connections(place, store, deadline - limit_s / 5)))
             faults = json.loads(_get(store, "faults2", deadline))
     if not faults:
-        faults = _add_up(place, store, deadline)
+        faults = _all_reduce(place, store, deadline)
     _leave(place, store)
     _probe(folder, place.rank).unlink(missing_ok=True)
     return faults
 
 
-# --- what a process says of itself --------------------------------------------------------------------------------
+# --- one process's report ----------------------------------------------------------------------------------------
 
 
 def _own_report(place: Place, folder: Path, port: int) -> Report:
@@ -156,27 +157,27 @@ def _probe(folder: Path, rank: int) -> Path:
     return folder / f".health_{job}_{rank}"
 
 
-# --- what the first process concludes -----------------------------------------------------------------------------
+# --- the first process's conclusions ------------------------------------------------------------------------------
 
 
-def _first_half(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
-    """Faults by the reports; a process that sends none is one itself."""
+def _faults_in_reports(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
+    """The faults that processes report, and processes that do not report."""
     found, faults = {}, []
     for rank in range(place.size):
         try:
             found[rank] = Report(**json.loads(_get(store, f"report/{rank}", deadline)))
         except TimeoutError:
-            faults.append(f"{place.named(rank)} has not reported: it did not start, or its way to this node is blocked")
+            faults.append(f"{place.named(rank)} has not reported: it did not start, or cannot connect to this node")
     for rank, report in found.items():
         faults += [f"{place.named(rank)}, {report.host}: {fault}" for fault in report.faults]
     speeds = [PROBE_BYTES / 1024**2 / report.write_s for report in found.values() if report.write_s]
     if speeds:
-        print(f"nemo-edo: shared folder: {min(speeds):.0f} to {max(speeds):.0f} MB/s for each process, all at a time")
-    return faults + _odd_ones(place, found)
+        print(f"nemo-edo: shared folder: {min(speeds):.0f} to {max(speeds):.0f} MB/s per process, concurrently")
+    return faults + _differing(place, found)
 
 
-def _odd_ones(place: Place, found: Mapping[int, Report]) -> list[str]:
-    """Processes whose GPUs or versions are not those of most."""
+def _differing(place: Place, found: Mapping[int, Report]) -> list[str]:
+    """Processes whose GPUs or versions differ from the majority's."""
     faults = []
     if not found:
         return faults
@@ -194,8 +195,8 @@ def _odd_ones(place: Place, found: Mapping[int, Report]) -> list[str]:
     return faults
 
 
-def _second_half(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
-    """Faults by what the processes could reach: one that most of its neighbours cannot reach is to blame."""
+def _faults_in_connections(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
+    """Failed connections; a process that several neighbours cannot reach is named first."""
     faults, blamed = [], Counter()
     for rank in range(place.size):
         try:
@@ -214,7 +215,7 @@ def _second_half(place: Place, store: torch.distributed.TCPStore, deadline: floa
 
 
 class _Listener:
-    """Tells whoever connects what time it is here, until the end of the block."""
+    """Sends this process's time to every client, until the end of the block."""
 
     def __enter__(self) -> _Listener:
         self._socket = socket.create_server(("", 0))
@@ -236,7 +237,7 @@ class _Listener:
 
 
 def _unreached(place: Place, store: torch.distributed.TCPStore, folder: Path) -> list[tuple[int, str]]:
-    """(Rank, what fails) of the neighbours: those behind this one, and the one at its place on the next node."""
+    """(Rank, what fails) for the next ranks, and for the rank at the same place on the next node."""
     steps = {*range(1, NEIGHBOURS + 1), place.local_size}
     others = {(place.rank + step) % place.size for step in steps} - {place.rank}
     failed = []
@@ -246,7 +247,7 @@ def _unreached(place: Place, store: torch.distributed.TCPStore, folder: Path) ->
             address = first_that_resolves(place.node_of(other), report.host)
             with socket.create_connection((address, report.port), timeout=5) as connection:
                 ahead = float(connection.makefile().read()) - time.time()
-        except (OSError, ValueError) as error:  # ValueError: no time came
+        except (OSError, ValueError) as error:  # ValueError: it sent no time
             failed.append((other, f"connect (port {report.port}: {error}) to"))
             continue
         if abs(ahead) > CLOCK_TOLERANCE_S:
@@ -260,8 +261,8 @@ def _unreached(place: Place, store: torch.distributed.TCPStore, folder: Path) ->
     return failed
 
 
-def _add_up(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
-    """A collective over all of them, with the transport that the training will use."""
+def _all_reduce(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
+    """An all-reduce over all processes, with the backend of the training."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cuda", place.rank % place.local_size) if backend == "nccl" else torch.device("cpu")
     limit = timedelta(seconds=max(5.0, deadline - time.monotonic()))
@@ -287,7 +288,7 @@ def _add_up(place: Place, store: torch.distributed.TCPStore, deadline: float) ->
 
 
 def _leave(place: Place, store: torch.distributed.TCPStore) -> None:
-    """The first process holds the store: it stays until all others have read what they need."""
+    """Keeps the first process, which has the store, until all others have read from it."""
     store.add("left", 1)
     if place.rank == 0:
         until = time.monotonic() + 5

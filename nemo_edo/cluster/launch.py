@@ -1,4 +1,4 @@
-"""What ``nemo-edo launch`` does: checks a config as ``train`` would, and makes a job of it."""
+"""``nemo-edo launch``: checks a config as ``train`` does, and submits it as a job."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from pathlib import Path
 from nemo_edo.cluster import slurm
 from nemo_edo.cluster.slurm import Launch, Member
 from nemo_edo.config import ClusterConfig, RunConfig
-from nemo_edo.configuration import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.errors import UserError
-from nemo_edo.run_folder import LAUNCH, RunFolder
-from nemo_edo.sweep import plan_sweep, quoted, write_members
+from nemo_edo.run.folder import LAUNCH, RunFolder
+from nemo_edo.run.sweep import plan_sweep, quoted, write_members
 
 
 def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, multirun: bool) -> Launch:
-    """The job of a config, or of a sweep. Raises ConfigError or UserError where it cannot run; writes nothing."""
-    # Runs stand at one place for whoever starts, whatever folder a job begins in.
+    """The job for a config, or for a sweep. Raises ConfigError or UserError where it cannot run; writes nothing."""
+    # An absolute path: jobs may start in another folder.
     named = [override for override in overrides if override.startswith("output_dir=")]
     given = compose_incomplete(config_name, named, config_dir)[0].output_dir
     overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
     launch = _sweep(config_name, overrides, config_dir) if multirun else _run(config_name, overrides, config_dir)
     _require_slurm(launch.cluster)
+    if not str(launch.folder).isprintable() or "\\" in str(launch.folder):
+        raise UserError(
+            f"{str(launch.folder)!r}: Slurm takes only folders whose names have printable characters and no \\; choose "
+            "another output_dir=... or name=..."
+        )
     if not launch.waiting:
-        raise UserError(f"nothing is left to run: {launch.members[0].run} is finished, and so are all others")
+        raise UserError(f"nothing is left to run: {launch.members[0].run} and all others are finished")
     return launch
 
 

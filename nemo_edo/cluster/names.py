@@ -1,4 +1,4 @@
-"""By which name one node reaches another."""
+"""The name by which one node reaches another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nemo_edo.errors import UserError
 
 
 def first_that_resolves(*names: str) -> str:
-    """The first of a node's names that resolves here: Slurm's, which may be its own invention, and the machine's.
+    """The first of a node's names that resolves here: Slurm's, which DNS may not know, and the machine's.
 
     Raises UserError where none does.
     """

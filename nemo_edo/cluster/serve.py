@@ -1,8 +1,7 @@
 """Generation servers on the server nodes of a job, and how the trainer's tasks find them.
 
-Each node's task starts the servers that the config asks of a machine (``generation.servers.replicas``), and writes
-their URLs into the attempt's folder once they are ready. The key that they ask for is made by the job's script and
-stands in the environment of both.
+Each node's task starts ``generation.servers.replicas`` servers, and writes their URLs to the attempt's folder once they
+are ready. The job's script makes their key, and sets it in the environment of servers and trainers.
 """
 
 from __future__ import annotations
@@ -14,29 +13,30 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_edo.cluster.control import control_folder
 from nemo_edo.cluster.names import first_that_resolves
 from nemo_edo.config import RunConfig
-from nemo_edo.configuration import compose_run
+from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.files import replacing
+from nemo_edo.run.control import control_folder
+from nemo_edo.utils.files import replacing
 
 KEY = "NEMO_EDO_SERVER_KEY"
-"""The environment variable that has the servers' key."""
-LOOK_EVERY_S = 0.5
+"""The environment variable with the servers' key."""
+POLL_EVERY_S = 0.5
 
 
 def serve(config_name: str, config_dir: str) -> None:
-    """Starts this node's servers and stays with them. Raises UserError once one of them has ended."""
-    from nemo_edo.factory import model_folder, write_builtin_files
+    """Starts this node's servers and watches them. Raises UserError once one of them has ended."""
     from nemo_edo.generation import servers
-    from nemo_edo.run_folder import RunFolder
+    from nemo_edo.run.folder import RunFolder
+    from nemo_edo.run.inputs import model_folder, seq_length, write_builtin_files
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
     cfg = _of_all_interfaces(compose_run(config_name, [], config_dir))
     own = RunFolder(attempt / f"server_node_{node}")
-    if cfg.model.path is None:  # the first refit brings the trainer's weights
+    if cfg.model.path is None:  # the first refit sends the trainer's weights
         write_builtin_files(cfg, own)
+    cfg = replace(cfg, model=replace(cfg.model, seq_length=seq_length(cfg)))
     gpus = _gpus()
     servers.check_servers(cfg, gpus)
     replicas = servers.build_replicas(cfg, model_folder(cfg, own), own.path, gpus, key=os.environ[KEY])
@@ -45,27 +45,27 @@ def serve(config_name: str, config_dir: str) -> None:
     urls = [f"http://{address}:{replica.url.rpartition(':')[2]}" for replica in replicas]
     _write(_urls(attempt, node), urls)
     while not any(replica.has_ended for replica in replicas):
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
     ended = next(replica for replica in replicas if replica.has_ended)
     raise UserError(f"{ended} has ended{ended.log_tail()}")
 
 
 def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
-    """What tells a trainer of the servers of ``nodes`` nodes, once all of them are ready. Raises UserError after the
-    limit."""
+    """The trainer's overrides with the servers' URLs, once the servers of all ``nodes`` nodes are ready. Raises
+    UserError after the limit."""
     attempt, deadline = control_folder(), time.monotonic() + limit_s
     paths = [_urls(attempt, str(node)) for node in range(nodes)]
     while missing := [path for path in paths if not path.is_file()]:
         if time.monotonic() > deadline:
             raise UserError(f"the servers of {len(missing)} of {nodes} nodes are not ready after {limit_s:g} s")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
     urls = [url for path in paths for url in json.loads(path.read_text(encoding="utf-8"))]
     section = "generation.servers"
     return [f"{section}.urls={json.dumps(urls)}", f"{section}.api_key_variable={KEY}", f"{section}.launched=true"]
 
 
 def _of_all_interfaces(cfg: RunConfig) -> RunConfig:
-    """The trainer reaches the servers from other nodes."""
+    """Has the servers listen on all interfaces, as the trainer is on other nodes."""
     listening = replace(cfg.generation.servers, host="0.0.0.0")
     return replace(cfg, generation=replace(cfg.generation, servers=listening))
 

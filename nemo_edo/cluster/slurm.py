@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from nemo_edo.config import ClusterConfig
-from nemo_edo.configuration import shipped_config_dir
+from nemo_edo.config.compose import shipped_config_dir
 from nemo_edo.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]
@@ -31,21 +31,21 @@ class Member:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is submitted: a run, or a sweep's members as an array."""
+    """A job to submit: a run, or a sweep's members as an array."""
 
     name: str
     folder: Path
-    """Gets the script, the snapshot of code and config, and what each attempt leaves."""
+    """Contains the script, the snapshot of code and config, and the files of each attempt."""
     members: tuple[Member, ...]
     waiting: tuple[int, ...]
-    """Places of the members that are still to be run."""
+    """Indices of the members that are not finished."""
     cluster: ClusterConfig
     server_limit_s: float
-    """Seconds that servers may take until they are ready."""
+    """Seconds until servers must be ready."""
     sweep: Path | None = None
-    """A sweep's folder, which a report is made of at its end."""
+    """The folder of a sweep, which gets a report at its end."""
     describe: Callable[[], None] = lambda: None
-    """Writes what a sweep's folder says of its members."""
+    """Writes the files that describe a sweep's members."""
 
 
 # --- scripts ------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def report_script(launch: Launch) -> str:
     return _template("report.sh.j2").render(
         options=[
             f"--job-name={_name(launch)}-report",
-            *("--nodes=1", "--ntasks=1", f"--output={launch.folder}/report_%j.log"),
+            *("--nodes=1", "--ntasks=1", _output(launch, "report_%j.log")),
             *_site(cluster),
         ],
         setup=cluster.setup,
@@ -102,7 +102,7 @@ def _options(launch: Launch) -> list[str]:
         f"--job-name={_name(launch)}",
         f"--nodes={cluster.nodes + cluster.server_nodes}",
         f"--ntasks-per-node={cluster.processes_per_node}",
-        f"--output={launch.folder}/job_{log}.log",
+        _output(launch, f"job_{log}.log"),
         "--open-mode=append",
         "--requeue" if cluster.requeues else "--no-requeue",
     ]
@@ -125,6 +125,11 @@ def _site(cluster: ClusterConfig) -> list[str]:
     return [_option(key, value) for key, value in given.items() if value is not None]
 
 
+def _output(launch: Launch, name: str) -> str:
+    """name: with Slurm's placeholders, such as %j; a % of the folder's name is none."""
+    return _option("output", str(launch.folder).replace("%", "%%") + f"/{name}")
+
+
 def _option(key: str, value: object) -> str:
     return f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}"
 
@@ -143,7 +148,7 @@ def _step_options(launch: Launch) -> str:
 
 
 def _container_command(launch: Launch) -> str:
-    """What stands before a task's command, with a space behind it; empty where nothing does."""
+    """The prefix of a task's command, with a trailing space; empty without Apptainer."""
     container = launch.cluster.container
     if container.kind != "apptainer":
         return ""
@@ -153,7 +158,7 @@ def _container_command(launch: Launch) -> str:
 
 
 def _mounts(launch: Launch) -> list[str]:
-    """The run's folders stand at the same paths inside and outside."""
+    """Mounts the run's folders at the same paths inside the container."""
     own = {str(launch.folder), *(str(member.run.parent) for member in launch.members)}
     if launch.cluster.shared_folder:
         own.add(launch.cluster.shared_folder)
@@ -169,7 +174,7 @@ def _template(name: str):
         loader=PackageLoader("nemo_edo.cluster"),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-        autoescape=False,  # shell, not HTML: what is put in is quoted by shlex
+        autoescape=False,  # shell, not HTML: shlex quotes the values
     )
     environment.filters["quote"] = shlex.quote
     return environment.get_template(name)
@@ -179,7 +184,7 @@ def _template(name: str):
 
 
 def write_snapshot(launch: Launch) -> None:
-    """The code and the configs as they are now, whatever is edited before the job starts; and the scripts."""
+    """Writes the scripts, and copies code and configs, so that later edits do not change the job."""
     launch.describe()
     code = launch.folder / "code"
     shutil.rmtree(code, ignore_errors=True)
@@ -201,7 +206,7 @@ def write_snapshot(launch: Launch) -> None:
 
 
 def submit(launch: Launch) -> list[str]:
-    """Submits what ``write_snapshot`` wrote; returns the jobs' numbers. Raises UserError with what sbatch says."""
+    """Submits what ``write_snapshot`` wrote; returns the job IDs. Raises UserError with sbatch's message."""
     jobs: list[str] = []
     for _ in range(launch.cluster.chain):
         jobs.append(_sbatch(launch.folder / "job.sh", jobs[-1:]))

@@ -1,10 +1,10 @@
-"""What each task of a job does: it becomes the trainer's processes on its node, one of them, or a server.
+"""What each task of a job runs: the trainer's processes on its node, one of them, or a node's servers.
 
     python -m nemo_edo.cluster.task MEMBER.json torchrun 8 [SERVER_NODES SECONDS]
     python -m nemo_edo.cluster.task MEMBER.json serve
 
-MEMBER.json holds the arguments of ``nemo-edo``. ``MASTER_ADDR`` and ``MASTER_PORT`` are set by the job's script, the
-task's place by Slurm. Where there are server nodes, the trainer waits so many seconds for their servers.
+MEMBER.json has the arguments of ``nemo-edo``. The job's script sets ``MASTER_ADDR`` and ``MASTER_PORT``, Slurm the
+task's rank. With server nodes, the trainer waits up to SECONDS for their servers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str
 
 
 def one_process(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which torch.distributed finds the other processes, as torchrun would set them."""
+    """The variables that torchrun would set for torch.distributed."""
     return {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],

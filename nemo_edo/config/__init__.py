@@ -1,18 +1,16 @@
 """Every setting and its default: the only home of defaults.
 
-Hydra composes the files of ``conf/`` over these dataclasses (``nemo_edo.configuration``); the files hold differences
-only. Checks that need no files, weights or devices stand in ``__post_init__`` and name the key as a user writes it.
+``config.compose`` composes the files of ``conf/`` by Hydra (``config.hydra``) and checks them against these
+dataclasses; the files have differences only. Checks that need no files, weights or devices are in ``__post_init__``
+and name the key as a user writes it.
 """
 
 from nemo_edo.config.cluster import ClusterConfig, ContainerConfig
 from nemo_edo.config.data import ArithmeticConfig, DataConfig, RewardsConfig
-from nemo_edo.config.generation import GenerationConfig, ServersConfig
-from nemo_edo.config.guards import BoundsConfig, GuardsConfig
-from nemo_edo.config.judge import JudgeConfig
-from nemo_edo.config.lora import LoRAConfig
+from nemo_edo.config.generation import GenerationConfig, RefitConfig, ServersConfig
+from nemo_edo.config.judge_server import JudgeConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
-from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
-from nemo_edo.config.refit import RefitConfig
+from nemo_edo.config.parallelism import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.reward_model import (
     RewardBaseConfig,
     RewardDataConfig,
@@ -33,7 +31,17 @@ from nemo_edo.config.run import (
     TrainConfig,
 )
 from nemo_edo.config.search import SearchLLMConfig
-from nemo_edo.config.training import GRPOConfig, IDPOConfig, LoopConfig, MicroBatchConfig, OptimizerConfig, SFTConfig
+from nemo_edo.config.training import (
+    BoundsConfig,
+    GapBoundsConfig,
+    GRPOConfig,
+    GuardsConfig,
+    IDPOConfig,
+    LoopConfig,
+    MicroBatchConfig,
+    OptimizerConfig,
+    SFTConfig,
+)
 
 __all__ = [
     "AGGREGATIONS",
@@ -49,6 +57,7 @@ __all__ = [
     "FUSED_FROM_COLUMNS",
     "GRPOConfig",
     "GRPOLossConfig",
+    "GapBoundsConfig",
     "GenerationConfig",
     "GuardsConfig",
     "IDPOConfig",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from nemo_edo.config.checks import one_of, positive, require
+from nemo_edo.config.checks import one_line, one_of, positive, require
 
 _TIME_LIMIT = re.compile(r"(\d+-)?\d{1,3}:\d\d(:\d\d)?|\d+(-\d+)?")
 
@@ -20,7 +20,7 @@ class ContainerConfig:
     image: Optional[str] = None
     """pyxis: a registry's image (nvcr.io#... or a .sqsh file); apptainer: a .sif file."""
     mounts: list[str] = field(default_factory=list)
-    """FROM:TO, besides the run's folder and the folder of the snapshot, which stand at their own paths inside."""
+    """FROM:TO, in addition to the folders of the run and the snapshot, which keep their paths inside."""
 
     def __post_init__(self) -> None:
         one_of("cluster.container.kind", self.kind, ("none", "pyxis", "apptainer"))
@@ -37,15 +37,15 @@ class ClusterConfig:
     kind: str = "local"
     """local: launch refuses, use train. slurm: an sbatch script is written and submitted."""
     nodes: int = 1
-    """Of the trainer."""
+    """Nodes of the trainer."""
     processes_per_node: int = 8
-    """Of the trainer: one for each GPU."""
+    """Trainer processes on each node: one for each GPU."""
     server_nodes: int = 0
-    """Of generation servers, in the same job; the job has nodes + server_nodes."""
+    """Nodes of generation servers, in the same job; the job has nodes + server_nodes."""
     gpus_per_node: Optional[int] = None
-    """Asked of Slurm (--gpus-per-node); null: nodes come with theirs, or have none."""
+    """GPUs requested with --gpus-per-node; null: none are requested, as nodes include theirs or have none."""
     launcher: str = "torchrun"
-    """torchrun: one task a node, whose torchrun starts the processes. srun: one task for each process."""
+    """torchrun: one task per node, whose torchrun starts the processes. srun: one task per process."""
     time_limit: Optional[str] = None
     """Slurm's --time, such as 04:00:00; null: the partition's."""
     account: Optional[str] = None
@@ -55,27 +55,28 @@ class ClusterConfig:
     """Other options of sbatch: {exclusive: true, mem: 0} becomes --exclusive and --mem=0."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every task."""
+    """Environment variables of every task."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before anything else in the job, such as module load cuda."""
     python: Optional[str] = None
     """The interpreter of the tasks; null: the one that launches, or python3 in a container."""
     stop_before_s: int = 300
-    """Seconds before the time limit at which the run is asked to save and end; it then is queued again. 0: never."""
+    """Seconds before the time limit at which the run is asked to save and end; it is then queued again. 0: never."""
     requeues: int = 20
-    """Times that a job is queued again, after its time limit or a failure that is not the run's own; with 0 or without
-    leave to requeue, use chain."""
+    """Times that a job is queued again, after its time limit or a failure that the run did not cause. With 0, or where
+    the cluster does not allow requeueing, use chain."""
     chain: int = 1
-    """Jobs that are submitted one behind the other, each going on where the last one ended."""
+    """Jobs that are submitted one after another, each resuming where the last one ended."""
     array_limit: Optional[int] = None
-    """Members of a sweep that run at a time; null: as many as the cluster takes."""
+    """Members of a sweep that run concurrently; null: as many as the cluster takes."""
     stalled_after_s: Optional[float] = None
-    """A run that has done no optimizer step and no part of a collection for so long is ended: every process writes
-    where it stands, and the job is queued again. null: it is waited for. train knows it, too."""
+    """A run that finishes no optimizer step and no part of a collection for so many seconds is ended: every process
+    writes its stack
+    traces, and the job is queued again. null: never. It also applies to train."""
     health_limit_s: float = 60.0
-    """For the check of all nodes before the run; 0: none."""
+    """Seconds for the health check of all nodes before the run; 0: no check."""
     shared_folder: Optional[str] = None
-    """What the check writes to from every node; null: the launch's folder."""
+    """The folder that the health check writes to from every node; null: the launch's folder."""
 
     def __post_init__(self) -> None:
         one_of("cluster.kind", self.kind, ("local", "slurm"))
@@ -90,8 +91,10 @@ class ClusterConfig:
         limit = self.time_limit
         form = "null or a time as Slurm writes it: MM, HH:MM:SS or D-HH:MM:SS"
         require(limit is None or _TIME_LIMIT.fullmatch(limit) is not None, "cluster.time_limit", limit, form)
+        for name in ("account", "partition", "qos"):
+            one_line(f"cluster.{name}", getattr(self, name))
         for key, value in self.options.items():
-            fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and "\n" not in str(value)
+            fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
             require(fits, "cluster.options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
         for key in self.environment:
             require(re.fullmatch(r"[A-Za-z_]\w*", key) is not None, "cluster.environment", key, "a variable's name")

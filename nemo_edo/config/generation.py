@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from nemo_edo.config.checks import one_of, positive, require
-from nemo_edo.config.refit import RefitConfig
+from nemo_edo.config.checks import one_of, positive, require, server_url
 
 IN_PROCESS = "megatron"
 BACKENDS = (IN_PROCESS, "vllm", "trtllm")
+TRANSPORTS = ("disk", "nccl")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RELAUNCHED = "none with generation.backend trtllm: its servers take new weights by a restart, so the run starts them"
 
@@ -19,55 +19,59 @@ class ServersConfig:
     """The servers that responses come from with ``generation.backend`` vllm or trtllm."""
 
     urls: list[str] = field(default_factory=list)
-    """Servers that run already, such as http://node7:8000. Empty: the run starts its own on this machine."""
+    """Running servers, such as http://node7:8000. Empty: the run starts its own on this machine."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key of the servers at ``urls``; null: they ask for none."""
     launched: bool = False
-    """Whether ``nemo-edo launch`` has started those at ``urls``: it says so itself. They then renew a tied output layer
+    """Whether ``nemo-edo launch`` started the servers at ``urls``; launch sets this. They then renew a tied output
+    layer
     with the other weights, which vLLM by itself does not on a CPU."""
     replicas: int = 1
     """Servers that the run starts, each with the whole model."""
     python: Optional[str] = None
     """The interpreter that has the server; null: .venv-vllm/bin/python (of ``make vllm-env``) or /opt/vllm/bin/python
-    (of the container) where it exists, else the run's own."""
+    (of the container) where it exists, otherwise the run's."""
     host: str = "127.0.0.1"
-    """The address that the run's own servers listen on. Another one than loopback lets other machines reach them."""
+    """The address that the run's own servers listen on. Other machines can reach them unless it is a loopback
+    address."""
     tensor_parallel_size: int = 1
     """GPUs of each replica."""
     first_gpu: int = 0
-    """Replicas take the machine's GPUs from this one on; those before it are the trainer's."""
+    """The first GPU of the replicas; the GPUs before it are the trainer's."""
     dtype: Optional[str] = None
     """float32, bfloat16 or float16; null: as the trainer computes (bfloat16 with FP8)."""
     memory_share: float = 0.85
-    """Of a GPU's memory that a replica takes."""
+    """Share of a GPU's memory that a replica takes."""
     cpu_cache_gb: int = 1
     """GiB of a replica's KV cache on a machine without GPUs."""
     threads: Optional[int] = None
-    """That a replica computes with on a machine without GPUs; null: its share of the machine's cores."""
+    """CPU threads of a replica on a machine without GPUs; null: its share of the machine's cores."""
     arguments: list[str] = field(default_factory=list)
-    """More of the server's own command-line arguments."""
+    """Further command-line arguments of the server."""
     max_in_flight: int = 256
-    """Requests that a replica holds at a time."""
+    """Requests in flight on a replica at a time."""
     start_limit_s: float = 900.0
     """Seconds that a server may take until it is ready: a large model loads for minutes."""
     request_limit_s: float = 600.0
     """Seconds that an answer may take; then the request goes to another replica, or to the same one again."""
     health_limit_s: float = 30.0
-    """Seconds without an answer to a look at its health, after which a server counts as hanging."""
+    """Seconds without an answer to a health check after which a server counts as hanging."""
     attempts: int = 20
     """Times that one request is tried before the run gives up."""
     restarts: int = 5
-    """Times in a row, without an answer between, that a server is started again or waited for before it is left out."""
+    """Consecutive restarts (or waits), without an answer in between, before a server is left out."""
     backoff_s: float = 0.25
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
     backoff_limit_s: float = 20.0
-    """What it doubles up to."""
+    """Upper bound of the wait."""
+    retry_after_limit_s: float = 60.0
+    """The longest that a server which answers with Retry-After is left without requests."""
 
     def __post_init__(self) -> None:
         section = "generation.servers"
         positive(self, section, "replicas", "tensor_parallel_size", "max_in_flight", "cpu_cache_gb")
         positive(self, section, "start_limit_s", "request_limit_s", "health_limit_s", "attempts")
-        positive(self, section, "backoff_s", "backoff_limit_s")
+        positive(self, section, "backoff_s", "backoff_limit_s", "retry_after_limit_s")
         for name in ("restarts", "first_gpu"):
             require(getattr(self, name) >= 0, f"{section}.{name}", getattr(self, name), "a number of at least 0")
         require(0 < self.memory_share < 1, f"{section}.memory_share", self.memory_share, "a number in (0, 1)")
@@ -76,11 +80,40 @@ class ServersConfig:
         if self.dtype is not None:
             one_of(f"{section}.dtype", self.dtype, ("float32", "bfloat16", "float16"))
         for url in self.urls:
-            require(url.startswith(("http://", "https://")), f"{section}.urls", url, "a URL such as http://node7:8000")
+            server_url(f"{section}.urls", url, "http://node7:8000")
         repeated = len(self.urls) != len({url.rstrip("/") for url in self.urls})
         require(not repeated, f"{section}.urls", list(self.urls), "each server once")
         if self.api_key_variable is not None and not self.urls:
             raise ValueError(f"{section}.api_key_variable is for servers at urls; a run's own servers get a new key")
+
+
+@dataclass
+class RefitConfig:
+    """The refit of servers. In process there is none: engine and trainer share the weights."""
+
+    transport: str = "disk"
+    """disk: a folder of safetensors files that the servers read again; nccl: from GPU to GPU, through vLLM's weight
+    transfer."""
+    folder: Optional[str] = None
+    """With disk: where these folders are, on a file system that every server sees under the same path. null: this
+    machine's shared memory (/dev/shm) for servers that the run starts, the run's own folder for those at
+    servers.urls."""
+    lora: str = "merged"
+    """With lora.rank above 0. merged: the whole model with its adapters merged, each time; adapter: only the adapters,
+    after the base weights were sent once."""
+    attempts: int = 3
+    """Attempts to send a replica the weights before it counts as failed: a replica that the run started is then
+    restarted with them, any other is left out."""
+    limit_s: float = 600.0
+    """Seconds that a replica may take to load them."""
+
+    def __post_init__(self) -> None:
+        section = "generation.refit"
+        one_of(f"{section}.transport", self.transport, TRANSPORTS)
+        one_of(f"{section}.lora", self.lora, ("merged", "adapter"))
+        positive(self, section, "attempts", "limit_s")
+        if self.transport == "nccl" and self.lora == "adapter":
+            raise ValueError(f"{section}.lora is 'adapter', expected merged with {section}.transport nccl")
 
 
 @dataclass
@@ -90,14 +123,15 @@ class GenerationConfig:
     max_batch_size: int = 512
     """Sequences decoded at a time on one data-parallel rank, in process."""
     part_size: int = 2048
-    """Responses of a collection that are drawn, scored and put on disk at a time: what a killed run loses, at most."""
+    """Responses of a collection that are generated, scored and written to disk at a time: what a killed run loses, at
+    most."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     placement: str = "apart"
-    """apart: servers have GPUs of their own; shared: the trainer's, which they give back while it trains (vLLM's sleep
+    """apart: servers have separate GPUs; shared: the trainer's, which they give back while it trains (vLLM's sleep
     mode)."""
     one_step_off: bool = False
-    """Draw the next iteration's responses while this one trains, from the policy that this one began with. Needs
+    """Generate the next iteration's responses while this one trains, from the policy that this one began with. Needs
     servers, and importance correction (grpo.sampler_correction)."""
     stale: str = "refuse"
     """Responses of an earlier policy than the iteration asks for. refuse: an error; correct: they are trained on with
@@ -121,7 +155,7 @@ class GenerationConfig:
             refit, servers = self.refit, self.servers
             local = "a loopback address with generation.backend trtllm: its server asks for no key"
             require(servers.host in LOOPBACK, "generation.servers.host", servers.host, local)
-            of_folder = "null with generation.backend trtllm: it computes in the model folder's own numbers"
+            of_folder = "null with generation.backend trtllm: it computes in the model folder's data type"
             require(servers.dtype is None, "generation.servers.dtype", servers.dtype, of_folder)
             require(placement == "apart", "generation.placement", placement, "apart with generation.backend trtllm")
             for name, only in (("transport", "disk"), ("lora", "merged")):

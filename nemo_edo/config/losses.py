@@ -92,14 +92,14 @@ class GRPOLossConfig(ExplorationWeight):
     """none: the exploration term itself. noise: the control that weights it by the detached ratio pi_theta / pi_old,
     so that its expected gradient is zero and only noise of the same size is left."""
     covariance_control: str = "none"
-    """A rival that bounds the loss of entropy by the tokens whose log-probability and advantage covary most. none;
+    """A baseline that bounds the loss of entropy by the tokens whose log-probability and advantage covary most. none;
     clip-cov: the selected tokens have no gradient; kl-cov: they pay for moving away from pi_old."""
     covariance_share: float = 2e-4
     """Share of the tokens that clip-cov or kl-cov select (kl-cov's authors take 2e-3 with their smaller model)."""
     clip_cov_low: float = 1.0
     """clip-cov selects at random among tokens with a covariance from here on, in nats times the advantage's unit."""
     clip_cov_high: float = 5.0
-    """... up to here."""
+    """The upper bound of that covariance."""
     kl_cov_coefficient: float = 1.0
     """Weight of kl-cov's penalty |log pi_theta - log pi_old|."""
 
@@ -171,7 +171,7 @@ class ScheduleConfig:
     steps: int = 0
     """Optimizer steps that linear, cosine and warmup-hold-decay take in all; required by them."""
     final_factor: float = 0.0
-    """What they end at, in units of the configured weight."""
+    """The final weight, in units of the configured weight."""
     warmup_steps: int = 0
     """Steps in which warmup-hold-decay rises from 0."""
     hold_steps: int = 0
@@ -179,15 +179,15 @@ class ScheduleConfig:
     entropy_target: Optional[float] = None
     """Nats. The entropy controller raises the weight below it."""
     entropy_ceiling: Optional[float] = None
-    """Nats. ... and lowers it above this; null: above the target."""
+    """Nats. It lowers the weight above this; null: above the target."""
     rate: float = 0.1
-    """Factor by which a controller moves the weight at once, at most: by exp(rate) up or exp(-rate) down."""
+    """A controller changes the weight by a factor from exp(-rate) to exp(rate) at a time."""
     min_weight: float = 1e-8
     """Lower bound of a controller's weight."""
     max_weight: float = 1.0
     """Upper bound of a controller's weight."""
     gradient_share: float = 0.1
-    """Norm of the weighted exploration gradient over that of the task gradient, which gradient-share holds."""
+    """Norm of the weighted exploration gradient over that of the task gradient, which gradient-share maintains."""
     every: int = 10
     """Steps between two measurements of the gradients."""
 

@@ -1,15 +1,15 @@
-"""Process reward models: training one by ranking NCE, and scoring the responses that a run has kept."""
+"""Process reward models: training one by ranking NCE, and scoring the responses that a run has stored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from nemo_edo.config.checks import one_of, positive, require
+from nemo_edo.config.checks import folder_name, one_of, positive, require
 from nemo_edo.config.generation import ServersConfig
 
 REWARD_MODEL, SCORE = "reward_model", "score"
-"""What the key ``job`` of a config says that is not a run's."""
+"""Values of the key ``job``, which a run's config lacks."""
 BY_ANSWER, ARITHMETIC = "answer", "arithmetic"
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -37,18 +37,18 @@ class RewardDataConfig:
     """Arms, ``warmup`` among them, whose responses to the run's test problems the model is tested on; empty: every one
     that was evaluated."""
     steps: str = BY_ANSWER
-    """answer: steps of right solutions are right, those of wrong ones wrong, unless a right one takes the same way.
+    """answer: steps of right solutions are right, those of wrong ones wrong, unless a right solution shares them.
     arithmetic: each step of the built-in task is checked."""
     step_separator: str = "\n"
-    """What stands between two steps of a response."""
+    """What separates two steps of a response."""
     positives: int = 4
-    """Right steps drawn for each question, at most."""
+    """Right steps sampled for each question, at most."""
     negatives: int = 3
     """Wrong steps that each of them is ranked against, at most (K - 1)."""
     validation_share: float = 0.1
-    """Of the questions: they are not trained on."""
+    """Share of the questions that are not trained on."""
     max_tokens: int = 1024
-    """Of question and steps together. Longer ones are left out, and counted."""
+    """Most tokens of question and steps together. Longer ones are left out, and counted."""
 
     def __post_init__(self) -> None:
         one_of("data.steps", self.steps, (BY_ANSWER, ARITHMETIC))
@@ -60,25 +60,25 @@ class RewardDataConfig:
 
 @dataclass
 class RewardTrainConfig:
-    """Ranking NCE (``losses.reward_model.ranking_nce_loss``), by transformers' Trainer."""
+    """Ranking NCE (``losses.ranking_nce_loss``), by transformers' Trainer."""
 
     steps: int = 1000
     """Optimizer steps."""
     batch_size: int = 32
-    """Right steps, each with its wrong ones, of an optimizer step."""
+    """Right steps, each with its wrong ones, per optimizer step."""
     micro_batch_size: Optional[int] = None
-    """Of them in a forward pass; null: all."""
+    """Right steps per forward pass; null: all."""
     lr: float = 1e-5
     """The highest learning rate."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises linearly from 0; a cosine to 0 follows."""
     weight_decay: float = 0.01
-    """Of AdamW."""
+    """AdamW's weight decay."""
     clip_grad: float = 1.0
-    """The gradient's norm is cut to it."""
+    """The gradient is clipped to this norm."""
     weighting: str = "softmax"
     """How the wrong steps' gradients are weighted. softmax: by the model's own probabilities, the paper's equation;
-    uniform: alike, as the code published with its source does."""
+    uniform: equally, as in its source's published code."""
     l2: float = 0.0
     """Weight of the penalty on the squares of the scores. uniform needs one above 0: it is unbounded without."""
     dtype: str = "float32"
@@ -86,7 +86,7 @@ class RewardTrainConfig:
     evaluate_every: int = 250
     """Steps between two validations; 0: only at the beginning and the end."""
     checkpoint_every: int = 250
-    """Steps between two checkpoints, which a killed training goes on from."""
+    """Steps between two checkpoints, which a killed training resumes from."""
 
     def __post_init__(self) -> None:
         positive(self, "train", "steps", "batch_size", "lr", "clip_grad", "checkpoint_every")
@@ -110,9 +110,9 @@ class RewardModelRunConfig:
     name: str = "reward_model"
     """The folder is ``output_dir/name``."""
     output_dir: str = "runs"
-    """The folder that runs stand in."""
+    """Parent folder of the runs."""
     seed: int = 42
-    """Of the random weights, the drawn steps, their order, and which questions are held out."""
+    """Seed of the random weights, the sampled steps, their order, and which questions are held out."""
     threads: Optional[int] = None
     """CPU threads; null: torch's choice."""
     model: RewardBaseConfig = field(default_factory=RewardBaseConfig)
@@ -123,7 +123,7 @@ class RewardModelRunConfig:
 
     def __post_init__(self) -> None:
         one_of("job", self.job, (REWARD_MODEL,))
-        require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
+        folder_name("name", self.name)
         require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
         require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
         require(self.bootstrap > 0, "bootstrap", self.bootstrap, "a number above 0")
@@ -142,13 +142,13 @@ class ScoreConfig:
     device: str = "auto"
     """In process: cpu, cuda, cuda:1; auto: a GPU where there is one."""
     dtype: str = "auto"
-    """float32 or bfloat16; auto: bfloat16 on a GPU, else float32. The head computes in float32."""
+    """float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32. The head computes in float32."""
     batch_tokens: int = 16384
     """In process: tokens of a forward pass, padding included."""
     part_size: int = 1024
     """Responses that are scored and put on disk at a time: what a killed command loses, at most."""
     step_separator: Optional[str] = None
-    """What stands between two steps of a response; null: what the model was trained with."""
+    """What separates two steps of a response; null: what the model was trained with."""
     too_long: str = "error"
     """Responses that do not fit the model's context. error: they end the command before anything is computed; zero:
     each of their steps has score 0, and they are counted."""
@@ -164,4 +164,4 @@ class ScoreConfig:
             require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
         require(self.step_separator != "", "step_separator", self.step_separator, "null, or a text")
         urls = self.servers.urls
-        require(not urls or not self.serve, "servers.urls", list(urls), "none with serve: those are servers of others")
+        require(not urls or not self.serve, "servers.urls", list(urls), "none with serve: it starts its own servers")

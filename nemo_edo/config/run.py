@@ -5,23 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from nemo_edo.config.checks import one_of, positive, require
+from nemo_edo.config.checks import folder_name, one_of, positive, require
 from nemo_edo.config.cluster import ClusterConfig
 from nemo_edo.config.data import DataConfig, RewardsConfig
 from nemo_edo.config.generation import IN_PROCESS, GenerationConfig
-from nemo_edo.config.guards import GuardsConfig
-from nemo_edo.config.lora import LoRAConfig
-from nemo_edo.config.parallelism import ParallelismConfig, PrecisionConfig
+from nemo_edo.config.parallelism import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.search import SearchLLMConfig
-from nemo_edo.config.training import GRPOConfig, IDPOConfig, LoopConfig, SFTConfig
+from nemo_edo.config.training import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, SFTConfig
 
 ALGORITHMS = ("grpo", "idpo")
-"""Of arms."""
+"""The algorithms that an arm can have."""
 SFT, NONE = "sft", "none"
 """The algorithms of runs without arms: the supervised training alone, and no training at all."""
 FUSED_FROM_COLUMNS = 16_384
-"""Of a rank's share of the vocabulary: from here on model.loss_head auto fuses. Below, the logits are small beside the
-model's activations, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
+"""Vocabulary entries of a rank from which model.loss_head auto fuses. Below, the logits are small compared
+with the model's activations, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
 
 
 @dataclass
@@ -31,21 +29,24 @@ class ModelConfig:
     path: Optional[str] = None
     """A folder with config.json, a tokenizer and safetensors weights."""
     architecture: Optional[dict[str, Any]] = None
-    """Fields of a Hugging Face config, ``model_type`` among them. Beside ``path``: the sizes that the folder's model is
-    expected to have; memory is estimated from them where the folder is not at hand. Where ``path`` is null: the model;
-    the weights are random and the tokenizer is the built-in task's."""
-    seq_length: int = 1024
-    """The longest sequence, prompt and response together, in tokens."""
+    """Fields of a Hugging Face config, ``model_type`` among them. With ``path``: the sizes that the folder's model is
+    expected to have; memory is estimated from them where the folder is not on this machine. Where ``path`` is null:
+    the model; the weights are random and the tokenizer is the built-in task's."""
+    seq_length: Optional[int] = None
+    """The longest sequence, prompt and response together, in tokens. null: that of the run's problems, which is the
+    longest prompt and sampling.max_new_tokens, or a longer solution that the warm-up learns; the run folder's config
+    has the number."""
     attention: str = "auto"
-    """te: Transformer Engine's, on a GPU; sdpa: torch's scaled_dot_product_attention; local: Megatron's own, which
-    holds every score and takes no packed sequences. auto: te where it is installed and there is a GPU, else sdpa, and
+    """te: Transformer Engine's, on a GPU; sdpa: torch's scaled_dot_product_attention; local: Megatron's, which keeps
+    every score and takes no packed sequences. auto: te where it is installed and there is a GPU, otherwise sdpa, and
     local for a model that sdpa cannot compute."""
     loss_head: str = "auto"
-    """logits: the output layer's logits are held, for all tokens of a micro-batch. fused: they never are, which takes
-    a fraction of the memory and a fourth matrix product. auto: fused from 16,384 vocabulary entries a rank on."""
+    """logits: the output layer's logits are in memory for all tokens of a micro-batch. fused: they never are, which
+    takes a fraction of the memory and a fourth matrix product. auto: fused from 16,384 vocabulary entries per rank."""
 
     def __post_init__(self) -> None:
-        positive(self, "model", "seq_length")
+        if self.seq_length is not None:
+            positive(self, "model", "seq_length")
         one_of("model.attention", self.attention, ("auto", "te", "sdpa", "local"))
         one_of("model.loss_head", self.loss_head, ("auto", "logits", "fused"))
         if self.architecture is not None and "model_type" not in self.architecture:
@@ -54,22 +55,27 @@ class ModelConfig:
 
 @dataclass
 class SamplingConfig:
-    """How an iteration's responses are drawn."""
+    """How an iteration's responses are sampled."""
 
     samples_per_prompt: int = 10
-    """Responses to each problem, which make its group."""
+    """Responses per problem: the size of a group."""
     temperature: float = 1.0
-    """Of sampling and of every log-probability in training."""
+    """Temperature of sampling and of every log-probability in training."""
     top_p: float = 1.0
-    """Below 1: only the most likely tokens that hold this share of the probability are drawn."""
+    """Below 1: only the most likely tokens that have this share of the probability are sampled."""
     max_new_tokens: int = 512
-    """A response that has not ended by then counts as wrong."""
+    """A response that has not ended after this many tokens counts as wrong."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response as well. The end tokens of the tokenizer, of generation_config.json and of
+    config.json always do."""
 
     def __post_init__(self) -> None:
         samples = self.samples_per_prompt
         require(samples >= 2, "sampling.samples_per_prompt", samples, "at least 2: advantages compare a group")
         positive(self, "sampling", "temperature", "max_new_tokens")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
+        negative = [token for token in self.stop_token_ids if token < 0]
+        require(not negative, "sampling.stop_token_ids", self.stop_token_ids, "token ids, which are 0 or more")
 
 
 @dataclass
@@ -77,13 +83,13 @@ class TrainConfig:
     """What the arms are trained on."""
 
     rollouts: Optional[str] = None
-    """Train from stored rollouts alone: a folder that holds iter_00000 and so on (another run's rollouts/ARM, or what
-    ``collect`` wrote), or such a folder for each arm. null: every iteration draws its own."""
+    """Train from stored rollouts alone: a folder with iter_00000 and so on (another run's rollouts/ARM, or what
+    ``collect`` wrote), or such a folder for each arm. null: every iteration generates its samples."""
 
 
 @dataclass
 class CheckpointConfig:
-    """What a killed run goes on from, and which policies are kept."""
+    """What a killed run resumes from, and which policies are kept."""
 
     every_steps: int = 50
     """Optimizer steps between two checkpoints; there is one before each iteration as well."""
@@ -94,11 +100,11 @@ class CheckpointConfig:
     """A metric of the evaluations, such as greedy_accuracy: the policy with the highest is kept too, as
     checkpoints/ARM.best. It needs evaluation.every. null: none is kept."""
     asynchronous: bool = False
-    """Write checkpoints while the training goes on, by a process of each rank's own; the ranks' copies of their shares
+    """Write checkpoints during the training, by a separate process for each rank; the ranks' copies of their shares
     stay in host memory until then."""
     reshardable: bool = True
-    """Keep a distributed optimizer's state so that the run can go on at another layout. The first data-parallel rank
-    gathers that of all of them in host memory. false: each rank writes its own part, which is faster and goes on at
+    """Keep a distributed optimizer's state so that the run can resume at another layout. The first data-parallel rank
+    gathers that of all of them in host memory. false: each rank writes its own part, which is faster and resumes at
     the same layout only."""
 
     def __post_init__(self) -> None:
@@ -143,12 +149,13 @@ class RunConfig:
     name: str = "run"
     """The run's folder is ``output_dir/name``."""
     output_dir: str = "runs"
-    """The folder that runs stand in."""
+    """Parent folder of the runs."""
     experiment: Optional[str] = None
-    """What the run reproduces: the file of ``conf/experiment/`` that it is made of, such as main/gsm8k_llama3_grpo; the
-    tables of ``nemo-edo report --table`` look for it. Another name, or null: a run of one's own."""
+    """What the run reproduces: the file of ``conf/experiment/`` that it is composed from, such as
+    main/gsm8k_llama3_grpo; the tables of ``nemo-edo report --table`` look for it. Another name, or null: a custom
+    run."""
     seed: int = 42
-    """Of the model's random weights, of sampling and of the order of the samples."""
+    """Seed of the model's random weights, of sampling and of the samples' order."""
     threads: Optional[int] = None
     """CPU threads of each process; null: torch's choice (torchrun sets one)."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -178,41 +185,14 @@ class RunConfig:
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
 
     def __post_init__(self) -> None:
-        require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
+        folder_name("name", self.name)
         require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
         require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
         one_of("algorithm", self.algorithm, (NONE, SFT, *ALGORITHMS))
-        if not self.has_arms:
-            alone = f"none with algorithm {self.algorithm} (take them out with '~arms')"
-            require(not self.arms, "arms", list(self.arms), alone)
-        if self.algorithm == SFT:
-            require(self.sft.steps > 0, "sft.steps", self.sft.steps, "a number above 0 with algorithm sft")
-        if self.algorithm == NONE:
-            require(self.sft.steps == 0, "sft.steps", self.sft.steps, "0 with algorithm none: nothing is trained")
-            placement = self.generation.placement
-            require(
-                placement == "apart", "generation.placement", placement, "apart with algorithm none: nothing trains"
-            )
-        elif self.data.train is None and self.data.test is not None:
-            raise ValueError("data.train and data.test: give both, or neither for the built-in task")
+        self._check_algorithm()
         if self.model.path is None and self.model.architecture is None:
             raise ValueError("model.path and model.architecture: give at least one of them")
-        for name in ("context_parallel_size", "expert_model_parallel_size"):
-            size, here = getattr(self.parallelism, name), self.generation.backend == IN_PROCESS
-            require(size == 1 or not here, f"parallelism.{name}", size, "1 with generation.backend megatron")
-        needed = self.sampling.max_new_tokens + 1
-        require(
-            self.model.seq_length >= needed,
-            "model.seq_length",
-            self.model.seq_length,
-            f"room for a prompt and sampling.max_new_tokens = {self.sampling.max_new_tokens} tokens",
-        )
-        backend, top_p = self.generation.backend, self.sampling.top_p
-        if backend == "trtllm" or (self.generation.is_served and top_p < 1):
-            # Servers have log-probabilities before the temperature, or after the cut; trtllm the former alone.
-            where = f"with generation.backend {backend}" + (f" and sampling.top_p {top_p}" if top_p < 1 else "")
-            expected = f"1 {where}: only there is its log-probability that of the whole distribution that is sampled"
-            require(self.sampling.temperature == 1, "sampling.temperature", self.sampling.temperature, expected)
+        self._check_generation()
         for section in ("sft", "grpo", "idpo"):
             self.check_training(getattr(self, section), section)
         if self.has_arms and not self.arms:
@@ -224,36 +204,76 @@ class RunConfig:
 
     @property
     def has_arms(self) -> bool:
-        """Whether the run trains arms, of which one without a name is one."""
+        """Whether the run trains arms; the single unnamed arm counts."""
         return self.algorithm in ALGORITHMS
+
+    def _check_algorithm(self) -> None:
+        """What the run trains, and on which data."""
+        if not self.has_arms:
+            alone = f"none with algorithm {self.algorithm} (take them out with '~arms')"
+            require(not self.arms, "arms", list(self.arms), alone)
+        if self.algorithm == SFT:
+            require(self.sft.steps > 0, "sft.steps", self.sft.steps, "a number above 0 with algorithm sft")
+        if self.algorithm == NONE:
+            untrained = "with algorithm none: nothing is trained"
+            require(self.sft.steps == 0, "sft.steps", self.sft.steps, f"0 {untrained}")
+            placement = self.generation.placement
+            require(placement == "apart", "generation.placement", placement, f"apart {untrained}")
+        elif self.data.train is None and self.data.test is not None and self.data.source is None:
+            raise ValueError("data.train and data.test: give both, or neither for the built-in task")
+
+    def _check_generation(self) -> None:
+        """What the engine can do, and whether the model has room for a response."""
+        backend, sampling = self.generation.backend, self.sampling
+        for name in ("context_parallel_size", "expert_model_parallel_size"):
+            size = getattr(self.parallelism, name)
+            fits = size == 1 or backend != IN_PROCESS
+            require(fits, f"parallelism.{name}", size, f"1 with generation.backend {IN_PROCESS}")
+        length, longest = self.model.seq_length, sampling.max_new_tokens
+        room = f"room for a prompt and sampling.max_new_tokens = {longest} tokens"
+        require(length is None or length > longest, "model.seq_length", length, room)
+        if backend == "trtllm" or (self.generation.is_served and sampling.top_p < 1):
+            # Servers have log-probabilities before the temperature, or after the cut; trtllm the former alone.
+            where = f"with generation.backend {backend}"
+            where += f" and sampling.top_p {sampling.top_p}" if sampling.top_p < 1 else ""
+            expected = f"1 {where}: only there is its log-probability that of the whole distribution that is sampled"
+            require(sampling.temperature == 1, "sampling.temperature", sampling.temperature, expected)
 
     def check_arm(self, training: LoopConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""
-        generation, given = self.generation, self.train.rollouts
-        needs = "generation.one_step_off" if generation.one_step_off else ""
-        needs = needs or ("generation.stale=correct" if generation.stale == "correct" else "")
-        if not needs:
-            return
-        if isinstance(training, IDPOConfig):
-            raise ValueError(f"{section}: {needs} needs importance correction, which iterative DPO has not; take grpo")
-        correction = training.sampler_correction
-        require(correction != "none", f"{section}.sampler_correction", correction, f"tis or icepop with {needs}")
-        drawn = given is None or not generation.one_step_off
-        require(drawn, "generation.one_step_off", True, "false with train.rollouts: nothing is drawn")
+        generation = self.generation
+        if not generation.one_step_off and generation.stale != "correct":
+            return  # only the policy's own responses are trained on
+        stale = "generation.one_step_off" if generation.one_step_off else "generation.stale=correct"
+        is_idpo = isinstance(training, IDPOConfig)
+        correction = None if is_idpo else training.sampler_correction
+        algorithm = "algorithm" if section in ALGORITHMS else f"{section}.algorithm"
+        rules = (  # (refused where, key, its value, what would be right and why)
+            (is_idpo, algorithm, "idpo", f"grpo with {stale}: iterative DPO has no importance correction"),
+            (correction == "none", f"{section}.sampler_correction", correction, f"tis or icepop with {stale}"),
+            (
+                generation.one_step_off and self.train.rollouts is not None,
+                "generation.one_step_off",
+                True,
+                "false with train.rollouts: nothing is generated",
+            ),
+        )
+        for refused, key, value, expected in rules:
+            require(not refused, key, value, expected)
 
     def check_training(self, training: SFTConfig | GRPOConfig | IDPOConfig, section: str) -> None:
         """Raises ValueError where a section that trains, or an arm made from it, does not fit the rest of the run."""
-        rows = 2 if isinstance(training, IDPOConfig) else 1
-        tokens, longest = training.micro_batch_tokens, rows * self.model.seq_length
-        fits = tokens is None or tokens >= longest
-        require(
-            fits, f"{section}.micro_batch_tokens", tokens, f"null or at least {rows} * model.seq_length = {longest}"
-        )
-        if isinstance(training, GRPOConfig):
-            k, samples = training.pass_k, self.sampling.samples_per_prompt
-            # With k equal to the group's size every advantage is 0: pass@k of the whole group knows no better response.
-            fits = k is None or k < samples
-            require(fits, f"{section}.pass_k", k, f"null or a number below sampling.samples_per_prompt = {samples}")
-            buffer, limit = training.overlong_buffer, self.sampling.max_new_tokens
-            fits = buffer is None or buffer <= limit
-            require(fits, f"{section}.overlong_buffer", buffer, f"null or at most sampling.max_new_tokens = {limit}")
+        tokens, length = training.micro_batch_tokens, self.model.seq_length
+        if tokens is not None and length is not None:
+            sequences = 2 if isinstance(training, IDPOConfig) else 1  # a pair is in one forward pass
+            expected = f"null or at least {sequences} * model.seq_length = {sequences * length}"
+            require(tokens >= sequences * length, f"{section}.micro_batch_tokens", tokens, expected)
+        if not isinstance(training, GRPOConfig):
+            return
+        # With k equal to the group's size every advantage is 0.
+        k, samples = training.pass_k, self.sampling.samples_per_prompt
+        expected = f"null or a number below sampling.samples_per_prompt = {samples}"
+        require(k is None or k < samples, f"{section}.pass_k", k, expected)
+        buffer, limit = training.overlong_buffer, self.sampling.max_new_tokens
+        expected = f"null or at most sampling.max_new_tokens = {limit}"
+        require(buffer is None or buffer <= limit, f"{section}.overlong_buffer", buffer, expected)

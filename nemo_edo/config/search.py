@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
-from nemo_edo.config.checks import one_of, positive, require
+from nemo_edo.config.checks import folder_name, one_of, positive, require
 from nemo_edo.config.reward_model import DTYPES
 
 WIDTHS, MEANS = ("sd", "variance"), ("reward", "linear")
@@ -21,7 +21,7 @@ class SearchLLMConfig:
     reward_model: Optional[str] = None
     """The process reward model's folder."""
     seed: Optional[int] = None
-    """Of the sampled steps; null: the run's."""
+    """Seed of the sampled steps; null: the run's."""
     steps: int = 20
     """T: iterations, hence the largest number of steps of a solution."""
     branches: int = 4
@@ -31,9 +31,9 @@ class SearchLLMConfig:
     exploration: float = 0.1
     """lambda: weight of the width, how uncertain a reward is, in f. 0: best first by the reward."""
     prior_precision: float = 1.0
-    """Of the linear model's weights. Embeddings with norms of about n ask for n^2."""
+    """Prior precision of the linear model's weights: about n^2 for embeddings of norm n."""
     noise_variance: float = 1.0
-    """Of a reward around the linear model."""
+    """Noise variance of a reward around the linear model."""
     width_kind: str = "sd"
     """sd: the standard deviation of a reward, noise included; variance: the variance without noise."""
     mean: str = "reward"
@@ -47,17 +47,16 @@ class SearchLLMConfig:
     """Problems that are searched together, and whose results are on disk before the next ones: what a killed command
     loses, at most."""
     trees: int = 6
-    """Problems, the first ones, whose trees are kept for the report."""
+    """How many of the first problems have their trees kept for the report."""
     device: str = "auto"
-    """Of the reward model: cpu, cuda, cuda:1; auto: a GPU where there is one."""
+    """Device of the reward model: cpu, cuda, cuda:1; auto: a GPU where there is one."""
     dtype: str = "auto"
-    """Of the reward model: float32 or bfloat16; auto: bfloat16 on a GPU, else float32."""
+    """Number format of the reward model: float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32."""
     batch_tokens: int = 16384
     """Tokens of the reward model's forward pass, padding included."""
 
     def __post_init__(self) -> None:
-        plain = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
-        require(plain, "search.name", self.name, "a folder name")
+        folder_name("search.name", self.name)
         positive(self, "search", "steps", "branches", "width", "part_size", "batch_tokens")
         require(self.seed is None or self.seed >= 0, "search.seed", self.seed, "null or a number of at least 0")
         require(self.trees >= 0, "search.trees", self.trees, "a number of at least 0")

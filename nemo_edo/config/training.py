@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from nemo_edo.config.checks import one_of, positive, require, share
+from nemo_edo.config.checks import import_path, one_of, positive, require, share
 from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
 
 
@@ -16,7 +16,7 @@ class OptimizerConfig:
     lr: float = 1e-6
     """The highest learning rate."""
     min_lr: float = 0.0
-    """Where the decay ends."""
+    """The learning rate that the decay ends at."""
     schedule: str = "constant"
     """constant, linear or cosine; the decay runs over the steps that the training announces, an upper bound where a
     collection may give fewer."""
@@ -51,7 +51,7 @@ class MicroBatchConfig:
     """Tokens of one forward pass on one rank, padding included, at most: responses of like length share a pass. null:
     no such bound, and responses stay in their order."""
     packing: bool = False
-    """Responses of a forward pass stand behind each other in one row, without padding, up to micro_batch_tokens."""
+    """Responses of a forward pass are packed into one sequence without padding, up to micro_batch_tokens."""
     share_prompts: bool = False
     """With packing: the responses to one prompt in a forward pass share it, and its tokens are computed once."""
 
@@ -89,7 +89,7 @@ class LoopConfig(MicroBatchConfig):
     iterations: int = 3
     """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
     problems_per_iteration: Optional[int] = None
-    """null: every iteration samples for the whole prompt set, as in the paper. A number: for so many problems, each
+    """null: every iteration samples for the whole prompt set, as in the paper. A number: for this many problems, each
     pass over the set in a new order."""
     epochs: int = 1
     """Passes over an iteration's samples."""
@@ -97,15 +97,15 @@ class LoopConfig(MicroBatchConfig):
     """The centre of the trust region: initial, the policy that the arm starts from; previous, the policy that
     collected the iteration's samples; ema, an exponential moving average of those."""
     ema_decay: float = 0.9
-    """Of the ema reference, once an iteration: the share of its weights that stays."""
+    """Share of the ema reference's weights that each iteration keeps."""
     reference_placement: str = "host"
-    """Where the reference's copy of the weights is kept: host, in host memory, from where it changes places with the
-    policy's for each of its passes; resident, on the device beside them, where no weight is copied. With LoRA and
+    """Where the reference's copy of the weights is kept: host, in host memory, swapped with the policy's for each of
+    its passes; resident, on the device as well, where no weight is copied. With LoRA and
     ``reference`` initial it is the policy with its adapters off, and there is no copy."""
     old_logprobs: str = "trainer"
-    """pi_old's log-probabilities of the samples: trainer, computed anew by one more forward pass over all of them;
-    sampler, as the engine gave them. Then the trainer computes those of every tenth prompt alone, which the gap between
-    both is measured on, and before the first step the ratio is 1 up to this gap."""
+    """pi_old's log-probabilities of the samples: trainer, recomputed by one more forward pass over all of them;
+    sampler, as the engine gave them. Then the trainer computes those of every tenth prompt only, to measure the gap
+    between both, and before the first step the ratio is 1 up to this gap."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -132,11 +132,14 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """GRPO and ED-GRPO: the loss, the advantages and the loop around them."""
 
     entropy_coefficient: float = 0.0
-    """Weight of an entropy bonus, the plain rival of the exploration term."""
+    """Weight of an entropy bonus, the plain baseline of the exploration term."""
     advantage_scale: str = "std"
     """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
     advantage_baseline: str = "mean"
     """mean of the group's rewards, or leave-one-out: the mean of the others (RLOO)."""
+    advantage: Optional[str] = None
+    """Import path of a function that computes the advantages, such as my_advantages:ranks (docs/rewards.md), in place
+    of the two above. null: none."""
     pass_k: Optional[int] = None
     """pass@k training: advantages of the best of k responses instead of the mean (rewards 0 or 1). null: off."""
     novelty_strength: float = 0.0
@@ -147,7 +150,7 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     redundancy_weighted: bool = False
     """The exploration term only pushes down correct solutions whose path others of their group took too."""
     explore_uninformative_groups: bool = True
-    """False, a control: groups whose rewards are all equal have no part in the exploration term."""
+    """False, a control: groups whose rewards are all equal are left out of the exploration term."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped and other problems sampled in their place (DAPO)."""
     max_extra_rounds: int = 3
@@ -157,8 +160,8 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     minibatch_size: int = 512
     """Responses of one optimizer step, over all data-parallel ranks."""
     keep_groups: bool = False
-    """An epoch shuffles prompts, and the responses to one stay in one minibatch, as far as it has room: what
-    share_prompts saves most with. False: it shuffles responses."""
+    """An epoch shuffles prompts, and the responses to one stay in one minibatch, as far as it has room, so that
+    share_prompts saves most. False: it shuffles responses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,11 +178,16 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
         for name in ("pass_k", "overlong_buffer"):
             value = getattr(self, name)
             require(value is None or value > 0, f"grpo.{name}", value, "null or a number above 0")
+        import_path("grpo.advantage", self.advantage)
+        if self.advantage is not None:
+            scaled = (self.advantage_scale, self.advantage_baseline) != ("std", "mean")
+            unused = [name for name, used in (("pass_k", self.pass_k), ("advantage_scale or baseline", scaled)) if used]
+            require(not unused, "grpo.advantage", self.advantage, f"null with {' or '.join(unused)}, which it replaces")
         if self.pass_k is not None:
             unused = {"overlong_buffer": None, "advantage_scale": "std", "advantage_baseline": "mean"}
             for name, default in unused.items():
                 value, only = getattr(self, name), "null" if default is None else default
-                require(value == default, f"grpo.{name}", value, f"{only} beside pass_k, which takes no other")
+                require(value == default, f"grpo.{name}", value, f"{only} with pass_k, which takes no other")
 
 
 @dataclass
@@ -189,7 +197,7 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
     pairs_per_prompt: int = 4
     """S: pairs for each prompt, at most, of a response with reward 1 and one with reward 0."""
     exploration_samples: str = "all"
-    """The responses that the exploration term runs over: all that the sampler drew for a prompt, those in pairs only
+    """The responses that the exploration term runs over: all that were sampled for a prompt, those in pairs only
     (paired), or a number of them."""
     minibatch_size: int = 64
     """Prompts of one optimizer step, over all data-parallel ranks: all their pairs and samples."""
@@ -203,3 +211,72 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
         samples = self.exploration_samples
         known = samples in ("all", "paired") or (samples.isdecimal() and int(samples) > 0)
         require(known, "idpo.exploration_samples", samples, "all, paired or a number above 0")
+
+
+@dataclass
+class BoundsConfig:
+    """Bounds on one measurement, and what happens once it has reached one of them."""
+
+    floor: Optional[float] = None
+    """The guard fires at this value and below; null: no floor."""
+    ceiling: Optional[float] = None
+    """The guard fires at this value and above; null: no ceiling."""
+    in_a_row: int = 1
+    """Measurements at or beyond a bound, one after another, before the guard fires."""
+    action: str = "warn"
+    """warn: log it and continue; stop: save a checkpoint and end the run."""
+
+    def check(self, section: str) -> None:
+        """Raises ValueError for settings that do not fit; ``section`` is what a user writes before their names."""
+        one_of(f"{section}.action", self.action, ("warn", "stop"))
+        positive(self, section, "in_a_row")
+        fits = self.floor is None or self.ceiling is None or self.floor < self.ceiling
+        require(fits, f"{section}.floor", self.floor, f"null or a number below {section}.ceiling = {self.ceiling}")
+
+
+@dataclass
+class GapBoundsConfig(BoundsConfig):
+    """Bounds on the gap between trainer and engine, which rounding alone opens."""
+
+    ceiling: Optional[float] = None
+    """The guard fires at this value and above; null: a few times what rounding gives at the model's precision and depth
+    (docs/guards.md); inf: no ceiling."""
+    action: str = "stop"
+    """warn: log it and continue; stop: save a checkpoint and end the run."""
+
+
+@dataclass
+class GuardsConfig:
+    """Guards of the numbers (steps that are skipped) and of the policy (bounds on what collections and steps measure).
+
+    They may change between two starts of a run."""
+
+    max_skipped_steps: int = 3
+    """Optimizer steps in a row that may be skipped, because the loss or the gradient norm is not finite (or is a spike,
+    with ``on_grad_norm_spike`` skip); the last of them stops the run, with its batch kept for ``nemo-edo replay``."""
+    grad_norm_spike: Optional[float] = 20.0
+    """A gradient norm is a spike above so many times the median of the last 50 steps' (once there are 20). null: no
+    spikes."""
+    on_grad_norm_spike: str = "warn"
+    """warn: the step is taken; skip: it is not; stop: it is not, and the run ends with the batch kept for replay."""
+    kl: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=10.0))
+    """KL to the reference policy, nats per token: of a collection, and of a step if its loss has a KL."""
+    entropy: BoundsConfig = field(default_factory=lambda: BoundsConfig(floor=0.01, ceiling=6.0))
+    """Entropy, nats per token: of a collection, and of a step."""
+    truncated: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=0.9))
+    """Share of a collection's responses that ran into ``sampling.max_new_tokens``."""
+    reward: BoundsConfig = field(default_factory=lambda: BoundsConfig(floor=0.0, ceiling=1.0, in_a_row=3))
+    """Share of successes (``rewards.success_at``) in a collection: at 0 or 1 no response is better than another."""
+    sampler_gap: GapBoundsConfig = field(default_factory=GapBoundsConfig)
+    """Mean over a collection's tokens of |log pi_old - log pi_gen|, in nats: how far the engine's numbers are from the
+    trainer's."""
+    stale_gap: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=1.0, action="stop"))
+    """The same where some responses are of an earlier policy: then the gap includes the policy's change since."""
+
+    def __post_init__(self) -> None:
+        positive(self, "guards", "max_skipped_steps")
+        one_of("guards.on_grad_norm_spike", self.on_grad_norm_spike, ("warn", "skip", "stop"))
+        factor = self.grad_norm_spike
+        require(factor is None or factor > 1, "guards.grad_norm_spike", factor, "null or a number above 1")
+        for name in ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"):
+            getattr(self, name).check(f"guards.{name}")

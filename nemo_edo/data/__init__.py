@@ -1,1 +1,1 @@
-"""Problems, prompts, answers, batches and rollouts on disk; the built-in arithmetic task. Import from the modules."""
+"""Problems, prompts, answers and batches. Import from the modules."""

@@ -15,12 +15,13 @@ _NUMBER = re.compile(
     r"\.?"  # the full stop of a sentence
 )
 LONGEST_ANSWER = 1000
-"""Characters of an answer that is looked at: what is longer is not an answer, and may be built to cost time."""
+"""Characters of an answer that is looked at: a longer one is not an answer, and may be built to waste time."""
 _FRACTION = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<above>\d{1,30})/(?P<below>\d{1,30})|"
     r"\\[dt]?frac(?:\{(?P<over>-?\d{1,30})\}\{(?P<under>\d{1,30})\}|\s*(?P<short>\d{2})))"
 )
 _MARKER = "####"
+_HASHES = re.compile(rf"^[ \t]*{_MARKER}", re.MULTILINE)
 _BOX_OR_BRACE = re.compile(
     r"\\(?:boxed|fbox)\s*(?P<opens>\{)|\\(?:boxed|fbox) +(?P<bare>[^\s{}$\\]+)|\\.|[{}]", re.DOTALL
 )
@@ -35,7 +36,7 @@ def canonical_number(text: str) -> str | None:
     """The one spelling of a number: no sign for zero, no separators, dollar sign, leading or trailing zeros.
 
     ``"1,234" -> "1234"``, ``"$5" -> "5"``, ``"18.00" -> "18"``, ``"3.50" -> "3.5"``, ``"-3." -> "-3"``. None where the
-    text is anything else than a number (units and words included).
+    text is anything but a number (units and words included).
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or not (match["whole"] or match["fraction"]):
@@ -47,7 +48,7 @@ def canonical_number(text: str) -> str | None:
 
 
 def simple_fraction(text: str) -> Fraction | None:
-    """The exact value of a ``canonical_number``, of ``3/4`` or of ``\\frac{3}{4}``; None of other texts."""
+    """The exact value of a ``canonical_number``, of ``3/4`` or of ``\\frac{3}{4}``; None for other texts."""
     number = canonical_number(text)
     if number is not None:
         return Fraction(number)
@@ -73,7 +74,7 @@ def is_well_formed(text: str) -> bool:
 
 
 def clean_answer(text: str) -> str:
-    """An answer without what surrounds it: math delimiters, a box, bold face, spaces for looks, a closing full stop.
+    """An answer without what surrounds it: math delimiters, a box, bold face, typographic spaces, a closing full stop.
 
     Digits that a space or ``{,}`` groups by thousands are joined. Nothing else of the mathematics is changed.
     """
@@ -99,9 +100,10 @@ class AnswerFormat:
     """Where responses state their final answer."""
 
     name: str
-    """hashes, boxed, final_answer_is, so_the_answer_is, or pattern."""
+    """hashes, hashes_text, boxed, final_answer_is, so_the_answer_is, or pattern."""
     extract: Callable[[str], str | None]
-    """The last answer that the text states, cleaned (above LONGEST_ANSWER characters: as it is); None without one."""
+    """The last answer that the text states, cleaned (hashes_text, and above LONGEST_ANSWER characters: as it is); None
+    without one."""
     is_well_formed: Callable[[str], bool]
     """Whether the text states exactly one answer, on its last line."""
 
@@ -109,13 +111,16 @@ class AnswerFormat:
 def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
     """The format of that name.
 
-    hashes: a line ``#### N``, N a number, as GSM8K's solutions have it. boxed: ``\\boxed{...}``, with braces inside.
-    final_answer_is, so_the_answer_is: what follows "The final answer is" or "So the answer is" to the end of the
-    sentence, or the box there. pattern: the last match of the regular expression ``pattern``: its group ``answer``, or
-    its first group, or all of it.
+    hashes: a line ``#### N``, N a number, as GSM8K's solutions have it. hashes_text: all that follows the last ``####``
+    at a line's beginning, as it is: a text of any kind, of one line or several. boxed: ``\\boxed{...}``, with braces
+    inside. final_answer_is, so_the_answer_is: what follows "The final answer is" or "So the answer is" to the end of
+    the sentence, or the box there. pattern: the last match of the regular expression ``pattern``: its group ``answer``,
+    or its first group, or all of it.
     """
     if name == "hashes":
         return HASHES
+    if name == "hashes_text":
+        return HASHES_TEXT
     if name == "boxed":
         return _format(name, lambda text: [(box.content, box.end) for box in _boxes(text)])
     if name == "pattern":
@@ -124,9 +129,16 @@ def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
     return _format(name, lambda text: _after_phrase(text, _PHRASES[name]))
 
 
+def _after_hashes(text: str) -> str | None:
+    """As it is, but for white space around it."""
+    markers = list(_HASHES.finditer(text))
+    return text[markers[-1].end() :].strip() or None if markers else None
+
+
 HASHES = AnswerFormat("hashes", final_answer, is_well_formed)
 """GSM8K's."""
-ANSWER_FORMATS = ("hashes", "boxed", *_PHRASES, "pattern")
+HASHES_TEXT = AnswerFormat("hashes_text", _after_hashes, lambda text: len(_HASHES.findall(text)) == 1)
+ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", *_PHRASES, "pattern")
 
 
 def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
@@ -167,7 +179,7 @@ def _boxes(text: str) -> list[_Box]:
             box = opened.pop()
             if box is not None:
                 while found and found[-1][0] > box[0]:
-                    found.pop()  # it stands inside this one
+                    found.pop()  # it is inside this one
                 found.append((*box, match.start(), match.end()))
     return [_Box(text[content:close], start, end) for start, content, close, end in found]
 
@@ -183,12 +195,12 @@ def _after_phrase(text: str, phrase: str) -> list[tuple[str, int]]:
 
 
 def _stated(rest: str) -> str:
-    """The answer in the text behind a phrase."""
+    """The answer in the text after a phrase."""
     boxes = _boxes(rest)
     if boxes:
         return rest[boxes[0].start : boxes[0].end]
     rest = rest.lstrip(" \t\n:*'\"")
-    for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):  # a formula on lines of its own
+    for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):  # a displayed formula
         if rest.startswith(opening) and closing in rest[len(opening) :]:
             return rest[len(opening) : rest.index(closing, len(opening))]
     line = rest.split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""A training batch on disk, in one safetensors file, with what is to be known about it."""
+"""A training batch on disk, in one safetensors file, with its metadata."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from nemo_edo.errors import UserError
-from nemo_edo.files import replacing
 from nemo_edo.types import TrainingBatch
+from nemo_edo.utils.files import replacing
+
+RENAMED = {"exploration_weights": "exploration_factors"}
+"""Tensors' names in files of earlier versions: a run that was stopped under one resumes under this one."""
 
 
 def write_batch(batch: TrainingBatch, about: dict[str, Any], path: Path) -> None:
@@ -23,10 +26,10 @@ def write_batch(batch: TrainingBatch, about: dict[str, Any], path: Path) -> None
 
 
 def read_batch(path: Path) -> tuple[TrainingBatch, dict[str, Any]]:
-    """What ``write_batch`` was given, to the last bit. Raises UserError for a file that is no batch."""
+    """What ``write_batch`` was given, to the last bit. Raises UserError for a file that is not a batch."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {RENAMED.get(name, name): file.get_tensor(name) for name in file.keys()}
             about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
         return TrainingBatch(**tensors), about
     except (SafetensorError, OSError, TypeError, json.JSONDecodeError) as error:

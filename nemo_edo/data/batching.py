@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemo_edo.data.packs import Prompts, deal_packs
+from nemo_edo.data.packs import Prompts, split_into_packs
 from nemo_edo.types import TrainingBatch
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def build_batch(
     """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence).
 
     The mask is 1 at the R positions that predict a response's R tokens, the first of which is the prompt's last.
-    ``advantages`` holds one number a response; the log-probabilities one for each response token.
+    ``advantages`` has one number per response; the log-probabilities have one per response token.
 
     Raises ValueError for no sequences, an empty prompt (nothing would predict the first response token), a sequence
     longer than ``length``, or values that do not match the responses.
@@ -79,14 +79,14 @@ def place_on_responses(
 
 
 def _fill_spans(rows: Tensor, starts: list[int], lengths: list[int], values: Iterable[Sequence[float]]) -> None:
-    """Of each row the ``lengths`` elements from its start on become the values, which follow each other row by row."""
+    """Writes the values, row after row, into the ``lengths`` elements of each row from its start."""
     start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
     column = torch.arange(rows.shape[1])
     rows[(column >= start) & (column < start + length)] = torch.tensor(list(chain(*values)), dtype=rows.dtype)
 
 
 def sequence_lengths(batch: TrainingBatch) -> list[int]:
-    """For each row, its tokens up to the last one that counts, at least 2; whatever stands behind is padding."""
+    """For each row, its tokens up to the last one that counts, at least 2; the rest is padding."""
     positions = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
     return ((batch.mask != 0) * positions).amax(dim=1).add(1).clamp(min=2).tolist()
 
@@ -101,16 +101,17 @@ def plan_micro_batches(
     packing: bool = False,
     prompts: Prompts | None = None,
 ) -> list[list[list[int]]]:
-    """For each data-parallel rank its micro-batches, each a list of rows; every rank has as many, some maybe empty.
+    """For each data-parallel rank its micro-batches, each a list of rows: as many on every rank, and some may be empty.
 
-    lengths: tokens of each row of the global batch. rows: at most so many to a micro-batch. tokens: at most so many to
-    a micro-batch, padding included; rows of like length then share one. unit: consecutive rows that stay together.
-    packing: rows stand behind each other, as many as ``tokens`` allows, whatever ``rows`` says. prompts: that rows of a
-    pack share, each held once in it; rows of one prompt then stand behind each other.
+    lengths: tokens of each row of the global batch. rows: at most this many per micro-batch. tokens: at most this
+    many per micro-batch, padding included; rows of similar length then share one. unit: consecutive rows that stay
+    together.
+    packing: rows are packed, as many as ``tokens`` allows, whatever ``rows`` says. prompts: shared by rows of a pack,
+    which stores each prompt once; rows of one prompt are then consecutive.
     Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
     """
     if packing:
-        return deal_packs(lengths, ranks, tokens, unit, prompts)
+        return split_into_packs(lengths, ranks, tokens, unit, prompts)
     if rows < unit or len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
     longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
@@ -140,13 +141,13 @@ def _fill(order: list[int], longest: list[int], units: int, tokens: int | None, 
 
 def input_shape(lengths: Sequence[int], *, packing: bool, saved: int = 0) -> tuple[int, int]:
     """[rows, length] of what the model sees of a micro-batch with rows of these lengths: all tokens but the last.
-    saved: those of a pack that are held once for several rows."""
+    saved: tokens of a pack that are stored once for several rows."""
     inputs = [length - 1 for length in lengths]
     return (1, sum(inputs) - saved) if packing else (len(inputs), max(inputs))
 
 
 def padding_share(lengths: Sequence[int], shapes: Iterable[tuple[int, int]], saved: int = 0) -> float:
-    """Of the tokens that forward passes of these input shapes compute, the share that is padding."""
+    """Share of padding among the tokens that forward passes of these input shapes compute."""
     return 1 - (sum(lengths) - len(lengths) - saved) / sum(rows * length for rows, length in shapes)
 
 
@@ -159,9 +160,9 @@ def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> Trainin
 
 
 def epoch_order(num_items: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(num_items) that the seed and the epoch fix, the same on every rank."""
+    """A permutation of range(num_items), determined by the seed and the epoch, the same on every rank."""
     order = list(range(num_items))
-    random.Random(f"{seed}, epoch {epoch}").shuffle(order)  # a text, so that (1, 2) and (2, 1) are other orders
+    random.Random(f"{seed}, epoch {epoch}").shuffle(order)  # a text, so that (1, 2) and (2, 1) differ
     return order
 
 

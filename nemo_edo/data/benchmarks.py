@@ -11,7 +11,7 @@ from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_
 from nemo_edo.data.rows import Row, RowError
 
 NUMBER, MATH, TEXT = "number", "math", "text"
-"""Kinds of gold answers: a canonical number; LaTeX or words that rules can compare; prose that takes a judge."""
+"""Kinds of gold answers: a canonical number; LaTeX or words that rules can compare; prose that needs a judge."""
 _BOXED = answer_format("boxed")
 _PHRASE = answer_format("final_answer_is")
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
@@ -48,7 +48,7 @@ class Benchmark:
     licence: str
     hub_configs: tuple[str, ...] = ("default",)
     hub_splits: Mapping[str, str] = field(default_factory=dict)
-    """The hub's names of splits where they are other ones."""
+    """The hub's names of splits, where they differ."""
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def gold(self, row: Row) -> Gold:
@@ -83,7 +83,10 @@ def gsm8k_solution(text: str) -> tuple[str, str]:
     usual where no calculator is called, and the answer. Raises RowError where it does not end in ``#### number``."""
     solution = _ANNOTATION.sub("", text)
     if not is_well_formed(solution):
-        raise RowError('"answer" does not end in one "#### number" line, as in "... #### 72"')
+        raise RowError(
+            '"answer" does not end in one "#### number" line, as in "... #### 72"; where a column has the final answer '
+            "alone, name it with data.columns.answer"
+        )
     return solution, final_answer(solution)
 
 
@@ -107,7 +110,7 @@ def _boxed_gold(values: Mapping[str, Any]) -> Gold:
 
 
 def _stated_gold(values: Mapping[str, Any]) -> Gold:
-    """A column with the answer alone; the solution, where there is one, beside it."""
+    """A column with the answer only; the solution, if there is one, in another column."""
     question, answer = _text(values["question"], "question"), clean_answer(str(values["answer"]))
     answer = _BOXED.extract(answer) or answer
     solution = values.get("solution") or f"The final answer is ${answer}$."

@@ -1,4 +1,4 @@
-"""Which rows of a batch stand behind each other in one, without padding, and what of them stands there once."""
+"""Which rows of a batch are packed together, without padding, and which prompts they share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from nemo_edo.types import TrainingBatch
 
 COPIES = 4
-"""A pack's rows together have at most so many times the tokens of a pack, shared ones counted for each: attention sees
-them so, and has to hold queries, keys and values of all."""
+"""A pack's rows together have at most this many times its tokens, if shared tokens are counted for each row: attention
+computes queries, keys and values for every row."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Prompts:
     """What rows of a batch may share: for each row the tokens before its response, and which rows have the same."""
 
     lengths: list[int]
-    """Tokens that a row may share: all in front of the prompt's last one, from which its own response follows."""
+    """Tokens that a row may share: all before the prompt's last one, which predicts the response's first token."""
     groups: list[int]
-    """Rows with one number have the same prompt."""
+    """Rows with the same number have the same prompt."""
 
     @classmethod
     def of(cls, batch: TrainingBatch) -> Prompts:
-        """Of a batch whose mask begins, in each row, at the prompt's last token."""
+        """The prompts of a batch whose mask begins, in each row, at the prompt's last token."""
         begins = (batch.mask != 0).int().argmax(dim=1).tolist()
         tokens = batch.tokens.cpu().numpy()
         numbers: dict[bytes, int] = {}
@@ -37,25 +37,25 @@ class Prompts:
 
     @classmethod
     def none(cls, rows: int) -> Prompts:
-        """Nothing is shared."""
+        """No row shares its prompt."""
         return cls([0] * rows, list(range(rows)))
 
     def take(self, rows: Sequence[int]) -> Prompts:
         return Prompts([self.lengths[row] for row in rows], [self.groups[row] for row in rows])
 
     def saved(self, rows: Sequence[int]) -> int:
-        """Tokens that need not be held again where rows with one prompt follow each other."""
+        """Tokens that are not stored again where consecutive rows have the same prompt."""
         return sum(self.lengths[row] for before, row in pairwise(rows) if self.groups[row] == self.groups[before])
 
 
-def deal_packs(
+def split_into_packs(
     lengths: Sequence[int], ranks: int, tokens: int, unit: int, prompts: Prompts | None = None
 ) -> list[list[list[int]]]:
-    """Packs of at most ``tokens`` tokens, dealt out to the ranks: for each rank its packs' rows. Neither two packs nor
+    """Packs of at most ``tokens`` tokens, split over the ranks: for each rank its packs' rows. Neither two packs nor
     two ranks differ by more tokens than the longest piece has: a unit, or units that share a prompt.
 
-    Each piece, the longest first, goes to the pack that has least (Graham's rule for equal loads): first with as few
-    packs as could do, then with as many more as it takes.
+    Each piece, the longest first, goes to the pack with the fewest tokens (Graham's rule for equal loads): first with
+    as few packs as could do, then with as many more as it takes.
     """
     if len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in packs cannot keep {unit} rows together")
@@ -94,7 +94,7 @@ def _pieces(
 
 
 def _weight(copies: int, saved: int) -> int:
-    """Of a pack's tokens, for rows of so many tokens of which some need not be held again."""
+    """The tokens of a pack that rows with ``copies`` tokens take, ``saved`` of which are shared."""
     return max(copies - saved, math.ceil(copies / COPIES))
 
 

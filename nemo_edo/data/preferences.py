@@ -1,4 +1,4 @@
-"""Pairs of a response with reward 1 and one with reward 0 to the same prompt, for iterative DPO."""
+"""Pairs of a success and a failure among the responses to the same prompt, for iterative DPO."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from nemo_edo.types import PreferencePair, ScoredRollout
 
 
 def preference_pairs(group: Sequence[ScoredRollout], count: int, seed: int | str) -> list[PreferencePair]:
-    """At most ``count`` pairs from the responses to one prompt, by iterating over both sets in an order of the seed.
+    """At most ``count`` pairs from the responses to one prompt, iterating over both sets in an order of the seed.
 
-    Both sets are walked in step, each beginning anew at its end, so that every response is used before one is used
+    Both sets are iterated in step, each starting over at its end, so that every response is used before one is used
     twice (in the larger set). No pair occurs twice. Empty where a set is empty.
-    Raises ValueError for responses to several prompts, and for a reward other than 0 and 1.
+    Raises ValueError for responses to several prompts.
     """
     prompts = sorted({item.rollout.problem_id for item in group})
     if len(prompts) > 1:
         raise ValueError(f"a group has responses to {len(prompts)} prompts ({prompts[0]}, {prompts[1]}), expected one")
-    strange = next((item for item in group if item.reward not in (0, 1)), None)
-    if strange is not None:
-        raise ValueError(
-            f"response {strange.rollout.sample_index} to {prompts[0]} has reward {strange.reward}, expected 0 or 1"
-        )
     order = random.Random(f"pairs {seed}").sample(list(group), len(group))
-    chosen = [item for item in order if item.reward == 1]
-    rejected = [item for item in order if item.reward == 0]
+    chosen = [item for item in order if item.success]
+    rejected = [item for item in order if not item.success]
     if not chosen or not rejected:
         return []
     # After lcm steps the walk would repeat itself; shifted by one it meets new pairs, and gcd shifts meet them all.

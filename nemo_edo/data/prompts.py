@@ -43,13 +43,17 @@ def render_prompt(template: str, question: str) -> str:
 
 
 def encode_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str, *, max_prompt_tokens: int
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    style: PromptStyle | str,
+    *,
+    max_prompt_tokens: int | None,
 ) -> dict[str, TokenIds]:
     """Prompt token ids by problem id.
 
     ``style``: a text is a template without chat. What the tokenizer puts in front by itself (Llama's BOS) is kept: a
     template must not write it a second time. A chat template writes all special tokens, and nothing is added to them.
-    ``max_prompt_tokens`` is what the context has left beside the response.
+    ``max_prompt_tokens`` is what the response leaves of the context; None: there is no limit.
 
     Raises UserError (a ValueError) if a prompt is longer, or holds text that the tokenizer does not know.
     """
@@ -59,21 +63,21 @@ def encode_prompts(
         [len(prompts[problem.id]) for problem in problems],
         limit=max_prompt_tokens,
         what="prompt",
-        room="that model.seq_length leaves beside sampling.max_new_tokens",
+        room="that sampling.max_new_tokens leaves of model.seq_length",
         remedy="raise model.seq_length, lower sampling.max_new_tokens",
     )
     return prompts
 
 
 def encode_solutions(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str, seq_length: int
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str, seq_length: int | None
 ) -> list[tuple[TokenIds, TokenIds]]:
     """(prompt ids, solution ids with the end-of-sequence token) of each problem, in order.
 
-    Prompt and solution are encoded apart, so that the prompt's tokens are the ones that generation sees.
+    Prompt and solution are encoded separately, so that the prompt's tokens are the ones that generation sees.
 
-    Raises UserError (a ValueError) if prompt and solution together exceed ``seq_length`` tokens, the tokenizer has no
-    end-of-sequence token, or does not know the text.
+    Raises UserError (a ValueError) if prompt and solution together exceed ``seq_length`` tokens (None: there is no
+    limit), the tokenizer has no end-of-sequence token, or does not know the text.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
@@ -104,7 +108,7 @@ def _encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase, problem: Problem, *, special: bool) -> TokenIds:
     ids = tuple(tokenizer.encode(text, add_special_tokens=special))
-    # GPT-2 and its kin name one token both "unknown" and "end": only a token of its own means unknown text.
+    # GPT-2 and its kin use one token for both "unknown" and "end": only a separate token means unknown text.
     if tokenizer.unk_token_id != tokenizer.eos_token_id and tokenizer.unk_token_id in ids:
         raise UserError(
             f"{problem.source}: the tokenizer {tokenizer.name_or_path!r} does not know a part of {text!r}; "
@@ -114,10 +118,10 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase, problem: Problem, *, 
 
 
 def _require_fit(
-    problems: Sequence[Problem], lengths: list[int], *, limit: int, what: str, room: str, remedy: str
+    problems: Sequence[Problem], lengths: list[int], *, limit: int | None, what: str, room: str, remedy: str
 ) -> None:
     """Raises UserError if a length exceeds the limit; it names the longest, whose length settles the new limit."""
-    if not problems or max(lengths) <= limit:
+    if not problems or limit is None or max(lengths) <= limit:
         return
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     too_long = sum(length > limit for length in lengths)

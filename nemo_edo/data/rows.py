@@ -1,4 +1,5 @@
-"""The rows of a data file, whatever its format: JSON lines, a JSON list, Parquet, a folder of either, or the hub."""
+"""The rows of a data file, whatever its format: JSON lines, a JSON list, Parquet, a folder of either, a data set that
+was saved to disk, or the hub."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class RowError(ValueError):
 @dataclass(frozen=True)
 class Row:
     number: int
-    """Of the line or row, from 1."""
+    """Number of the line or row, from 1."""
     source: str
     """``path:line``, ``path:row N`` or the row's own file."""
     content: dict[str, Any] | RowError
@@ -32,11 +33,14 @@ class Row:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a ``.jsonl``, ``.json`` or ``.parquet`` file, or those of all such files below a folder, in the
-    order of their names, numbers by value. In a folder, a ``.json`` file that holds one object is one row (MATH).
+    order of their names, numbers by value. In a folder, a ``.json`` file that holds one object is one row (MATH). Also
+    those of a folder that ``Dataset.save_to_disk`` wrote.
 
     Raises ProblemFileError where a file cannot be read, or has another ending.
     """
-    if path.is_dir():
+    if is_saved_dataset(path):
+        yield from _saved_rows(path)
+    elif path.is_dir():
         yield from _folder_rows(path)
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
@@ -46,7 +50,13 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, line in numbered_lines(path):
             yield Row(number, f"{path}:{number}", _parsed(line))
     else:
-        raise ProblemFileError(f"{path}: is no file of problems; expected .jsonl, .json, .parquet or a folder of them")
+        expected = "expected .jsonl, .json, .parquet or a folder of them"
+        raise ProblemFileError(f"{path}: is not a file of problems; {expected}")
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether it is a folder that the package ``datasets`` wrote."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def hub_rows(name: str, configs: tuple[str, ...], split: str) -> Iterator[Row]:
@@ -104,7 +114,7 @@ def _parsed(text: bytes) -> dict[str, Any] | RowError:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    """Of a list of objects, or of objects one a line under another ending."""
+    """The rows of a list of objects, or of one object per line under another ending."""
     content = read_bytes(path).removeprefix(_BYTE_ORDER_MARK)
     if not content.lstrip().startswith(b"["):
         for number, line in numbered_lines(path):
@@ -131,10 +141,24 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         yield Row(number, f"{path}:row {number}", row)
 
 
+def _saved_rows(folder: Path) -> Iterator[Row]:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        dataset = load_from_disk(folder)
+    except (OSError, ValueError) as error:
+        raise ProblemFileError(f"{folder}: is not a readable data set ({error}); save it again") from error
+    if isinstance(dataset, DatasetDict):
+        splits = ", ".join(dataset)
+        raise ProblemFileError(f"{folder}: has the splits {splits}; name one, such as {folder / next(iter(dataset))}")
+    for number, row in enumerate(dataset.with_format(None), start=1):
+        yield Row(number, f"{folder}:row {number}", row)
+
+
 def _folder_rows(folder: Path) -> Iterator[Row]:
     files = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".parquet")]
     if not files:
-        raise ProblemFileError(f"{folder}: holds no .json, .jsonl or .parquet file")
+        raise ProblemFileError(f"{folder}: has no .json, .jsonl or .parquet file")
     number = 0
     for path in sorted(files, key=_by_number):
         single = path.suffix == ".json" and read_bytes(path).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"{")

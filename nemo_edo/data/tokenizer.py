@@ -17,5 +17,23 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # what tokenizers raises for a damaged file is an Exception of no narrower class
-        raise UserError(f"the tokenizer of {folder} cannot be loaded ({error}); copy the model's own there") from error
+    except Exception as error:  # tokenizers (Rust) raises a bare Exception for a damaged file
+        raise _unusable(folder, error) from error
+
+
+def check_tokenizer_file(folder: Path) -> None:
+    """Raises UserError as ``load_tokenizer`` does, as far as ``tokenizer.json`` tells it: it takes a part of a second,
+    as ``transformers`` is not imported."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # see above
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: Exception) -> UserError:
+    return UserError(f"the tokenizer of {folder} cannot be loaded ({error}); copy the model's own there")

@@ -1,1 +1,1 @@
-"""What a run needs and what a machine has, told before time is spent: memory, packages, devices, disk."""
+"""What a run needs and what a machine has, reported before time is spent: memory, packages, devices, disk."""

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, PrecisionConfig, RunConfig, SFTConfig
+from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.memory import Memory
 from nemo_edo.doctor.workload import largest, micro_batch_tokens, trainings, workloads
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
-from nemo_edo.model_shape import ModelShape
 
 GPUS_OF_A_NODE = 8
-"""Tensor parallelism sends activations twice a layer: it stays within a node's NVLink."""
+"""Tensor parallelism sends activations twice per layer: it stays within a node's NVLink."""
 WORTH_IT = 0.98
-"""A change is proposed if it leaves less than this share of what is held in training and in generation together."""
+"""A change is proposed if it leaves less than this share of the memory of training and generation together."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Change:
 @dataclass(frozen=True)
 class Advice:
     changes: list[Change]
-    """All to be made together; the cheapest kinds first."""
+    """To be made together, the cheapest kinds first."""
     bytes: int
-    """Of the fullest GPU, with them."""
+    """Needed on the fullest GPU with these changes."""
 
 
-def advise(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int) -> Advice:
-    """Changes with which the fullest GPU holds at most ``limit`` bytes; if there are none, all that help.
+def advise(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int, **known) -> Advice:
+    """Changes with which the fullest GPU needs at most ``limit`` bytes; if there are none, all that help.
 
-    Again and again, the first proposal that helps: so an expensive one is made when the cheap ones have nothing more
-    to give, and undoes none of them.
+    Repeats the first proposal that helps. So an expensive change comes only after the cheap ones are exhausted, and
+    undoes none of them. known: of the device and the problems, as for ``workloads``.
     """
     made: dict[Callable, Change] = {}
-    now = fullest(cfg, shape, gpus)
+    now = fullest(cfg, shape, gpus, **known)
     while now.total > limit:
-        found = _first_that_helps(cfg, shape, gpus, now)
+        found = _first_that_helps(cfg, shape, gpus, now, **known)
         if found is None:
             break
         propose, change, now = found
@@ -54,20 +54,20 @@ def advise(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int) -> Advice:
     return Advice([made[propose] for propose in _PROPOSALS if propose in made], now.total)
 
 
-def fullest(cfg: RunConfig, shape: ModelShape, gpus: int) -> Memory:
-    """Of the GPU that holds most, over all trainings and pipeline stages."""
-    return max(largest(workloads(cfg, shape, gpus))[1], key=lambda memory: memory.total)
+def fullest(cfg: RunConfig, shape: ModelShape, gpus: int, **known) -> Memory:
+    """The memory of the GPU that needs most, over all trainings and pipeline stages. known: as for ``workloads``."""
+    return max(largest(workloads(cfg, shape, gpus, **known))[1], key=lambda memory: memory.total)
 
 
 def _first_that_helps(
-    cfg: RunConfig, shape: ModelShape, gpus: int, now: Memory
+    cfg: RunConfig, shape: ModelShape, gpus: int, now: Memory, **known
 ) -> tuple[Callable, Change, Memory] | None:
     for propose in _PROPOSALS:
         change = propose(cfg, gpus)
-        if change is None or not _is_possible(change.cfg, shape, gpus):
+        if change is None or not is_possible(change.cfg, shape, gpus):
             continue
-        then = fullest(change.cfg, shape, gpus)
-        # Both: what is held at the highest, which is in training or in generation, and by a share of the two.
+        then = fullest(change.cfg, shape, gpus, **known)
+        # Both: the peak, which is in training or in generation, and the sum of the two by a share.
         if then.total < now.total and _both_phases(then) < WORTH_IT * _both_phases(now):
             return propose, change, then
     return None
@@ -77,20 +77,26 @@ def _both_phases(memory: Memory) -> int:
     return memory.always + memory.activations + memory.loss_layer + memory.generation
 
 
-def _is_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> bool:
+def is_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> bool:
     try:
-        check_world(cfg.parallelism, gpus)
-        check_splits(shape, cfg.parallelism, shape.vocab_size)
-        check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
+        check_possible(cfg, shape, gpus)
     except UserError:
         return False
     return True
 
 
+def check_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> None:
+    """Raises UserError for splits that do not divide the model or the number of GPUs, and for adapters that the model
+    cannot have."""
+    check_world(cfg.parallelism, gpus)
+    check_splits(shape, cfg.parallelism, shape.vocab_size)
+    check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
+
+
 # --- proposals: the next step of a kind, or None where there is none -------------------------------------------------
 
 Proposal = Callable[[RunConfig, int], Change | None]
-"""Of the config and the number of GPUs."""
+"""Takes the config and the number of GPUs."""
 
 
 def _shorter_micro_batches(cfg: RunConfig, gpus: int) -> Change | None:
@@ -124,7 +130,7 @@ def _reference_in_host_memory(cfg: RunConfig, gpus: int) -> Change | None:
     for section in sorted(set(_sections(cfg).values()) - {"sft"}):
         changed = replace(changed, **{section: replace(getattr(cfg, section), reference_placement="host")})
         overrides.append(f"{section}.reference_placement=host")
-    return Change(tuple(overrides), "weights cross the bus twice a collection", changed)
+    return Change(tuple(overrides), "weights cross the bus twice per collection", changed)
 
 
 def _half_precision(cfg: RunConfig, gpus: int) -> Change | None:
@@ -184,7 +190,7 @@ _PROPOSALS: list[Proposal] = [
     _optimizer_in_host_memory,
     _adapters,
 ]
-"""In the order of what they cost."""
+"""Ordered by cost."""
 
 
 def _split(cfg: RunConfig, cost: str, **settings) -> Change:
@@ -194,6 +200,6 @@ def _split(cfg: RunConfig, cost: str, **settings) -> Change:
 
 
 def _sections(cfg: RunConfig) -> dict[str, str]:
-    """For each training the config's section that its settings come from."""
+    """The config's section of each training's settings."""
     kinds = {SFTConfig: "sft", GRPOConfig: "grpo", IDPOConfig: "idpo"}
     return {name: kinds[type(training)] for name, training in trainings(cfg).items()}

@@ -82,12 +82,12 @@ def gpus() -> list[Gpu]:
     query = [tool, "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=60)
     if result.returncode:
-        raise UserError(f"nvidia-smi fails: {(result.stderr or result.stdout).strip()}; mend the GPU's driver")
+        raise UserError(f"nvidia-smi fails: {(result.stderr or result.stdout).strip()}; repair the GPU's driver")
     return parse_gpus(result.stdout)
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """Of ``nvidia-smi``'s lines NAME, MIB, CAPABILITY."""
+    """The GPUs in ``nvidia-smi``'s lines NAME, MIB, CAPABILITY."""
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
     return [Gpu(name, int(mebibytes) * 2**20, capability) for name, mebibytes, capability in rows]
 

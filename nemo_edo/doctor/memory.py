@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.model_shape import ModelShape
+from nemo_edo.config.model_shape import ModelShape
 
 FP32 = 4
 OVERHEAD = int(3e9)
 """Assumed: CUDA's context, the workspaces of cuBLAS and Transformer Engine, NCCL's buffers."""
 CPU_OVERHEAD = int(1e9)
-"""Assumed where the device is a CPU: Python with its libraries."""
+"""Assumed where the device is a CPU: Python with its libraries, of which 0.73 to 0.86 GB were measured."""
 FRAGMENTATION = 0.05
 """Assumed: share of what is allocated that PyTorch's allocator cannot use."""
-LOSS_BLOCK = 2**26
-"""Logits that the fused loss layer makes at a time on a GPU (``parallel.linear.BLOCK_ELEMENTS``)."""
+LOSS_BLOCK, CPU_LOSS_BLOCK = 2**26, 2**22
+"""Logits that the fused loss layer makes at a time (``parallel.linear.BLOCK_ELEMENTS``)."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,35 @@ class Workload:
     lora: LoRAConfig
     data_parallel: int
     tokens: int
-    """Of a micro-batch, padding included."""
+    """Tokens of a micro-batch, padding included."""
     copies: float | None = None
-    """Of each of them, that attention has to hold where sequences share prompts, in the mean; None: they share none."""
+    """Mean copies of a token in attention, where sequences share prompts; None: they share none."""
     reference: str = "none"
     """Where the reference's copy of the weights is: none, host or resident."""
     fused_loss: bool = False
     """Whether the loss layer makes its logits a block at a time."""
     generation_rows: int = 0
     """Sequences that are decoded at a time on one data-parallel rank, in the trainer's own process."""
-    generation_length: int = 0
-    """Their length, prompt and response, in tokens."""
-    overhead: int = OVERHEAD
-    """What a process takes before it holds any tensor."""
+    cached_positions: int = 0
+    """Tokens of these sequences whose keys and values are kept, prompts and responses together."""
+    cpu: bool = False
+    """Whether the device is a CPU: then its memory is the host's."""
     trains: bool = True
-    """False: the policy only draws responses."""
+    """False: the policy only generates responses."""
 
     @property
     def bytes_per_number(self) -> int:
-        """Of weights and activations."""
+        """Bytes of one weight or activation."""
         return 2 if self.precision.dtype == "bf16" else FP32
 
     @property
+    def overhead(self) -> int:
+        """Bytes that a process takes before any tensor."""
+        return CPU_OVERHEAD if self.cpu else OVERHEAD
+
+    @property
     def layers(self) -> int:
-        """On one pipeline stage."""
+        """Layers of one pipeline stage."""
         return self.shape.num_layers // self.parallelism.pipeline_model_parallel_size
 
     @property
@@ -87,7 +92,7 @@ class Memory:
     optimizer: int
     reference: int
     activations: int
-    """That the backward pass needs, of all micro-batches in flight."""
+    """What the backward pass needs, of all micro-batches in flight."""
     loss_layer: int
     generation: int
     """The key-value cache and the logits of the tokens to choose, while no activations are kept."""
@@ -96,12 +101,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """At its highest: in training or in generation, whichever needs more."""
+        """The peak: in training or in generation, whichever needs more."""
         return self.always + max(self.activations + self.loss_layer, self.generation) + self.overhead
 
     @property
     def always(self) -> int:
-        """In training as in generation."""
+        """Needed in training and in generation."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     def items(self) -> Iterator[tuple[str, int]]:
@@ -110,7 +115,8 @@ class Memory:
 
 
 def stage_memory(load: Workload, stage: int) -> Memory:
-    """Of a GPU on pipeline stage ``stage``, counted from 0; its tensor- and data-parallel neighbours are alike."""
+    """Memory of a GPU on pipeline stage ``stage``, counted from 0; its tensor- and data-parallel neighbours are
+    alike."""
     parts = Memory(
         weights=weight_bytes(load, stage),
         gradients=FP32 * trained_parameters(load, stage),  # Megatron's main gradients are fp32 in every precision
@@ -127,7 +133,7 @@ def stage_memory(load: Workload, stage: int) -> Memory:
 
 
 def all_stages(load: Workload) -> list[Memory]:
-    """Of a GPU of each pipeline stage."""
+    """Memory of a GPU of each pipeline stage."""
     return [stage_memory(load, stage) for stage in range(load.stages)]
 
 
@@ -135,17 +141,17 @@ def all_stages(load: Workload) -> list[Memory]:
 
 
 def parameters(load: Workload, stage: int) -> int:
-    """Numbers in the weights of one GPU, without adapters."""
+    """Weights on one GPU, without adapters."""
     shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
     layer = _matrices(load) + _experts(load) + shape.layer_biases // tensor + shape.layer_norms + shape.layer_router
     embedding = shape.embedding_parameters // tensor
     first, last = stage == 0, stage == load.stages - 1
-    output = last and not (shape.tied and first)  # a tied one is a copy of its own on another stage
+    output = last and not (shape.tied and first)  # a tied one is a separate copy on another stage
     return load.layers * layer + embedding * (first + output) + shape.hidden_size * last
 
 
 def adapter_parameters(load: Workload) -> int:
-    """Numbers in the adapters of one GPU: both factors are split over the tensor-parallel ranks."""
+    """Adapter weights on one GPU: both factors are split over the tensor-parallel ranks."""
     if not load.lora.rank:
         return 0
     sizes = [load.shape.layer_matrices[target] for target in set(load.lora.targets)]
@@ -154,12 +160,13 @@ def adapter_parameters(load: Workload) -> int:
 
 
 def trained_parameters(load: Workload, stage: int) -> int:
-    """Numbers that have a gradient, on one GPU."""
+    """Weights with a gradient on one GPU."""
     return adapter_parameters(load) if load.lora.rank else parameters(load, stage)
 
 
 def weight_bytes(load: Workload, stage: int) -> int:
-    """With FP8, the layers' matrices in it twice, as rows and as columns, which the two passes read (the transposed
+    """Bytes of the weights; with FP8, the layers' matrices twice, as rows and as columns, which the two passes read
+    (the transposed
     copy is Hopper's; later GPUs need less)."""
     numbers = parameters(load, stage) + adapter_parameters(load)
     weights = load.bytes_per_number * numbers
@@ -168,7 +175,7 @@ def weight_bytes(load: Workload, stage: int) -> int:
 
 
 def optimizer_bytes(load: Workload, stage: int) -> int:
-    """Adam's two moments and, beside bf16, the fp32 weights; the distributed optimizer splits them."""
+    """Adam's two moments and, with bf16, the fp32 weights; the distributed optimizer splits them."""
     copies = 3 if load.precision.dtype == "bf16" else 2
     trained = trained_parameters(load, stage)
     if load.parallelism.use_distributed_optimizer:
@@ -179,17 +186,19 @@ def optimizer_bytes(load: Workload, stage: int) -> int:
 
 
 def reference_bytes(load: Workload, stage: int) -> int:
-    """On the GPU. A copy in host memory changes places with the weights one parameter at a time: room for the
-    largest."""
+    """Bytes on the device. A copy in host memory is swapped with the weights one parameter at a time: room for the
+    largest. On a CPU both copies are in one memory."""
     if load.reference == "none":
         return 0
-    if load.reference == "resident":
+    if load.reference == "resident" or load.cpu:
         return load.bytes_per_number * trained_parameters(load, stage)
     return load.bytes_per_number * _largest_parameter(load, stage)
 
 
 def host_bytes(load: Workload, stage: int) -> int:
-    """Of the reference and of the optimizer's offloaded state, in the host's memory for each GPU."""
+    """Host memory for each GPU: the reference and the optimizer's offloaded state. None in addition to a CPU's."""
+    if load.cpu:
+        return 0
     reference = load.bytes_per_number * trained_parameters(load, stage) if load.reference == "host" else 0
     if not load.trains:
         return reference
@@ -198,13 +207,13 @@ def host_bytes(load: Workload, stage: int) -> int:
 
 
 def _matrices(load: Workload) -> int:
-    """Numbers in a layer's matrices on one GPU."""
+    """Weights of a layer's matrices on one GPU."""
     whole = sum(outputs * inputs for outputs, inputs in load.shape.layer_matrices.values())
     return whole // load.parallelism.tensor_model_parallel_size
 
 
 def _experts(load: Workload) -> int:
-    """Numbers in a layer's experts on one GPU."""
+    """Weights of a layer's experts on one GPU."""
     return load.shape.layer_experts // (load.parallelism.expert_model_parallel_size * load.expert_tensor)
 
 
@@ -220,7 +229,7 @@ def _largest_parameter(load: Workload, stage: int) -> int:
 
 
 def activation_bytes(load: Workload, stage: int) -> int:
-    """What the backward pass keeps of all micro-batches in flight, and beside it the gradients of one layer's; where
+    """What the backward pass keeps of all micro-batches in flight, and the gradients of one layer's; where
     layers are recomputed in groups, all of the group's own."""
     splits = load.parallelism
     in_flight = _micro_batches_in_flight(load, stage) * kept_of_layers(load) // _chunks(load)
@@ -231,7 +240,7 @@ def activation_bytes(load: Workload, stage: int) -> int:
 
 
 def layer_activation_bytes(load: Workload) -> int:
-    """Of one layer and one micro-batch, without recomputation."""
+    """Activations of one layer and one micro-batch, without recomputation."""
     shape, tokens = load.shape, load.tokens // load.parallelism.context_parallel_size
     tensor = load.parallelism.tensor_model_parallel_size
     # Both norms' inputs and outputs. Without sequence parallelism every tensor-parallel rank has them whole.
@@ -249,7 +258,7 @@ def layer_activation_bytes(load: Workload) -> int:
 
 
 def _expert_activations(load: Workload) -> float:
-    """Numbers for each token of the rank's micro-batch, with tokens dealt out to the experts evenly: each one's copies,
+    """Numbers for each token of the rank's micro-batch, with tokens split evenly over the experts: each one's copies,
     a row for each of its experts, and in these the projections and their weighted product. Ranks that share an expert
     gather their rows."""
     shape = load.shape
@@ -258,7 +267,8 @@ def _expert_activations(load: Workload) -> float:
 
 
 def kept_of_layers(load: Workload) -> int:
-    """Of a stage's layers and one micro-batch, with recomputation: of recomputed layers, the input of each group."""
+    """Activations of a stage's layers and one micro-batch, with recomputation: of recomputed layers, the input of each
+    group."""
     splits = load.parallelism
     if splits.recompute_granularity != "full":  # selective: the fused attention keeps nothing more to recompute
         return load.layers * layer_activation_bytes(load)
@@ -273,7 +283,8 @@ def kept_of_layers(load: Workload) -> int:
 
 
 def loss_layer_bytes(load: Workload, stage: int) -> int:
-    """On the last stage, logits and their gradients; Megatron makes fp32 ones of bf16 ones, which are kept as well.
+    """Bytes on the last stage: logits and their gradients; Megatron makes fp32 ones of bf16 ones, which are kept as
+    well.
     Fused: a block of logits, and the hidden states and the gradients of these (fp32) and of the output weights."""
     if stage != load.stages - 1:
         return 0
@@ -282,7 +293,8 @@ def loss_layer_bytes(load: Workload, stage: int) -> int:
     if load.fused_loss:
         hidden = tokens * load.shape.hidden_size * (load.bytes_per_number + FP32)
         weights = columns * load.shape.hidden_size * load.bytes_per_number
-        return load.bytes_per_number * min(LOSS_BLOCK, tokens * columns) + hidden + weights
+        block = CPU_LOSS_BLOCK if load.cpu else LOSS_BLOCK
+        return load.bytes_per_number * min(block, tokens * columns) + hidden + weights
     types = (load.bytes_per_number, FP32) if load.bytes_per_number < FP32 else (FP32,)
     return 2 * sum(types) * tokens * columns
 
@@ -295,10 +307,10 @@ def _chunks(load: Workload) -> int:
 def _micro_batches_in_flight(load: Workload, stage: int) -> int:
     """Forward passes of a chunk that wait for their backward pass, at most: those of Megatron's warm-up, and one. In
     numbers of micro-batches for a stage of one chunk."""
-    behind, chunks = load.stages - 1 - stage, _chunks(load)
+    later, chunks = load.stages - 1 - stage, _chunks(load)
     if chunks == 1:
-        return behind + 1
-    return 2 * behind + (chunks - 1) * load.stages + 1
+        return later + 1
+    return 2 * later + (chunks - 1) * load.stages + 1
 
 
 # --- generation in the trainer's process ----------------------------------------------------------------------------
@@ -309,7 +321,6 @@ def generation_bytes(load: Workload, stage: int) -> int:
     logits in fp32, twice, on the last stage."""
     splits = load.parallelism
     tensor = splits.tensor_model_parallel_size
-    positions = load.generation_rows * load.generation_length
-    layer = 2 * positions * load.shape.key_width // tensor * load.bytes_per_number
+    layer = 2 * load.cached_positions * load.shape.key_width // tensor * load.bytes_per_number
     logits = 2 * FP32 * load.generation_rows * load.shape.vocab_size if stage == load.stages - 1 else 0
     return (load.layers + 1) * layer + logits if load.generation_rows else 0

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_edo import __version__
 from nemo_edo.config import GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
-from nemo_edo.configuration import NOT_GIVEN, compose_incomplete
-from nemo_edo.data.disk_space import estimate_bytes, free_bytes
+from nemo_edo.config.compose import NOT_GIVEN, compose_incomplete
+from nemo_edo.config.model_shape import ModelShape
+from nemo_edo.data.model_folder import find_model
 from nemo_edo.doctor import advice, machine, workload
-from nemo_edo.doctor.memory import CPU_OVERHEAD, FP32, OVERHEAD, Memory, adapter_parameters, host_bytes
+from nemo_edo.doctor.memory import FP32, Memory, adapter_parameters, host_bytes
+from nemo_edo.doctor.preflight import with_fitted_parallelism
 from nemo_edo.doctor.throughput import Plan, estimate
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
-from nemo_edo.model_shape import ModelShape
-from nemo_edo.sizes import bytes_of
+from nemo_edo.rollouts.disk_space import estimate_bytes, free_bytes
 
 DEFAULT_GPU = 80 * 10**9
-"""Bytes of a GPU that is only spoken of: an H100's."""
+"""Bytes of a hypothetical GPU: an H100's."""
 SHOWN_STAGES = 8
-ASSUMED_PROBLEMS, ASSUMED_PROMPT = 1000, 200
-"""For estimates of time: problems of an iteration that takes all there are, and tokens of a prompt."""
+ASSUMED_PROBLEMS = 1000
+"""For estimates of time: problems of an iteration over the whole training set."""
 
 
 @dataclass
 class Findings:
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What keeps a run from starting or ending well."""
+    """What would keep a run from starting or finishing."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,9 @@ class Devices:
     """Whether they are this machine's."""
     count: int
     bytes: int
-    """Of each."""
-    overhead: int
-    """That a process on one takes before any tensor."""
-
-
-def parse_bytes(text: str) -> int:
-    """``80GB`` (of 10^9 bytes) or ``80GiB`` (of 2^30). Raises ValueError for anything else."""
-    size = bytes_of(text, ("GB", "GIB"))
-    if size is None:
-        raise ValueError(f"{text!r} is not a size such as 80GB or 80GiB")
-    return round(size)
+    """Memory of each."""
+    cpu: bool = False
+    """Whether it is the CPU, as one device."""
 
 
 def of_machine() -> tuple[Findings, list[machine.Gpu]]:
@@ -77,12 +70,12 @@ def of_machine() -> tuple[Findings, list[machine.Gpu]]:
 
 
 def devices(gpus: Sequence[machine.Gpu], count: int | None, memory: int | None) -> Devices:
-    """Those of the machine, or those that are spoken of instead; without either, the CPU as one."""
+    """The machine's, or hypothetical ones instead; without either, the CPU as one device."""
     here = count is None and memory is None
     if here and not gpus:
-        return Devices(here, 1, machine.host_bytes(), CPU_OVERHEAD)
+        return Devices(here, 1, machine.host_bytes(), cpu=True)
     smallest = min((gpu.bytes for gpu in gpus), default=DEFAULT_GPU)
-    return Devices(here, count or len(gpus) or 1, memory or smallest, OVERHEAD)
+    return Devices(here, count or len(gpus) or 1, memory or smallest)
 
 
 def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> Findings:
@@ -91,43 +84,97 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> Findings:
     if missing:
         findings.lines.append(f"to be given  {', '.join(missing)}")
     try:
+        cfg = _with_model_at_hand(cfg)
         shape = workload.model_shape(cfg)
-        check_world(cfg.parallelism, found.count)
-        check_splits(shape, cfg.parallelism, shape.vocab_size)
-        check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
+        node = min(found.count, advice.GPUS_OF_A_NODE)
+        cfg = with_fitted_parallelism(cfg, shape, found.count, node, found.bytes, cpu=found.cpu)
+        advice.check_possible(cfg, shape, found.count)
+        sizes = _sizes(cfg, missing)
     except UserError as error:
         findings.problems.append(str(error))
         return findings
-    loads = workload.workloads(cfg, shape, found.count, found.overhead)
+    given, ranks = cfg, found.count // cfg.parallelism.model_ranks
+    cfg = workload.for_estimate(cfg, ranks, longest=sizes.longest, train=sizes.train, test=sizes.test)
+    loads = workload.workloads(cfg, shape, found.count, cpu=found.cpu, tested=sizes.test)
     training, stages = workload.largest(loads)
     load = loads[training]
-    sizes = {
-        "tensor": cfg.parallelism.tensor_model_parallel_size,
-        "pipeline": cfg.parallelism.pipeline_model_parallel_size,
-        "context": cfg.parallelism.context_parallel_size,
-        "data": load.data_parallel,
-    }
-    split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
-    if cfg.parallelism.expert_model_parallel_size > 1:
-        split += f", experts over {cfg.parallelism.expert_model_parallel_size}"
+    split = _split(cfg.parallelism, load.data_parallel)
     findings.lines.append(f"model        {_count(shape.parameters)} parameters, {cfg.precision.dtype}, {split}")
+    findings.lines.append(f"sequences    {_longest_in_words(given, sizes, cfg.model.seq_length)}")
     if load.trains or not cfg.generation.is_served:
         micro_batches = f", with micro-batches of {load.tokens:,} tokens at most" if load.trains else ""
         findings.lines += [
             f"fullest in   {training}{micro_batches}",
             "",
             *memory_table(stages, found.bytes),
-            f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process",
+            *([] if found.cpu else [f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process"]),
             "",
         ]
-        findings.problems += _fit(cfg, shape, found, max(memory.total for memory in stages))
+        findings.problems += _fit(cfg, shape, found, sizes, max(memory.total for memory in stages))
     else:
-        findings.lines.append("             nothing is trained: servers alone hold it")
-    if not found.here or found.overhead == OVERHEAD:
+        findings.lines.append("             nothing is trained: only servers load it")
+    if not found.cpu:
         findings.lines += [*_time(cfg, shape, found.count), ""]
     findings.problems += _servers(cfg, found)
-    disk = _disk(cfg, shape, found.here)
-    return Findings([*findings.lines, *disk.lines], [*findings.problems, *disk.problems])
+    others = [_stop_tokens(cfg), _disk(cfg, shape, sizes.train, found.here)]
+    return Findings([*findings.lines, *(line for other in others for line in other.lines)],
+                    [*findings.problems, *(problem for other in others for problem in other.problems)])
+
+
+def _with_model_at_hand(cfg: RunConfig) -> RunConfig:
+    """With the folder of a hub's model that is in the cache: nothing is downloaded."""
+    if cfg.model.path in (None, NOT_GIVEN):
+        return cfg
+    try:
+        folder = find_model(cfg.model.path, download=False)
+    except UserError:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(folder)))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the problems say of a run's size."""
+
+    longest: int | None
+    """Tokens of the longest sequence; None where they are not known."""
+    train: float
+    """Problems; infinite where the number is not known."""
+    test: float
+
+
+def _sizes(cfg: RunConfig, missing: list[str]) -> _Sizes:
+    """Of the problems and the tokenizer that are at hand. Raises UserError for problems that could not be used."""
+    data = cfg.data
+    files = [cfg.model.path, *([] if data.source is not None else [data.train or data.test, data.test])]
+    given = not any(key.startswith("data.") for key in missing)
+    if not given or not all(path is not None and Path(path).exists() for path in files):
+        return _Sizes(None, workload.problems(cfg, "train"), workload.problems(cfg, "test"))
+    from nemo_edo.run.inputs import read_sizes
+
+    return _Sizes(*read_sizes(cfg))
+
+
+def _longest_in_words(cfg: RunConfig, sizes: _Sizes, used: int) -> str:
+    why = "the longest prompt and sampling.max_new_tokens"
+    if cfg.model.seq_length is not None:
+        why = "model.seq_length"
+    elif sizes.longest is None:
+        why = f"prompts of {workload.ASSUMED_PROMPT} tokens are assumed: the model or the problems are not here"
+    return f"of {used:,} tokens at most ({why})"
+
+
+def _split(parallelism: ParallelismConfig, data_parallel: int) -> str:
+    sizes = {
+        "tensor": parallelism.tensor_model_parallel_size,
+        "pipeline": parallelism.pipeline_model_parallel_size,
+        "context": parallelism.context_parallel_size,
+        "data": data_parallel,
+    }
+    split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    if parallelism.expert_model_parallel_size > 1:
+        split += f", experts over {parallelism.expert_model_parallel_size}"
+    return split
 
 
 def memory_table(stages: list[Memory], limit: int) -> list[str]:
@@ -144,11 +191,11 @@ def memory_table(stages: list[Memory], limit: int) -> list[str]:
     return [*lines, f"{'there are':16}" + f"{_gb(limit):>10}"]
 
 
-def _fit(cfg: RunConfig, shape: ModelShape, found: Devices, highest: int) -> list[str]:
+def _fit(cfg: RunConfig, shape: ModelShape, found: Devices, sizes: _Sizes, highest: int) -> list[str]:
     if highest <= found.bytes:
         return []
     problem = f"does not fit: {_gb(highest)} GB of {_gb(found.bytes)}"
-    found_advice = advice.advise(cfg, shape, found.count, found.bytes)
+    found_advice = advice.advise(cfg, shape, found.count, found.bytes, cpu=found.cpu, tested=sizes.test)
     lines = [f"  {' '.join(change.overrides)} (cost: {change.cost})" for change in found_advice.changes]
     enough = found_advice.bytes <= found.bytes
     lines.append(
@@ -185,7 +232,7 @@ def _time(cfg: RunConfig, shape: ModelShape, gpus: int) -> list[str]:
         server_gpus=cfg.generation.servers.replicas * size if apart else max(1, gpus // size) * size,
         server_tensor_parallel=size,
         samples=problems * cfg.sampling.samples_per_prompt,
-        prompt=max(1, min(ASSUMED_PROMPT, cfg.model.seq_length - longest)),
+        prompt=max(1, min(workload.ASSUMED_PROMPT, cfg.model.seq_length - longest)),
         response=longest // 2,
         longest=longest,
         epochs=arm.epochs,
@@ -195,21 +242,36 @@ def _time(cfg: RunConfig, shape: ModelShape, gpus: int) -> list[str]:
         overlapped=cfg.generation.one_step_off,
     )
     times = estimate(plan)
-    parts = {"generation": times.generation, "log-probabilities": times.log_probs, "training": times.training}
+    parts = {"generation": times.generation, "log-probabilities": times.logprobs, "training": times.training}
     shown = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in {**parts, "refit": times.refit}.items())
     return [
         f"time         an iteration of {name} on H100s: about {times.total:,.0f} s ({shown})",
         f"             for {problems:,} problems, responses of {plan.response:,} tokens on average and {longest:,} at "
-        "most, drawn by servers (docs/scale.md)",
+        "most, generated by servers (docs/scale.md)",
     ]
+
+
+def _stop_tokens(cfg: RunConfig) -> Findings:
+    """What ends a response, where the model's folder is at hand."""
+    folder = Path(cfg.model.path or "")
+    if cfg.model.path is None or not (folder / "tokenizer_config.json").is_file():
+        return Findings()
+    from nemo_edo.data.stop_tokens import read_stop_tokens
+    from nemo_edo.data.tokenizer import load_tokenizer
+
+    try:
+        [ends, *disagreement] = read_stop_tokens(folder, load_tokenizer(folder), cfg.sampling.stop_token_ids).lines()
+    except UserError as error:
+        return Findings(problems=[str(error)])
+    return Findings([f"end tokens   {ends}", *(f"             {line}" for line in disagreement)])
 
 
 # --- disk -----------------------------------------------------------------------------------------------------------
 
 
-def _disk(cfg: RunConfig, shape: ModelShape, here: bool) -> Findings:
-    rollouts, checkpoints = _rollout_bytes(cfg), _checkpoint_bytes(cfg, shape)
-    of_rollouts = "rollouts (data.train is not at hand)" if rollouts is None else f"{_gb(rollouts)} GB of rollouts"
+def _disk(cfg: RunConfig, shape: ModelShape, problems: float, here: bool) -> Findings:
+    rollouts, checkpoints = _rollout_bytes(cfg, problems), _checkpoint_bytes(cfg, shape)
+    of_rollouts = "rollouts (no data.train here)" if rollouts is None else f"{_gb(rollouts)} GB of rollouts"
     line = f"disk         {of_rollouts}, {_gb(checkpoints)} GB of checkpoints at most"
     needed, free = checkpoints + (rollouts or 0), free_bytes(cfg.output_dir)
     if not here or free >= needed:
@@ -218,26 +280,21 @@ def _disk(cfg: RunConfig, shape: ModelShape, here: bool) -> Findings:
     return Findings([line], [problem])
 
 
-def _rollout_bytes(cfg: RunConfig) -> int | None:
-    """At most; None where the number of problems is not known."""
-    if cfg.data.train is None:
-        problems = cfg.data.arithmetic.train_problems
-    elif cfg.data.train == NOT_GIVEN or not Path(cfg.data.train).is_file():
+def _rollout_bytes(cfg: RunConfig, problems: float) -> int | None:
+    """Upper bound of a run's rollouts on so many training problems; None where their number is not known."""
+    loops = [training for training in workload.trainings(cfg).values() if isinstance(training, LoopConfig)]
+    if loops and math.isinf(problems):
         return None
-    else:
-        with open(cfg.data.train, "rb") as file:
-            problems = sum(1 for line in file if line.strip())
     longest = cfg.model.seq_length - cfg.sampling.max_new_tokens
     total = 0
-    for arm in workload.trainings(cfg).values():
-        if isinstance(arm, LoopConfig):
-            drawn = min(arm.problems_per_iteration or problems, problems) * cfg.sampling.samples_per_prompt
-            total += arm.iterations * estimate_bytes(drawn, longest, cfg.sampling.max_new_tokens)
+    for arm in loops:
+        sampled = min(arm.problems_per_iteration or problems, problems) * cfg.sampling.samples_per_prompt
+        total += arm.iterations * estimate_bytes(sampled, longest, cfg.sampling.max_new_tokens)
     return total
 
 
 def _checkpoint_bytes(cfg: RunConfig, shape: ModelShape) -> int:
-    """The start, each arm's last and best policies, and of the one in training those with the optimizer's state."""
+    """The start, each arm's last and best policies, and the checkpoints with optimizer state of the arm in training."""
     unsplit = replace(cfg, parallelism=ParallelismConfig())
     load = next(iter(workload.workloads(unsplit, shape, 1).values()))
     adapters = adapter_parameters(load)
@@ -267,8 +324,8 @@ def diagnose(
 ) -> tuple[str, bool]:
     """The text for a terminal, and whether nothing was found that keeps the run from starting.
 
-    config_name None: of the machine alone. count, memory: GPUs (of all nodes together) and bytes of each, to speak of
-    others than this machine's. Raises ConfigError for a config that does not compose.
+    config_name None: about the machine only. count, memory: GPUs (of all nodes together) and bytes of each, for
+    hypothetical GPUs. Raises ConfigError for a config that does not compose.
     """
     composed = None if config_name is None else compose_incomplete(config_name, overrides, config_path)
     findings, gpus = of_machine()

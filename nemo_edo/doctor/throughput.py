@@ -2,14 +2,14 @@
 
 Counts of floating-point operations and of bytes are exact for dense models but for what is small (norms, softmax); what
 share of the hardware's peak they reach is an assumption, named below, and fitted to two published runs
-(``tests/unit/doctor/test_throughput.py`` holds the estimates against these and against others; docs/scale.md).
+(``tests/unit/doctor/test_throughput.py`` compares the estimates with these and with others; docs/scale.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_edo.model_shape import ModelShape
+from nemo_edo.config.model_shape import ModelShape
 
 TRAINING_EFFICIENCY = 0.30
 """Assumed: share of the peak in forward and backward passes over responses of very different lengths. Pre-training on
@@ -19,7 +19,7 @@ DECODING_BANDWIDTH = 0.45
 PROMPT_EFFICIENCY = 0.50
 """Assumed: share of the peak when prompts are read."""
 CACHE_SHARE = 0.90
-"""Of a server's memory that weights and cache may take together (vLLM's gpu_memory_utilization)."""
+"""Share of a server's memory that weights and cache may take together (vLLM's gpu_memory_utilization)."""
 REFIT_BANDWIDTH = 0.50
 """Assumed: share of the links' bandwidth, with the conversion of every tensor between Megatron's layout and Hugging
 Face's."""
@@ -35,7 +35,7 @@ class Gpu:
     memory_bytes: float
     memory_bandwidth: float
     network: float
-    """Bytes a second to other nodes, for each GPU."""
+    """Bytes per second to other nodes, for each GPU."""
 
 
 H100 = Gpu("H100 SXM", 989e12, 1979e12, 80e9, 3.35e12, 50e9)
@@ -48,24 +48,24 @@ class Plan:
 
     shape: ModelShape
     gpus: int
-    """Of the trainer."""
+    """GPUs of the trainer."""
     server_gpus: int
-    """Of the servers; the trainer's own, if they take turns."""
+    """GPUs of the servers; the trainer's, if they take turns."""
     server_tensor_parallel: int
     samples: int
     prompt: int
     response: int
-    """On average."""
+    """Mean length."""
     longest: int
-    """Response: while it is drawn, the batch shrinks, but no step of it can be left out."""
+    """The longest response: the batch shrinks during its generation, but each of its steps takes time."""
     epochs: int = 1
     reference: bool = True
     """Whether the loss has a KL to the reference."""
     recomputation: bool = False
-    """Whether the backward pass computes all layers' activations again."""
+    """Whether the backward pass recomputes all layers' activations."""
     fp8: bool = False
     overlapped: bool = False
-    """Whether the next samples are drawn while these are trained on (one step off policy)."""
+    """Whether the next samples are generated while these are trained on (one step off policy)."""
     gpu: Gpu = H100
 
 
@@ -74,8 +74,8 @@ class Times:
     """Seconds of an iteration's parts."""
 
     generation: float
-    log_probs: float
-    """Of the old policy, and of the reference where there is one."""
+    logprobs: float
+    """Log-probabilities under the old policy, and under the reference if there is one."""
     training: float
     refit: float
     total: float
@@ -84,7 +84,8 @@ class Times:
 
 
 def forward_flops(shape: ModelShape, length: float) -> float:
-    """Of one token in a sequence of so many: two for each weight of the matrices that it meets, the output layer's
+    """Operations per token in a sequence of this length: two for each weight of the matrices that it meets, the output
+    layer's
     included, and the scores and sums of causal attention, half of a full square (as in Megatron-LM's count)."""
     return 2 * matrix_parameters(shape) + 2 * shape.num_layers * shape.query_width * length
 
@@ -98,15 +99,15 @@ def matrix_parameters(shape: ModelShape) -> int:
 
 
 def cache_bytes(shape: ModelShape, bytes_per_number: int = 2) -> int:
-    """Of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     return 2 * shape.num_layers * shape.key_width * bytes_per_number
 
 
 def generation_seconds(plan: Plan) -> float:
-    """To read the prompts and draw all responses, on replicas that share them evenly.
+    """Time to read the prompts and generate all responses, on replicas that share them evenly.
 
     A step of decoding reads the weights once, and every running response's keys and values. All start together if the
-    cache has room for them, else in turns; the longest response decides when a turn ends.
+    cache has room for them, otherwise in turns; the longest response decides when a turn ends.
     """
     size, gpu = plan.server_tensor_parallel, plan.gpu
     replicas = plan.server_gpus // size
@@ -137,13 +138,13 @@ def estimate(plan: Plan) -> Times:
     speed = plan.gpus * (plan.gpu.fp8_flops if plan.fp8 else plan.gpu.bf16_flops) * TRAINING_EFFICIENCY
     forward = tokens * forward_flops(plan.shape, length) / speed
     training = plan.epochs * forward * (4 if plan.recomputation else 3)
-    log_probs = forward * (2 if plan.reference else 1)
+    logprobs = forward * (2 if plan.reference else 1)
     generation = generation_seconds(plan)
     refit = refit_seconds(plan)
-    trainer = log_probs + training
+    trainer = logprobs + training
     total = (max(generation, trainer) if plan.overlapped else generation + trainer) + refit
     gpus = plan.gpus + (0 if plan.server_gpus == plan.gpus and not plan.overlapped else plan.server_gpus)
-    return Times(generation, log_probs, training, refit, total, tokens / total / gpus)
+    return Times(generation, logprobs, training, refit, total, tokens / total / gpus)
 
 
 def refit_seconds(plan: Plan) -> float:

@@ -1,34 +1,35 @@
-"""What of a run's config decides how much memory it takes: each of its trainings as a ``memory.Workload``, or where it
+"""What in a run's config decides how much memory it needs: each of its trainings as a ``memory.Workload``, or where it
 trains nothing, its evaluation."""
 
 from __future__ import annotations
 
-import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.config import FUSED_FROM_COLUMNS, IDPOConfig, LoopConfig, RunConfig, SFTConfig
-from nemo_edo.configuration import arm_configs
+from nemo_edo.config.compose import arm_configs
+from nemo_edo.config.model_shape import ModelShape, check_convertible, check_expected
+from nemo_edo.data.model_folder import read_fields
 from nemo_edo.data.packs import COPIES
-from nemo_edo.doctor.memory import OVERHEAD, Memory, Workload, all_stages
+from nemo_edo.doctor.memory import Memory, Workload, all_stages
 from nemo_edo.errors import UserError
-from nemo_edo.model_shape import ModelShape, check_convertible, check_expected
 
+ASSUMED_PROMPT = 200
+"""Tokens of a prompt, where the problems are not at hand."""
 EVALUATION = "evaluation"
 """What is done where nothing is trained."""
 
 
 def model_shape(cfg: RunConfig) -> ModelShape:
-    """From the model's folder where it is at hand, else from model.architecture.
+    """The sizes in the model's folder if it is on this machine, otherwise those of model.architecture.
 
     Raises UserError where neither tells the sizes, or the two contradict each other.
     """
     expected = cfg.model.architecture
     config_file = Path(cfg.model.path or "") / "config.json"
     if cfg.model.path is not None and config_file.is_file():
-        try:
-            fields = json.loads(config_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{config_file} is not valid JSON: {error}") from error
+        fields = read_fields(config_file.parent)
         check_expected(expected, fields, str(config_file))
         check_convertible(fields, str(config_file))
         return ModelShape.from_hf(fields, str(config_file))
@@ -38,7 +39,7 @@ def model_shape(cfg: RunConfig) -> ModelShape:
             "the model by its name (model=qwen2_5_7b; docs/models.md has the names)"
         )
     if cfg.model.path is None:
-        from nemo_edo.data.arithmetic_model import vocabulary  # it loads torch
+        from nemo_edo.builtin_task.model import vocabulary
 
         expected = {**expected, "vocab_size": len(vocabulary(cfg.data.arithmetic))}
     return ModelShape.from_hf(expected, "model.architecture")
@@ -49,9 +50,13 @@ def trainings(cfg: RunConfig) -> dict[str, SFTConfig | LoopConfig]:
     return {**({"sft": cfg.sft} if cfg.sft.steps else {}), **arm_configs(cfg)}
 
 
-def workloads(cfg: RunConfig, shape: ModelShape, gpus: int, overhead: int = OVERHEAD) -> dict[str, Workload]:
-    """Each training's, by its name, or ``EVALUATION``'s where there is none. gpus: of all nodes together, a multiple of
-    the model's ranks."""
+def workloads(
+    cfg: RunConfig, shape: ModelShape, gpus: int, *, cpu: bool = False, tested: float = math.inf
+) -> dict[str, Workload]:
+    """The workload of each training by its name, or of ``EVALUATION`` if nothing is trained. gpus: of all nodes
+    together, or processes on a CPU; a multiple of the model's ranks. tested: number of test problems, as far as it is
+    known."""
+    ranks = gpus // cfg.parallelism.model_ranks
     columns = shape.vocab_size // cfg.parallelism.tensor_model_parallel_size
     head = cfg.model.loss_head
     found, trained = {}, trainings(cfg)
@@ -62,21 +67,69 @@ def workloads(cfg: RunConfig, shape: ModelShape, gpus: int, overhead: int = OVER
             parallelism=cfg.parallelism,
             precision=cfg.precision,
             lora=cfg.lora,
-            data_parallel=gpus // cfg.parallelism.model_ranks,
+            data_parallel=ranks,
             tokens=micro_batch_tokens(cfg, training),
             copies=COPIES if training.share_prompts else None,
             reference=_reference(cfg, training) if explores else "none",
             fused_loss=head == "fused" or (head == "auto" and columns >= FUSED_FROM_COLUMNS),
-            generation_rows=cfg.generation.max_batch_size if cfg.generation.backend == "megatron" else 0,
-            generation_length=cfg.model.seq_length,
-            overhead=overhead,
+            generation_rows=0 if cfg.generation.is_served else cfg.generation.max_batch_size,
+            cached_positions=_cached_positions(cfg, ranks, tested, shares_prompts=cpu),
+            cpu=cpu,
             trains=bool(trained),
         )
     return found
 
 
+def _cached_positions(cfg: RunConfig, data_parallel: int, tested: float, *, shares_prompts: bool) -> int:
+    """Tokens in the cache of a full batch. Where attention ``shares_prompts``, the responses to one read it from one
+    copy (taken as if a batch's prompts were of one length). A greedy response has its prompt alone."""
+    rows, length, longest = cfg.generation.max_batch_size, cfg.model.seq_length, cfg.sampling.max_new_tokens
+    groups = [cfg.evaluation.samples * cfg.evaluation.rollouts]
+    if cfg.has_arms:
+        groups.append(cfg.sampling.samples_per_prompt)
+    together = min(groups) // data_parallel
+    if not shares_prompts or cfg.model.attention not in ("auto", "sdpa") or together < 2:
+        return rows * length
+    greedy = min(rows, math.ceil(min(tested, rows * data_parallel) / data_parallel))
+    return max(rows * longest + math.ceil(rows / together) * (length - longest), greedy * length)
+
+
+def for_estimate(
+    cfg: RunConfig, data_parallel: int, *, longest: int | None = None, train: float = math.inf, test: float = math.inf
+) -> RunConfig:
+    """The config with what is decoded at a time at most in place of ``generation.max_batch_size``, as a rank may have
+    fewer responses to generate than that, and with a number for ``model.seq_length``.
+
+    longest: tokens of the longest sequence; None: an assumption. train, test: numbers of problems; infinite where they
+    are not known.
+    """
+    asked = [test * cfg.evaluation.samples * cfg.evaluation.rollouts]
+    for training in trainings(cfg).values():
+        if isinstance(training, LoopConfig):
+            asked.append(min(training.problems_per_iteration or train, train) * cfg.sampling.samples_per_prompt)
+    at_a_time = min(cfg.generation.part_size, max(asked)) / data_parallel
+    rows = math.ceil(min(cfg.generation.max_batch_size, at_a_time))
+    length = cfg.model.seq_length or longest or ASSUMED_PROMPT + cfg.sampling.max_new_tokens
+    return replace(
+        cfg,
+        model=replace(cfg.model, seq_length=length),
+        generation=replace(cfg.generation, max_batch_size=rows),
+    )
+
+
+def problems(cfg: RunConfig, split: str) -> float:
+    """The number of "train" or "test" problems, as far as it is known without a tokenizer; otherwise infinite."""
+    if cfg.data.is_built_in:
+        return getattr(cfg.data.arithmetic, f"{split}_problems")
+    path = Path(getattr(cfg.data, split) or "")
+    if path.suffix != ".jsonl" or not path.is_file():
+        return math.inf
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
 def micro_batch_tokens(cfg: RunConfig, training: SFTConfig | LoopConfig) -> int:
-    """Of the largest micro-batch: every sequence as long as model.seq_length allows."""
+    """Tokens of the largest micro-batch: every sequence as long as model.seq_length allows."""
     tokens = training.micro_batch_size * cfg.model.seq_length
     if training.packing:
         return training.micro_batch_tokens
@@ -84,7 +137,7 @@ def micro_batch_tokens(cfg: RunConfig, training: SFTConfig | LoopConfig) -> int:
 
 
 def largest(loads: dict[str, Workload]) -> tuple[str, list[Memory]]:
-    """The training whose fullest GPU holds most, and the memory of a GPU of each pipeline stage in it."""
+    """The training whose fullest GPU needs most, and the memory of a GPU of each pipeline stage in it."""
     memories = {name: all_stages(load) for name, load in loads.items()}
     name = max(memories, key=lambda name: max(memory.total for memory in memories[name]))
     return name, memories[name]

@@ -1,1 +1,1 @@
-"""What a policy can do on the test problems, and how arms compare."""
+"""What a policy can do on the test problems. Import from the modules."""

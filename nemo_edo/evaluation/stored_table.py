@@ -8,19 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.comparison import Evaluation, metric_name
-from nemo_edo.evaluation.run import SAMPLED_ENTROPY
-from nemo_edo.evaluation.stored import BESIDE_RULES, ORACLE
-from nemo_edo.metrics.agreement import cohen_kappa
+from nemo_edo.evaluation.results import JUDGE_AND_RULES, SAMPLED_ENTROPY, Evaluation, metric_name
+from nemo_edo.evaluation.stored import ORACLE
 from nemo_edo.metrics.intervals import Interval, paired_bootstrap
-from nemo_edo.metrics.paired import holm, mcnemar, paired_permutation_test
+from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
 
 PLAIN = (
-    *("greedy_accuracy", "accuracy", "distinct_4", "distinct_answers", "answer_entropy", SAMPLED_ENTROPY),
-    *("well_formed", "response_length", "abstained", *BESIDE_RULES),
+    *("greedy_accuracy", "accuracy", "reward", "distinct_4", "distinct_answers", "answer_entropy", SAMPLED_ENTROPY),
+    *("well_formed", "response_length", "abstained", *JUDGE_AND_RULES),
 )
 COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", SAMPLED_ENTROPY)
-"""Plain metrics that are tested between arms, beside each curve at its largest k."""
+"""Plain metrics that are tested between arms, along with each curve at its largest k."""
 LABEL_WIDTH, CELL_WIDTH, COLUMNS = 24, 10, 7
 
 
@@ -32,7 +30,8 @@ class Tested:
     metric: str
     interval: Interval
     p: float
-    """Of no difference: McNemar's exact test for greedy answers, else the paired permutation test; adjusted by Holm's
+    """p-value of no difference: McNemar's exact test for greedy answers, otherwise the paired permutation test;
+    adjusted by Holm's
     method for all that were tested together."""
 
 
@@ -70,7 +69,7 @@ def _block(evaluation: Evaluation, resamples: int, seed: int) -> list[str]:
         for metric in PLAIN
         if (found := interval(metric))
     ]
-    if evaluation.has(BESIDE_RULES[0]):
+    if evaluation.has(JUDGE_AND_RULES[0]):
         lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
     curves = families(evaluation)
     sizes = shown_sizes(max((k for found in curves.values() for k in found), default=1))
@@ -85,8 +84,8 @@ def _block(evaluation: Evaluation, resamples: int, seed: int) -> list[str]:
 
 def kappa(evaluation: Evaluation) -> float:
     """Cohen's kappa of judge and rules, from the totals over problems."""
-    same, judge, rules = (round(evaluation.metrics[name][0].sum()) for name in BESIDE_RULES)
-    compared = round(evaluation.metrics[BESIDE_RULES[0]][1].sum())
+    same, judge, rules = (round(evaluation.metrics[name][0].sum()) for name in JUDGE_AND_RULES)
+    compared = round(evaluation.metrics[JUDGE_AND_RULES[0]][1].sum())
     both = (judge + rules - (compared - same)) // 2
     return cohen_kappa(both, judge - both, rules - both, compared - judge - rules + both)
 
@@ -126,12 +125,12 @@ def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
 
 
 def _is_untested(metric: str) -> bool:
-    """The tokens are what is paid, and the oracle's best of k is pass@k again."""
+    """Tokens are a cost, and the oracle's best of k equals pass@k."""
     return metric.startswith("tokens@") or metric.endswith(f"/{ORACLE}")
 
 
 def _p_value(metric: str, a: Evaluation, b: Evaluation, seed: int) -> float:
-    """On the problems where both have something."""
+    """The p-value over the problems where both were measured."""
     (sums_a, counts_a), (sums_b, counts_b) = a.metrics[metric], b.metrics[metric]
     both = (counts_a > 0) & (counts_b > 0)
     values_a, values_b = sums_a[both] / counts_a[both], sums_b[both] / counts_b[both]

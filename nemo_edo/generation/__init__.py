@@ -1,1 +1,1 @@
-"""Engines that draw responses: in process through Megatron, or (each its own module) from a server."""
+"""Engines that generate responses: in process through Megatron, or with servers."""

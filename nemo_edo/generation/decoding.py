@@ -1,4 +1,4 @@
-"""How a model that is trained in another way computes a token at a time."""
+"""Single-token forward passes of a model that is set up for training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SWITCHES = {
     "reduce_scatter_embeddings": False,
     "disable_sequence_parallel_comm": True,
 }
-"""What tells Megatron's modules, and Megatron-Bridge's adapters, to share a sequence's tokens; off."""
+"""Attributes of Megatron's modules and Megatron-Bridge's adapters, with sequence parallelism off."""
 
 
 @contextlib.contextmanager
 def token_by_token(chunks: list[MegatronModule]) -> Iterator[list[MegatronModule]]:
-    """Inside the block the model evaluates, without sequence parallelism and without FP8: both need more than one
-    token at a time. FP8's weights then serve as what they were rounded from, in bf16."""
+    """Inside the block the model is in evaluation mode, without sequence parallelism and FP8, which need more than one
+    token at a time. FP8 weights are used as their bf16 originals."""
     config = get_model_config(chunks[0])
     modules = [module for chunk in chunks for module in chunk.modules()]
     before = [(module, "training", module.training) for module in modules] + [(config, "fp8", config.fp8)]

@@ -1,4 +1,4 @@
-"""A scripted engine: tries an algorithm, a scorer or an evaluation without a model, and serves the tests."""
+"""A scripted engine, to try an algorithm, a scorer or an evaluation without a model, and for tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 
 class ScriptedEngine:
-    """A GenerationEngine whose responses a function writes.
+    """A GenerationEngine whose responses come from a function.
 
-    ``script(request, sampling)`` is the whole text of a response, which ends by itself unless a stop string ends it or
-    it has more than ``max_new_tokens`` tokens, the stop token included. ``encode`` and ``decode`` are a tokenizer's,
+    ``script(request, sampling)`` is the full text of a response, which finishes unless a stop string ends it or it has
+    more than ``max_new_tokens`` tokens, the stop token included. ``encode`` and ``decode`` are a tokenizer's,
     without special tokens; every token gets the natural log-probability ``log_prob``.
     """
 

@@ -1,7 +1,7 @@
-"""Sampling in the trainer's own process, from the very weights that are trained.
+"""Sampling in the trainer's process, from the weights in training.
 
-Batched decoding with megatron-core's KV cache. Three things make it cheaper than a plain loop: requests with the same
-prompt share it, only the last position's logits are computed, and rows that have ended leave the batch.
+Batched decoding with megatron-core's KV cache. Three things make it cheaper than a plain loop: requests share equal
+prompts, only the last position's logits are computed, and rows that have ended leave the batch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from tqdm import tqdm
 from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
-from nemo_edo.megatron.build import BuiltModel
-from nemo_edo.megatron.layer_spec import shares_prompts
-from nemo_edo.megatron.prompt_cache import CacheContext, PromptCacheContext
+from nemo_edo.megatron.bridge import BuiltModel
+from nemo_edo.megatron.decoding_cache import CacheContext
+from nemo_edo.megatron.layer_spec import shared_prompt_cache, shares_prompts
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 COMPACT_BELOW = 0.9
-"""Ended rows leave the cache when fewer than this share of its rows go on: a copy of the cache against their cost."""
-
+"""Ended rows leave the cache once fewer than this share of its rows are alive: a copy of the cache costs time, too."""
 
 PROGRESS_DELAY_S = 2.0
-"""A shorter generation shows no bar of its own."""
+"""Shorter generations show no progress bar."""
 
 
 class MegatronEngine:
-    """A GenerationEngine over a Megatron model, split as the model is. Pipeline stages pass hidden states on."""
+    """A GenerationEngine over a Megatron model, with the model's parallelism."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class MegatronEngine:
         """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         mine = list(requests)[rank::ranks]
-        # Rows of a batch advance together, so prompts of like length go together.
+        # Rows of a batch advance together, so batches have prompts of similar length.
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
         rollouts: list[Rollout | None] = [None] * len(mine)
         with (
@@ -84,8 +83,8 @@ class MegatronEngine:
         decoding = _Decoding(requests, sampling, strings, self._device)
         step = self._prefill(decoding)
         for position in range(decoding.prefix, decoding.length):
-            tokens, log_probs = self._choose(step, decoding, position, sampling)
-            decoding.record(position, tokens, log_probs, self._stop_ids)
+            tokens, logprobs = self._choose(step, decoding, position, sampling)
+            decoding.record(position, tokens, logprobs, self._stop_ids)
             if decoding.done or position + 1 == decoding.length:
                 break
             if decoding.alive.float().mean() < COMPACT_BELOW:
@@ -96,15 +95,15 @@ class MegatronEngine:
         ]
 
     def _prefill(self, decoding: _Decoding) -> Tensor | None:
-        """Runs the prompts' common length once for each different prompt. Rows that share one read its cache where
-        their attention can, else each gets a copy."""
+        """Runs the prompts' common length once for each distinct prompt. Rows with the same prompt share its cache
+        where their attention can, otherwise each gets a copy."""
         prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
         shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
         length = decoding.prefix if shared else decoding.length
         decoding.context = CacheContext(max_batch_size=len(prefixes), max_sequence_length=length)
         logits = self._forward(decoding, prefixes, 0)
         if shared:
-            decoding.context = PromptCacheContext(decoding.context, owner, decoding.length)
+            decoding.context = shared_prompt_cache(decoding.context, owner, decoding.length)
         else:
             decoding.context.keep(owner)
         return None if logits is None else logits[owner]
@@ -118,19 +117,19 @@ class MegatronEngine:
     def _choose(self, logits: Tensor | None, decoding: _Decoding, position: int, sampling: SamplingParams):
         """The next token of each row and its log-probability, the same on every pipeline stage."""
         if logits is not None:
-            tokens, log_probs = choose_tokens(logits, decoding.uniforms_at(position), sampling)
+            tokens, logprobs = choose_tokens(logits, decoding.uniforms_at(position), sampling)
         else:
             tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self._device)
-            log_probs = torch.empty(len(decoding.rows), device=self._device)
+            logprobs = torch.empty(len(decoding.rows), device=self._device)
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
-            for tensor in (tokens, log_probs):
+            for tensor in (tokens, logprobs):
                 torch.distributed.broadcast(tensor, src=last, group=group)
-        return tokens, log_probs
+        return tokens, logprobs
 
     def _rollout(
-        self, request: GenerationRequest, ids: list[int], log_probs: list[float], finished: bool, stop: str | None
+        self, request: GenerationRequest, ids: list[int], logprobs: list[float], finished: bool, stop: str | None
     ) -> Rollout:
         text_ids = ids[:-1] if finished else ids
         return Rollout(
@@ -138,7 +137,7 @@ class MegatronEngine:
             sample_index=request.sample_index,
             prompt_ids=request.prompt_ids,
             response_ids=tuple(ids),
-            response_logprobs=tuple(log_probs),
+            response_logprobs=tuple(logprobs),
             text=self._decode(text_ids),
             finished=finished,
             policy_version=self.policy_version,
@@ -148,9 +147,9 @@ class MegatronEngine:
 
 
 class _Decoding:
-    """A batch on its way: all rows are at the same position; rows with longer prompts read these until they end.
+    """The state of a batch: all rows are at the same position; rows with longer prompts read these to their end.
 
-    ``rows`` names the request of each row of the cache; responses are kept by request.
+    ``rows`` has the request of each row of the cache; responses are stored by request.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class _Decoding:
         self.limits = torch.tensor(limits, device=device)
         self.uniforms = request_uniforms([request.seed for request in requests], self.max_new_tokens).to(device)
         self.tokens = torch.zeros(len(requests), self.max_new_tokens, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(len(requests), self.max_new_tokens, device=device)
+        self.logprobs = torch.zeros(len(requests), self.max_new_tokens, device=device)
         self.response_lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
         self.strings = strings
@@ -185,8 +184,8 @@ class _Decoding:
         """Each row's random number for the token at ``position`` (any number where it still reads its prompt)."""
         return self.uniforms[self.rows, self._response_index(position).clamp(0, self.max_new_tokens - 1)]
 
-    def record(self, position: int, tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> None:
-        """Takes the chosen tokens for ``position``, or the prompt's own where a prompt reaches that far."""
+    def record(self, position: int, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> None:
+        """Stores the chosen tokens for ``position``, or the prompt's token where a prompt is that long."""
         index = self._response_index(position)
         reading = index < 0
         if reading.any():
@@ -194,16 +193,16 @@ class _Decoding:
         writing = self.alive & ~reading
         rows, index = self.rows[writing], index[writing]
         self.tokens[rows, index] = tokens[writing]
-        self.log_probs[rows, index] = log_probs[writing]
+        self.logprobs[rows, index] = logprobs[writing]
         self.response_lengths[rows] = index + 1
         stop = torch.isin(tokens[writing], stop_ids)
         self.stopped[rows] = stop
         self.alive[writing] = ~stop & (index + 1 < self.limits[rows])
         if self.strings:
-            self._look_for_strings(writing & ~torch.isin(tokens, stop_ids), tokens)
+            self._find_stop_strings(writing & ~torch.isin(tokens, stop_ids), tokens)
         self.last = tokens
 
-    def _look_for_strings(self, asked: Tensor, tokens: Tensor) -> None:
+    def _find_stop_strings(self, asked: Tensor, tokens: Tensor) -> None:
         """Ends those of the ``asked`` rows that have met a stop string with the token that was just recorded."""
         places = asked.nonzero().squeeze(-1).tolist()
         for place, row, token in zip(places, self.rows[asked].tolist(), tokens[asked].tolist(), strict=True):
@@ -220,10 +219,10 @@ class _Decoding:
 
     def responses(self) -> list[tuple[list[int], list[float], bool, str | None]]:
         """Tokens, log-probabilities, whether it stopped by itself and by which stop string, for each request."""
-        columns = (self.tokens, self.log_probs, self.response_lengths, self.stopped)
+        columns = (self.tokens, self.logprobs, self.response_lengths, self.stopped)
         return [
-            (tokens[:length], log_probs[:length], stopped, stop)
-            for tokens, log_probs, length, stopped, stop in zip(
+            (tokens[:length], logprobs[:length], stopped, stop)
+            for tokens, logprobs, length, stopped, stop in zip(
                 *(column.tolist() for column in columns), self.stop_of, strict=True
             )
         ]
@@ -242,5 +241,5 @@ def _gather(rollouts: list[Rollout]) -> list[list[Rollout]]:
 
 
 def _interleave(shares: list[list[Rollout]], total: int) -> list[Rollout]:
-    """Undoes the dealing of requests to ranks: request i went to rank i modulo the number of ranks."""
+    """The rollouts in the order of the requests: request i went to rank i modulo the number of ranks."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(total)]

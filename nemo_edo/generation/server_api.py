@@ -1,79 +1,79 @@
-"""What servers have in common: token ids in, token ids and their log-probabilities out, over OpenAI's completions API.
+"""What all servers share: token ids in, token ids and their log-probabilities out, by OpenAI's completions API.
 
-What differs between vLLM and TensorRT-LLM stands in ``vllm_server.py`` and ``trtllm_server.py``.
+What is specific to vLLM and TensorRT-LLM is in ``vllm_server.py`` and ``trtllm_server.py``.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_edo.http_client import Fault
 from nemo_edo.types import GenerationRequest, SamplingParams
+from nemo_edo.utils.http import Fault
 
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
 HEALTH = "/health"
 ROUNDING = 1e-3
-"""Nats by which a log-probability of float16 arithmetic may lie above 0."""
+"""Nats by which a log-probability may exceed 0 in float16 arithmetic."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the run starts a server of its own."""
+    """How the run starts a server."""
 
     python: str
-    """The interpreter that has the server."""
+    """The interpreter of the server's environment."""
     host: str
     dtype: str
     max_length: int | None
     """Tokens of prompt and response together; None: the model's own."""
     logprobs_after_temperature: bool
-    """Whether log-probabilities are those of the scaled distribution; else of the model's, at temperature 1."""
+    """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
     gpus: tuple[int, ...]
-    """Empty: the server computes on the CPU."""
+    """Empty: the server runs on the CPU."""
     threads: int
-    """On the CPU."""
+    """CPU threads."""
     cpu_cache_gb: int
     memory_share: float
     max_in_flight: int
     sleeps: bool
-    """Whether it has to be able to give its GPUs' memory back."""
+    """Whether the server must support sleep mode, which frees its GPU memory."""
     adapter_rank: int | None
-    """Of the LoRA adapters that it takes beside its weights; None: it takes none."""
+    """Rank of its LoRA adapters; None: without adapters."""
     arguments: tuple[str, ...]
     log: Path
 
 
 class ServerAPI(Protocol):
-    """What differs from one kind of server to another."""
+    """What is specific to a kind of server."""
 
     backend: str
-    """As ``generation.backend`` names it."""
+    """Its value of ``generation.backend``."""
     package: str
-    """What its interpreter has to be able to import."""
+    """The package that its interpreter must have."""
     install: str
-    """What a user does to have it."""
+    """How to install it, for error messages."""
 
     def model_name(self, model: Path) -> str:
-        """What a server that has loaded the folder ``model`` calls it."""
+        """The name that the server gives to the model of folder ``model``."""
 
     def command(self, launch: Launch, model: Path, port: int) -> list[str]:
-        """The server's command line. It never holds the key."""
+        """The server's command line, without the key."""
 
     def environment(self, launch: Launch, key: str) -> dict[str, str]:
-        """Variables that the server is started with."""
+        """The server's environment variables."""
 
-    def extra_fields(self, stop_id: int) -> dict[str, Any]:
-        """Fields of a completion's request that ask for token ids and their log-probabilities, and for one end."""
+    def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """Fields of a completion request: return token ids and log-probabilities, and stop only at ``stop_ids``."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response as a server gave it, checked."""
+    """A server's response, checked."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -84,10 +84,10 @@ class Answer:
 
 
 def completion_body(
-    api: ServerAPI, model_name: str, request: GenerationRequest, sampling: SamplingParams, stop_id: int
+    api: ServerAPI, model_name: str, request: GenerationRequest, sampling: SamplingParams, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The request of one response. Greedy decoding has no use for a seed and must not cut the distribution that its
-    log-probabilities are of."""
+    """The request for one response. Greedy decoding ignores top_p, which would cut the distribution of its
+    log-probabilities."""
     greedy = sampling.temperature == 0
     stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
     return {
@@ -97,37 +97,53 @@ def completion_body(
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
         "seed": request.seed,
-        **api.extra_fields(stop_id),
+        **api.extra_fields(stop_ids),
         **stop,
     }
 
 
 def read_answer(
-    body: Any, request: GenerationRequest, sampling: SamplingParams, stop_id: int, vocab_size: int
+    body: Any,
+    model_name: str,
+    request: GenerationRequest,
+    sampling: SamplingParams,
+    stop_ids: Sequence[int],
+    vocab_size: int,
 ) -> Answer:
-    """The checked answer to a completion's request. Raises Fault where it is no answer to it."""
+    """The checked answer to a completion request. Raises Fault where it does not fit the request."""
+    require_model(body, model_name)
     try:
         [choice] = body["choices"]
-        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]
         reason, prompt = choice["finish_reason"], choice.get("prompt_token_ids")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Fault(f"an answer without {error}") from error
+    logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    if logprobs is None:
+        raise Fault("an answer without log-probabilities (logprobs.token_logprobs), which every response needs")
     if prompt not in (None, list(request.prompt_ids)):
         raise Fault("an answer to another prompt")
     most = request.limit(sampling)
     _require_tokens(ids, most, vocab_size)
     _require_logprobs(logprobs, len(ids))
-    finished = ids[-1] == stop_id
-    if stop_id in ids[:-1]:
-        raise Fault(f"a response that goes on after its stop token {stop_id}")
+    finished = ids[-1] in stop_ids
+    if early := set(stop_ids).intersection(ids[:-1]):
+        raise Fault(f"a response that continues after its stop token {min(early)}")
     at_string = bool(sampling.stop) and reason == "stop" and not finished
     whole = finished or at_string
     if reason != ("stop" if whole else "length") or (not whole and len(ids) < most):
         raise Fault(
             f"a response of {len(ids)} tokens of at most {most} that ends with token {ids[-1]} and finish_reason "
-            f"{reason!r}; its stop token is {stop_id}"
+            f"{reason!r}; its stop tokens are {', '.join(map(str, stop_ids))}"
         )
     return Answer(tuple(ids), tuple(logprobs), finished, at_string)
+
+
+def require_model(body: Any, model_name: str) -> None:
+    """Raises Fault for the answer of another model than was asked; one that names none passes."""
+    found = body.get("model") if isinstance(body, dict) else None
+    if found not in (None, model_name):
+        raise Fault(f"an answer of the model {found!r}, expected {model_name!r}")
 
 
 def _require_tokens(ids: Any, most: int, vocab_size: int) -> None:
@@ -146,9 +162,14 @@ def _require_logprobs(logprobs: Any, tokens: int) -> None:
         raise Fault(f"log-probability {strange[0]!r} in a response, expected a number of at most 0")
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is finite as a float; whole numbers of JSON may be larger than any."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_logprob(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value <= ROUNDING
+    return is_number(value) and value <= ROUNDING

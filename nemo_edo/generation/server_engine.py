@@ -1,33 +1,35 @@
-"""Responses from servers, however many fail on the way."""
+"""The engine that generates with servers, whichever of them fail meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from threading import Event
+from typing import Protocol
 
 import aiohttp
 from tqdm import tqdm
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.errors import PartlyDrawn, RunStopped, UserError
+from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.generation.dispatch import Dispatcher
+from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, Answer, ServerAPI, completion_body, read_answer
 from nemo_edo.generation.stop_strings import StopStrings
-from nemo_edo.http_client import Fault, ServerError, parsed, require_status
+from nemo_edo.generation.supervision import post
 from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
+from nemo_edo.utils.http import Fault, ServerError, body_limit
 
 PROGRESS_DELAY_S = 2.0
-"""A shorter generation shows no bar of its own."""
-STOP_EVERY_S = 0.2
-"""Between two looks whether the generation is asked to stop."""
+"""Shorter generations show no progress bar."""
 
 
 class ServerEngine:
-    """A GenerationEngine over replicas of one model. The first rank alone talks to them; all ranks get what it drew."""
+    """A GenerationEngine over replicas of one model. Only the first rank talks to them; all ranks get the rollouts."""
 
     def __init__(
         self,
@@ -35,126 +37,124 @@ class ServerEngine:
         api: ServerAPI,
         settings: ServersConfig,
         *,
-        stop_id: int,
+        stop_ids: Sequence[int],
         vocab_size: int,
         decode: Callable[[Sequence[int]], str],
         model_folder: Path,
         logprobs_after_temperature: bool,
         progress: bool = False,
     ) -> None:
-        """replicas: empty on every rank but the first. stop_id: the token that ends a response. vocab_size: token ids
-        of responses lie below it. model_folder: what a server that is started again loads.
-        logprobs_after_temperature: as of ``Launch``."""
+        """replicas: empty on every rank but the first. stop_ids: the tokens that end a response. vocab_size: the token
+        ids of responses are below it. model_folder: what a restarted server loads. logprobs_after_temperature: as for
+        ``Launch``."""
         self.replicas = list(replicas)
-        self.left_out: list[Replica] = []
-        """Those that have not taken the last weights, and are given no requests."""
+        self.excluded: list[Replica] = []
+        """Replicas that did not take the latest weights, and get no requests."""
         self.policy_version = 0
         self.model_folder = model_folder
         self.served_model = next((replica.model_name for replica in replicas), "")
-        """The name that requests give; another one for an adapter beside the model."""
+        """The model that requests name; an adapter has its own name."""
         self.on_restart: Callable[[Replica], None] | None = None
-        """Called once a replica is back, before it is given requests: brings it to the current weights. Where it raises
-        ServerError, the replica counts as not back. Of a server that the run does not start nobody can tell whether it
-        was down or started again: it is called for these whenever they were not to be reached for a while."""
-        self.on_drawn: Callable[[Replica], None] | None = None
-        """Called of each healthy replica once responses are drawn, before anyone has them: raises ServerError where it
-        has other weights than those of ``policy_version``."""
+        """Brings a replica to the current weights after its restart, before it gets requests. Where it raises
+        ServerError, the restart has failed. A server that the run does not manage may have been restarted whenever it
+        could not be reached, so this is called then, too."""
+        self.on_generated: Callable[[Replica], None] | None = None
+        """Called for each healthy replica after every generation, before the responses are used: raises ServerError
+        where its weights are not those of ``policy_version``."""
         self._api = api
         self._settings = settings
-        self._stop_id = stop_id
+        self._stop_ids = tuple(stop_ids)
         self._vocab_size = vocab_size
         self._decode = decode
         self._after_temperature = logprobs_after_temperature
         self._progress = progress
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        """One rollout for each request, in order, the same list on every rank; errors, too, are those of ``draw``."""
-        return on_main_for_long(lambda: self.draw(requests, sampling))
+        """One rollout for each request, in order, the same list on every rank; raises, on every rank, what
+        ``generate_local`` raises."""
+        return on_main_for_long(lambda: self.generate_local(requests, sampling))
 
-    def draw(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, stop: threading.Event | None = None
+    def generate_local(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, stop: Event | None = None
     ) -> list[Rollout]:
-        """What ``generate`` returns, for this process alone, from any thread.
+        """What ``generate`` returns, for this process alone and from any thread.
 
-        Raises PartlyDrawn, with what there is, where a request is refused for good, has failed too often, or no server
-        is left; RunStopped soon after ``stop`` was set.
+        Raises PartlyGenerated, with the responses so far, where a request is refused for good or has used up its
+        attempts, or where no server is left; RunStopped soon after ``stop`` is set.
         """
-        self._require_fitting(sampling)
-        drawn: dict[int, Rollout] = {}
+        self._require_supported(sampling)
+        rollouts: dict[int, Rollout] = {}
         try:
-            asyncio.run(self._draw_all(requests, sampling, drawn, stop or threading.Event()))
+            asyncio.run(self._send_all(requests, sampling, rollouts, stop))
         except ServerError as error:
-            self._require_current_weights()
-            answered = [drawn[place] for place in sorted(drawn)]
-            raise PartlyDrawn(
-                f"{len(answered)} of {len(requests)} responses were drawn, then: {error}", answered
-            ) from error
-        self._require_current_weights()
-        return [drawn[place] for place in range(len(requests))]
+            self._require_weights()
+            answered = [rollouts[place] for place in sorted(rollouts)]
+            message = f"{len(answered)} of {len(requests)} responses were generated, then: {error}"
+            raise PartlyGenerated(message, answered) from error
+        self._require_weights()
+        return [rollouts[place] for place in range(len(requests))]
 
     def close(self) -> None:
-        """Ends the servers that the run has started."""
-        for replica in [*self.replicas, *self.left_out]:
+        """Stops the servers that the run manages."""
+        for replica in [*self.replicas, *self.excluded]:
             replica.stop()
 
-    # --- one drawing ----------------------------------------------------------------------------------------------
+    # --- one generation -------------------------------------------------------------------------------------------
 
-    def _require_current_weights(self) -> None:
-        if self.on_drawn is not None:
+    def _require_weights(self) -> None:
+        if self.on_generated is not None:
             for replica in self.replicas:
                 if replica.is_healthy():
-                    self.on_drawn(replica)
+                    self.on_generated(replica)
 
-    def _require_fitting(self, sampling: SamplingParams) -> None:
-        """The servers' kind of log-probabilities was chosen when they were started."""
+    def _require_supported(self, sampling: SamplingParams) -> None:
+        """The servers return the kind of log-probabilities that was chosen when they were started."""
         if sampling.temperature == 0:
             return
         if self._after_temperature and sampling.top_p < 1:
-            raise UserError(f"top_p is {sampling.top_p}: servers that were started for top_p 1 cut their probabilities")
+            raise UserError(f"top_p is {sampling.top_p}: these servers were started for top_p 1")
         if not self._after_temperature and sampling.temperature != 1:
             raise UserError(
-                f"temperature is {sampling.temperature}: these servers tell the probabilities of temperature 1"
+                f"temperature is {sampling.temperature}: these servers return the probabilities of temperature 1"
             )
 
-    async def _draw_all(
+    async def _send_all(
         self,
         requests: Sequence[GenerationRequest],
         sampling: SamplingParams,
-        drawn: dict[int, Rollout],
-        stop: threading.Event,
+        rollouts: dict[int, Rollout],
+        stop: Event | None,
     ) -> None:
-        """Fills ``drawn``, by the requests' places; the first error ends it, and what is under way with it."""
+        """Fills ``rollouts``, by the requests' places."""
         quiet, strings = not self._progress, StopStrings(sampling.stop, self._decode)
         with tqdm(total=len(requests), desc="generate", disable=quiet, leave=False, delay=PROGRESS_DELAY_S) as bar:
-            async with Dispatcher(self.replicas, self._settings, self._bring_back) as servers:
 
-                async def one(place: int, request: GenerationRequest) -> None:
-                    drawn[place] = await servers.ask(
-                        lambda replica, session: self._ask(replica, session, request, sampling, strings)
-                    )
-                    bar.update()
+            def on_answer(place: int, rollout: Rollout) -> None:
+                rollouts[place] = rollout
+                bar.update()
 
-                tasks = [asyncio.create_task(one(place, request)) for place, request in enumerate(requests)]
-                await _all_or_none(tasks, [asyncio.create_task(_until(stop)), servers.broken])
+            sends = [partial(self._send, request=request, sampling=sampling, strings=strings) for request in requests]
+            async with Dispatcher(self.replicas, self._settings, self._restart) as servers:
+                await servers.send_all(sends, on_answer, stop)
 
-    async def _ask(
+    async def _send(
         self,
         replica: Replica,
         session: aiohttp.ClientSession,
+        *,
         request: GenerationRequest,
         sampling: SamplingParams,
         strings: StopStrings,
     ) -> Rollout:
-        body = completion_body(self._api, self.served_model, request, sampling, self._stop_id)
-        async with session.post(replica.url + COMPLETIONS, json=body, allow_redirects=False) as response:
-            answer = await response.read()
-        require_status(response.status, "POST", COMPLETIONS, answer, str(replica))
-        read = read_answer(parsed(answer, COMPLETIONS), request, sampling, self._stop_id, self._vocab_size)
+        body = completion_body(self._api, self.served_model, request, sampling, self._stop_ids)
+        limit = body_limit(len(request.prompt_ids) + request.limit(sampling))
+        answer = await post(replica, session, COMPLETIONS, body, limit)
+        read = read_answer(answer, self.served_model, request, sampling, self._stop_ids, self._vocab_size)
         return self._rollout(request, read, strings)
 
-    def _bring_back(self, replica: Replica) -> None:
-        """Raises ServerError where it does not come back."""
-        if replica.is_local:
+    def _restart(self, replica: Replica) -> None:
+        """Raises ServerError where the replica does not return."""
+        if replica.is_managed:
             replica.restart(self.model_folder)
         else:
             replica.wait_until_ready(self._settings.health_limit_s)
@@ -162,12 +162,12 @@ class ServerEngine:
             self.on_restart(replica)
 
     def _rollout(self, request: GenerationRequest, answer: Answer, strings: StopStrings) -> Rollout:
-        """Stop strings are looked for here as well: a server that knows them as token ids only (trtllm) goes on where
-        other tokens make up the text. Raises Fault where it ended at a string that is not in the text."""
+        """Looks for stop strings again: a server that knows them as token ids only (trtllm) misses those that other
+        tokens make up. Raises Fault where the server stopped at a string that is not in the text."""
         spoken = answer.ids[:-1] if answer.finished else answer.ids
         length, stop = strings.cut(spoken)
         if answer.at_string and stop is None:
-            raise Fault(f"a response that is said to end at a stop string, and contains none: {self._decode(spoken)!r}")
+            raise Fault(f"a response said to end at a stop string contains none: {self._decode(spoken)!r}")
         finished = answer.finished and stop is None
         kept = len(answer.ids) if finished else length
         return Rollout(
@@ -184,20 +184,35 @@ class ServerEngine:
         )
 
 
-async def _until(stop: threading.Event) -> None:
-    while not stop.is_set():
-        await asyncio.sleep(STOP_EVERY_S)
-    raise RunStopped("asked to stop: what was being drawn is given up")
+class LocalGeneration(Protocol):
+    """The part of ``ServerEngine`` that needs no other rank."""
+
+    policy_version: int
+
+    def generate_local(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, stop: Event | None = None
+    ) -> list[Rollout]:
+        """One rollout for each request, in order; raises RunStopped soon after ``stop`` is set."""
 
 
-async def _all_or_none(tasks: Sequence[asyncio.Task], watching: Sequence[asyncio.Future]) -> None:
-    """Waits for the tasks. Their first error, or that of something watched, is raised once nothing goes on."""
-    everything = asyncio.gather(*tasks)
-    try:
-        done, _ = await asyncio.wait([everything, *watching], return_when=asyncio.FIRST_COMPLETED)
-        for finished in done:
-            finished.result()
-    finally:
-        for future in (*tasks, *watching):
-            future.cancel()
-        await asyncio.gather(everything, *tasks, *watching, return_exceptions=True)
+class LocalEngine:
+    """A GenerationEngine for one process that generates in the background, until ``stop`` is set. The version of its
+    rollouts is the policy's when it was made."""
+
+    def __init__(self, engine: LocalGeneration, stop: Event) -> None:
+        self.policy_version = engine.policy_version
+        self._engine = engine
+        self._stop = stop
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+        """Errors as for ``ServerEngine.generate_local``."""
+        return self._engine.generate_local(requests, sampling, stop=self._stop)
+
+
+class ServedModel:
+    """Stands in for a model that is only evaluated, behind servers that keep their own weights. It gives no
+    log-probabilities but those of its responses."""
+
+    def __init__(self, engine: ServerEngine) -> None:
+        self.engine = engine
+        self.weight_sync = InProcessSync(engine)

@@ -1,4 +1,4 @@
-"""From the config to the servers that responses come from."""
+"""Builds generation servers, and the engine over them, from the config."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,47 +20,48 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import Launch, ServerAPI
 from nemo_edo.generation.server_engine import ServerEngine
+from nemo_edo.generation.server_process import ServerProcess
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.generation.vllm_server import VLLM
-from nemo_edo.http_client import ServerError
+from nemo_edo.utils.api_key import ApiKey, key_of_environment
+from nemo_edo.utils.http import ServerError
 
 APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-vllm", Path("/opt/vllm"))
-"""Where servers' own environments stand: of ``make vllm-env``, and of the container."""
+"""Where ``make vllm-env`` and the container put the servers' environment."""
 
 
 def check_servers(cfg: RunConfig, gpus: int) -> None:
-    """Raises UserError where the config's servers cannot be started or reached for lack of an environment, of GPUs or
-    of a key. gpus: of this machine."""
-    settings, api = cfg.generation.servers, APIS[cfg.generation.backend]
-    check_environment(settings, api, gpus)
+    """Raises UserError where the config's servers cannot be started or reached without an environment, GPUs or a key
+    that is missing. gpus: number of GPUs of this machine."""
+    check_environment(cfg.generation.servers, APIS[cfg.generation.backend], gpus)
 
 
 def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
-    """``check_servers``, of servers of any use."""
+    """``check_servers`` for any kind of server."""
     if settings.urls:
-        given_key(settings)
+        _user_key(settings)
         return
     python = server_python(settings)
     if shutil.which(python) is None:
         raise UserError(f"generation.servers.python: there is no {python}")
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    # -I, for the servers are started without the trainer's PYTHONPATH, too
+    # -I: servers are started without the trainer's PYTHONPATH
     if subprocess.run([python, "-I", "-c", probe, api.package], capture_output=True).returncode:
         raise UserError(
-            f"{python} has no {api.package}: {api.install}; then name its interpreter (generation.servers.python), or "
-            "servers that run already (generation.servers.urls)"
+            f"{python} has no {api.package}: {api.install}; then set generation.servers.python to its interpreter, or "
+            "generation.servers.urls to running servers"
         )
     needed = settings.first_gpu + settings.replicas * settings.tensor_parallel_size
     if gpus and needed > gpus:
         raise UserError(
-            f"generation.servers: {settings.replicas} replicas of {settings.tensor_parallel_size} GPUs from GPU "
-            f"{settings.first_gpu} on need {needed} GPUs; this machine has {gpus}"
+            f"generation.servers: replicas={settings.replicas}, tensor_parallel_size={settings.tensor_parallel_size} "
+            f"and first_gpu={settings.first_gpu} need {needed} GPUs; this machine has {gpus}"
         )
 
 
 def server_python(settings: ServersConfig) -> str:
-    """The interpreter that servers are started with."""
+    """The interpreter that starts servers."""
     if settings.python is not None:
         return settings.python
     found = [str(folder / "bin" / "python") for folder in ENVIRONMENTS if (folder / "bin" / "python").exists()]
@@ -67,86 +69,78 @@ def server_python(settings: ServersConfig) -> str:
 
 
 def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, key: str | None = None) -> list[Replica]:
-    """Replicas as the config has them, none started. logs: the folder of their logs. gpus: of this machine. key: that
-    those which are started will ask for; None: one that is made here."""
+    """The config's replicas, not started. logs: the folder of their logs. gpus: number of GPUs of this machine. key:
+    what managed servers ask for; None: a new one."""
     settings = cfg.generation.servers
     if settings.urls:
         return replicas_at_urls(settings)
-    return own_replicas(settings, APIS[cfg.generation.backend](), _launch(cfg, logs), model_folder, gpus, key)
+    return managed_replicas(settings, APIS[cfg.generation.backend](), _launch(cfg, logs), model_folder, gpus, key)
 
 
 def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
-    """Those that are there already, of any use."""
-    key = given_key(settings)
+    """Running servers of any kind."""
+    key = _user_key(settings).value
     return [
-        Replica(f"server {place}", url=url, key=key, start_limit_s=settings.health_limit_s, launched=settings.launched)
+        Replica(f"server {place}", url=url, key=key, ready_limit_s=settings.health_limit_s, launched=settings.launched)
         for place, url in enumerate(settings.urls)
     ]
 
 
-def own_replicas(
+def managed_replicas(
     settings: ServersConfig, api: ServerAPI, launch: Launch, model_folder: Path, gpus: int, key: str | None = None
 ) -> list[Replica]:
-    """Those that are started on this machine, of any use. launch: of each, but for its GPUs and its log: ``log`` is the
-    folder of all logs. gpus, key: as of ``build_replicas``."""
+    """Replicas of any kind that the run starts on this machine. launch: the same for each except ``gpus``, and ``log``,
+    which is here the folder of the logs. gpus, key: as for ``build_replicas``."""
     each, key = settings.tensor_parallel_size, key or secrets.token_urlsafe(32)
     replicas = []
     for place in range(settings.replicas):
         first = settings.first_gpu + place * each
-        own = tuple(range(first, first + each)) if gpus else ()
-        replicas.append(
-            Replica(
-                f"server {place}",
-                key=key,
-                api=api,
-                launch=replace(launch, gpus=own, log=launch.log / f"server_{place}.log"),
-                model_folder=model_folder,
-                start_limit_s=settings.start_limit_s,
-            )
-        )
+        devices = tuple(range(first, first + each)) if gpus else ()
+        own = replace(launch, gpus=devices, log=launch.log / f"server_{place}.log")
+        process = ServerProcess(api, own, model_folder)
+        replicas.append(Replica(f"server {place}", process=process, key=key, ready_limit_s=settings.start_limit_s))
     return replicas
 
 
 def start(replicas: Sequence[Replica], needed_length: int) -> None:
-    """Starts those that the run starts, all at a time, and waits for all. Raises ServerError, with none left running,
-    where one does not come up or takes fewer tokens than ``needed_length``."""
+    """Starts the managed replicas concurrently, and waits until all are ready. Raises ServerError, with none left
+    running, where one does not become ready or accepts fewer tokens than ``needed_length``."""
 
     def ready(replica: Replica) -> None:
-        replica.start() if replica.is_local else replica.wait_until_ready()
+        replica.start() if replica.is_managed else replica.wait_until_ready()
         if replica.max_length is not None and replica.max_length < needed_length:
             raise ServerError(
-                f"{replica} takes {replica.max_length} tokens of prompt and response together; model.seq_length is "
+                f"{replica} accepts {replica.max_length} tokens of prompt and response; model.seq_length is "
                 f"{needed_length}"
             )
 
-    try:
+    with ExitStack() as unless_ready:
+        for replica in replicas:
+            unless_ready.callback(replica.stop)
         with ThreadPoolExecutor(max_workers=len(replicas)) as pool:
             list(pool.map(ready, replicas))
-        if len({replica.model_name for replica in replicas}) > 1:  # of servers that others have started
+        if len({replica.model_name for replica in replicas}) > 1:  # of servers that the run does not manage
             names = ", ".join(f"{replica}: {replica.model_name}" for replica in replicas)
             raise ServerError(f"the servers have different models ({names})")
-    except BaseException:
-        for replica in replicas:
-            replica.stop()
-        raise
+        unless_ready.pop_all()
 
 
 def build_server_engine(
     cfg: RunConfig,
     replicas: Sequence[Replica],
     *,
-    stop_id: int,
+    stop_ids: Sequence[int],
     vocab_size: int,
     decode: Callable[[Sequence[int]], str],
     model_folder: Path,
     progress: bool = False,
 ) -> ServerEngine:
-    """replicas: started ones; none on every rank but the first."""
+    """replicas: ready ones; empty on every rank but the first."""
     return ServerEngine(
         replicas,
         APIS[cfg.generation.backend](),
         cfg.generation.servers,
-        stop_id=stop_id,
+        stop_ids=stop_ids,
         vocab_size=vocab_size,
         decode=decode,
         model_folder=model_folder,
@@ -177,21 +171,16 @@ def _launch(cfg: RunConfig, logs: Path) -> Launch:
 
 
 def _after_temperature(cfg: RunConfig) -> bool:
-    """Evaluations draw at temperature 1 and without a cut, where both kinds of log-probabilities are the same."""
+    """Evaluations sample at temperature 1 without a top-p cut, where both kinds of log-probabilities are the same."""
     return cfg.generation.backend == VLLM.backend and cfg.sampling.top_p == 1
 
 
 def _transfer_arguments(cfg: RunConfig) -> tuple[str, ...]:
-    """What a vLLM server needs to be told to take weights from GPU to GPU."""
+    """vLLM's options for receiving weights from GPU to GPU."""
     nccl = cfg.generation.refit.transport == "nccl"
     return ("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else ()
 
 
-def given_key(settings: ServersConfig) -> str | None:
-    """The key of servers that the run does not start."""
-    variable = settings.api_key_variable
-    if variable is None:
-        return None
-    if variable not in os.environ:
-        raise UserError(f"generation.servers.api_key_variable is {variable}, which the environment does not have")
-    return os.environ[variable]
+def _user_key(settings: ServersConfig) -> ApiKey:
+    """The key of servers that the run does not manage."""
+    return key_of_environment("generation.servers.api_key_variable", settings.api_key_variable)

@@ -1,19 +1,18 @@
-"""Where a response ends because its text contains a stop string: the one rule for every engine."""
+"""Where a stop string ends a response: one rule for all engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 CUT_CHARACTER = "\ufffd"
-"""What decoding shows in place of a character that tokens have only a part of."""
+"""What decoding shows for an incomplete character."""
 
 
 class StopStrings:
-    """Some texts, the first of which to appear in a response's text ends the response.
+    """A response ends with the first of these strings in its text.
 
-    A string may be spread over several tokens, and a token may go on behind it: the token that completes it belongs to
-    the response as it was sampled. Only a token whose own text has a string's last character can complete it, so most
-    tokens cost no decoding.
+    A string may span several tokens, and its last token may extend beyond it; that token belongs to the response. Only
+    a token whose text contains a string's last character can complete it, so most tokens need no decoding.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
@@ -38,7 +37,7 @@ class StopStrings:
         return min(ends)[1] if ends else None
 
     def cut(self, ids: Sequence[int]) -> tuple[int, str | None]:
-        """How many of the tokens a response has, and the string that ends it; all of them where none does."""
+        """The number of tokens up to the end of a string, and that string; all tokens and None without one."""
         if self:
             for length in range(1, len(ids) + 1):
                 string = self.ended_by(ids[:length])
@@ -47,9 +46,9 @@ class StopStrings:
         return len(ids), None
 
     def may_complete(self, token: int) -> bool:
-        """Whether the text of some tokens that this one ends may end with, or in, its part of a string."""
+        """Whether a string may end within this token's text."""
         if token not in self._completes:
-            # Twice: a text that begins with the token may lack the space that it has elsewhere.
+            # Twice: at the start of a text, a token may lose its leading space.
             text = self._decode((token, token))
             self._completes[token] = any(letter in text for letter in self._letters)
         return self._completes[token]

@@ -1,12 +1,13 @@
 """TensorRT-LLM's OpenAI-compatible server, ``trtllm-serve``, with its PyTorch backend (release 1.2.1).
 
-Read from its sources, and not run: it needs a GPU. It takes weights when it starts, so a refit relaunches it. It has no
-key of its own, so it listens on loopback alone. Its log-probabilities are those of the logits as the model gives them:
-the config allows temperature 1 alone. Numbers are those of the model folder's ``config.json``.
+Written from its sources, but never run, as it needs a GPU. It loads weights only when it starts, so a refit restarts
+it. It supports no key, so it listens on loopback only. Its log-probabilities are before the temperature, so the config
+allows temperature 1 only. Its precision is that of the model folder's ``config.json``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class TRTLLM:
 
     backend = "trtllm"
     package = "tensorrt_llm"
-    install = "pip install tensorrt_llm==1.2.1 in an environment of its own, on a machine with GPUs"
+    install = "pip install tensorrt_llm==1.2.1 in a separate environment, on a machine with GPUs"
 
     def model_name(self, model: Path) -> str:
         return model.name
@@ -40,7 +41,7 @@ class TRTLLM:
     def environment(self, launch: Launch, key: str) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)), "HF_HUB_OFFLINE": "1"}
 
-    def extra_fields(self, stop_id: int) -> dict[str, Any]:
-        # Without text, the answer has token ids. A stop token is a stop word here, and is cut off where it may be.
-        stop = {"ignore_eos": True, "stop_token_ids": [stop_id], "include_stop_str_in_output": True}
+    def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
+        # Answers have token ids only without detokenization. Stop tokens are stop words here, and cut off by default.
+        stop = {"ignore_eos": True, "stop_token_ids": list(stop_ids), "include_stop_str_in_output": True}
         return {"logprobs": 1, "detokenize": False, **stop}

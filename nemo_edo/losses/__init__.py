@@ -6,16 +6,11 @@ from nemo_edo.losses.advantages import (
     informative_groups,
     pass_at_k_advantages,
     positive_downweighted_advantages,
+    soft_overlong_penalty,
 )
 from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
-from nemo_edo.losses.diagnostics import GradientComparison, exploration_diagnostics, gradient_comparison, token_spread
-from nemo_edo.losses.entropy import entropy_bonus
-from nemo_edo.losses.exploration import (
-    exact_exploration_term,
-    exploration_noise_term,
-    exploration_term,
-    floor_share,
-)
+from nemo_edo.losses.diagnostics import token_spread
+from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share
 from nemo_edo.losses.importance import (
     icepop_weights,
     sampler_gap,
@@ -43,22 +38,18 @@ from nemo_edo.losses.preference import (
     vpo_loss,
     xpo_loss,
 )
-from nemo_edo.losses.reward_model import bradley_terry_loss, ranking_nce_loss
-from nemo_edo.losses.reward_shaping import soft_overlong_penalty
+from nemo_edo.losses.ranking import ranking_nce_loss
 from nemo_edo.losses.schedules import Schedule, build_schedule
-from nemo_edo.losses.supervised import sft_loss
-from nemo_edo.losses.term import LossTerm, NotFinite, reduce_tokens, reduction_count
+from nemo_edo.losses.term import LossTerm, NotFinite, entropy_bonus, reduce_tokens, reduction_count, sft_loss
 
 __all__ = [
     "DPOLossConfig",
     "GRPOLossConfig",
-    "GradientComparison",
     "LossTerm",
     "NgramPaths",
     "NotFinite",
     "PathFunction",
     "Schedule",
-    "bradley_terry_loss",
     "build_schedule",
     "clip_cov_selection",
     "dapo_config",
@@ -67,12 +58,9 @@ __all__ = [
     "each_path",
     "ed_idpo_loss",
     "entropy_bonus",
-    "exact_exploration_term",
-    "exploration_diagnostics",
     "exploration_noise_term",
     "exploration_term",
     "floor_share",
-    "gradient_comparison",
     "group_advantages",
     "grpo_exploration",
     "grpo_loss",

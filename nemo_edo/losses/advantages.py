@@ -1,4 +1,5 @@
-"""Advantages of responses relative to their group, the responses to one prompt, and which groups say anything.
+"""From rewards to advantages: relative to the group (the responses to one prompt), which groups are informative, and
+DAPO's penalty on the reward of overlong responses.
 
 Advantages are [B], in the rewards' floating type (torch's default for integer rewards), and have no gradient. They are
 relative to a group or to nothing, never to the batch: a loss divides by its own count and by nothing else.
@@ -108,7 +109,7 @@ def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: Tensor | 
     """Advantages of the best of k responses; [B] (Pass@k Training, Chen et al. 2025, their analytical form).
 
     All k-subsets of a group are rewarded with their highest reward and normalised over the subsets; a response gets
-    the mean over the subsets that hold it. With n wrong ones of G responses, P = 1 - C(n, k) / C(G, k) and
+    the mean over the subsets that include it. With n wrong ones of G responses, P = 1 - C(n, k) / C(G, k) and
     s = sqrt(P (1 - P)):
 
         correct   (1 - P) / s
@@ -157,11 +158,30 @@ def positive_downweighted_advantages(
     return signed.masked_fill(rewards == 1, positive)
 
 
+def soft_overlong_penalty(lengths: Tensor, *, max_length: float, cache_length: float) -> Tensor:
+    """DAPO's soft overlong punishment, to be added to the reward (Yu et al. 2025, eq. 13); in [-1, 0].
+
+    With L_max = max_length and L_cache = cache_length, a response of length L gets 0 up to L_max - L_cache, then
+    (L_max - L_cache - L) / L_cache, which is -1 at L_max, and -1 beyond.
+
+    lengths: response lengths in tokens, of any shape, which the result keeps; integers give the default floating type.
+    Raises ValueError for lengths that are negative or not finite, and unless 0 < cache_length <= max_length.
+    """
+    if not 0 < cache_length <= max_length < float("inf"):
+        raise ValueError(
+            f"cache_length is {cache_length} and max_length {max_length}, expected 0 < cache_length <= max_length"
+        )
+    wrong = ~(torch.isfinite(lengths) & (lengths >= 0))
+    if wrong.any():
+        raise ValueError(f"lengths has {lengths[wrong].tolist()}, expected finite numbers of at least 0")
+    return ((max_length - cache_length - lengths) / cache_length).clamp(-1, 0)
+
+
 def read_groups(group_ids: Tensor | Sequence[int], **values_B: Tensor | Sequence[float]) -> tuple[Groups, list[Tensor]]:
     """The groups, and the named values as detached tensors on the first one's device.
 
     Raises ValueError, naming the argument, for shapes other than one [B], values that are not finite and ids that are
-    no integers.
+    not integers.
     """
     device = torch.as_tensor(next(iter(values_B.values()))).device
     group_ids = torch.as_tensor(group_ids, device=device)
@@ -185,7 +205,7 @@ def require_values(name: str, values_B: Tensor, allowed: tuple[int, ...]) -> Non
 
 
 def floating_type(values: Tensor) -> torch.dtype:
-    """The tensor's own type if it is a floating one, else torch's default."""
+    """The tensor's own type if it is a floating one, otherwise torch's default."""
     return values.dtype if values.is_floating_point() else torch.get_default_dtype()
 
 

@@ -41,12 +41,12 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 def clip_cov_selection(
     covariances: Tensor, mask: Tensor, *, share: float, low: float, high: float, seed: int
 ) -> Tensor:
-    """The tokens that Clip-Cov takes out of the policy gradient, drawn at random; [B, T] bool (eq. 11).
+    """The tokens that Clip-Cov takes out of the policy gradient, sampled at random; [B, T] bool (eq. 11).
 
     covariances: [B, T] from ``token_covariances``. Eligible are valid tokens with low <= covariance <= high: absolute
     bounds, in the covariances' own unit (the authors use 1 and 5, far above the mean covariance).
-    share: int(share * valid tokens) are drawn without replacement, but at least 1 if share is above 0, as in the
-    authors' code; all eligible tokens where there are fewer. The seed fixes the draw.
+    share: int(share * valid tokens) are sampled without replacement, but at least 1 if share is above 0, as in the
+    authors' code; all eligible tokens where there are fewer. The seed fixes the selection.
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, a share outside [0, 1] and low > high.
     """
     if not low <= high:
@@ -54,16 +54,16 @@ def clip_cov_selection(
     (covariances_BT,) = without_padding(mask, covariances=covariances)
     valid_BT = valid_tokens(mask)
     eligible = (valid_BT & (covariances_BT >= low) & (covariances_BT <= high)).flatten().nonzero().flatten()
-    generator = torch.Generator().manual_seed(seed)  # a CPU generator: the draw is the same on every device
+    generator = torch.Generator().manual_seed(seed)  # a CPU generator: the same selection on every device
     order = torch.randperm(len(eligible), generator=generator).to(eligible.device)
     return _at(eligible[order[: _selected_count(share, valid_BT)]], mask)
 
 
 def kl_cov_selection(covariances: Tensor, mask: Tensor, *, share: float) -> Tensor:
-    """The tokens that KL-Cov holds to pi_old, those with the highest covariances; [B, T] bool (eq. 13).
+    """The tokens that KL-Cov keeps close to pi_old, those with the highest covariances; [B, T] bool (eq. 13).
 
     covariances: [B, T] from ``token_covariances``. share: int(share * valid tokens) are selected, but at least 1 if
-    share is above 0, as in the authors' code. Of equal covariances the first in row-major order wins.
+    share is above 0, as in the authors' code. Among equal covariances, the first in row-major order wins.
     Raises ValueError for shapes that differ, NaN or infinity at a valid token and a share outside [0, 1].
     """
     (covariances_BT,) = without_padding(mask, covariances=covariances)

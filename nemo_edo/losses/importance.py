@@ -48,7 +48,7 @@ def truncated_importance_weights(
 
 
 def icepop_weights(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """k = pi / behavior where low <= k <= high, else 0; detached: [B, T], 0 at padding.
+    """k = pi / behavior where low <= k <= high, otherwise 0; detached: [B, T], 0 at padding.
 
     IcePop (Ling team 2025, "Every step evolves: scaling reinforcement learning for trillion-scale thinking model"):
     M(k) = k within the bounds and 0 outside, with pi = pi_old and behavior = pi_gen. A token outside the bounds does
@@ -94,14 +94,14 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
 def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """How far the sampler pi_gen is from the trainer's pi_old over all tokens of a collection, as numbers to log.
 
-    Arguments as for ``sampler_gap``, and its means under its names; beside them, over the valid tokens:
+    Arguments as for ``sampler_gap``, and its means under its names; also, over the valid tokens:
 
     - "sampler_gap_max": the largest |log pi_old - log pi_gen|, in nats.
     - "sampler_ratio_p1", "sampler_ratio_p50", "sampler_ratio_p99", "sampler_ratio_max": of the ratio pi_old / pi_gen;
       percentiles are interpolated linearly between order statistics.
 
     In float64, from sorted values, so that no order of rows changes a bit. A ratio that overflows is infinity, and so
-    are the means that hold it: the gap, which a guard looks at, stays a number.
+    are the means that include it: the gap, which a guard checks, stays finite.
     Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
     """
     log_ratio_N = np.sort(

@@ -25,8 +25,8 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
 
     Those gradients are in expectation over tokens from pi_theta, taken through the value and not through sampling.
     logprobs: natural log-probabilities of the sampled tokens under pi_theta, of any shape; ref_logprobs: under pi_ref,
-    a constant. Raises ValueError for shapes that differ or an unknown estimator. Values that are not finite are the
-    caller's to refuse, who knows the padding: k3 overflows where pi_theta is far below pi_ref.
+    a constant. Raises ValueError for shapes that differ or an unknown estimator. The caller, who knows the padding,
+    refuses values that are not finite: k3 overflows where pi_theta is far below pi_ref.
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(f"ref_logprobs has shape {tuple(ref_logprobs.shape)}, but logprobs {tuple(logprobs.shape)}")

@@ -1,6 +1,6 @@
 """Credit for rare correct solutions: how much of a group took the same solution path. Ours, not the paper's.
 
-What "the same path" means is the task's to say (``PathFunction``): a parser where steps can be parsed, else clusters
+The task defines what "the same path" means (``PathFunction``): a parser where steps can be parsed, otherwise clusters
 of similar texts. Two uses of the resulting shares: ``novelty_advantages`` moves advantage from repeated to rare correct
 solutions; as ``weights`` of ``exploration_term`` they push down repeated paths alone.
 """
@@ -38,11 +38,11 @@ def each_path(parse: Callable[..., Hashable | None]) -> PathFunction:
 
 @dataclass(frozen=True)
 class NgramPaths:
-    """A path function for texts that no parser reads: similar wording stands for the same path.
+    """A path function for texts that no parser reads: similar wording counts as the same path.
 
     Two texts are linked if the Jaccard overlap |A & B| / |A | B| of their sets of word n-grams is at least the
     threshold; a path is a connected component of the links (single linkage), so the order of the texts does not
-    matter. Words are what lies between blanks. A text of fewer than n words is one gram; a blank one has no path.
+    matter. Words are separated by blanks. A text of fewer than n words is one gram; a blank one has no path.
     A path's label is its first text in alphabetical order.
     """
 
@@ -80,7 +80,7 @@ def redundancy_shares(
 
     [B], in ``correct``'s floating type (torch's default for bool); 0 for wrong responses and for a lone correct one.
     paths: [B] labels, compared within a group. Those of None count as one and the same path: a response whose path
-        cannot be read is no discovery, and were each of them a path of its own, garbled solutions would earn the most.
+        is unknown is not a discovery: with a separate path for each, garbled solutions would earn the most.
     correct: [B], bool or 0 and 1. group_ids: [B] integers, the same for the responses of one group.
 
     As ``exploration_term(..., weights=shares)`` (the count stays the same) these give the softer form of the novelty

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
-from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share
+from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share, step_weight
 from nemo_edo.losses.importance import icepop_weights, sampler_gap, truncated_importance_weights
 from nemo_edo.losses.kl import kl_per_token
 from nemo_edo.losses.term import LossTerm, per_token, reduce_tokens, require_finite, valid_tokens, without_padding
@@ -92,8 +92,9 @@ def grpo_loss(
     config: GRPOLossConfig,
     *,
     sampler_logprobs: Tensor | None = None,
-    exploration_weights: Tensor | None = None,
+    exploration_factors: Tensor | None = None,
     selected: Tensor | None = None,
+    exploration_weight: float | None = None,
 ) -> tuple[LossTerm, dict[str, LossTerm]]:
     """The minimised ED-GRPO loss and its metrics; with an exploration weight of 0, GRPO to the last bit.
 
@@ -104,9 +105,11 @@ def grpo_loss(
     mask: [B, T], 1 where a response token counts.
     sampler_logprobs: [B, T] under pi_gen, pi_old as the generation server computed it. config.sampler_correction turns
         pi_old / pi_gen into constant weights on every term but the KL to pi_ref; with "none" they only give metrics.
-    exploration_weights: [B] or [B, T] constant factors of the exploration term. No weight enters a count.
+    exploration_factors: [B] or [B, T] constant factors of the exploration term. No weight enters a count.
     selected: [B, T], 1 at the tokens that config.covariance_control acts on, chosen over the global batch
-        (``clip_cov_selection``, ``kl_cov_selection``); it needs them, and nothing else takes them.
+        (``clip_cov_selection``, ``kl_cov_selection``); required with one, refused without.
+    exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
+        config.exploration_weight.
 
     The loss, and the metrics policy_loss (the negated surrogate), kl (the estimate, without beta; absent without
     ref_logprobs), exploration (log-ratio with the floor, without its coefficient) and kl_cov (its penalty, likewise),
@@ -120,6 +123,7 @@ def grpo_loss(
     advantages, logprobs, old_logprobs = without_padding(
         mask, advantages=per_token(advantages.detach(), mask), logprobs=logprobs, old_logprobs=old_logprobs.detach()
     )
+    weight = step_weight(config, exploration_weight)
     weights, sampler_metrics = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
     loss, metrics = _policy_loss(logprobs - old_logprobs, advantages, mask, weights, selected, config)
     metrics |= sampler_metrics
@@ -131,11 +135,11 @@ def grpo_loss(
     elif config.beta > 0:
         raise ValueError(f"ref_logprobs is None, but beta is {config.beta}: give them, or set beta to 0")
 
-    exploration = _exploration(logprobs, old_logprobs, mask, weights, exploration_weights, config)
+    exploration = _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config)
     metrics["exploration"] = exploration.detached()
     metrics["floor_fraction"] = floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor)
-    if config.exploration_weight != 0:  # adding 0 * term would not be bit-equal to GRPO
-        loss = loss.plus(exploration, config.exploration_weight)
+    if weight != 0:  # adding 0 * term would not be bit-equal to GRPO
+        loss = loss.plus(exploration, weight)
     return loss, metrics
 
 
@@ -146,7 +150,7 @@ def grpo_exploration(
     config: GRPOLossConfig,
     *,
     sampler_logprobs: Tensor | None = None,
-    exploration_weights: Tensor | None = None,
+    exploration_factors: Tensor | None = None,
 ) -> LossTerm:
     """The exploration term of ``grpo_loss`` by itself, without its coefficient: for measuring its gradient.
 
@@ -154,17 +158,17 @@ def grpo_exploration(
     """
     (old_logprobs,) = without_padding(mask, old_logprobs=old_logprobs.detach())
     weights, _ = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
-    return _exploration(logprobs, old_logprobs, mask, weights, exploration_weights, config)
+    return _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config)
 
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """min(ratio A, clip(ratio) A) at each token, to be maximised, and where it is held (its gradient is zero).
+    """min(ratio A, clip(ratio) A) at each token, to be maximised, and where it is clipped (its gradient is zero).
 
     With dual_clip, a negative advantage's surrogate is at least dual_clip * A (Ye et al. 2020, eq. 5).
-    Held by "low", the lower bound on the ratios of negative advantages, by "high", the upper one on those of positive
-    ones, or by the "dual" clip: boolean tensors, of which at most one is true at a token.
+    Clipped by "low", the lower bound on the ratios of negative advantages, by "high", the upper one on those of
+    positive ones, or by the "dual" clip: boolean tensors, of which at most one is true at a token.
     Arguments of one shape, not reduced. Raises ValueError for ratios that overflow.
     """
     ratio = log_ratio.exp()
@@ -239,11 +243,11 @@ def _exploration(
     old_logprobs: Tensor,
     mask: Tensor,
     weights: Tensor,
-    exploration_weights: Tensor | None,
+    exploration_factors: Tensor | None,
     config: GRPOLossConfig,
 ) -> LossTerm:
-    if exploration_weights is not None:
-        (factors,) = without_padding(mask, exploration_weights=per_token(exploration_weights.detach(), mask))
+    if exploration_factors is not None:
+        (factors,) = without_padding(mask, exploration_factors=per_token(exploration_factors.detach(), mask))
         weights = weights * factors
     term = exploration_noise_term if config.exploration_control == "noise" else exploration_term
     return term(
@@ -299,7 +303,7 @@ def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Ten
 
 
 def _clip_shares(held: dict[str, Tensor], mask: Tensor) -> dict[str, LossTerm]:
-    """clip_fraction, and of it what each bound holds: they exclude each other."""
+    """clip_fraction, and of it the share of each bound: no token is clipped by two."""
     shares = {f"clip_{bound}_fraction": _token_mean(at_BT, mask) for bound, at_BT in held.items()}
     return {"clip_fraction": _token_mean(sum(held.values()), mask), **shares}
 

@@ -25,7 +25,7 @@ VPO             ``vpo_loss``               initial policy       +alpha beta (log
 ==============  =========================  ===================  ==================================================
 
 Which policy the reference is, is the caller's choice: the functions see log-probabilities only. Pairs and samples
-differ in number, so a bias is a term of its own: each is divided by its global count, and then they are added.
+differ in number, so a bias is a separate term: each is divided by its global count, and then they are added.
 
 Dimensions: P pairs, B sampled responses, T response tokens of a padded sequence. Log-probabilities are natural logs.
 """
@@ -39,9 +39,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_edo.config import DPOLossConfig
-from nemo_edo.losses.exploration import exploration_term, floor_share
-from nemo_edo.losses.reward_model import check_coefficient, rows_without_padding, sum_over_rows, valid_entries
-from nemo_edo.losses.term import LossTerm, reduce_tokens, valid_tokens, without_padding
+from nemo_edo.losses.exploration import exploration_term, floor_share, step_weight
+from nemo_edo.losses.term import (
+    LossTerm,
+    check_coefficient,
+    reduce_tokens,
+    rows_without_padding,
+    sum_over_rows,
+    valid_entries,
+    valid_tokens,
+    without_padding,
+)
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, length_normalized: bool = False) -> Tensor:
@@ -72,7 +80,7 @@ def dpo_loss(
     beta: strength of the trust region, above 0: the implicit reward is beta * log(pi_theta / pi_ref).
     label_smoothing: eps in [0, 0.5), the assumed share of pairs with exchanged labels; the loss is then
         -(1 - eps) log sigmoid(beta * margin) - eps log sigmoid(-beta * margin) (conservative DPO, Mitchell 2023).
-    mask: [P], 1 where a pair counts; None: all count. A pair with mask 0 contributes nothing, whatever it holds.
+    mask: [P], 1 where a pair counts; None: all count. A pair with mask 0 contributes nothing, NaN included.
     Raises ValueError for shapes other than [P], NaN or infinity in a pair that counts, and settings out of range.
     """
     if not 0 <= label_smoothing < 0.5:
@@ -129,10 +137,10 @@ def preference_metrics(
     beta: float,
     mask: Tensor | None = None,
 ) -> dict[str, LossTerm]:
-    """What the pairs say of the policy; no gradient, count = pairs. Arguments and errors as for ``dpo_loss``.
+    """What the pairs say about the policy; no gradient, count = pairs. Arguments and errors as for ``dpo_loss``.
 
     reward_chosen, reward_rejected: implicit rewards beta * (log pi_theta - log pi_ref), in nats. reward_margin: their
-    difference. reward_accuracy: 1 where it is above 0 (a tie is no success). logprobs_chosen, logprobs_rejected:
+    difference. reward_accuracy: 1 where it is above 0 (a tie does not count). logprobs_chosen, logprobs_rejected:
     log pi_theta, which show y_w and y_l falling together where the margin does not.
     """
     _check_beta(beta)
@@ -168,19 +176,20 @@ def ed_idpo_loss(
     *,
     pair_mask: Tensor | None = None,
     sample_weights: Tensor | None = None,
+    exploration_weight: float | None = None,
 ) -> tuple[LossTerm, LossTerm, dict[str, LossTerm]]:
     """The minimised ED-iDPO loss in two terms, to be divided by two global counts and added, and its metrics:
 
         total = preference.mean() + exploration.mean()
         L = E_pairs[-log sigmoid(beta * margin)] + alpha * beta * E_{y~pi_old}[log pi_theta(y) - log pi_old(y)]
 
-    preference: ``preference_loss``; count = pairs. exploration: ``exploration_term`` times config.exploration_weight;
+    preference: ``preference_loss``; count = pairs. exploration: ``exploration_term`` times the exploration weight;
     count = sampled responses. With weight 0 (ETO) it is a constant 0 without graph, and the total is bit-equal to the
     preference loss, in value and gradient.
 
     The preference term ignores lowering y_w and y_l together, and exploration rewards it: for any alpha > 0 the sum
-    has no lower bound unless config.log_ratio_floor gives one. For a chosen response alone, explored with its own
-    pair and y_l held, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
+    has no lower bound unless config.log_ratio_floor gives one. For a chosen response alone, explored with its own pair
+    and y_l fixed, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
 
     policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P], as for ``dpo_loss``.
     sample_logprobs, sample_old_logprobs: [B, T] of **all** responses that pi_old gave to the batch's prompts, with or
@@ -190,6 +199,8 @@ def ed_idpo_loss(
         ("seq-sum"); the caller gives pairs to match (``sequence_logprobs``).
     pair_mask: [P], 1 where a pair counts; None: all count.
     sample_weights: [B] or [B, T] constants on the exploration term's tokens (``exploration_term``).
+    exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
+        config.exploration_weight.
 
     Metrics, without gradient: those of ``preference_metrics``; preference_loss; exploration (with the floor, without
     its weight; count = sampled responses), log_ratio (log pi_theta - log pi_old) and floor_fraction (count = tokens),
@@ -210,7 +221,7 @@ def ed_idpo_loss(
         "preference_loss": preference.detached(),
         **sample_metrics,
     }
-    return preference, _weighted(exploration, config.exploration_weight), metrics
+    return preference, _weighted(exploration, step_weight(config, exploration_weight)), metrics
 
 
 def _explore(

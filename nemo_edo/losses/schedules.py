@@ -1,7 +1,7 @@
-"""The exploration weight over optimizer steps: fixed courses, and two controllers. Ours: the paper's is constant.
+"""The exploration weight over optimizer steps: fixed schedules, and two controllers. Ours: the paper's is constant.
 
-The weight is alpha * beta, or the coefficient that replaces it. A schedule is read before an optimizer step and told
-about it afterwards:
+The weight is alpha * beta, or the coefficient that replaces it. Read a schedule before an optimizer step, and call
+``step`` after it:
 
     loss = base.plus(exploration, schedule.weight)
     ...                                                # if schedule.needs_gradients, measure both gradients' norms
@@ -45,11 +45,11 @@ class Schedule(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on exactly; survives JSON."""
+        """What ``load_state_dict`` needs to resume exactly; survives JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state_dict`` was taken. The settings are not part of it: they are this schedule's own.
+        """Resumes where ``state_dict`` was taken. The settings are not part of it: this schedule keeps its own.
 
         Raises ValueError, and changes nothing, for the state of another kind of schedule, keys that are missing or
         too many, and values of another type, negative or not finite.
@@ -68,7 +68,7 @@ class Schedule(ABC):
         self._state = dict(state)
 
 
-class FixedCourse(Schedule):
+class FixedSchedule(Schedule):
     """constant, linear, cosine or warmup-hold-decay: the configured weight times a function of the steps taken.
 
     With p = steps taken / ``steps``, at most 1, and f = ``final_factor``:
@@ -162,7 +162,7 @@ class GradientShareController(Controller):
     setting that means the same for any reduction, length and model. Measured at the first step and then every
     ``every`` steps. The first measurement sets the weight; later ones, noisy as those of single batches are, move it by
     a factor of exp(rate) at most. A ratio of 0, NaN or infinity (a batch without samples, or without advantages) says
-    nothing about the weight: it stays, and the next step is asked for another one.
+    nothing about the weight: it stays, and the next step measures again.
     """
 
     def __init__(self, config: ScheduleConfig, weight: float) -> None:
@@ -199,4 +199,4 @@ def build_schedule(config: ScheduleConfig, weight: float) -> Schedule:
     if not math.isfinite(weight):
         raise ValueError(f"the exploration weight is {weight}, expected a finite number")
     controllers = {"entropy": EntropyController, "gradient-share": GradientShareController}
-    return controllers.get(config.kind, FixedCourse)(config, weight)
+    return controllers.get(config.kind, FixedSchedule)(config, weight)

@@ -1,10 +1,11 @@
-"""A loss as a sum and the number that it is to be divided by, and the reductions that make one from token values.
+"""A loss as a sum and the count that it is divided by: how masked values become one, and the two plainest losses.
 
-Dimensions: B sequences, T response tokens of a padded sequence.
+Dimensions: B sequences, T response tokens of a padded sequence; a row is one pair, sequence or question.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,36 +54,38 @@ class LossTerm:
         return LossTerm(self.sum.detach(), self.count)
 
 
-def require_finite(name: str, values: Tensor) -> None:
-    """Raises NotFinite, with the name, if any value is NaN or infinite."""
-    if not torch.isfinite(values).all():
-        raise NotFinite(f"{name} has NaN or infinite values at positions that count (mask 1); all must be finite")
+# --- masks ---------------------------------------------------------------------------------------------------------
 
 
 def valid_tokens(mask_BT: Tensor) -> Tensor:
-    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional, holds anything but 0 and 1, or is empty:
-    a loss over no token at all is a mistake of its caller."""
+    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional, has values other than 0 and 1, or is
+    empty: a loss over no token at all is a mistake of its caller."""
     if mask_BT.ndim != 2:
         raise ValueError(f"mask has shape {tuple(mask_BT.shape)}, expected [B, T]")
-    valid_BT = mask_BT != 0
-    if not (mask_BT == valid_BT).all():
-        raise ValueError("mask has values other than 0 and 1")
+    valid_BT = valid_entries("mask", mask_BT, mask_BT)
     if not valid_BT.any():
         raise ValueError(f"mask is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts")
     return valid_BT
 
 
-def per_token(values: Tensor, mask_BT: Tensor) -> Tensor:
-    """A [B] tensor as [B, T], the same value at every token of its sequence; any other tensor as it is."""
-    return values[:, None].expand(mask_BT.shape) if values.shape == mask_BT.shape[:1] else values
+def valid_entries(name: str, mask: Tensor | None, values: Tensor) -> Tensor:
+    """The mask as bool; all true without one. Raises ValueError for another shape or values other than 0 and 1."""
+    if mask is None:
+        return torch.ones_like(values, dtype=torch.bool)
+    if mask.shape != values.shape:
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected {tuple(values.shape)}")
+    valid = mask != 0
+    if not (mask == valid).all():
+        raise ValueError(f"{name} has values other than 0 and 1")
+    return valid
 
 
 def without_padding(mask_BT: Tensor, **tensors_BT: Tensor) -> list[Tensor]:
     """The named [B, T] tensors, in order, with exact zeros where the mask is 0.
 
     ``torch.where`` comes before any arithmetic, so that whatever padding holds (NaN, infinity) reaches neither values
-    nor gradients. Raises ValueError, naming the argument, for a tensor that has not the mask's shape, or that is not
-    finite where the mask is 1.
+    nor gradients. Raises ValueError, naming the argument, for a tensor that differs from the mask in shape, or that is
+    not finite where the mask is 1.
     """
     valid_BT = valid_tokens(mask_BT)
     clean = []
@@ -94,10 +97,52 @@ def without_padding(mask_BT: Tensor, **tensors_BT: Tensor) -> list[Tensor]:
     return clean
 
 
+def rows_without_padding(
+    mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Which rows count (bool), and the named one-dimensional tensors, in order, with exact zeros in the other rows.
+
+    ``without_padding`` for one value per row. mask: 1 where a row counts; None: all count.
+    Raises ValueError, naming the argument, for a tensor of other dimensions, shapes that differ, a mask with values
+    other than 0 and 1, and NaN or infinity in a row that counts.
+    """
+    first_name, first = next(iter(rows.items()))
+    if first.ndim != 1:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)}, expected one dimension: a value for each row")
+    valid = valid_entries(mask_name, mask, first)
+    clean = []
+    for name, values in rows.items():
+        if values.shape != first.shape:
+            raise ValueError(f"{name} has shape {tuple(values.shape)}, but {first_name} has {tuple(first.shape)}")
+        clean.append(torch.where(valid, values, 0.0))
+        require_finite(name, clean[-1])
+    return valid, clean
+
+
+def per_token(values: Tensor, mask_BT: Tensor) -> Tensor:
+    """A [B] tensor as [B, T], the same value at every token of its sequence; any other tensor as it is."""
+    return values[:, None].expand(mask_BT.shape) if values.shape == mask_BT.shape[:1] else values
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Raises NotFinite, with the name, if any value is NaN or infinite."""
+    if not torch.isfinite(values).all():
+        raise NotFinite(f"{name} has NaN or infinite values at positions that count (mask 1); all must be finite")
+
+
+def check_coefficient(name: str, value: float) -> None:
+    """Raises ValueError unless the number is finite and at least 0."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
+
+
+# --- reductions ----------------------------------------------------------------------------------------------------
+
+
 def reduction_count(mask_BT: Tensor, reduction: str) -> Tensor:
     """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values.
 
-    Scalar int64: valid tokens for "token-mean"; else sequences with at least one valid token.
+    Scalar int64: valid tokens for "token-mean", otherwise sequences with at least one valid token.
     Raises ValueError for an unknown reduction or an invalid mask.
     """
     if reduction not in REDUCTIONS:
@@ -121,7 +166,7 @@ def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_lengt
     norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
     reductions do not read it.
     Raises ValueError for shapes that differ, an empty mask, NaN or infinity at a valid token, an unknown reduction or
-    no norm_length.
+    a missing norm_length.
     """
     count = reduction_count(mask_BT, reduction)
     (values_BT,) = without_padding(mask_BT, values_BT=values_BT)
@@ -134,3 +179,32 @@ def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_lengt
             raise ValueError(f"norm_length is {norm_length}, expected a number above 0 with {reduction!r}")
         sums_B = sums_B / norm_length
     return LossTerm(sums_B.sum(), count)
+
+
+def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
+    """The values of the rows that count, added up; count = those rows."""
+    return LossTerm(torch.where(valid, values, 0.0).sum(), valid.sum())
+
+
+# --- the two plainest losses ---------------------------------------------------------------------------------------
+
+
+def sft_loss(logprobs_BT: Tensor, mask_BT: Tensor) -> LossTerm:
+    """Negative log-likelihood in nats, summed over tokens with mask 1; count = such tokens.
+
+    Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
+    """
+    (logprobs_BT,) = without_padding(mask_BT, logprobs_BT=logprobs_BT)
+    return reduce_tokens(-logprobs_BT, mask_BT, "token-mean")
+
+
+def entropy_bonus(
+    entropies_BT: Tensor, mask_BT: Tensor, *, reduction: str, norm_length: float | None = None
+) -> LossTerm:
+    """The **negative** entropy: multiplied by a positive coefficient and added to a minimised loss, it raises entropy.
+
+    entropies_BT: exact entropies in nats of pi_theta(. | x, y_<t) at the sampled positions.
+    Sum, count and errors are those of ``reduce_tokens``.
+    """
+    (entropies_BT,) = without_padding(mask_BT, entropies_BT=entropies_BT)
+    return reduce_tokens(-entropies_BT, mask_BT, reduction, norm_length)

@@ -1,4 +1,4 @@
-"""A checkpoint's files written by a process of their own, while the training goes on.
+"""Writes a checkpoint's files in a separate process while training continues.
 
 Megatron's machinery does it (``dist_checkpointing`` with ``async_sharded_save``): each rank copies its share to host
 memory, a forked process writes it, and once those of all ranks are done, the ranks finish the checkpoint together.
@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint import CheckpointException
 
+from nemo_edo.errors import UserError
 from nemo_edo.megatron.checksums import checksum
-from nemo_edo.processes import end_with
+from nemo_edo.utils.processes import end_with
+
+_KILLED = "a process that writes its files was killed, as the system does where memory is short"
+_LOOKS_EVERY_S = 0.1
 
 
 class Writing:
@@ -36,6 +43,7 @@ class Writing:
     ) -> None:
         """Every rank calls it at the same place. finish: called, on every rank, once all files but its own are there,
         with the checksums of those that this rank has written."""
+        self._folder = folder
         # Megatron's own queue lives in a third process, which would survive a trainer that is killed.
         filesystem_async._results_queue = _Mailbox()
         request = dist_checkpointing.save(
@@ -44,25 +52,53 @@ class Writing:
         checksums = _Mailbox()
         if request.async_fn is not None:  # this rank has something to write
             request = request._replace(async_fn=partial(_write, request.async_fn, os.getpid(), checksums))
-        request.add_finalize_fn(lambda: finish(checksums.get_nowait() if request.async_fn is not None else {}))
+        request.add_finalize_fn(lambda: finish(checksums.get(default={})))
         self._calls = AsyncCallsQueue()
         self._calls.schedule_async_request(request)
 
     def is_finished(self, *, wait: bool = False) -> bool:
-        """Whether all of it stands; the call that notices it finishes the checkpoint. Every rank calls it at the same
-        place. wait: until it does. Raises torch's CheckpointException, on every rank, where one could not write."""
+        """Whether all of it is written; the first call that finds it so finishes the checkpoint. Every rank calls it
+        at the same place. wait: until it is written. Raises UserError, on every rank, where one could not write."""
         if self._calls.get_num_unfinalized_calls():
-            self._calls.maybe_finalize_async_calls(blocking=wait)
+            try:
+                self._calls.maybe_finalize_async_calls(blocking=wait)
+            except CheckpointException as error:
+                rank, (failure, _) = next(iter(error.failures.items()))
+                raise UserError(
+                    f"{self._folder} could not be written by rank {rank}: {failure}; checkpoints before it stay: see "
+                    "to the cause, and rerun the command to resume from the last"
+                ) from error
         return not self._calls.get_num_unfinalized_calls()
 
 
 def _write(write: Callable, trainer: int, checksums: _Mailbox, *arguments: Any) -> None:
     """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory."""
     end_with(trainer)
-    os.register_at_fork(after_in_child=partial(end_with, os.getpid()))  # the writer has processes of its own
+    os.register_at_fork(after_in_child=partial(end_with, os.getpid()))  # the writer starts processes too
+    _end_with_the_first_killed(arguments[2])
     write(*arguments)
     paths = [Path(path) for path, *_ in arguments[1]]
     checksums.put({path.name: checksum(path) for path in paths if path.is_file()})
+
+
+def _end_with_the_first_killed(results: _Mailbox) -> None:
+    """Ends this process once one that it has started was killed (the system does, short of memory), and leaves word of
+    it among the results: Megatron would wait for that process for ever."""
+    started: list[ForkProcess] = []
+
+    class Watched(ForkProcess):
+        def start(self) -> None:
+            super().start()
+            started.append(self)
+
+    def watch() -> None:
+        while not any(process.exitcode for process in started):
+            time.sleep(_LOOKS_EVERY_S)
+        results.put(RuntimeError(_KILLED))
+        os._exit(1)
+
+    ForkContext.Process = Watched  # in this process only
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class _Mailbox:
@@ -75,10 +111,14 @@ class _Mailbox:
         pickle.dump(value, self._file)
         self._file.flush()
 
-    def get_nowait(self) -> Any:
-        """Raises ``queue.Empty``, as Megatron expects it, where nothing was left."""
+    def get(self, default: Any) -> Any:
+        """``default`` where nothing was left."""
         self._file.seek(0)
         try:
             return pickle.load(self._file)
-        except EOFError as error:
-            raise queue.Empty from error
+        except EOFError:
+            return default
+
+    def get_nowait(self) -> Any:
+        """What Megatron reads: the results, or an error in their place."""
+        return self.get(default=RuntimeError(_KILLED))

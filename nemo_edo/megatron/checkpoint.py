@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from nemo_edo.config.model_shape import SHAPE_FIELDS
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.background import Writing
-from nemo_edo.megatron.checksums import FILE as CHECKSUMS
-from nemo_edo.megatron.checksums import check_checksums, write_checksums
+from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums, write_checksums
 from nemo_edo.megatron.lora import describe
+from nemo_edo.megatron.pickles import check_metadata, plain_objects_only
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
-from nemo_edo.model_shape import SHAPE_FIELDS
+from nemo_edo.utils.files import read_object
 
 # How Megatron keeps a distributed optimizer's state: as one that is not distributed, gathered by gloo on the
 # first data-parallel rank, or each rank's part as it is, which asks for the same layout at loading.
@@ -53,15 +54,15 @@ def begin_save(
     extra: dict[str, Any] | None = None,
     reshardable: bool = True,
 ) -> Writing:
-    """``save``, of which the writing goes on behind the call: the policy may be trained on.
+    """``save`` in the background: training may continue while the files are written.
 
-    reference: a frozen copy of the policy's weights (``snapshot``) to be kept as well. extra: what ``load_extra`` gives
-    back, plain values for JSON. reshardable: whether the state of a distributed optimizer can be loaded at another
+    reference: a frozen copy of the policy's weights (``snapshot``) to be saved as well. extra: what ``load_extra``
+    returns, plain values for JSON. reshardable: whether the state of a distributed optimizer can be loaded at another
     number of ranks; it takes the first data-parallel rank room for that of all of them, in host memory.
     """
     staging = folder.with_name(folder.name + ".part")
     if torch.distributed.get_rank() == 0:
-        shutil.rmtree(staging, ignore_errors=True)  # what a killed run left behind
+        shutil.rmtree(staging, ignore_errors=True)  # left by a killed run
         staging.mkdir(parents=True)
     torch.distributed.barrier()
     sharding = RESHARDABLE if reshardable else AS_IT_IS
@@ -79,7 +80,7 @@ def begin_save(
 
 
 def _finish(staging: Path, folder: Path, about: str, checksums: dict[str, str]) -> None:
-    """The files are there: what is known of them joins them, and the folder gets its name."""
+    """Completes a checkpoint whose files are there: adds what describes them, and gives the folder its name."""
     if torch.distributed.get_rank() == 0:
         (staging / ABOUT).write_text(about, encoding="utf-8")
     write_checksums(staging, checksums)
@@ -90,27 +91,36 @@ def _finish(staging: Path, folder: Path, about: str, checksums: dict[str, str]) 
 
 
 def load_extra(folder: Path) -> dict[str, Any]:
-    """What ``save`` was given as ``extra``."""
+    """What ``save`` was given as ``extra``. Raises DamagedCheckpoint where it cannot be read."""
     return _about(folder)["extra"]
 
 
 @torch.no_grad()  # the distributed optimizer copies into parameters
-def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) -> None:
-    """Puts a checkpoint's weights (and optimizer state) in place.
+def load(
+    policy: MegatronPolicy,
+    folder: Path,
+    *,
+    with_optimizer: bool = False,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Puts a checkpoint's weights (and optimizer state) in place, once all of it is verified.
 
-    The layout may be another one than at saving, but for a distributed optimizer's state that was saved as it is.
-    Raises UserError where there is none, where it is of another architecture or has no optimizer (or another kind of
-    one), and its subclass DamagedCheckpoint where files are not what was written.
+    The layout may differ from the saved one, unless a distributed optimizer's state was saved without ``reshardable``.
+    check: called with what ``load_extra`` returns, to verify what is outside the folder; what it raises is passed on.
+    Raises UserError where the checkpoint is of another architecture or has no optimizer (or another kind of one), and
+    its subclass DamagedCheckpoint where files are missing or not what was written. No weight has changed by then.
     """
-    if not (folder / ABOUT).is_file() and not (folder / CHECKSUMS).is_file():
-        raise UserError(f"{folder} is not a checkpoint: it has no {ABOUT}")
     check_checksums(folder)
+    if check is not None:
+        check(load_extra(folder))
     _check_fits(policy, folder, with_optimizer)
     if with_optimizer:
         _begin_adam(policy.optimizer)
-    sharding = dist_checkpointing.load_content_metadata(str(folder))
-    wanted = _sharded_state(policy, with_optimizer, sharding, is_loading=True)
-    state = dist_checkpointing.load(wanted, str(folder))
+    check_metadata(folder)
+    with plain_objects_only(folder):
+        sharding = dist_checkpointing.load_content_metadata(str(folder))
+        wanted = _sharded_state(policy, with_optimizer, sharding, is_loading=True)
+        state = dist_checkpointing.load(wanted, str(folder))
     for index, chunk in enumerate(unwrap_model(policy.chunks)):
         chunk.load_state_dict(state[f"model{index}"])
     if with_optimizer:
@@ -124,7 +134,10 @@ def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False) 
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    try:
+        return read_object(folder / ABOUT, required=("architecture", "optimizer", "layout", "extra"))
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from error
 
 
 def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> None:
@@ -140,7 +153,7 @@ def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> N
         return
     there = about["optimizer"]
     if there is None:
-        raise UserError(f"{folder} holds weights alone, no state of an optimizer to go on with")
+        raise UserError(f"{folder} has weights only, no optimizer state to resume from")
     here = {**_layout(), **_optimizer_needs(policy, reshardable=True)}
     different = [key for key in there if there[key] != here[key]]
     if different:
@@ -148,7 +161,7 @@ def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> N
 
 
 def _architecture(policy: MegatronPolicy) -> dict[str, Any]:
-    """What of a model's config the shapes of its weights follow from, and its adapters."""
+    """What determines the shapes of a model's weights: its config's sizes, and its adapters."""
     config = policy.built.bridge.hf_pretrained.config
     shapes = {name: getattr(config, name) for name in SHAPE_FIELDS if hasattr(config, name)}
     return {**shapes, "lora": describe(policy.built.lora)}
@@ -158,7 +171,7 @@ def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any
     """What has to be the same for an optimizer's state to be loaded."""
     distributed = any(_distributed(policy.optimizer))
     layout = _layout() if distributed and not reshardable else {}
-    # Megatron then has an optimizer of its own for experts, and the state other names.
+    # Megatron then has a separate optimizer for experts, and other names in the state.
     experts = parallel_state.get_expert_model_parallel_world_size() > 1
     return {"distributed optimizer": distributed, "expert parallelism": experts, **layout}
 
@@ -187,14 +200,14 @@ def _sides(there: dict[str, Any], here: dict[str, Any], keys: list[str]) -> str:
 def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict, *, is_loading: bool) -> dict:
     state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(unwrap_model(policy.chunks))}
     if with_optimizer:
-        # A name may stand in several chunks: each counts its layers from 0.
+        # Several chunks may have the same name: each counts its layers from 0.
         model_state = {f"{chunk}.{key}": value for chunk, part in state.items() for key, value in part.items()}
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
         state["scheduler"] = policy.scheduler.state_dict()
     return state
 
 
-# --- a frozen copy of the weights beside them ----------------------------------------------------------------------
+# --- a frozen copy of the weights in the same checkpoint -----------------------------------------------------------
 
 REFERENCE = "reference."
 """What the names of its tensors begin with."""
@@ -204,7 +217,8 @@ def load_reference(policy: MegatronPolicy, folder: Path) -> Weights:
     """The weights that ``save`` was given as ``reference``; ``load`` has checked the folder's files."""
     empty = [torch.empty_like(weight, dtype=torch.float32) for weight in policy.snapshot()]
     state = _sharded_copy(policy, empty)
-    loaded = dist_checkpointing.load({name: part for name, (_, part) in state.items()}, str(folder))
+    with plain_objects_only(folder):
+        loaded = dist_checkpointing.load({name: part for name, (_, part) in state.items()}, str(folder))
     weights = {place: loaded[name] for name, (place, _) in state.items()}
     return [weights[place] for place in range(len(empty))]
 
@@ -239,7 +253,7 @@ def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
 
 
 def _begin_adam(optimizer: MegatronOptimizer) -> None:
-    """What is loaded needs a place: PyTorch's Adam makes its moments and step counters at its first step only."""
+    """Loading fills existing tensors: PyTorch's Adam makes its moments and step counters at its first step only."""
     for adam in _adams(optimizer):
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
             if not adam.state[parameter]:

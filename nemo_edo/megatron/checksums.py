@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: a damaged one is noticed before it is trained on."""
+"""Checksums of a checkpoint's files: damage is found before training resumes from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from nemo_edo.errors import UserError
+from nemo_edo.utils.files import read_object
 
 FILE = "checksums.json"
 _BLOCK = 1 << 22
@@ -41,10 +42,12 @@ def check_checksums(folder: Path) -> None:
 
 
 def _fault(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "there is no such folder"
     try:
-        expected = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        return f"{FILE} cannot be read ({error})"
+        expected = read_object(folder / FILE, required=())
+    except UserError:
+        return f"{FILE}, which tells what was written, is missing or damaged"
     present = _files(folder)
     if set(present) != expected.keys():
         name = min(set(present) ^ expected.keys())
@@ -63,7 +66,7 @@ def _share(names: list[str]) -> list[str]:
 
 
 def checksum(path: Path) -> str:
-    """Of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
+    """Checksum of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -2,7 +2,7 @@
 
 The one place that divides a loss: by counts of the whole global batch, fixed before the first backward pass. A
 micro-batch, a data-parallel rank or a pipeline stage adds its sums and divides by nothing, so gradients do not depend
-on how a batch is split. Megatron is told to do the same (``calculate_per_token_loss`` in build.py).
+on how a batch is split. Megatron is configured to do the same (``calculate_per_token_loss`` in build.py).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class MicroBatching:
     """How a rank's share of a global batch is cut: memory and speed, never the result."""
 
     rows: int
-    """At most so many to a micro-batch that is not packed."""
+    """Most rows of a micro-batch that is not packed."""
     tokens: int | None = None
-    """At most so many, padding included; None: no such bound, and rows stay in their order."""
+    """Most tokens of a micro-batch, padding included; None: no such bound, and rows stay in their order."""
     packing: bool = False
-    """Rows stand behind each other in one, without padding; it needs ``tokens``."""
+    """Rows are packed into one, without padding; it needs ``tokens``."""
     share_prompts: bool = False
-    """A pack holds the prompt of several rows once; it needs ``packing``."""
+    """A pack contains the prompt of several rows once; it needs ``packing``."""
 
     def __post_init__(self) -> None:
         if self.packing and self.tokens is None:
-            raise ValueError("packing needs a number of tokens that a pack has at most")
+            raise ValueError("packing needs tokens, the most that a pack may have")
         if self.share_prompts and not self.packing:
             raise ValueError("rows share a prompt within packs only")
 
@@ -63,14 +63,14 @@ class _Cut:
     """A global batch, cut into micro-batches; every rank knows those of all data-parallel ranks."""
 
     lengths: list[int]
-    """Of the batch's rows, in tokens."""
+    """Tokens of each row of the batch."""
     plans: list[list[list[int]]]
     """For each data-parallel rank its micro-batches' rows."""
     shapes: list[list[tuple[int, int]]]
     """For each data-parallel rank the shapes of its micro-batches' token ids as they enter the model."""
     packing: bool
     prompts: Prompts | None
-    """That rows of a pack share; None: each row has its own."""
+    """Prompts that rows of a pack share; None: each row includes its prompt."""
 
     def padding_share(self) -> float:
         shapes = (shape for shapes in self.shapes for shape in shapes)
@@ -92,13 +92,13 @@ def forward_backward(
 ) -> dict[str, float]:
     """Accumulates the gradient of the loss over the global batch, reduced over all ranks.
 
-    The loss is the sum over its terms of term.sum / loss_counts[name]: each has a denominator of its own.
+    The loss is the sum over its terms of term.sum / loss_counts[name]: each has its own denominator.
     loss_counts: for each term its count over the global batch; the micro-batches' counts must add up to it.
     of_tokens: makes metrics of the log-probabilities and entropies of the whole global batch, each [B, T] on the CPU,
-        such as no sum over micro-batches gives: percentiles. Where it is given, every rank gathers these 2 B T numbers.
+        which no sum over micro-batches gives, such as percentiles. With it, every rank gathers these 2 B T numbers.
     Returns the global means of the loss ("loss") and its metrics, the same on every rank, and "padding_share".
-    The loss is NaN where it is not finite in any micro-batch of any rank, or a loss function says ``NotFinite``: then
-    the gradient is of no use, and the metrics leave that micro-batch out.
+    The loss is NaN where it is not finite in any micro-batch of any rank, or a loss function raises ``NotFinite``: then
+    the gradient is useless, and the metrics leave that micro-batch out.
     Raises ValueError for a batch without any response token.
     """
     if not batch.mask.any():
@@ -106,14 +106,14 @@ def forward_backward(
 
     def to_scalar(outputs: Tensor, inputs: ModelInputs):
         micro = inputs.micro
-        log_probs, entropies = _log_probs_and_entropy(head, outputs, inputs, temperature)
-        tokens = {} if of_tokens is None else {TOKENS: (log_probs.detach(), entropies.detach())}
-        if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss is asked for it
-            return log_probs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=outputs.device), tokens
+        logprobs, entropies = _logprobs_and_entropy(head, outputs, inputs, temperature)
+        tokens = {} if of_tokens is None else {TOKENS: (logprobs.detach(), entropies.detach())}
+        if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss sees it
+            return logprobs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=outputs.device), tokens
         try:
-            terms, metrics = loss(log_probs, entropies, micro)
+            terms, metrics = loss(logprobs, entropies, micro)
         except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
-            terms, metrics = dict.fromkeys(loss_counts, LossTerm(log_probs.sum() * math.nan, math.nan)), {}
+            terms, metrics = dict.fromkeys(loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan)), {}
         total = sum(terms[name].sum / max(count, 1.0) for name, count in loss_counts.items())
         sums = {name: _pair(value) for name, value in metrics.items()}
         sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
@@ -131,7 +131,7 @@ def forward_backward(
 
 
 @torch.no_grad()
-def log_probs_and_entropy(
+def logprobs_and_entropy(
     chunks: list[MegatronModule],
     batch: TrainingBatch,
     *,
@@ -141,26 +141,26 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank.
 
-    Zero behind a row's last response token.
+    Zero after a row's last response token.
     """
 
     def keep(outputs: Tensor, inputs: ModelInputs):
         return (
             outputs.new_zeros(()),
             torch.zeros([], dtype=torch.int, device=outputs.device),
-            _log_probs_and_entropy(head, outputs, inputs, temperature),
+            _logprobs_and_entropy(head, outputs, inputs, temperature),
         )
 
     cut = _cut(chunks, batch, micro_batching)
     with head.installed():
         stored = _run_schedule(chunks, batch, cut, keep, forward_only=True)
-    log_probs, entropies = _of_global_batch(batch, cut, stored)
-    return log_probs, entropies
+    logprobs, entropies = _of_global_batch(batch, cut, stored)
+    return logprobs, entropies
 
 
 def _of_global_batch(batch: TrainingBatch, cut: _Cut, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
     """[2, B, T], the same on every rank, of what this rank's micro-batches have given, [b, t] each (on the last
-    pipeline stage; nothing on the others); zero behind a row's last response token."""
+    pipeline stage; nothing on the others); zero after a row's last response token."""
     result = torch.zeros(2, *batch.mask.shape, device=batch.tokens.device)
     if stored:
         for rows, values in zip(cut.plans[parallel_state.get_data_parallel_rank()], stored, strict=True):
@@ -173,35 +173,36 @@ def _of_global_batch(batch: TrainingBatch, cut: _Cut, stored: list[tuple[Tensor,
     return result
 
 
-def _log_probs_and_entropy(
+def _logprobs_and_entropy(
     head: LossHead, outputs: Tensor, inputs: ModelInputs, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Of the micro-batch's rows, each [b, T], from the model's output for its inputs."""
+    """Log-probabilities and entropies of the micro-batch's rows, each [b, T], from the model's output for its
+    inputs."""
     values = head(outputs, context_share(inputs.targets), temperature)
-    log_probs, entropies = (inputs.to_rows(value) for value in values)
-    return log_probs, entropies
+    logprobs, entropies = (inputs.to_rows(value) for value in values)
+    return logprobs, entropies
 
 
 def _cut(chunks: list[MegatronModule], batch: TrainingBatch, how: MicroBatching) -> _Cut:
     lengths = sequence_lengths(batch)
     prompts = Prompts.of(batch) if how.share_prompts else None
-    asked = input_shapes(get_model_config(chunks[0]))
+    required = input_shapes(get_model_config(chunks[0]))
     plans = plan_micro_batches(
         lengths,
         ranks=parallel_state.get_data_parallel_world_size(),
         rows=how.rows,
-        tokens=how.tokens // asked.multiple * asked.multiple if how.packing else how.tokens,
+        tokens=how.tokens // required.multiple * required.multiple if how.packing else how.tokens,
         unit=batch.unit,
         packing=how.packing,
         prompts=prompts,
     )
-    plans = [plan + [[]] * (-len(plan) % asked.group) for plan in plans]
+    plans = [plan + [[]] * (-len(plan) % required.group) for plan in plans]
 
     def shape(rows: list[int]) -> tuple[int, int]:
         saved = _saved(rows, prompts)
         return input_shape(_row_lengths(rows, lengths, batch.unit), packing=how.packing, saved=saved)
 
-    shapes = [asked.fit([shape(rows) for rows in plan]) for plan in plans]
+    shapes = [required.fit([shape(rows) for rows in plan]) for plan in plans]
     return _Cut(lengths, plans, shapes, how.packing, prompts)
 
 
@@ -210,7 +211,7 @@ def _saved(rows: list[int], prompts: Prompts | None) -> int:
 
 
 def _row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:
-    """Tokens of a micro-batch's rows; one that is padding alone has ``unit`` of the shortest ones."""
+    """Tokens of a micro-batch's rows; one of padding only has ``unit`` of the shortest ones."""
     return [lengths[row] for row in rows] or [2] * unit
 
 
@@ -292,7 +293,7 @@ def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> di
 
 
 def _metric_names(stored: list[dict[str, Tensor]]) -> list[str]:
-    """Those of any micro-batch of any rank: a rank whose rows are padding alone has none of its own."""
+    """The names in any micro-batch of any rank: a rank whose rows are all padding has none."""
     group = parallel_state.get_data_parallel_group()
     found: list[set[str]] = [set()] * group.size()
     torch.distributed.all_gather_object(found, {name for micro in stored for name in micro}, group=group)

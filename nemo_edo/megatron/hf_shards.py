@@ -7,15 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from nemo_edo.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 
 
 def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: int) -> None:
     """Writes ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with their index, in the order of
-    the weights. A tensor larger than ``max_bytes`` has a file of its own. All ranks take the weights, which makes them
+    the weights. A tensor larger than ``max_bytes`` gets a separate file. All ranks take the weights, which makes them
     gather each one; the first rank writes."""
     writes = torch.distributed.get_rank() == 0
     shards, shard, size = [], {}, 0
@@ -36,7 +39,11 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
 
 def _write(shard: dict[str, Tensor], out: Path, number: int) -> dict[str, int]:
     """The sizes of its tensors, by name. How many there will be, and so their names, is not known yet."""
-    save_file(shard, _unnamed(out, number), metadata={"format": "pt"})
+    path = _unnamed(out, number)
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be written: {error}") from error
     return {name: tensor.numel() * tensor.element_size() for name, tensor in shard.items()}
 
 

@@ -1,4 +1,8 @@
-"""The modules that a transformer layer is made of: Transformer Engine's, or Megatron's local ones."""
+"""Which kernels a model computes with: Transformer Engine's, or torch's and Megatron's own.
+
+This is the one switch between the two. What only a machine without Transformer Engine uses is in ``cpu/``; other
+modules ask the functions here about it and do not import it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
 
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.attention import SDPAttention, sdpa_lacks
-from nemo_edo.megatron.norm import TorchNorm
-from nemo_edo.megatron.self_attention import RotatingSelfAttention, rotates
-from nemo_edo.megatron.swiglu import is_swiglu, swiglu_mlp
+from nemo_edo.megatron.cpu import without_cuda
+from nemo_edo.megatron.cpu.attention import SDPAttention, sdpa_lacks
+from nemo_edo.megatron.cpu.experts import convert_local_experts
+from nemo_edo.megatron.cpu.norm import TorchNorm
+from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
+from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention, rotates
+from nemo_edo.megatron.cpu.swiglu import is_swiglu, swiglu_mlp
+from nemo_edo.megatron.decoding_cache import CacheContext
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +40,8 @@ CORES = {"sdpa": SDPAttention, "local": DotProductAttention}
 
 
 def set_layer_spec(provider, attention: str, device: torch.device) -> None:
-    """Gives Megatron-Bridge's ``provider`` the layers of ``model.attention``; Bridge's own are Transformer Engine's.
+    """Gives Megatron-Bridge's ``provider`` the layers of ``model.attention``; Bridge's own are Transformer Engine's. On
+    a CPU it also turns off the kernels that exist for CUDA only.
 
     Raises UserError for an attention that this machine or this model does not allow.
     """
@@ -39,7 +49,10 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
     logger.info("attention: %s", attention)
     if attention != "te":
         provider.transformer_layer_spec = partial(local_layer_spec, core_attention=CORES[attention])
-        provider.moe_grouped_gemm = False  # Bridge converts a local layer's experts one by one only (experts.py)
+        provider.moe_grouped_gemm = False  # Bridge converts a local layer's experts one by one only
+        convert_local_experts()
+    if device.type == "cpu":
+        without_cuda.configure(provider)
 
 
 def choose_attention(attention: str, config: TransformerConfig, device: torch.device, *, has_te: bool) -> str:
@@ -84,7 +97,7 @@ def _put_norms(layer: ModuleSpec) -> None:
 
 
 def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = False) -> None:
-    """Raises UserError where a layer's attention cannot keep packed sequences apart, or does not know of prompts that
+    """Raises UserError where a layer's attention cannot keep packed sequences apart, or does not support prompts that
     they share."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     if any(isinstance(module, DotProductAttention) for module in modules):
@@ -105,3 +118,12 @@ def shares_prompts(attention: Attention) -> bool:
     """Whether an attention layer can compute packs whose sequences share prompts."""
     whole = isinstance(attention, RotatingSelfAttention) and isinstance(attention.core_attention, SDPAttention)
     return whole and rotates(attention.config)
+
+
+def shared_prompt_cache(prompts: CacheContext, owner: Tensor, length: int) -> CacheContext:
+    """A cache for decoding in which each prompt is stored once, where every layer ``shares_prompts``.
+
+    prompts: the cache of a forward pass over the prompts. owner: [rows] int64, each row's prompt. length: the most
+    tokens that a row has, its prompt included.
+    """
+    return PromptCacheContext(prompts, owner, length)

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021) through Megatron-Bridge: small trained adapters beside frozen weights.
+"""LoRA (Hu et al. 2021) through Megatron-Bridge: small trained adapters alongside frozen weights.
 
 A target layer computes W x + alpha / rank * B A x, where A and B are trained. Two things are ours:
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_adapters(chunks: list[MegatronModule], config: LoRAConfig, seed: int) -> list[MegatronModule]:
-    """Freezes every weight and puts adapters beside those of the target layers; before DistributedDataParallel.
+    """Freezes every weight and adds adapters to the target layers; before DistributedDataParallel.
 
     Raises UserError where a target names no layer of the model.
     """
@@ -69,7 +69,7 @@ def initialize_adapters(chunks: list[MegatronModule], seed: int) -> None:
 
 @torch.no_grad()
 def merge_adapters(chunks: list[MegatronModule], seed: int) -> None:
-    """Adds the adapters' products to the frozen weights, in place, and starts the adapters anew. All ranks call it."""
+    """Adds the adapters' products to the frozen weights, in place, and initializes the adapters. All ranks call it."""
     for _, layer in _adapted_layers(chunks):
         adapter, weight = layer.adapter, layer.to_wrap.weight
         a, b = adapter.linear_in.weight.float(), adapter.linear_out.weight.float()

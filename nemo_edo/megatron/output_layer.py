@@ -1,8 +1,8 @@
 """From the last stage's hidden states to log-probabilities: through logits, or without ever holding them.
 
 The fused head takes the output layer out of the model's forward pass: in its place the hidden states come out, and
-``linear_log_probs_and_entropy`` makes log-probabilities of them and of the weight that the model would have multiplied
-them with, tied or not. Weights, their names, checkpoints, hooks and the generation engine know nothing of it.
+``linear_logprobs_and_entropy`` makes log-probabilities of them and of the weight that the model would have multiplied
+them with, tied or not. Weights, their names, checkpoints, hooks and the generation engine are unaffected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nemo_edo.config import FUSED_FROM_COLUMNS
 from nemo_edo.errors import UserError
-from nemo_edo.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 
 
 class LossHead:
@@ -86,10 +86,10 @@ class LossHead:
                 # Not before the model transposes its outputs: the gradient would come back transposed, and Megatron's
                 # all-reduce of a tensor that is not contiguous adds up a copy and returns the tensor as it was.
                 outputs = copy_to_tensor_model_parallel_region(outputs, group=self._layer.tp_group)
-            return linear_log_probs_and_entropy(outputs, self._weight, targets, vocab_start=start, **options)
+            return linear_logprobs_and_entropy(outputs, self._weight, targets, vocab_start=start, **options)
         start = group.rank() * outputs.shape[-1]
         overwrite = torch.is_grad_enabled() and outputs.requires_grad
-        return vocab_parallel_log_probs_and_entropy(
+        return vocab_parallel_logprobs_and_entropy(
             outputs, targets, vocab_start=start, overwrite_logits=overwrite, **options
         )
 

@@ -1,4 +1,4 @@
-"""What the model sees of a micro-batch: a row for each sequence, or all sequences behind each other in one row."""
+"""What the model sees of a micro-batch: one row per sequence, or all sequences packed into one row."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class ModelInputs:
     tokens: Tensor
     """[r, s] ids that enter the model."""
     targets: Tensor
-    """[r, s] the ids behind them."""
+    """[r, s] the ids that follow them."""
     positions: Tensor
     """[r, s] each one's place in its own sequence."""
     packed: PackedSeqParams | None = None
     """Where the sequences of a pack begin and end; None: a row is a sequence."""
     kept: Tensor | None = None
-    """[b, T], True at the positions that a pack holds, row by row."""
+    """[b, T], True at the positions that are in the pack, row by row."""
     places: Tensor | None = None
-    """[b, T] where a pack holds them, if some stand there once for several rows; None: in their order."""
+    """[b, T] indices into the pack, where several rows share tokens; None: in their order."""
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 where a pack has none."""
+        """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 outside the pack."""
         if self.kept is None:
             rows, length = self.micro.mask.shape
             return gather_context(values)[:rows, :length]

@@ -15,8 +15,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.megatron.build import BuiltModel, optimizer_storage
-from nemo_edo.megatron.forward_backward import LossFunction, forward_backward, log_probs_and_entropy
+from nemo_edo.megatron.bridge import BuiltModel, optimizer_storage
+from nemo_edo.megatron.forward_backward import LossFunction, forward_backward, logprobs_and_entropy
 from nemo_edo.megatron.lora import adapters_off, merge_adapters
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.parallel.main_rank import any_rank
@@ -27,7 +27,7 @@ Weights = list[Tensor]
 
 
 class MegatronPolicy:
-    """Runs loss functions through the model and Megatron's optimizer. It holds no maths of its own."""
+    """Runs loss functions through the model and Megatron's optimizer. It contains no maths."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class MegatronPolicy:
 
     def forward_backward(self, batch: TrainingBatch, loss: LossFunction, **settings) -> dict[str, float]:
         """Accumulates gradients only; ``settings`` as in ``forward_backward.forward_backward``."""
-        # Only behind zero_grad does Megatron gather changed weights on its way.
+        # Megatron gathers changed weights during the forward pass only after zero_grad.
         chunks = self.chunks if settings.get("forward_only") else self.built.training_chunks
         return forward_backward(chunks, batch.to(self.device), loss, head=self._head, **settings)
 
     def apply_gradients(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
-        """Clips, steps and moves the schedule on; returns "grad_norm" (before clipping), "lr" and "skipped", 0 or 1.
+        """Clips, steps and advances the schedule; returns "grad_norm" (before clipping), "lr" and "skipped", 0 or 1.
 
         The step is skipped, on every rank, where on any of them the ``loss`` or the gradient norm is not finite or the
         norm is above ``grad_norm_limit``: weights, optimizer and schedule stay as they are, and gradients are zeroed.
@@ -117,7 +117,7 @@ class MegatronPolicy:
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     def _clip(self, grad_norm: float) -> None:
-        """Megatron's own clipping, with the norm that is known already: its ``step`` would look at it too late."""
+        """Megatron's own clipping, with the norm that is already known: its own ``step`` would check it too late."""
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             parameters, config = part.get_parameters(), part.config
             if parameters and config.clip_grad > 0:
@@ -129,14 +129,18 @@ class MegatronPolicy:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def log_probs(self, batch: TrainingBatch, **settings) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TrainingBatch, **settings) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, T] of the current weights, on the CPU. ``settings`` as in
-        ``forward_backward.log_probs_and_entropy``."""
-        results = log_probs_and_entropy(self.chunks, batch.to(self.device), head=self._head, **settings)
+        ``forward_backward.logprobs_and_entropy``."""
+        results = logprobs_and_entropy(self.chunks, batch.to(self.device), head=self._head, **settings)
         return results[0].cpu(), results[1].cpu()
 
+    def is_finite(self) -> bool:
+        """Whether every trained weight is a finite number, on every rank; every rank calls it."""
+        return not any_rank(not all(parameter.isfinite().all() for parameter in self._parameters()))
+
     def snapshot(self, *, resident: bool = False) -> Weights:
-        """A copy of the current trained weights: on their own device, or in host memory (pinned beside a GPU)."""
+        """A copy of the current trained weights: on their own device, or in host memory (pinned with a GPU)."""
         weights = [parameter.detach() for parameter in self._parameters()]
         return [weight.clone() for weight in weights] if resident else [_copy_to_host(weight) for weight in weights]
 
@@ -147,7 +151,7 @@ class MegatronPolicy:
             self.optimizer.reload_model_params()
 
     def merge_adapters(self) -> None:
-        """The current weights become those without adapters, and the adapters start anew. Nothing without LoRA."""
+        """Merges the adapters into the weights and reinitialises them; does nothing without LoRA."""
         if self.built.lora is not None:
             merge_adapters(self.chunks, self.built.seed)
             if self.optimizer is not None:
@@ -155,10 +159,10 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def weights(self, frozen: Weights) -> Iterator[None]:
-        """Inside the block the model computes with ``frozen``; its own weights return behind it.
+        """Inside the block the model computes with ``frozen``; its own weights return after it.
 
-        The two change places, so that no third copy is needed: by their addresses where they lie on one device, else
-        by their contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. The optimizer's fp32
+        The two are exchanged, so that no third copy is needed: by address where they are on one device, otherwise by
+        contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. The optimizer's fp32
         weights, where it has them, are not touched.
         """
         pairs = [(p, f.to(p.dtype)) for p, f in zip(self._parameters(), frozen, strict=True)]
@@ -170,7 +174,7 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside the block the model computes without its adapters: with the weights that they were started beside."""
+        """Inside the block the model computes without its adapters: with the weights that they were initialised on."""
         with adapters_off(self.chunks):
             yield
 
@@ -191,17 +195,17 @@ def _copy_to_host(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Parameters and frozen copies of their dtype change places; a second call undoes the first, to the last bit."""
+    """Swaps parameters with frozen copies of their dtype; a second call undoes the first, to the last bit."""
     for parameter, other in pairs:
         if parameter.device == other.device:
             parameter.data, other.data = other.data, parameter.data
         else:
             exchange_contents(parameter, other)
-    torch.cuda.synchronize()  # pinned memory is written behind the host's back
+    torch.cuda.synchronize()  # pinned memory is written asynchronously
 
 
 def exchange_contents(one: Tensor, other: Tensor) -> None:
-    """Two tensors of one shape and dtype, on devices of their own; needs the memory of a copy of ``one`` beside it."""
+    """Two tensors of one shape and dtype, on different devices; needs memory for a second copy of ``one``."""
     kept = one.clone()
     one.copy_(other, non_blocking=True)
     other.copy_(kept, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What FP8 training needs of the machine and of the model, checked before time is spent, and Megatron's switches."""
+"""What FP8 training needs from the machine and the model, checked before time is spent, and Megatron's switches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class _Needs:
-    """Of a recipe. capability: from the first up to, but not, the second."""
+    """What a recipe needs. capability: from the first up to, but not, the second."""
 
     transformer_engine: str
     capability: tuple[int, int]
@@ -58,7 +58,7 @@ def this_machine(device: torch.device) -> Machine:
 
 
 def check_machine(precision: PrecisionConfig, machine: Machine) -> None:
-    """Raises UserError where ``machine`` has not what the config's FP8 recipe needs."""
+    """Raises UserError where ``machine`` lacks what the config's FP8 recipe needs."""
     if precision.fp8 is None:
         return
     needs, key = RECIPES[precision.fp8_recipe], f"precision.fp8_recipe {precision.fp8_recipe}"
@@ -91,7 +91,7 @@ def _possible(capability: tuple[int, int]) -> str:
 
 
 def check_dimensions(precision: PrecisionConfig, sizes: Mapping[str, int]) -> None:
-    """Raises UserError where a dimension of a rank's matrix products is no multiple of what FP8 needs.
+    """Raises UserError where a dimension of a rank's matrix products is not a multiple of what FP8 needs.
 
     sizes: the dimensions by what they are ("hidden size"), as one tensor-parallel rank has them.
     """
@@ -122,7 +122,7 @@ def dimensions(model, parallelism: ParallelismConfig) -> dict[str, int]:
 
 
 def configure(model, precision: PrecisionConfig) -> None:
-    """Sets Megatron's config of a model to compute in these numbers."""
+    """Sets Megatron's config of a model to this precision."""
     dtype = DTYPES[precision.dtype]
     model.params_dtype = model.pipeline_dtype = model.autocast_dtype = dtype
     model.bf16 = dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""What a layout asks of the shapes of micro-batches, and how a sequence is shared by context-parallel ranks."""
+"""What a layout requires of the shapes of micro-batches, and how a sequence is shared by context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputShapes:
-    """Of the token ids [rows, length] that enter the model."""
+    """Requirements on the token ids [rows, length] that enter the model."""
 
     multiple: int = 1
     """Lengths are multiples of it."""
@@ -40,7 +40,7 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     return InputShapes(
         multiple=math.lcm(2 * context if context > 1 else 1, context * shares * step),
-        # With two stages, a stage's neighbours in front and behind are one process, which receives the shapes of
+        # With two stages, a stage's previous and next neighbours are one process, which receives the shapes of
         # activations and of gradients in another order than they are sent in: they have to be the same.
         uniform=interleaved,
         group=config.pipeline_model_parallel_size if interleaved else 1,
@@ -48,7 +48,7 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
 
 
 def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Token ids [b, s] with zeros behind and below, [rows, length]. Causal attention never looks at them."""
+    """Token ids [b, s] padded with zeros to [rows, length]. Causal attention never looks at them."""
     rows, length = shape
     return F.pad(tokens, (0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
 

@@ -1,4 +1,4 @@
-"""Packs in which the responses to one prompt share it: its tokens enter the model once.
+"""Packs in which responses to one prompt share it: the prompt's tokens enter the model once.
 
 A prompt's hidden states do not depend on what follows, so all that a layer computes of a token by itself (projections,
 norms, the MLP) is computed once for a prompt, exactly. Attention alone sees whole sequences: their queries, keys and
@@ -20,20 +20,20 @@ from nemo_edo.megatron.packing import ModelInputs
 from nemo_edo.types import TrainingBatch
 
 FULL = 0.75
-"""Of the longest sequence's length, what the others of a block of sequences have at least."""
+"""In a block, every sequence has at least this share of the longest one's length."""
 
 
 @dataclass
 class SharedPrompts(PackedSeqParams):
-    """Where the sequences of a pack lie, whose first u of t tokens are theirs. Attention works on copies of its tokens:
-    on blocks of sequences of like length, padded, the copies of one block behind those of the other."""
+    """Where a pack's sequences are; its first u of t tokens belong to them, the rest is padding. Attention works on
+    copies of the tokens: on padded blocks of sequences of similar length, one block's copies after the other's."""
 
     positions: Tensor | None = None
     """[t] each token's place in its own sequence."""
     blocks: tuple[tuple[int, int], ...] = ()
     """The blocks' sequences and padded lengths."""
     of: Tensor | None = None
-    """[c] the token that each copy is of; any, behind a sequence's end."""
+    """[c] the index of the token that each copy is made of; arbitrary after a sequence's end."""
     originals: Tensor | None = None
     """[u] for each token one of its copies."""
     others: Tensor | None = None
@@ -46,7 +46,7 @@ class SharedPrompts(PackedSeqParams):
         return [part.unflatten(0, block) for part, block in zip(parts, self.blocks, strict=True)]
 
     def gather(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The pack's [t, ...] of blocks [rows, length, ...]: of several copies one, of tokens of no sequence zeros."""
+        """The pack's [t, ...] of blocks [rows, length, ...]: one of a token's copies; zeros for padding."""
         copies = [block.flatten(0, 1) for block in blocks]
         copies = torch.cat(copies) if len(copies) > 1 else copies[0]
         return _Gather.apply(copies, self.originals, len(self.positions))
@@ -81,7 +81,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded_rows(source: Tensor, rows: Tensor, length: int) -> Tensor:
-    """[length, ...]: the given rows of the source, and zeros behind them."""
+    """[length, ...]: the given rows of the source, then zeros."""
     result = source.new_empty(length, *source.shape[1:])
     torch.index_select(source, 0, rows, out=result[: len(rows)])
     result[len(rows) :] = 0
@@ -91,8 +91,8 @@ def _padded_rows(source: Tensor, rows: Tensor, length: int) -> Tensor:
 def shared_inputs(
     micro: TrainingBatch, lengths: Sequence[int], prompts: Prompts, shape: tuple[int, int]
 ) -> ModelInputs:
-    """One row: of each run of rows with one prompt the prompt, and then their own tokens, up to ``lengths`` - 1 of each
-    row; behind them, up to ``shape``, tokens that belong to none."""
+    """One row: for each run of rows with the same prompt, the prompt and then each row's other tokens (``lengths`` - 1
+    in all per row); then padding up to ``shape``."""
     device = micro.tokens.device
     places, kept, own = _places(lengths, prompts, device)
 
@@ -122,8 +122,8 @@ def shared_inputs(
 
 
 def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, longest] of each row's tokens their places in the pack (0 behind its end), whether the row has them, and
-    whether it is this row that puts them there: those behind its prompt, and the prompt where the row begins a run."""
+    """Three tensors [rows, longest]: each token's index in the pack (0 after the row's end), whether the row has this
+    token, and whether this row writes it: the tokens after its prompt, and the prompt where the row begins a run."""
     numbers, free, prompt = [], 0, 0
     for row, (length, shared, group) in enumerate(zip(lengths, prompts.lengths, prompts.groups, strict=True)):
         begins = row == 0 or group != prompts.groups[row - 1]
@@ -140,7 +140,7 @@ def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> t
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Rows of like length, and the tokens of the longest of them that enter the model."""
+    """Rows of similar length, and how many tokens of the longest of them enter the model."""
     blocks: list[tuple[list[int], int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if not blocks or lengths[row] - 1 < FULL * blocks[-1][1]:

@@ -13,12 +13,12 @@ from nemo_edo.errors import UserError
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from nemo_edo.config.model_shape import ModelShape
     from nemo_edo.megatron.precision import Machine
-    from nemo_edo.model_shape import ModelShape
 
 
 def check_world(parallelism: ParallelismConfig, world: int) -> None:
-    """Raises UserError where ``world`` processes cannot be split so."""
+    """Raises UserError where the sizes do not divide ``world`` processes."""
     sizes = {
         "tensor_model_parallel_size": parallelism.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallelism.pipeline_model_parallel_size,
@@ -45,7 +45,7 @@ def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, mac
         here = "there is no GPU" if machine.capability is None else f"found {found or 'none'}"
         raise UserError(
             f"parallelism.{name} {getattr(parallelism, name)} needs a GPU and Transformer Engine {engine} or newer "
-            f"({here}): take it out"
+            f"({here}): remove it"
         )
     if parallelism.optimizer_offload_fraction and precision.dtype != "bf16":
         raise UserError(
@@ -57,7 +57,7 @@ def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, mac
 def _divide_world(sizes: dict[str, int], product: int, world: int) -> None:
     if world % product:
         split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise UserError(f"{world} processes cannot be split into {split}: start a multiple of {product} processes")
+        raise UserError(f"{split} needs a multiple of {product} processes, got {world} (or set parallelism=auto)")
 
 
 def check_splits(model: TransformerConfig | ModelShape, parallelism: ParallelismConfig, vocab_size: int) -> None:
@@ -84,7 +84,7 @@ def _check_layers(layers: int, parallelism: ParallelismConfig) -> None:
     if parallelism.recompute_granularity == "full" and parallelism.recompute_num_layers > in_a_row:
         raise UserError(
             f"parallelism.recompute_num_layers {parallelism.recompute_num_layers} is more than the {in_a_row} layers "
-            "that a process holds in a row"
+            "that a process has in a row"
         )
 
 

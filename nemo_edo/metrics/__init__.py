@@ -1,7 +1,6 @@
 """What is measured: accuracy of several responses, diversity, entropy, and how sure the numbers are."""
 
-from nemo_edo.metrics.answers import answer_entropy, distinct_answers
-from nemo_edo.metrics.diversity import distinct_counts, distinct_n, self_bleu
+from nemo_edo.metrics.diversity import answer_entropy, distinct_answers, distinct_counts, distinct_n, self_bleu
 from nemo_edo.metrics.entropy import entropy_from_logits
 from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, bootstrap_ratios, mean_interval, paired_bootstrap
 from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost

@@ -1,4 +1,5 @@
-"""How much of a set of responses is not repetition: Distinct-n (Li et al. 2016) and Self-BLEU (Zhu et al. 2018).
+"""How different responses are: their texts, by Distinct-n (Li et al. 2016) and Self-BLEU (Zhu et al. 2018), and their
+final answers, by their number and entropy.
 
 Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number. Where n ids do not fit into 64 bits,
 shorter grams are replaced by their ranks first, which need at most 32.
@@ -6,15 +7,17 @@ shorter grams are replaced by their ranks first, which need at most 32.
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from nemo_edo.metrics.checks import whole_number
+from nemo_edo.metrics.whole_number import whole_number
 from nemo_edo.metrics.words import WordIds
 
 WORDS_AT_A_TIME = 2**15
@@ -26,7 +29,7 @@ def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int
 
     samples: all texts, or all sequences of token ids (list, tuple, NumPy array, tensor [T]); read once, so a generator
     will do. A text is split on whitespace, so its n-grams are of words and symbols between blanks. Ids are any
-    integers of 64 bits with a sign; they count by value, whatever holds them.
+    integers of 64 bits with a sign; they count by value, whatever their container.
     Memory: about 40 bytes for each token of all samples, and each distinct word of texts once.
     Raises ValueError for n below 1, texts mixed with ids, and a sample that is neither.
     """
@@ -60,8 +63,8 @@ def self_bleu(texts: Iterable[str], n: int = 4, *, max_references: int | None = 
     word has 0. Of a text shorter than n words, the orders that it has are taken.
 
     The cost grows with the square of the number of texts. max_references: each text is compared with as many others
-    at most, drawn at random by ``seed``; None: with all.
-    Raises ValueError for fewer than two texts, anything that is no text, and n or max_references below 1, and
+    at most, sampled at random by ``seed``; None: with all.
+    Raises ValueError for fewer than two texts, anything that is not a text, and n or max_references below 1, and
     ImportError where NLTK is missing.
     """
     n = whole_number("n", n, least=1)
@@ -83,6 +86,27 @@ def self_bleu(texts: Iterable[str], n: int = 4, *, max_references: int | None = 
         order = max(min(n, len(hypothesis)), 1)  # an empty text has 0 whatever its order
         scores.append(sentence_bleu(references, hypothesis, [1 / order] * order, smoothing))
     return float(np.mean(scores))
+
+
+def distinct_answers(answers: Iterable[Hashable | None]) -> int:
+    """The number of different answers among the responses to one prompt, abstentions not counted."""
+    return len({answer for answer in answers if answer is not None})
+
+
+def answer_entropy(answers: Iterable[Hashable | None], *, normalized: bool = False) -> float:
+    """Entropy in nats of the answers' observed shares, H = -sum p log p, over the non-abstaining responses to a prompt.
+
+    From 0.0, where all that answer agree or none answers, to log A, where A answers all differ. normalized: divided by
+    that log A, from 0 to 1 (0.0 for fewer than two answers).
+    This plug-in estimate (Shannon 1948) is too low for few responses: compare it at equal numbers of them.
+    """
+    counts = Counter(answer for answer in answers if answer is not None)
+    total = counts.total()
+    if total < 2:
+        return 0.0
+    highest = math.log(total)
+    entropy = min(math.fsum(count / total * math.log(total / count) for count in counts.values()), highest)
+    return entropy / highest if normalized else entropy
 
 
 def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list[int]]:
@@ -132,7 +156,7 @@ def _ngram_keys(codes: np.ndarray, n: int) -> np.ndarray:
     """[N - n + 1] uint64 for N int64 codes: equal where, and only where, the n codes that start there are equal."""
     codes = codes.view(np.uint64) - codes.min().view(np.uint64)  # modulo 2**64: no overflow from a negative lowest
     position_width = (len(codes) - 1).bit_length()
-    length = 1  # every code stands for a gram of this length
+    length = 1  # every code is a gram of this length
     while True:
         width = max(int(codes.max()).bit_length(), 1)
         pieces = -(-n // length)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nemo_edo.metrics.checks import whole_number
+from nemo_edo.metrics.whole_number import whole_number
 
 
 def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, chunk: int = 4096) -> Tensor:
     """Exact entropy in nats of p = softmax(logits / temperature) over the last dimension: [..., V] -> [...].
 
-    H = -sum_v p_v log p_v, from 0 to log V. Computed and returned in fp32 for half-precision logits, else in the
-    logits' type; differentiable once. A logit of -inf is an outcome of probability 0.
+    H = -sum_v p_v log p_v, from 0 to log V. Computed and returned in fp32 for half-precision logits, otherwise in
+    the logits' type; differentiable once. A logit of -inf is an outcome of probability 0.
     chunk: vocabulary entries taken at a time. Neither pass makes a copy of the logits in fp32, only of one chunk; the
     backward pass makes the gradient, in the logits' type.
     Raises ValueError for no vocabulary, logits that are not floating, NaN, +inf or -inf alone at a position, and a

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nemo_edo.metrics.checks import whole_number
+from nemo_edo.metrics.whole_number import whole_number
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def paired_bootstrap(
     seed: int,
     level: float = 0.95,
 ) -> Interval:
-    """The ratio of a minus that of b; each resample draws the same problems for both. Otherwise ``bootstrap_ratio``."""
+    """The ratio of a minus that of b; each resample takes the same problems for both. Otherwise ``bootstrap_ratio``."""
     a, b = _ratio_data(sums_a, counts_a, "_a"), _ratio_data(sums_b, counts_b, "_b")
     if len(a[0]) != len(b[0]):
         raise ValueError(f"a has {len(a[0])} problems and b {len(b[0])}, expected the same problems in both")

@@ -1,4 +1,5 @@
-"""Two runs on the same problems: which problems changed, and how likely chance alone would do it.
+"""Two runs on the same problems, or two raters of the same answers: which problems changed, how likely chance alone
+would do it, and how far the raters agree.
 
 A run's results are a sequence, one entry for each problem in the same order for both, or a mapping from problem id to
 result, in any order. The bootstrap interval of the difference is ``intervals.paired_bootstrap``.
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nemo_edo.metrics.checks import whole_number
 from nemo_edo.metrics.intervals import chunks
+from nemo_edo.metrics.whole_number import whole_number
 
 Results = ArrayLike | Mapping[Hashable, float]
 """[P], or a mapping by problem id."""
@@ -71,13 +72,13 @@ def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: 
 
     values_a, values_b: one finite number for each problem. If a and b could be exchanged on every problem, each sign
     pattern of the differences d_P would be as likely: p is the share of patterns with |sum of +-d| >= |sum of d|.
-    Where 2^P patterns of the P differences other than 0 are not more than ``resamples``, all are looked at and p is
-    exact; else p = (1 + hits) / (1 + resamples) over random patterns (Phipson and Smyth 2010), fixed by ``seed``.
+    Where 2^P patterns of the P differences other than 0 are not more than ``resamples``, all are enumerated and p is
+    exact; otherwise p = (1 + hits) / (1 + resamples) over random patterns (Phipson and Smyth 2010), fixed by ``seed``.
     Raises ValueError for problems that differ, no problem, values that are not finite, and resamples below 1.
     """
     resamples = whole_number("resamples", resamples, least=1)
     _, a_P, b_P = _paired("values_a", values_a, "values_b", values_b)
-    differences_P = (a_P - b_P)[a_P != b_P]  # a sign makes nothing of 0
+    differences_P = (a_P - b_P)[a_P != b_P]  # a sign does not change 0
     total = differences_P.sum()
     # Sums that are equal but for the order of their roundings count as equal.
     extreme = abs(total) - 1e-12 * np.abs(differences_P).sum()
@@ -108,6 +109,24 @@ def holm(p_values: ArrayLike) -> np.ndarray:
     adjusted_K = np.empty_like(p_K)
     adjusted_K[order] = np.minimum(np.maximum.accumulate(p_K[order] * np.arange(len(p_K), 0, -1)), 1.0)
     return adjusted_K
+
+
+def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float:
+    """Cohen's kappa (1960) of two raters' yes and no: (p_o - p_e) / (1 - p_e).
+
+    p_o is the share on which they agree, p_e what they would agree on if each said yes as often, but independently.
+    both, only_first, only_second, neither: how many things each of the pairs of verdicts was given to. 1.0 where both
+    say the same of everything, also if that is one and the same answer, where the quotient is 0 / 0.
+    Raises ValueError for counts that are negative or all 0.
+    """
+    counts = [whole_number("a count", count, least=0) for count in (both, only_first, only_second, neither)]
+    total = sum(counts)
+    if total == 0:
+        raise ValueError("all counts are 0: nothing was rated")
+    first, second = both + only_first, both + only_second
+    expected = first * second + (total - first) * (total - second)  # times total squared
+    observed = (both + neither) * total
+    return 1.0 if observed == total**2 else (observed - expected) / (total**2 - expected)
 
 
 def _paired(name_a: str, a: Results, name_b: str, b: Results) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
@@ -150,4 +169,4 @@ def _require_same_ids(name_a: str, a: Mapping, name_b: str, b: Mapping) -> None:
     for name, other_name, extra in ((name_a, name_b, a.keys() - b.keys()), (name_b, name_a, b.keys() - a.keys())):
         if extra:
             shown = ", ".join(sorted(map(repr, extra))[:5])
-            raise ValueError(f"{name} has {len(extra)} problems that {other_name} has not: {shown}")
+            raise ValueError(f"{name} has {len(extra)} problems that {other_name} lacks: {shown}")

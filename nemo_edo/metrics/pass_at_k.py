@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from nemo_edo.metrics.checks import whole_number
+from nemo_edo.metrics.whole_number import whole_number
 
 EXACT_WORK = 1_000_000
 """n * k^2 up to which majority_at_k is exact: a third of a second at worst, milliseconds where answers agree."""
@@ -37,7 +37,7 @@ def expected_vote_score(answers: Sequence[Hashable | None], reference: Hashable)
     None is an abstention; 0.0 where all abstain. Raises ValueError if the reference is None.
     """
     if reference is None:
-        raise ValueError("reference is None, which stands for an abstention; expected an answer")
+        raise ValueError("reference is None, which means an abstention; expected an answer")
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     tied = sum(count == most for count in votes.values())
@@ -47,11 +47,11 @@ def expected_vote_score(answers: Sequence[Hashable | None], reference: Hashable)
 def majority_at_k(
     answers: Sequence[Hashable | None], reference: Hashable, k: int, *, draws: int = 2000, seed: int = 0
 ) -> float:
-    """Expected score of the majority vote over k of the answers, drawn without replacement, ties broken at random.
+    """Expected score of the majority vote over k of the answers, sampled without replacement, ties broken at random.
 
-    None is an abstention: it can be drawn but has no vote. Exact, the mean of ``expected_vote_score`` over all subsets
-    of k, where k = n = len(answers) or n * k^2 <= 1,000,000 (so for n = 100 always); else a Monte Carlo estimate from
-    ``draws`` subsets, with a standard error of at most 0.5 / sqrt(draws), fixed by ``seed``.
+    None is an abstention: it can be sampled but has no vote. Where k = n = len(answers) or n * k^2 <= 1,000,000 (so for
+    n = 100 always) the result is exact, the mean of ``expected_vote_score`` over all subsets of k; otherwise a Monte
+    Carlo estimate from ``draws`` subsets, with a standard error of at most 0.5 / sqrt(draws), fixed by ``seed``.
     Raises ValueError unless 1 <= k <= n and draws >= 1, and if the reference is None.
     """
     k, draws = _check_k(k, len(answers)), whole_number("draws", draws, least=1)
@@ -59,28 +59,28 @@ def majority_at_k(
     correct = counts.pop(reference, 0)
     if correct == 0 or k == len(answers):
         return expected_vote_score(answers, reference)  # zero, or the error for a reference of None
-    rivals = list(counts.values())
-    abstentions = len(answers) - correct - sum(rivals)
+    others = list(counts.values())
+    abstentions = len(answers) - correct - sum(others)
     if len(answers) * k**2 <= EXACT_WORK:
-        return _exact_vote(correct, rivals, abstentions, k)
-    drawn = np.random.default_rng(seed).multivariate_hypergeometric([correct, *rivals, abstentions], k, size=draws)
-    votes = drawn[:, :-1]
+        return _exact_vote(correct, others, abstentions, k)
+    sampled = np.random.default_rng(seed).multivariate_hypergeometric([correct, *others, abstentions], k, size=draws)
+    votes = sampled[:, :-1]
     most = votes.max(axis=1)
     wins = (votes[:, 0] == most) & (most > 0)
     return float((wins / (votes == most[:, None]).sum(axis=1)).mean())
 
 
-def _exact_vote(correct: int, rivals: Sequence[int], abstentions: int, k: int) -> float:
-    """Counts the subsets of k in which the reference has v votes and no rival more; t rivals with v share with it.
+def _exact_vote(correct: int, others: Sequence[int], abstentions: int, k: int) -> float:
+    """Counts the subsets of k in which the reference has v votes and no other answer more; t answers tie with it.
 
-    ways[t][d] is the number of ways to draw d responses from the strong rivals, those that could reach v votes, with t
-    of them at v: a product of polynomials in d, in exact integers. All other responses are drawn freely.
+    ways[t][d] is the number of ways to take d responses of the strong answers, those that could reach v votes, with t
+    of them at v: a product of polynomials in d, in exact integers. All other responses are free.
     """
     score = Fraction(0)
-    subsets = math.comb(correct + sum(rivals) + abstentions, k)
+    subsets = math.comb(correct + sum(others) + abstentions, k)
     for votes in range(1, min(correct, k) + 1):
         left = k - votes
-        strong = [count for count in rivals if count >= votes]
+        strong = [count for count in others if count >= votes]
         ways = [np.array([1] + [0] * left, dtype=object)]
         for count in strong:
             below = np.array([math.comb(count, i) for i in range(min(votes, left + 1))], dtype=object)
@@ -88,10 +88,10 @@ def _exact_vote(correct: int, rivals: Sequence[int], abstentions: int, k: int) -
             fewer = [np.convolve(row, below)[: left + 1] for row in ways] + [np.zeros_like(ways[0])]
             equal = [np.zeros_like(ways[0])] + [_shifted(row, votes) * tied for row in ways]
             ways = [a + b for a, b in zip(fewer, equal, strict=True)][: left // votes + 1]  # more rows are all 0
-        free = sum(rivals) - sum(strong) + abstentions
-        drawn_free = np.array([math.comb(free, left - d) for d in range(left + 1)], dtype=object)
+        free = sum(others) - sum(strong) + abstentions
+        ways_free = np.array([math.comb(free, left - d) for d in range(left + 1)], dtype=object)
         for ties, row in enumerate(ways):
-            score += Fraction(math.comb(correct, votes) * int(row @ drawn_free), ties + 1)
+            score += Fraction(math.comb(correct, votes) * int(row @ ways_free), ties + 1)
     return float(score / subsets)
 
 

@@ -1,8 +1,9 @@
 """Numbers for words, equal for equal words and for no others.
 
-A dict would do, but of a large vocabulary almost every look-up waits for memory several times over, one word after the
-other. So a table in NumPy, which looks up many words at a time, stands before the dict. It holds words whole, up to 15
-bytes of UTF-8 and their length, so that nothing is left to a hash: what it does not hold, the dict decides.
+A dict would do, but with a large vocabulary almost every look-up waits for memory several times over, one word after
+the
+other. So a table in NumPy, which looks up many words at a time, comes before the dict. It stores whole words, up to 15
+bytes of UTF-8 and their length, so that no hash collision can merge two words; words that are not in it go to the dict.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from itertools import count
 import numpy as np
 
 SLOT_BITS = 20
-"""2^20 rows of 32 bytes. Memory is taken as words arrive; most of 152,000 words find a row of their own."""
+"""2^20 rows of 32 bytes. Memory is taken as words arrive; most of 152,000 words get a separate row."""
 FEW_WORDS = 2**14
 """Below this the dict alone is faster: the table's memory would be new to the processor."""
 LONGEST = 15
-"""Bytes of a word that fit into two numbers of 64 bits, beside a byte for the length."""
+"""Bytes of a word that fit into two numbers of 64 bits, with a byte for the length."""
 _FIRST_BYTES = np.array([2 ** (8 * kept) - 1 for kept in range(9)], dtype=np.uint64)
 _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
 """Odd, with bits in no pattern (Knuth's multiplicative hashing): the highest bits of a product depend on all bits."""

@@ -26,10 +26,10 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
     training_config = IDPOConfig
 
     def loss(
-        self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, *, exploration_weight: float | None = None
     ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
-        settings = self.step_settings
-        policy_B = sequence_logprobs(log_probs, batch.mask, length_normalized=settings.length_normalized)
+        settings = self.settings
+        policy_B = sequence_logprobs(logprobs, batch.mask, length_normalized=settings.length_normalized)
         ref_B = sequence_logprobs(batch.ref_logprobs, batch.mask, length_normalized=settings.length_normalized)
         chosen, rejected = batch.pair_role == 1, batch.pair_role == -1
         preference, exploration, metrics = ed_idpo_loss(
@@ -37,11 +37,12 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
             policy_B[rejected],
             ref_B[chosen],
             ref_B[rejected],
-            *_explored(log_probs, batch),
+            *_explored(logprobs, batch),
             settings,
+            exploration_weight=exploration_weight,
         )
         # In double, as a metric that overflows must not cost the step.
-        kl = kl_per_token(log_probs.detach().double(), batch.ref_logprobs.double(), "k3")
+        kl = kl_per_token(logprobs.detach().double(), batch.ref_logprobs.double(), "k3")
         metrics |= {
             "entropy": reduce_tokens(entropies.detach(), batch.mask, "token-mean"),
             "kl": reduce_tokens(kl, batch.mask, "token-mean"),
@@ -54,19 +55,19 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
         pairs = float((batch.pair_role == 1).sum())
         return {"preference": pairs, "exploration": self.exploration_count(batch)}
 
-    def exploration(self, log_probs: Tensor, batch: TrainingBatch) -> LossTerm:
+    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
         settings = self.settings
-        samples = _explored(log_probs, batch)
+        samples = _explored(logprobs, batch)
         if not len(samples[0]):
-            return LossTerm(log_probs.sum() * 0.0, 0)
+            return LossTerm(logprobs.sum() * 0.0, 0)
         reduction = "seq-mean-token-mean" if settings.length_normalized else "seq-sum"
         return exploration_term(*samples, reduction=reduction, log_ratio_floor=settings.log_ratio_floor)
 
     def exploration_count(self, batch: TrainingBatch) -> float:
-        return float((batch.exploration_weights != 0).sum())
+        return float((batch.exploration_factors != 0).sum())
 
 
-def _explored(log_probs: Tensor, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _explored(logprobs: Tensor, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
     """log pi_theta, log pi_old and mask of the rows that the exploration term runs over."""
-    rows = batch.exploration_weights != 0
-    return log_probs[rows], batch.old_logprobs[rows], batch.mask[rows]
+    rows = batch.exploration_factors != 0
+    return logprobs[rows], batch.old_logprobs[rows], batch.mask[rows]

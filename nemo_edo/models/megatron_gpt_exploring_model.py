@@ -3,12 +3,10 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
-from nemo_edo.config import LoopConfig, ScheduleConfig
 from nemo_edo.losses import LossTerm, token_spread
 from nemo_edo.megatron.forward_backward import LossFunction
 from nemo_edo.megatron.policy import Weights
@@ -17,31 +15,26 @@ from nemo_edo.types import TrainingBatch
 
 
 class MegatronGPTExploringModel(MegatronGPTModel):
-    """What ED-GRPO and ED-iDPO share: a frozen reference, and an exploration weight that may change in each step."""
+    """What ED-GRPO and ED-iDPO share: a frozen reference, and a loss that takes the step's exploration weight."""
 
     reference: Weights | None = None
     """A copy of its weights, where one is needed."""
     _has_reference = False
-    exploration_weight: float
-
-    def __init__(self, cfg, trainer=None) -> None:
-        super().__init__(cfg, trainer)
-        self.exploration_weight = self.settings.exploration_weight
-
-    @property
-    def step_settings(self) -> LoopConfig:
-        """The settings with the exploration weight of the current step; what a schedule starts from is not its."""
-        weight, no_schedule = self.exploration_weight, ScheduleConfig()
-        return replace(self.settings, alpha=None, exploration_coefficient=weight, schedule=no_schedule)
 
     def of_tokens(self, batch: TrainingBatch) -> Callable[[Tensor, Tensor], dict[str, float]]:
-        """How far the policy is from the one that drew the batch's tokens, and how its entropies spread."""
+        """How far the policy is from the one that sampled the batch's tokens, and how its entropies spread."""
         return partial(token_spread, old_logprobs=batch.old_logprobs, mask=batch.mask)
 
     # --- the exploration term --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def exploration(self, log_probs: Tensor, batch: TrainingBatch) -> LossTerm:
+    def loss(
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, *, exploration_weight: float | None = None
+    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
+        """See the base class. exploration_weight: what multiplies the exploration term; None: the configured one."""
+
+    @abstractmethod
+    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
         """The exploration term of a micro-batch, at weight 1."""
 
     @abstractmethod
@@ -52,17 +45,14 @@ class MegatronGPTExploringModel(MegatronGPTModel):
         self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
     ) -> dict[str, float]:
         """``interfaces.Policy``."""
-        self.exploration_weight = self.settings.exploration_weight if exploration_weight is None else exploration_weight
-        return super().train_step(batch, grad_norm_limit=grad_norm_limit)
+        return self._train_step(batch, partial(self.loss, exploration_weight=exploration_weight), grad_norm_limit)
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
         """``interfaces.Policy``. inf where the rest of the loss has no gradient, 0 where neither has one."""
-        weight, self.exploration_weight = self.exploration_weight, 0.0
-        task = self._gradient_norm(batch, self.loss, self.loss_counts(batch))
-        self.exploration_weight = weight
+        task = self._gradient_norm(batch, partial(self.loss, exploration_weight=0.0), self.loss_counts(batch))
         exploration = self._gradient_norm(
             batch,
-            lambda log_probs, entropies, micro: ({"exploration": self.exploration(log_probs, micro)}, {}),
+            lambda logprobs, entropies, micro: ({"exploration": self.exploration(logprobs, micro)}, {}),
             {"exploration": self.exploration_count(batch)},
         )
         if task == 0:
@@ -83,8 +73,8 @@ class MegatronGPTExploringModel(MegatronGPTModel):
     def freeze_reference(self) -> None:
         """The policy that training starts from becomes the centre of the trust region.
 
-        With LoRA its adapters are merged and start anew: the reference is the model without adapters, and if it is to
-        stay that, needs no copy.
+        With LoRA its adapters are merged and reinitialised: the reference is the model without adapters, and where it
+        stays so, it needs no copy.
         """
         self.policy.merge_adapters()
         self.reference = None if self._without_adapters else self._current_weights()
@@ -99,13 +89,13 @@ class MegatronGPTExploringModel(MegatronGPTModel):
             # fp32: in bf16, moves below its spacing would never add up.
             self.reference = [old.to(new.device).float().lerp(new.float(), 1 - decay) for old, new in pairs]
 
-    def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
+    def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities under the frozen reference: ``interfaces.Policy``."""
         if not self._has_reference:
             raise RuntimeError("no reference policy: call freeze_reference() before training")
         policy = self.policy
         with policy.without_adapters() if self._without_adapters else policy.weights(self.reference):
-            return self.log_probs(batch)[0]
+            return self.logprobs(batch)[0]
 
     @property
     def _without_adapters(self) -> bool:

@@ -14,19 +14,20 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
     training_config = GRPOConfig
 
     def loss(
-        self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, *, exploration_weight: float | None = None
     ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
-        settings = self.step_settings
+        settings = self.settings
         term, metrics = grpo_loss(
-            log_probs,
+            logprobs,
             batch.old_logprobs,
             batch.ref_logprobs,
             batch.advantages,
             batch.mask,
             settings,
             sampler_logprobs=batch.sampler_logprobs,
-            exploration_weights=batch.exploration_weights,
+            exploration_factors=batch.exploration_factors,
             selected=batch.selected,
+            exploration_weight=exploration_weight,
         )
         if settings.entropy_coefficient:
             bonus = entropy_bonus(
@@ -38,14 +39,14 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
         return {"grpo": self.exploration_count(batch)}
 
-    def exploration(self, log_probs: Tensor, batch: TrainingBatch) -> LossTerm:
+    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
         return grpo_exploration(
-            log_probs,
+            logprobs,
             batch.old_logprobs,
             batch.mask,
             self.settings,
             sampler_logprobs=batch.sampler_logprobs,
-            exploration_weights=batch.exploration_weights,
+            exploration_factors=batch.exploration_factors,
         )
 
     def exploration_count(self, batch: TrainingBatch) -> float:

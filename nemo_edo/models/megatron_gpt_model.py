@@ -16,10 +16,11 @@ from torch import Tensor
 from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.losses import LossTerm
-from nemo_edo.megatron.build import build_model, device_and_groups
-from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.megatron.bridge import build_model
+from nemo_edo.megatron.forward_backward import LossFunction, MicroBatching
 from nemo_edo.megatron.layer_spec import check_packing
 from nemo_edo.megatron.policy import MegatronPolicy
+from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 
@@ -56,7 +57,7 @@ class MegatronGPTModel(ModelPT):
     """A GPT model of Megatron-core, trained by Megatron's optimizer and schedule.
 
     A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. Batches are global:
-    every data-parallel rank is handed the same one.
+    every data-parallel rank gets the same one.
     """
 
     training_config: type
@@ -92,13 +93,13 @@ class MegatronGPTModel(ModelPT):
 
     @abstractmethod
     def loss(
-        self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch
     ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
         """The loss's terms by name, and metrics, of a micro-batch from its log-probabilities and entropies [b, T]."""
 
     @abstractmethod
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
-        """Each term's count over a whole global batch, known before its backward pass: its denominator."""
+        """Each term's denominator: its count over a whole global batch, known before the backward pass."""
 
     def of_tokens(self, batch: TrainingBatch) -> Callable[[Tensor, Tensor], dict[str, float]] | None:
         """Metrics of a whole global batch from its log-probabilities and entropies (``forward_backward``); None: there
@@ -117,16 +118,19 @@ class MegatronGPTModel(ModelPT):
 
     def get_loss_and_metrics(self, batch: TrainingBatch, forward_only: bool) -> tuple[float, dict[str, float]]:
         """Global means of the loss and its metrics; accumulates gradients unless ``forward_only``."""
-        metrics = self.policy.forward_backward(
+        metrics = self._forward_backward(batch, self.loss, forward_only=forward_only)
+        return metrics["loss"], metrics
+
+    def _forward_backward(self, batch: TrainingBatch, loss: LossFunction, *, forward_only: bool) -> dict[str, float]:
+        return self.policy.forward_backward(
             batch,
-            self.loss,
+            loss,
             loss_counts=self.loss_counts(batch),
             micro_batching=self.micro_batching,
             temperature=self.temperature,
             forward_only=forward_only,
             of_tokens=self.of_tokens(batch),
         )
-        return metrics["loss"], metrics
 
     def finish_training_step(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
         """Takes the optimizer step, unless the loss or the gradient norm forbids it; returns "grad_norm" (before
@@ -135,9 +139,12 @@ class MegatronGPTModel(ModelPT):
 
     def train_step(self, batch: TrainingBatch, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
         """The three above in a row: ``interfaces.Policy``."""
+        return self._train_step(batch, self.loss, grad_norm_limit)
+
+    def _train_step(self, batch: TrainingBatch, loss: LossFunction, grad_norm_limit: float) -> dict[str, float]:
         self.prepare_for_training_step()
-        loss, metrics = self.get_loss_and_metrics(batch, forward_only=False)
-        return {**metrics, **self.finish_training_step(loss, grad_norm_limit=grad_norm_limit)}
+        metrics = self._forward_backward(batch, loss, forward_only=False)
+        return {**metrics, **self.finish_training_step(metrics["loss"], grad_norm_limit=grad_norm_limit)}
 
     def prepare_for_validation_step(self) -> None:
         self.model.eval()
@@ -153,7 +160,7 @@ class MegatronGPTModel(ModelPT):
 
     def prepare_for_inference(self) -> None:
         if self.engine is None:
-            raise RuntimeError("no generation engine: set model.engine (factory.py builds one) before inference")
+            raise RuntimeError("no generation engine: set model.engine (run/build.py builds one) before inference")
         self.model.eval()
 
     def infer(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
@@ -165,11 +172,11 @@ class MegatronGPTModel(ModelPT):
 
     def get_inference_log_probs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities of the batch's tokens under the current weights."""
-        return self.log_probs(batch)[0]
+        return self.logprobs(batch)[0]
 
-    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and exact entropies, each [B, T]: ``interfaces.Policy``."""
-        return self.policy.log_probs(batch, micro_batching=self.micro_batching, temperature=self.temperature)
+        return self.policy.logprobs(batch, micro_batching=self.micro_batching, temperature=self.temperature)
 
     @property
     def micro_batching(self) -> MicroBatching:

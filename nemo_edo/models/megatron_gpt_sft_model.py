@@ -14,9 +14,9 @@ class MegatronGPTSFTModel(MegatronGPTModel):
     training_config = SFTConfig
 
     def loss(
-        self, log_probs: Tensor, entropies: Tensor, batch: TrainingBatch
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch
     ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
-        return {"sft": sft_loss(log_probs, batch.mask)}, {}
+        return {"sft": sft_loss(logprobs, batch.mask)}, {}
 
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
         return {"sft": float(reduction_count(batch.mask, "token-mean"))}

@@ -16,11 +16,11 @@ import torch
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_edo.megatron.build import export_hf_folder
+from nemo_edo.megatron.hf_export import export_hf_folder
 
 
 class MegatronSaveRestoreConnector(SaveRestoreConnector):
-    """Every rank calls both methods; the archive's folder is staged beside it, on the file system all ranks share."""
+    """Every rank calls both methods; the archive's folder is staged next to it, on the file system all ranks share."""
 
     def save_to(self, model, save_path: str) -> None:
         staging = Path(f"{save_path}.staging")
@@ -65,7 +65,7 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
         return instance
 
     def _unpack(self, archive: Path, cleanup: contextlib.ExitStack) -> Path:
-        """A new folder beside the archive with what it holds; the first rank's ``cleanup`` takes it away."""
+        """A new folder next to the archive with its contents; the first rank's ``cleanup`` removes it."""
         folder = [None]
         if torch.distributed.get_rank() == 0:
             folder = [tempfile.mkdtemp(prefix=f"{archive.name}.", dir=archive.parent)]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_edo.parallel.softmax import FLOOR, ResultGradients, RunningSoftmax
+from nemo_edo.parallel.softmax_state import FLOOR, ResultGradients, RunningSoftmax
 
 TILE = 4096
 """Columns that a program has in its registers at a time, with 8 warps."""
@@ -17,7 +17,7 @@ _FLOOR = tl.constexpr(FLOOR)
 
 
 def add_columns(softmax: RunningSoftmax, logits: Tensor, targets: Tensor, temperature: float) -> None:
-    """As softmax.add_columns, which see; it leaves the logits as they are."""
+    """``softmax.add_columns``, except that it leaves the logits as they are."""
     rows, columns = logits.shape
     with_entropy = softmax.sum_exp_z is not None
     tile = min(TILE, triton.next_power_of_2(columns))
@@ -28,7 +28,7 @@ def add_columns(softmax: RunningSoftmax, logits: Tensor, targets: Tensor, temper
 
 
 def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, temperature: float, results: ResultGradients) -> None:
-    """As softmax.write_gradient, which see."""
+    """``softmax.write_gradient``."""
     rows, columns = logits.shape
     with_entropy = results.of_entropy is not None
     of_entropy, entropy = (
@@ -95,7 +95,7 @@ def _write_gradient(
 
 @triton.jit
 def _larger(a, b):
-    """The larger number; not a number, where one of them is none."""
+    """The larger number; NaN where one of them is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

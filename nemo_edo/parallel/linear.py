@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies straight from hidden states and output weights, without ever holding the logits.
+"""Log-probabilities and entropies straight from hidden states and output weights, without ever storing the logits.
 
 Logits are made a block of vocabulary columns at a time, added to an online softmax and dropped; the backward pass
-makes them again. With N positions it costs a fourth matrix product beside the three of a plain output layer, and
+makes them again. With N positions it costs a fourth matrix product on top of the three of a plain output layer, and
 saves all that has the size N x vocabulary. Blocks are of columns and not of positions, so that each row of the
 weights' gradient is one product, summed in the precision of the matrix product and written once.
 """
@@ -18,13 +18,13 @@ from nemo_edo.parallel.softmax import ResultGradients, RunningSoftmax, add_colum
 from nemo_edo.parallel.vocab import check_arguments
 
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
-"""Logits of a block: what is held at a time, and enough for matrix products at full speed. On a CPU its threads wait
-for each other several times in every block: smaller ones take longer the more other work the machine has."""
+"""Logits of a block: what is in memory at a time, and enough for matrix products at full speed. On a CPU the threads
+wait for each other several times in every block: smaller ones take longer the more other work the machine has."""
 MIN_COLUMNS = 128
-"""Of a block, however many positions there are: every block reads all hidden states."""
+"""Fewest columns of a block, however many positions there are: every block reads all hidden states."""
 
 
-def linear_log_probs_and_entropy(
+def linear_logprobs_and_entropy(
     hidden: Tensor,
     weight_shard: Tensor,
     targets: Tensor,
@@ -38,12 +38,12 @@ def linear_log_probs_and_entropy(
     """log p(target) and the entropy of p = softmax(hidden W^T / temperature), in nats, over the whole vocabulary.
 
     hidden: [..., H], the same on every process. weight_shard: [V / tp, H], this process's rows of W, of the same type;
-        the other arguments and the results are those of ``vocab_parallel_log_probs_and_entropy``.
+        the other arguments and the results are those of ``vocab_parallel_logprobs_and_entropy``.
 
     The matrix products have the inputs' type, sums and results are in fp32 (fp64 for fp64). The gradient of
     ``hidden`` is the part that this process's rows contribute: as with Megatron's column-parallel layer without its
     own reduction, it has to be summed over ``group``. ``weight_shard``'s is complete.
-    Raises ValueError as ``vocab_parallel_log_probs_and_entropy`` does, and where the two types differ.
+    Raises ValueError as ``vocab_parallel_logprobs_and_entropy`` does, and where the two types differ.
     """
     if hidden.dtype != weight_shard.dtype:
         raise ValueError(f"hidden has type {hidden.dtype}, weight_shard {weight_shard.dtype}")
@@ -64,18 +64,18 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         for columns, logits in _blocks(rows, weight[:real]):
             add_columns(softmax, logits, targets_here - columns.start, temperature, overwrite=True)
         softmax.reduce_(group)
-        log_probs, entropies, log_sum_exp = softmax.results()
+        logprobs, entropies, log_sum_exp = softmax.results()
         ctx.save_for_backward(hidden, weight, targets_here, log_sum_exp, entropies)
         ctx.temperature, ctx.real = temperature, real
         ctx.set_materialize_grads(False)
-        return log_probs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
+        return logprobs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropies):
+    def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, targets, log_sum_exp, entropies = ctx.saved_tensors
         rows, real = hidden.reshape(-1, hidden.shape[-1]), weight[: ctx.real]
-        results = ResultGradients.of(log_sum_exp, entropies, grad_log_probs, grad_entropies)
+        results = ResultGradients.of(log_sum_exp, entropies, grad_logprobs, grad_entropies)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(rows, dtype=log_sum_exp.dtype) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None

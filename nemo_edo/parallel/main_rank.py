@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,25 +22,26 @@ def is_main() -> bool:
 
 def on_main(work: Callable[[], T]) -> T:
     """What ``work`` returns on rank 0, the only one that calls it, on every rank. A UserError is raised on all of them:
-    none waits for a rank that has given up."""
-    told: list[tuple[T | None, UserError | None]] = [(None, None)]
+    none waits for a rank that has failed."""
+    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]
     if is_main():
         try:
-            told = [(work(), None)]
+            outcome = [(work(), None)]
         except UserError as error:
-            told = [(None, error)]
+            outcome = [(None, error)]
     if torch.distributed.get_world_size() > 1:
-        torch.distributed.broadcast_object_list(told)
-    result, error = told[0]
+        torch.distributed.broadcast_object_list(outcome)
+    result, error = outcome[0]
     if error is not None:
         raise error
     return result
 
 
 def on_main_for_long(work: Callable[[], T]) -> T:
-    """As ``on_main``, for work that may take longer than a process group waits for its ranks: a thread does it, and all
-    ranks meet once a minute."""
-    if torch.distributed.get_world_size() == 1:
+    """Like ``on_main``, for work that may take longer than a process group waits for its ranks: a thread does it, and
+    all ranks meet once a minute. In a thread other than the main one, such as that in which rank 0 generates ahead, the
+    caller is alone, and does the work itself."""
+    if torch.distributed.get_world_size() == 1 or threading.current_thread() is not threading.main_thread():
         return work()
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(work) if is_main() else None

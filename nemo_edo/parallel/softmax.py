@@ -11,98 +11,10 @@ the two functions are Triton kernels (kernels.py), for the types that are traine
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-FLOOR = -1e4
-"""Instead of anything lower, infinity included, where it meets an exp of itself: that is 0 in every type, and so is
-the product, which would be no number with -inf."""
-
-
-@dataclass
-class RunningSoftmax:
-    """Of N positions, over the columns seen so far; each [N], in fp32, or in fp64 for fp64 logits."""
-
-    maximum: Tensor
-    """Of z; the lowest finite number before any column."""
-    sum_exp: Tensor
-    """Sum of exp(z - maximum)."""
-    sum_exp_z: Tensor | None
-    """Sum of exp(z - maximum) (z - maximum); None where no entropy is asked for."""
-    target: Tensor
-    """z of the target, or 0 where its column was not seen."""
-
-    @classmethod
-    def start(cls, like: Tensor, positions: int, with_entropy: bool) -> RunningSoftmax:
-        """Nothing seen yet of logits of the type and device of ``like``."""
-        zero = torch.zeros(positions, dtype=compute_dtype(like), device=like.device)
-        # Not -inf: the difference of two of them is no number.
-        maximum = torch.full_like(zero, torch.finfo(zero.dtype).min)
-        return cls(maximum, zero, zero.clone() if with_entropy else None, zero.clone())
-
-    def __getitem__(self, positions: slice) -> RunningSoftmax:
-        """A view of some of the positions."""
-        parts = (self.maximum, self.sum_exp, self.sum_exp_z, self.target)
-        return RunningSoftmax(*(None if part is None else part[positions] for part in parts))
-
-    def rescale_(self, maximum: Tensor) -> None:
-        """Makes ``maximum``, which is nowhere below the present one, the number that sums are relative to."""
-        shift = (self.maximum - maximum).clamp_(min=FLOOR)
-        scale = shift.exp()
-        if self.sum_exp_z is not None:
-            self.sum_exp_z.add_(self.sum_exp * shift).mul_(scale)
-        self.sum_exp.mul_(scale)
-        self.maximum.copy_(maximum)
-
-    def reduce_(self, group: dist.ProcessGroup | None) -> None:
-        """From each process's columns to those of all."""
-        if group is None:
-            return
-        maximum = self.maximum.clone()
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        self.rescale_(maximum)
-        names = [name for name in ("sum_exp", "sum_exp_z", "target") if getattr(self, name) is not None]
-        sums = torch.stack([getattr(self, name) for name in names])
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
-        for name, total in zip(names, sums, strict=True):
-            setattr(self, name, total)
-
-    def results(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """log p(target), the entropy or None, and log of the sum of exp(z), which the gradient needs."""
-        log_sum = self.sum_exp.log()
-        entropies = None if self.sum_exp_z is None else log_sum - self.sum_exp_z / self.sum_exp
-        return self.target - self.maximum - log_sum, entropies, self.maximum + log_sum
-
-
-@dataclass
-class ResultGradients:
-    """What the gradient of a block needs to know of the whole vocabulary and of the loss, each [N]."""
-
-    log_sum_exp: Tensor
-    entropy: Tensor | None
-    of_log_prob: Tensor
-    """d loss / d log p(target)."""
-    of_entropy: Tensor | None
-    """d loss / dH; None where the loss does not depend on the entropy."""
-
-    @classmethod
-    def of(
-        cls, log_sum_exp: Tensor, entropies: Tensor | None, of_log_prob: Tensor | None, of_entropy: Tensor | None
-    ) -> ResultGradients:
-        """From what autograd hands over: of any shape, perhaps expanded, None where nothing depends on a result."""
-        flat = [None if grad is None else grad.reshape(-1).contiguous() for grad in (of_log_prob, of_entropy)]
-        return cls(log_sum_exp, entropies, torch.zeros_like(log_sum_exp) if flat[0] is None else flat[0], flat[1])
-
-    def __getitem__(self, positions: slice) -> ResultGradients:
-        parts = (self.log_sum_exp, self.entropy, self.of_log_prob, self.of_entropy)
-        return ResultGradients(*(None if part is None else part[positions] for part in parts))
-
-
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+from nemo_edo.parallel.softmax_state import FLOOR, ResultGradients, RunningSoftmax, compute_dtype
 
 
 def add_columns(

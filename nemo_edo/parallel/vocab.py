@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from logits whose vocabulary is split over processes, without gathering it.
 
 The logits are read a chunk of positions at a time, and again in the backward pass: nothing of their size is kept or
-made beside their gradient, which has their type.
+made except their gradient, which has their type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 """Logits of a chunk: few enough for a CPU's caches, and on a GPU enough to keep it busy."""
 
 
-def vocab_parallel_log_probs_and_entropy(
+def vocab_parallel_logprobs_and_entropy(
     logits_shard: Tensor,
     targets: Tensor,
     *,
@@ -32,11 +32,11 @@ def vocab_parallel_log_probs_and_entropy(
     """log p(target) and the entropy of p = softmax(logits / temperature), in nats, exact over the whole vocabulary.
 
     logits_shard: [..., V / tp], this process's columns, whose first has the global id ``vocab_start``. Every process
-        of ``group`` holds as many, for the same positions; group None: the vocabulary is not split.
+        of ``group`` holds equally many, for the same positions; group None: the vocabulary is not split.
     targets: [...] int64 global ids, the same on every process. Each needs to be a real id, at padding too.
     vocab_size: columns with global ids from here on pad the embedding and have probability 0; None: there are none.
     with_entropy: False leaves the entropy out (None in its place).
-    overwrite_logits: the backward pass writes the gradient over the logits. They must serve nothing else; autograd
+    overwrite_logits: the backward pass writes the gradient over the logits. Nothing else may need them; autograd
         raises RuntimeError where they do.
 
     Returns [...] tensors, the same on every process, in fp32 (fp64 for fp64 logits), differentiable with respect to
@@ -71,7 +71,7 @@ def check_arguments(
     if vocab_size is None:
         vocab_size = columns * (1 if group is None else group.size())
     if ((targets < 0) | (targets >= vocab_size)).any():
-        raise ValueError(f"targets must lie in [0, {vocab_size}), found {targets.min()} to {targets.max()}")
+        raise ValueError(f"targets must be in [0, {vocab_size}), found {targets.min()} to {targets.max()}")
     return vocab_size
 
 
@@ -84,25 +84,25 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for chunk in _chunks(rows[:, :real]):
             add_columns(softmax[chunk], rows[chunk, :real], targets_here[chunk], temperature)
         softmax.reduce_(group)
-        log_probs, entropies, log_sum_exp = softmax.results()
+        logprobs, entropies, log_sum_exp = softmax.results()
         ctx.save_for_backward(logits, targets_here, log_sum_exp, entropies)
         ctx.temperature, ctx.real, ctx.overwrite = temperature, real, overwrite
         ctx.set_materialize_grads(False)
-        return log_probs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
+        return logprobs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropies):
+    def backward(ctx, grad_logprobs, grad_entropies):
         logits, targets, log_sum_exp, entropies = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1])
         grad = rows if ctx.overwrite else torch.empty_like(rows)
-        results = ResultGradients.of(log_sum_exp, entropies, grad_log_probs, grad_entropies)
+        results = ResultGradients.of(log_sum_exp, entropies, grad_logprobs, grad_entropies)
         for chunk in _chunks(rows[:, : ctx.real]):
             real = (chunk, slice(ctx.real))
             write_gradient(grad[real], rows[real], targets[chunk], ctx.temperature, results[chunk])
         if ctx.real < rows.shape[1]:
             grad[:, ctx.real :] = 0
-        if ctx.overwrite:  # kernels write without telling autograd, which then could not tell of a second use
+        if ctx.overwrite:  # kernels write unseen by autograd, which then could not report a second use
             torch.autograd.graph.increment_version(logits)
         return grad.view(logits.shape), None, None, None, None, None, None, None
 

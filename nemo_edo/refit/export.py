@@ -1,4 +1,4 @@
-"""A trained model as a folder that servers load, one for each version of the weights."""
+"""Folders with the trained weights for servers to load, one for each version."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nemo_edo.data.disk_space import free_bytes
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.build import BuiltModel, export_adapter_folder, export_hf_folder
+from nemo_edo.megatron.bridge import BuiltModel
+from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 from nemo_edo.parallel.main_rank import is_main, on_main
+from nemo_edo.rollouts.disk_space import free_bytes
 
 BASE = "base"
 
 
 class WeightFolders:
-    """Hugging Face folders below ``root``, one for each version. A folder appears under its name only when it is
-    whole. All ranks call the methods; the first one writes, a tensor at a time gathered from the others."""
+    """Hugging Face folders below ``root``, one for each version. A folder gets its name only once it is complete. All
+    ranks call the methods; the first one writes, and gathers one tensor at a time from the others."""
 
-    def __init__(self, root: Path, built: BuiltModel, num_bytes: int, *, adapters_alone: bool = False) -> None:
-        """root: of this run alone: what an earlier process has left there is removed. num_bytes: of the model's
-        weights. adapters_alone: the folders of versions are PEFT's, beside one of the weights that they add to."""
+    def __init__(self, root: Path, built: BuiltModel, num_bytes: int, *, adapters_only: bool = False) -> None:
+        """root: a folder for this run only; what an earlier process has left there is removed. num_bytes: size of the
+        model's weights. adapters_only: a version is a folder of PEFT adapters, and the base weights have one folder."""
         self._built = built
-        self._adapters_alone = adapters_alone
+        self._adapters_alone = adapters_only
         self._num_bytes = num_bytes
         self.root = on_main(lambda: _fresh_folder(root))
         if is_main():
@@ -33,18 +34,18 @@ class WeightFolders:
 
     @property
     def base(self) -> Path | None:
-        """The folder of the weights that adapters add to; None where these are merged."""
+        """The folder of the base weights; None where adapters are merged."""
         return self.root / BASE if self._adapters_alone else None
 
     def write(self, version: int) -> Path:
-        """The current weights. Raises UserError where there is no room for them."""
+        """Writes the current weights. Raises UserError where the file system lacks room."""
         if self.base is not None and not on_main(self.base.is_dir):
             self._write(self.base, partial(export_hf_folder, self._built, merge_adapters=False))
         export = export_adapter_folder if self._adapters_alone else export_hf_folder
         return self._write(self.root / f"version_{version:05d}", partial(export, self._built))
 
     def keep_only(self, folder: Path) -> None:
-        """Removes all other versions: no server needs them any more."""
+        """Removes all other versions, which no server needs any more."""
         kept = (folder, self.base)
         on_main(lambda: [shutil.rmtree(other) for other in self.root.iterdir() if other not in kept] and None)
 

@@ -1,8 +1,8 @@
 """Refit from GPU to GPU: the trainer broadcasts each weight to vLLM's workers (its "nccl" weight transfer).
 
 Megatron-Bridge streams the weights under Hugging Face's names, one at a time, gathered from the ranks that share it; no
-process holds the whole model a second time. The servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at
-0.32): the trainer hands them an NCCL unique id and the names, types and shapes to come.
+process has a second copy of the whole model. The servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at
+0.32): the trainer sends them an NCCL unique id, and then the names, types and shapes.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from torch import Tensor
 
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.http_client import ServerError
-from nemo_edo.megatron.build import BuiltModel
+from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.parallel.main_rank import is_main, on_main_for_long
-from nemo_edo.refit.server_weights import forget_prefixes, require_weights
-from nemo_edo.refit.sleep import Awake, Sleep
+from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
+from nemo_edo.refit.sleep import NoSleep, Sleep
+from nemo_edo.utils.http import ServerError
 
 Export = Callable[[], Iterator[tuple[str, Tensor]]]
 """The current weights under Hugging Face's names, in the same order each time. All ranks iterate it together."""
 
 
 REFUSED_WITHIN_S = 1.0
-"""A server that will not join says so by then; one that joins waits for the trainer, which then may wait for it."""
+"""A server that cannot join answers within this time; one that joins waits for the trainer."""
 
 
 class Link(Protocol):
-    """The trainer's end of a group in which it is rank 0 and the servers' workers are the others."""
+    """The trainer's end of a process group: it is rank 0, and the servers' workers are the others."""
 
     unique_id: bytes
 
     def join(self, world_size: int) -> None:
-        """Meets the others; returns once all are there."""
+        """Returns once all ranks have joined."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """To all others."""
+        """Sends the tensor to all other ranks."""
 
 
 class NCCLLink:
-    """By torch's own bindings of NCCL."""
+    """A Link by torch's bindings of NCCL."""
 
     def __init__(self) -> None:
         self.unique_id: bytes = torch.cuda.nccl.unique_id()
@@ -54,7 +54,7 @@ class NCCLLink:
 
     def join(self, world_size: int) -> None:
         self._communicator = torch.cuda.nccl.init_rank(world_size, self.unique_id, 0)
-        # What vLLM's workers do first.
+        # As vLLM's workers do first.
         torch.cuda.nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[self._communicator])
         torch.cuda.synchronize()
 
@@ -77,22 +77,22 @@ class NCCLSync:
         limit_s: float,
         sleep: Sleep | None = None,
     ) -> None:
-        """name: of the policy, unlike any other's, of which the servers' weights get their names. attempts: of each
-        refit, with new links. limit_s: seconds that the servers may take for one."""
+        """name: of the policy, unique; the weights of each version are named after it. attempts: per refit, each with
+        a new link. limit_s: seconds that the servers may take for a refit."""
         self._engine = engine
         self._export = export
         self._new_link = new_link
         self._name = name
         self._attempts = attempts
         self._limit_s = limit_s
-        self._sleep = sleep or Awake()
+        self._sleep = sleep or NoSleep()
         self._version: int | None = None
         self._described: dict[str, list] | None = None
         self._link: Link | None = None
         self._linked: list[tuple[str, int]] = []
-        """Each server and its start that the link is with."""
+        """URL and number of starts of each server in the link."""
         engine.on_restart = _refuse_restarted
-        engine.on_drawn = self._require_current
+        engine.on_generated = self._require_current
 
     def push(self, version: int) -> None:
         """``WeightSync``. Raises ServerError where a server has not taken the weights in any attempt."""
@@ -109,7 +109,7 @@ class NCCLSync:
         self._engine.policy_version = self._version = version
 
     def release(self) -> None:
-        """``WeightSync``. Servers that sleep lose their weights."""
+        """``WeightSync``. Sleeping servers lose their weights."""
         if self._sleep.begin(self._engine.replicas):
             self._version = None
 
@@ -122,7 +122,7 @@ class NCCLSync:
     # --- one attempt ------------------------------------------------------------------------------------------------
 
     def _try_to_push(self, label: str) -> str | None:
-        """What went wrong, on all ranks. None leaves the export before its end: the others would wait for it."""
+        """The error, on all ranks, or None. No rank leaves the export early: the others would wait for it."""
         replicas, error, receiving = self._engine.replicas, None, []
         with ThreadPoolExecutor(max_workers=max(1, len(replicas))) as pool:
             try:
@@ -143,7 +143,7 @@ class NCCLSync:
 
     def _prepare(self, replicas: Sequence[Replica], pool: ThreadPoolExecutor) -> None:
         for replica in replicas:
-            if replica.is_local and not replica.is_healthy():
+            if replica.is_managed and not replica.is_healthy():
                 replica.restart()
         if self._link is None or self._linked != _starts(replicas):
             self._connect(replicas, pool)
@@ -152,7 +152,7 @@ class NCCLSync:
             replica.request("POST", "/start_weight_update", timeout_s=self._limit_s)
 
     def _connect(self, replicas: Sequence[Replica], pool: ThreadPoolExecutor) -> None:
-        """Workers wait within their request until the trainer joins them."""
+        """The workers' requests return once the trainer has joined."""
         if self._link is not None or self._linked:
             for replica in replicas:
                 replica.request("POST", "/shutdown_weight_transfer_engine", timeout_s=self._limit_s)
@@ -177,13 +177,13 @@ class NCCLSync:
         self._link = link
 
     def _receive(self, replicas: Sequence[Replica], pool: ThreadPoolExecutor) -> list[Future]:
-        """Workers take the weights while the trainer sends them."""
+        """Has the workers receive the weights while the trainer sends them."""
         body = {"update_info": self._described}
         return [pool.submit(_post, replica, "/update_weights", body, self._limit_s) for replica in replicas]
 
     def _send(self, tensor: Tensor, receiving: Sequence[Future]) -> str | None:
         for answer in receiving:
-            if answer.done() and answer.exception() is not None:  # it takes nothing any more: a broadcast would hang
+            if answer.done() and answer.exception() is not None:  # it receives no more, so that a broadcast would hang
                 return str(answer.exception())
         self._link.broadcast(tensor)
         return None
@@ -196,7 +196,7 @@ class NCCLSync:
         for replica in replicas:
             replica.request("POST", "/finish_weight_update", json={"weight_version": label}, timeout_s=self._limit_s)
             self._sleep.wake_for_requests(replica)
-            forget_prefixes(replica)
+            reset_prefix_cache(replica)
             require_weights(replica, label)
 
 
@@ -211,7 +211,7 @@ def exported(model: BuiltModel) -> Export:
 
 
 def _describe(weights: Iterator[tuple[str, Tensor]]) -> dict[str, list]:
-    """vLLM's NCCLWeightTransferUpdateInfo: what is to come, in its order."""
+    """vLLM's NCCLWeightTransferUpdateInfo: the weights in the order in which they are sent."""
     described: dict[str, list] = {"names": [], "dtype_names": [], "shapes": []}
     for name, tensor in weights:
         described["names"].append(name)
@@ -229,10 +229,9 @@ def _world_size(replica: Replica) -> int:
 
 
 def _starts(replicas: Sequence[Replica]) -> list[tuple[str, int]]:
-    return [(replica.url, replica.generation) for replica in replicas]
+    return [(replica.url, replica.starts) for replica in replicas]
 
 
 def _refuse_restarted(replica: Replica) -> None:
-    """``ServerEngine.on_restart``: its weights are those that the run began with, and only all ranks together could
-    send it others."""
-    raise ServerError(f"{replica} was started again, and has no weights before the next refit (refit.transport nccl)")
+    """``ServerEngine.on_restart``: the server has initial weights, and only all ranks together can send others."""
+    raise ServerError(f"{replica} was restarted, and lacks weights until the next refit (refit.transport nccl)")

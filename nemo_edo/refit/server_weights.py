@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nemo_edo.generation.replica import Replica
-from nemo_edo.http_client import ServerError
+from nemo_edo.utils.http import ServerError
 
 CACHE_RESETS = 20
 """Attempts: while a request that was given up still holds blocks, the cache stays."""
@@ -18,53 +18,53 @@ CACHE_WAIT_S = 0.25
 
 
 class StaleWeights(ServerError):
-    """A server answers with other weights than the run has brought it to."""
+    """A server has other weights than the run has given it."""
 
 
 class ServerWeights(Protocol):
-    """How a kind of server takes the weights of a folder. All methods raise ServerError."""
+    """How a kind of server loads the weights of a folder. All methods raise ServerError."""
 
     def load(self, replica: Replica, folder: Path) -> None:
-        """Afterwards it answers with the folder's weights, and with nothing kept of earlier ones."""
+        """Afterwards the server uses the folder's weights, and nothing cached from earlier ones."""
 
-    def started(self, replica: Replica, folder: Path) -> None:
-        """What is left to do of ``load`` for a server that was started with ``starts_with(folder)``."""
+    def after_restart(self, replica: Replica, folder: Path) -> None:
+        """The rest of ``load`` for a server that was started with ``restart_folder(folder)``."""
 
     def require(self, replica: Replica, folder: Path) -> None:
-        """Raises StaleWeights where the server has others, as far as it can tell."""
+        """Raises StaleWeights where the server is known to have others."""
 
-    def starts_with(self, folder: Path) -> Path:
-        """The model folder that a server is to be started with."""
+    def restart_folder(self, folder: Path) -> Path:
+        """The model folder for the start of a server."""
 
     def served_model(self, replica: Replica, folder: Path) -> str:
-        """The name that requests give."""
+        """The model that requests name."""
 
 
 class ReloadedWeights:
-    """vLLM's, which loads them in place; their name is the folder's path."""
+    """For vLLM, which reloads weights in place; their name is the folder's path."""
 
     def __init__(self, limit_s: float) -> None:
-        """limit_s: seconds that a server may take to load them."""
+        """limit_s: seconds that a server may take to load weights."""
         self._limit_s = limit_s
 
     def load(self, replica: Replica, folder: Path) -> None:
         self._reload(replica, folder)
-        forget_prefixes(replica)
-        name_weights(replica, str(folder))
+        reset_prefix_cache(replica)
+        set_weights_name(replica, str(folder))
 
     def _reload(self, replica: Replica, folder: Path) -> None:
-        # Our own servers renew a tied output layer, too (generation/inside_server/tied_head.py).
-        method = "reload_policy" if replica.is_ours else "reload_weights"
+        # The worker extension renews a tied output layer, too (generation/inside_server/tied_head.py).
+        method = "reload_policy" if replica.has_worker_extension else "reload_weights"
         body = {"method": method, "kwargs": {"weights_path": str(folder)}}
         replica.request("POST", "/collective_rpc", json=body, timeout_s=self._limit_s)
 
-    def started(self, replica: Replica, folder: Path) -> None:
-        name_weights(replica, str(folder))
+    def after_restart(self, replica: Replica, folder: Path) -> None:
+        set_weights_name(replica, str(folder))
 
     def require(self, replica: Replica, folder: Path) -> None:
         require_weights(replica, str(folder))
 
-    def starts_with(self, folder: Path) -> Path:
+    def restart_folder(self, folder: Path) -> Path:
         return folder
 
     def served_model(self, replica: Replica, folder: Path) -> str:
@@ -72,29 +72,29 @@ class ReloadedWeights:
 
 
 class AdapterWeights(ReloadedWeights):
-    """vLLM's, with the model's weights loaded once and an adapter beside them that changes: the folders are PEFT's."""
+    """For vLLM with LoRA: the base weights are loaded once, and each folder is a PEFT adapter."""
 
     def __init__(self, base: Path, limit_s: float) -> None:
-        """base: the folder of the weights that adapters add to."""
+        """base: the folder of the base weights."""
         super().__init__(limit_s)
         self._base = base
 
     def load(self, replica: Replica, folder: Path) -> None:
-        found = _told(replica.request("GET", "/weight_info"), "weight_version", replica)
+        found = _field(replica.request("GET", "/weight_info"), "weight_version", replica)
         if Path(str(found)).parent != self._base.parent:  # another policy's
             self._reload(replica, self._base)
-        self.started(replica, folder)
-        forget_prefixes(replica)
+        self.after_restart(replica, folder)
+        reset_prefix_cache(replica)
 
-    def started(self, replica: Replica, folder: Path) -> None:
+    def after_restart(self, replica: Replica, folder: Path) -> None:
         body = {"lora_name": self.served_model(replica, folder), "lora_path": str(folder)}
         for name in _models(replica):
             if name != replica.model_name:
                 replica.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, answers_json=False)
         replica.request("POST", "/v1/load_lora_adapter", json=body, timeout_s=self._limit_s, answers_json=False)
-        name_weights(replica, str(folder))
+        set_weights_name(replica, str(folder))
 
-    def starts_with(self, folder: Path) -> Path:
+    def restart_folder(self, folder: Path) -> Path:
         return self._base
 
     def served_model(self, replica: Replica, folder: Path) -> str:
@@ -102,56 +102,56 @@ class AdapterWeights(ReloadedWeights):
 
 
 class RelaunchedWeights:
-    """Those of a server that takes weights when it starts, and only then: TensorRT-LLM's."""
+    """For TensorRT-LLM, which loads weights only when it starts."""
 
     def load(self, replica: Replica, folder: Path) -> None:
         replica.restart(folder)
 
-    def started(self, replica: Replica, folder: Path) -> None:
-        """They have no name."""
+    def after_restart(self, replica: Replica, folder: Path) -> None:
+        """Nothing: the weights have no name."""
 
     def require(self, replica: Replica, folder: Path) -> None:
-        """The server was started with them, and cannot change them."""
+        """Nothing: the server was started with them, and cannot change them."""
 
-    def starts_with(self, folder: Path) -> Path:
+    def restart_folder(self, folder: Path) -> Path:
         return folder
 
     def served_model(self, replica: Replica, folder: Path) -> str:
-        return replica.model_name  # after the folder
+        return replica.model_name  # named after the folder
 
 
-def forget_prefixes(replica: Replica) -> None:
-    """Keys and values of other weights are not used again. Raises ServerError where the server keeps some."""
+def reset_prefix_cache(replica: Replica) -> None:
+    """Drops keys and values of earlier weights. Raises ServerError where the server keeps some."""
     for attempt in range(CACHE_RESETS):
-        if _told(replica.request("POST", "/reset_prefix_cache"), "success", replica):
+        if _field(replica.request("POST", "/reset_prefix_cache"), "success", replica):
             return
         if attempt + 1 < CACHE_RESETS:
             time.sleep(CACHE_WAIT_S)
     raise ServerError(f"{replica}: its prefix cache cannot be reset: requests still hold blocks of it")
 
 
-def name_weights(replica: Replica, name: str) -> None:
-    """Tells the server what its weights are called, and reads it back."""
+def set_weights_name(replica: Replica, name: str) -> None:
+    """Names the server's weights, and reads the name back."""
     replica.request("POST", "/update_weight_version", json={"new_version": name})
     require_weights(replica, name)
 
 
 def require_weights(replica: Replica, name: str) -> None:
-    """Raises StaleWeights unless the server's weights are called so: else it was started again, or given others."""
-    found = _told(replica.request("GET", "/weight_info"), "weight_version", replica)
+    """Raises StaleWeights unless the server's weights have this name: otherwise it was restarted, or given others."""
+    found = _field(replica.request("GET", "/weight_info"), "weight_version", replica)
     if found != name:
         raise StaleWeights(
-            f"{replica} has the weights {found!r} where {name!r} are expected: it was started again, or something else "
-            "has given it weights; what it answered is not used"
+            f"{replica} has the weights {found!r} where {name!r} are expected: it was restarted, or something else "
+            "has given it weights; its answers are not used"
         )
 
 
 def _models(replica: Replica) -> list[str]:
-    """The model and the adapters that the server has."""
-    return [model["id"] for model in _told(replica.request("GET", "/v1/models"), "data", replica)]
+    """The server's model and adapters."""
+    return [model["id"] for model in _field(replica.request("GET", "/v1/models"), "data", replica)]
 
 
-def _told(answer: object, key: str, replica: Replica) -> object:
+def _field(answer: object, key: str, replica: Replica) -> object:
     if not isinstance(answer, dict) or key not in answer:
         raise ServerError(f"{replica}: an answer without {key}: {answer!r}")
     return answer[key]

@@ -1,4 +1,4 @@
-"""From the config to the refit of servers, and what has to be right for it before a run begins."""
+"""Builds the refit of servers from the config, and checks it before a run begins."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_edo.config import RunConfig
-from nemo_edo.data.disk_space import free_bytes
+from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.interfaces import WeightSync
-from nemo_edo.model_shape import ModelShape
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders
 from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
 from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, ServerWeights
-from nemo_edo.refit.sleep import OnTrainersGPUs, free_gpu_memory
+from nemo_edo.refit.sleep import SleepOnTrainersGPUs, free_gpu_memory
+from nemo_edo.rollouts.disk_space import free_bytes
 
 if TYPE_CHECKING:
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 
 SHARED_MEMORY = Path("/dev/shm")
-AT_A_TIME = 2
-"""Folders of weights that there are while servers change from one to the next."""
+FOLDERS_AT_ONCE = 2
+"""Folders of weights that exist while servers change from one to the next."""
 
 
 def check_refit(cfg: RunConfig, run: Path) -> None:
-    """Raises UserError where servers cannot be refitted as the config says. run: the run's folder."""
+    """Raises UserError where the config's refit is not possible. run: the run's folder."""
     generation, refit = cfg.generation, cfg.generation.refit
     on_gpu = torch.cuda.is_available()
     if generation.placement == "shared" and not on_gpu:
         raise UserError(
-            "generation.placement is shared, and there is no GPU to share: vLLM sleeps on GPUs alone (on a CPU it "
-            "answers as if it did, and keeps its memory); set generation.placement=apart"
+            "generation.placement is shared, but there is no GPU to share: on a CPU, vLLM's sleep mode frees no "
+            "memory; set generation.placement=apart"
         )
     if refit.transport == "nccl" and not on_gpu:
-        raise UserError("generation.refit.transport is nccl, which joins GPUs, and there is none here; set it to disk")
+        raise UserError("generation.refit.transport is nccl, which needs GPUs, and there is none here; set it to disk")
     if refit.lora == "adapter" and not cfg.lora.rank:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
     if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
         model_folder = Path(cfg.model.path)
-        _require_room(refit_root(cfg, run), AT_A_TIME * weight_bytes(cfg, model_folder))
+        _require_room(refit_root(cfg, run), FOLDERS_AT_ONCE * weight_bytes(cfg, model_folder))
 
 
 def build_server_sync(
     cfg: RunConfig, run: Path, model_folder: Path, model: MegatronGPTModel, engine: ServerEngine
 ) -> WeightSync:
-    """The WeightSync of a policy, whose first push brings the servers to it whatever they had before."""
+    """The WeightSync of a policy. Its first push replaces whatever weights the servers have."""
     settings = cfg.generation.refit
-    sleep = None if cfg.generation.placement == "apart" else asleep(cfg)
+    sleep = None if cfg.generation.placement == "apart" else _build_sleep(cfg)
     if settings.transport == "nccl":
         name = on_main(lambda: f"{run.name}/{secrets.token_hex(4)}")
         common = {"attempts": settings.attempts, "limit_s": settings.limit_s, "sleep": sleep}
         return NCCLSync(engine, exported(model.built), NCCLLink, name=name, **common)
     adapters = settings.lora == "adapter"
     size = weight_bytes(cfg, model_folder)
-    folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_alone=adapters)
+    folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_only=adapters)
     weights: ServerWeights
     if cfg.generation.backend == "trtllm":
         weights = RelaunchedWeights()
@@ -73,7 +73,7 @@ def build_server_sync(
 
 
 def refit_root(cfg: RunConfig, run: Path) -> Path:
-    """Where the run's folders of weights stand; absolute, for servers have working directories of their own."""
+    """The parent of the run's folders of weights; absolute, as servers have other working directories."""
     run, given = run.absolute(), cfg.generation.refit.folder
     own = f"nemo_edo_{hashlib.blake2b(str(run).encode(), digest_size=6).hexdigest()}"
     if given is not None:
@@ -83,7 +83,7 @@ def refit_root(cfg: RunConfig, run: Path) -> Path:
 
 
 def weight_bytes(cfg: RunConfig, model_folder: Path) -> int:
-    """Of the model, in the precision that it is exported in."""
+    """Size of the model's weights in the precision of their export."""
     config = model_folder / "config.json"
     shape = ModelShape.from_hf(json.loads(config.read_text(encoding="utf-8")), str(config))
     return shape.parameters * (4 if cfg.precision.dtype == "fp32" else 2)
@@ -98,9 +98,9 @@ def _require_room(root: Path, needed: int) -> None:
         )
 
 
-def asleep(cfg: RunConfig) -> OnTrainersGPUs:
-    """What servers do that share the trainer's GPUs."""
+def _build_sleep(cfg: RunConfig) -> SleepOnTrainersGPUs:
+    """For servers that share the trainer's GPUs."""
     servers = cfg.generation.servers
     gpus = servers.replicas * servers.tensor_parallel_size
     each = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return OnTrainersGPUs(int(gpus * servers.memory_share * each), free_gpu_memory)
+    return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), free_gpu_memory)

@@ -1,7 +1,7 @@
-"""Servers on the trainer's GPUs give their memory back while it trains: vLLM's sleep mode.
+"""Servers on the trainer's GPUs free their memory while it trains: vLLM's sleep mode.
 
-They sleep at level 2: weights and cache are dropped, as the next refit brings others anyhow. Then the memory of the
-weights is taken again, and filled, and that of the cache taken after it.
+Level 2 drops weights and KV cache, as the next refit sends other weights. On waking, the memory of the weights is
+allocated and filled first, and then that of the cache.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Protocol
 import torch
 
 from nemo_edo.generation.replica import Replica
-from nemo_edo.http_client import ServerError
 from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.utils.http import ServerError
 
 LEVEL = 2
 ENOUGH = 0.5
-"""Of what the servers were given, what they have to give back: the rest is graphs and libraries, which stay."""
+"""Share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest."""
 
 
 class Sleep(Protocol):
-    """What servers do while they are not needed. All ranks call ``begin``; the first alone wakes replicas."""
+    """How servers sleep while they are not needed. All ranks call ``begin``; only the first wakes replicas."""
 
     def begin(self, replicas: Sequence[Replica]) -> bool:
-        """Whether they have lost their weights by it."""
+        """Returns whether the servers have lost their weights."""
 
     def wake_for_weights(self, replica: Replica) -> None:
-        """Before it is given weights."""
+        """Called before the weights are sent."""
 
     def wake_for_requests(self, replica: Replica) -> None:
-        """After that."""
+        """Called after the weights are sent."""
 
 
-class Awake:
-    """Servers with GPUs of their own."""
+class NoSleep:
+    """For servers with separate GPUs."""
 
     def begin(self, replicas: Sequence[Replica]) -> bool:
         return False
@@ -46,12 +46,12 @@ class Awake:
         pass
 
 
-class OnTrainersGPUs:
-    """Servers that sleep while the trainer needs their GPUs."""
+class SleepOnTrainersGPUs:
+    """For servers that sleep while the trainer needs their GPUs."""
 
     def __init__(self, expected_bytes: int, free_memory: Callable[[], int]) -> None:
-        """expected_bytes: what the servers were given, over all GPUs. free_memory: bytes, over the GPUs of all ranks;
-        all ranks call it."""
+        """expected_bytes: memory of the servers on all GPUs. free_memory: free bytes on the GPUs of all ranks; all
+        ranks call it."""
         self._expected = expected_bytes
         self._free_memory = free_memory
 
@@ -62,8 +62,8 @@ class OnTrainersGPUs:
         released = self._free_memory() - before
         if released < ENOUGH * self._expected:
             raise ServerError(
-                f"servers asleep have given back {released / 2**30:.2f} GiB of GPU memory, of "
-                f"{self._expected / 2**30:.2f} GiB that they were given: the trainer would run out of it; lower "
+                f"sleeping servers have freed {released / 2**30:.2f} GiB of GPU memory, but use "
+                f"{self._expected / 2**30:.2f} GiB: the trainer would run out of memory; lower "
                 "generation.servers.memory_share, or set generation.placement=apart"
             )
         return True
@@ -78,8 +78,7 @@ class OnTrainersGPUs:
 
 
 def free_gpu_memory() -> int:
-    """Bytes, over the GPUs of all ranks, that no process holds; this process's own unused memory is given back first.
-    All ranks call it."""
+    """Free bytes on the GPUs of all ranks, after this process has released its unused memory. All ranks call it."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")

@@ -1,1 +1,1 @@
-"""Scorers: they turn responses into rewards. Import from the modules."""
+"""Verifiers and the judge, which turn responses into rewards. Import from the modules."""

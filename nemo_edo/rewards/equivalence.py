@@ -1,8 +1,8 @@
-"""Whether two answers mean the same, through math-verify and sympy; what runs inside a verification worker.
+"""Whether two answers are equivalent, by math-verify and sympy.
 
-It is imported by the workers alone: an answer can hang sympy or exhaust its memory (``rewards.workers`` bounds both).
-Before math-verify sees a text, spellings that it misreads are put right: it takes ``0.\\overline{3}`` for 0, and
-``1e-3`` for a product with e.
+Only worker processes import it: an answer can hang sympy or exhaust the memory (``rewards.workers`` limits both).
+Spellings that math-verify misreads are rewritten first: it reads ``0.\\overline{3}`` as 0, and ``1e-3`` as a product
+with e.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ import sympy
 from math_verify import parse, verify
 
 from nemo_edo.data.answers import clean_answer, simple_fraction
+from nemo_edo.rewards.legible import is_legible
+from nemo_edo.rewards.units import TEXT, Quantity, comparable, no_unit, quantity, ratio
 
 _REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<head>\d*)\\(?:overline|bar|dot)\s*\{(?P<cycle>\d+)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{(?P<words>[^{}]*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _ARTICLE = re.compile(r"^(?:an?|the) (?=\w\w)")
 _FEWEST_LETTERS = 4
-"""Of a text outside ``\\text{}`` that is taken for a word: xy and abc are products."""
+"""Of a word outside ``\\text{}``: xy and abc are products."""
 _UNIT = re.compile(
     r"(?P<number>[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?) "
     r"(?:(?!sin|cos|tan|log|and|or\b|pi\b)[a-zA-Z]{2,}|[a-z]+/[a-z]+)\b[a-zA-Z0-9 /^]*"
 )
 _BASE = re.compile(r"(?P<digits>[0-9A-Z]+)_\{?(?P<base>\d+)\}?")
+_ORDERED, _SET = re.compile(r"[(\[].*,.*[)\]]"), re.compile(r"\\\{.*,.*\\\}")
+_PERCENT = re.compile(r"\s*(?:\\text\{\s*percent\s*\}|\bpercent)$")
 _BRACKETS = re.compile(r"(?P<opens>\(|\[|\\\{|)(?P<items>[^()\[\]]*?)(?P<closes>\)|\]|\\\}|)")
 _KINDS = {(left, right): left + right for left in "([" for right in ")]"} | {("{", "}"): "{}", ("", ""): "{}"}
 _ASSIGNED = re.compile(r"(?P<name>[a-zA-Z])\s*=(?P<value>[^=<>,;]+)")
 _CLEARLY = 1e-5
-"""Relative; math-verify takes numbers for equal that agree to six decimals."""
+"""Relative difference; math-verify calls numbers equal that agree to six decimals."""
 _WARM_UP = (
     r"\frac{1}{2}", r"-3\sqrt{2}+1", r"(1,2]", r"(-\infty,2)\cup[3,\infty)", r"\{1,2\}", "x^2+2x+1", "y=2x+3",
     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"2^{10}\cdot 3", r"\pi r^2", "1.5", r"90^\circ", r"\log_2 8", r"x\le 5",
@@ -42,43 +45,89 @@ _WARM_UP = (
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
-    """Whether the answer means the gold one, and the answer's canonical form.
+    """Whether the answer is equivalent to the gold answer, and the answer's canonical form.
 
-    Equal are texts that are the same once cleaned, words that differ in case or article alone, what math-verify holds
-    to be equivalent, and what has one canonical form. So an answer that is not equal has another canonical form than
-    the gold answer has, and another than the gold answer's own text. 50% is taken for 50 and for 1/2, as either may
-    have been meant.
+    Answers are equivalent if they are the same text once cleaned, the same words up to case and article, equivalent by
+    math-verify, or have the same canonical form. So the canonical form of any other answer differs from the gold
+    answer's, and from the gold answer's text. 50% is read as 50 and as 1/2, as either may be meant.
     """
-    gold, answer = clean_answer(gold), clean_answer(answer)
+    money = [" dollars" if r"\$" in text else "" for text in (gold, answer)]
+    gold, answer = _cleaned(gold), _cleaned(answer)
     form = canonical(answer)
-    if gold == answer or form in (gold, canonical(gold)):
+    if _without_markup(gold) == _without_markup(answer):
         return True, form
     words = _words(gold)
     if words is not None:
         return words == _words(answer, fewest_letters=1), form
-    if _BASE.fullmatch(gold) and _BASE.fullmatch(answer):
-        return False, form
+    if not is_legible(gold, answer, _equivalent, _count_symbols):
+        return False, answer
+    meant, given = quantity(gold, letters=True), quantity(answer, letters=True)
+    if meant is None or given is None:
+        meant, given = (
+            quantity(text) or quantity(text + unit) for text, unit in zip((gold, answer), money, strict=True)
+        )
+    if meant is not None or given is not None:
+        return _same_quantity(meant or no_unit(gold), given or no_unit(answer)), form
+    return _same(gold, answer, form), form
+
+
+def _same(gold: str, answer: str, form: str) -> bool:
+    """``compare``, of answers without units."""
+    if form in (gold, canonical(gold)):
+        return True
+    bases = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
+    if all(bases):
+        return False
+    if bases[0]:  # a question that names a base may have an answer that does not
+        return compare(bases[0]["digits"], answer)[0]
+    if bases[1] and (number := _in_base(bases[1])) is not None:
+        return compare(gold, str(number))[0]
+    if (_ORDERED.fullmatch(gold) and _SET.fullmatch(answer)) or (_SET.fullmatch(gold) and _ORDERED.fullmatch(answer)):
+        return False
     assigned = _ASSIGNED.fullmatch(gold), _ASSIGNED.fullmatch(answer)
     if None not in assigned and assigned[0]["name"] == assigned[1]["name"]:  # solving both equations takes long
-        return _equivalent(assigned[0]["value"], assigned[1]["value"]), form
+        return _equivalent(assigned[0]["value"], assigned[1]["value"])
     collections = _numbers_in_brackets(gold), _numbers_in_brackets(answer)
     if None not in collections and "." not in gold + answer and collections[0][0] == collections[1][0]:
-        return False, form
+        return False
     percents = gold.endswith("%"), answer.endswith("%")
     if any(percents):
-        same = any(_equivalent(gold.removesuffix("%"), text) for text in _percent_readings(answer, percents))
-        return same, form
-    return _equivalent(gold, answer), form
+        return any(_equivalent(gold.removesuffix("%"), text) for text in _percent_readings(answer, percents))
+    return _equivalent(gold, answer)
+
+
+def _same_quantity(gold: Quantity, answer: Quantity) -> bool:
+    factor = ratio(answer, gold)
+    if not comparable(gold.unit, answer.unit):
+        return False
+    return compare(gold.value, _scaled(answer.value, factor))[0]
+
+
+def _scaled(value: str, factor: Fraction) -> str:
+    if factor == 1:
+        return value
+    number = simple_fraction(value)
+    if number is not None:
+        return str(number * factor)
+    return rf"\frac{{{factor.numerator}}}{{{factor.denominator}}}({value})"
+
+
+def _in_base(number: re.Match[str]) -> int | None:
+    """The value of 1010_2; None for what is no number in that base."""
+    try:
+        return int(number["digits"], int(number["base"]))
+    except ValueError:
+        return None
 
 
 def canonical(answer: str) -> str:
-    """One spelling for many: of numbers, sets and intervals their value, of expressions their expansion, of words the
-    words in small letters. A text that is none of these stays as it is, cleaned.
+    """One spelling for many: the value of numbers, sets and intervals, the expansion of expressions, and words in lower
+    case. Any other text is only cleaned.
 
-    Two answers of one canonical form mean the same; the opposite does not hold (identities that take more than
-    expansion are not seen).
+    Answers with the same canonical form are equivalent; the converse does not hold (identities beyond expansion are
+    not found).
     """
-    answer = clean_answer(answer)
+    answer = _cleaned(answer)
     number, words, base = simple_fraction(answer), _words(answer), _BASE.fullmatch(answer)
     if number is not None:
         return str(number)
@@ -86,6 +135,12 @@ def canonical(answer: str) -> str:
         return words
     if base is not None:
         return f"{base['digits']}_{base['base']}"
+    measured = quantity(answer)
+    if measured is not None:
+        value = canonical(_scaled(measured.value, Fraction(measured.multiplier)))
+        return value if measured.unit.is_any else f"{value} {measured.words}"
+    if not is_legible("", answer, _equivalent, _count_symbols):
+        return answer
     collection, assigned = _numbers_in_brackets(answer), _ASSIGNED.fullmatch(answer)
     if collection is not None:
         return collection
@@ -101,21 +156,35 @@ def canonical(answer: str) -> str:
         value = value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
         return str(sympy.expand(value) if isinstance(value, sympy.Expr) else value)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError, NotImplementedError):
-        return answer  # sympy has no value for it, or one of more digits than Python prints
+        return answer  # sympy has no value for it, or one with more digits than Python prints
 
 
 def parses(answer: str) -> bool:
-    """Whether an answer can be compared as more than a text: math-verify reads it, or it is made of words."""
-    answer = clean_answer(answer).removesuffix("%")
+    """Whether an answer can be compared as more than a text: math-verify parses it, or it consists of words."""
+    answer = _cleaned(answer).removesuffix("%")
     return _words(answer) is not None or any(not isinstance(found, str) for found in _parsed(answer))
 
 
 def warm_up() -> None:
-    """The parser's first sentences take a hundred times as long as its later ones."""
-    logging.disable(logging.WARNING)  # math-verify warns that it has no timeout of its own: the workers have one
+    """Parses some texts: the parser's first calls take a hundred times as long as later ones."""
+    logging.disable(logging.WARNING)  # math-verify warns that it has no timeout: the workers have one
     for text in _WARM_UP:
         canonical(text)
     compare("2x+1", "1+2x")
+
+
+def _cleaned(answer: str) -> str:
+    return _PERCENT.sub("%", clean_answer(answer))
+
+
+def _without_markup(answer: str) -> str:
+    return " ".join(TEXT.sub(lambda text: f" {text['words']} ", answer).split())
+
+
+def _count_symbols(text: str) -> int:
+    """How many variables a formula has; 2, which is any number, where it is none."""
+    parsed = _parsed(text)
+    return len(parsed[0].free_symbols) if parsed and isinstance(parsed[0], sympy.Expr) else 2
 
 
 def _equivalent(gold: str, answer: str) -> bool:
@@ -125,8 +194,8 @@ def _equivalent(gold: str, answer: str) -> bool:
 
 
 def _differ_at_a_point(gold: list, answer: list) -> bool:
-    """Whether two expressions have clearly different values where their variables have arbitrary ones: most wrong
-    answers do, and are spared ``simplify``. False where it cannot be told."""
+    """Whether two expressions clearly differ at an arbitrary point: most wrong answers do, which saves ``simplify``.
+    False where the values cannot be computed."""
     if not gold or not answer or not all(isinstance(one[0], sympy.Expr) for one in (gold, answer)):
         return False
     if any(isinstance(one[0], sympy.Symbol) for one in (gold, answer)):
@@ -141,7 +210,7 @@ def _differ_at_a_point(gold: list, answer: list) -> bool:
 
 
 def _numbers_in_brackets(answer: str) -> str | None:
-    """The spelling of ``(1, 2)``, ``[1,2)`` and the like, or of a set or list (both in order), of plain numbers and
+    """The canonical form of ``(1, 2)``, ``[1,2)`` and the like, or of a set or list (both sorted), of numbers and
     fractions; None for other texts. The parser takes twenty times as long for these as for a formula."""
     match = _BRACKETS.fullmatch(answer)
     kind = match and _KINDS.get((match["opens"][-1:], match["closes"][-1:]))
@@ -156,7 +225,7 @@ def _numbers_in_brackets(answer: str) -> str | None:
 
 
 def _percent_readings(answer: str, percents: tuple[bool, bool]) -> list[str]:
-    """What an answer can mean beside a gold answer's number, where one of the two, or both, has a percent sign."""
+    """What an answer may mean where it, or the gold answer's number, or both have a percent sign."""
     number = answer.removesuffix("%")
     if all(percents):
         return [number]
@@ -165,10 +234,10 @@ def _percent_readings(answer: str, percents: tuple[bool, bool]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _parsed(answer: str) -> list:
-    """What math-verify reads in the text; strings are what it could not read."""
+    """What math-verify parses from the text; strings are what it could not parse."""
     text = _REPEATING.sub(_fraction, answer.replace(r"\varnothing", r"\emptyset").replace("°", r"^\circ"))
     text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
-    unit = _UNIT.fullmatch(_TEXT.sub(lambda text: text["words"], text))
+    unit = _UNIT.fullmatch(TEXT.sub(lambda text: text["words"], text))
     return parse(f"${unit['number'] if unit else text}$", parsing_timeout=None)
 
 
@@ -180,11 +249,11 @@ def _fraction(number: re.Match[str]) -> str:
 
 
 def _words(answer: str, fewest_letters: int = _FEWEST_LETTERS) -> str | None:
-    """The words of an answer without mathematics, in small letters, its article left out; None for any other answer.
+    """The words of an answer without mathematics, in lower case and without article; None for any other answer.
 
-    Outside ``\\text{}``, fewer than ``fewest_letters`` make no word.
+    Outside ``\\text{}``, fewer than ``fewest_letters`` letters are not a word.
     """
-    plain = _TEXT.sub(lambda text: text["words"], answer).strip()
+    plain = TEXT.sub(lambda text: text["words"], answer).strip()
     if not _WORDS.fullmatch(plain):
         return None
     if plain == answer and sum(character.isalpha() for character in plain) < fewest_letters:

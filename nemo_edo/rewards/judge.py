@@ -1,11 +1,10 @@
-"""Rewards by a language model: it is shown the problem, its answer and a response's final answer, and says whether they
-mean the same.
+"""Rewards by a language model that says whether a response's final answer is equivalent to the problem's.
 
-A verdict is read strictly. Where there is none (a reply without it, a server that is down or wants no more requests),
-the judge abstains: the response's reason says so (``types.ABSTAINED``), its reward of 0 says nothing, and evaluations
-leave it out. Above a share of abstentions the run stops, and what was judged is kept.
+Verdicts are parsed strictly. Without one (an invalid reply, a server that is down or refuses requests) the judge
+abstains: the response's reason says so (``types.ABSTAINED``), its reward of 0 has no meaning, and evaluations leave it
+out. Above a share of abstentions the run stops and keeps the verdicts so far.
 
-What a final answer is, and that a response without one or without an end is wrong, is as with the other verifiers.
+Final answers are extracted, and responses without an answer or an end are wrong, as with the verifiers.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Any
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer
 from nemo_edo.data.benchmarks import TEXT
-from nemo_edo.errors import PartlyDrawn, UserError
-from nemo_edo.http_client import ServerError
+from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
 from nemo_edo.rewards.judge_client import JudgeClient
 from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, request_body
@@ -27,28 +25,29 @@ from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
 from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout, ScoredRollout
+from nemo_edo.utils.http import ServerError
 
 Item = tuple[Problem, str, str]
-"""A problem, a final answer to it, and the text that states it."""
+"""A problem, a final answer, and the text that states it."""
 _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgment:
     verdict: bool | None
-    """None: there is none."""
+    """None: the judge abstained, or was not asked."""
     reason: str | None = None
-    """Why there is none; None where the judge was given up on before it was asked about this."""
+    """Why it abstained; None where it was not asked, because the run gave up on it before."""
     rules: bool | None = None
-    """What rules say; None: they cannot tell, or were not asked."""
+    """The verdict of the rules, that is, of MathVerifier; None: not verifiable, or not asked."""
 
 
 class Judge:
-    """Gives verdicts. The same request is sent once, by whatever run."""
+    """Asks a language model for verdicts. Equal requests are sent once, across runs."""
 
     def __init__(self, settings: JudgeConfig, cache: JudgeCache, rules: MathVerifier | None) -> None:
-        """rules: compares the same answers; None: nothing does. Raises UserError where the environment lacks the
-        key."""
+        """rules: verifies the same answers for comparison; None: no comparison. Raises UserError where the environment
+        lacks the key."""
         self.settings = settings
         self.report = JudgeReport()
         self._cache = cache
@@ -57,56 +56,56 @@ class Judge:
         self._client = JudgeClient(settings, reader)
 
     def check(self) -> None:
-        """Asks for one verdict, so that a wrong URL, key or model is known before any time is spent. Raises UserError
-        where no reply comes; one without a verdict will do."""
-        answers = _Answers(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
-        self._client.ask(answers.bodies, answers)
-        if not answers.replies:
-            raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {answers.reasons[0]}")
+        """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
+        comes; the reply needs no verdict."""
+        replies = _Replies(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
+        self._client.ask(replies.bodies, replies)
+        if not replies.received:
+            raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {replies.reasons[0]}")
 
     def take_report(self) -> JudgeReport:
-        """Of everything since it was last taken."""
+        """The report of everything since the last call."""
         taken, self.report = self.report, JudgeReport()
         return taken
 
-    def verdicts(self, items: Sequence[Item]) -> tuple[list[Judged], str | None]:
-        """One of each item, in order, and why the judge was given up on before all were asked about (None: it was
-        not)."""
+    def verdicts(self, items: Sequence[Item]) -> tuple[list[Judgment], str | None]:
+        """A judgment of each item, in order, and why the run gave up on the judge before all were asked about (None:
+        it did not)."""
         bodies: dict[str, Mapping[str, Any]] = {}
         keys = []
         for item in items:
             body = request_body(self.settings, *item)
             keys.append(request_key(body))
             bodies[keys[-1]] = body
-        known = {key: Judged(reply.verdict) for key in bodies if (reply := self._cache.get(key)) is not None}
+        known = {key: Judgment(reply.verdict) for key in bodies if (reply := self._cache.get(key)) is not None}
         self.report.cached += len(known)
         missing = [key for key in bodies if key not in known]
         times = Counter(keys)
-        answers = _Answers(
+        replies = _Replies(
             self._cache,
             [bodies[key] for key in missing],
             Counter({place: times[key] for place, key in enumerate(missing)}),
             most=self.settings.max_abstained * len(items),
         )
-        stopped = self._ask(answers, len(items)) if missing else None
-        found = {key: answers.judged(place) for place, key in enumerate(missing)}
-        judged = self._beside_rules(items, [known.get(key) or found[key] for key in keys])
-        self._count(judged, answers)
+        stopped = self._ask(replies, len(items)) if missing else None
+        found = {key: replies.judgment(place) for place, key in enumerate(missing)}
+        judged = self._compare_with_rules(items, [known.get(key) or found[key] for key in keys])
+        self._count(judged, replies)
         return judged, stopped
 
-    def _ask(self, answers: _Answers, asked: int) -> str | None:
+    def _ask(self, replies: _Replies, asked: int) -> str | None:
         try:
-            self._client.ask(answers.bodies, answers)
+            self._client.ask(replies.bodies, replies)
         except ServerError as error:
             return str(error)
-        if not answers.is_above:
+        if not replies.is_above:
             return None
         return (
-            f"the judge abstained on {answers.abstained} of {asked} responses, and rewards.judge.max_abstained is "
-            f"{self.settings.max_abstained:g}; most often: {Counter(answers.reasons.values()).most_common(1)[0][0]}"
+            f"the judge abstained on {replies.abstained} of {asked} responses, and rewards.judge.max_abstained is "
+            f"{self.settings.max_abstained:g}; most often: {Counter(replies.reasons.values()).most_common(1)[0][0]}"
         )
 
-    def _beside_rules(self, items: Sequence[Item], judged: Sequence[Judged]) -> list[Judged]:
+    def _compare_with_rules(self, items: Sequence[Item], judged: Sequence[Judgment]) -> list[Judgment]:
         if self._rules is None:
             return list(judged)
         comparable = [
@@ -114,36 +113,36 @@ class Judge:
             for (problem, _, _), one in zip(items, judged, strict=True)
         ]
         pairs = [(item[0].answer, item[1]) for item, is_one in zip(items, comparable, strict=True) if is_one]
-        said = iter(self._rules.verify(pairs))
-        beside = []
+        by_rules = iter(self._rules.verify(pairs))
+        compared = []
         for one, is_one in zip(judged, comparable, strict=True):
-            verdict = next(said) if is_one else None
-            can_tell = verdict is not None and verdict.trouble is None
-            beside.append(Judged(one.verdict, one.reason, verdict.right if can_tell else None))
-        return beside
+            rules = next(by_rules) if is_one else None
+            verified = rules is not None and rules.failure is None
+            compared.append(Judgment(one.verdict, one.reason, rules.correct if verified else None))
+        return compared
 
-    def _count(self, judged: Sequence[Judged], answers: _Answers) -> None:
+    def _count(self, judged: Sequence[Judgment], replies: _Replies) -> None:
         report = self.report
-        report.replies += answers.replies
-        report.prompt_tokens += answers.prompt_tokens
-        report.completion_tokens += answers.completion_tokens
+        report.replies += replies.received
+        report.prompt_tokens += replies.prompt_tokens
+        report.completion_tokens += replies.completion_tokens
         report.judged += sum(one.verdict is not None for one in judged)
         report.abstained += Counter(one.reason for one in judged if one.reason is not None)
         report.agreement += Counter((one.verdict, one.rules) for one in judged if one.rules is not None)
 
 
-class _Answers:
-    """Takes replies into the cache, and ends the asking once too many responses are without a verdict."""
+class _Replies:
+    """Stores replies in the cache, and stops the requests after too many abstentions."""
 
     def __init__(
         self, cache: JudgeCache, bodies: Sequence[Mapping[str, Any]], times: Counter[int], *, most: float
     ) -> None:
-        """times: how many responses each request is for. most: responses that may be without a verdict."""
+        """times: how many responses each request is for. most: responses that the judge may abstain on."""
         self.bodies = bodies
         self.reasons: dict[int, str] = {}
         self.abstained = 0
         """Responses."""
-        self.replies = self.prompt_tokens = self.completion_tokens = 0
+        self.received = self.prompt_tokens = self.completion_tokens = 0
         self._cache = cache
         self._times = times
         self._most = most
@@ -153,12 +152,12 @@ class _Answers:
     def is_above(self) -> bool:
         return self.abstained > self._most
 
-    def judged(self, place: int) -> Judged:
-        return Judged(self._verdicts.get(place), self.reasons.get(place))
+    def judgment(self, place: int) -> Judgment:
+        return Judgment(self._verdicts.get(place), self.reasons.get(place))
 
     def reply(self, place: int, reply: Reply) -> None:
         self._cache.put(request_key(self.bodies[place]), reply)
-        self.replies += 1
+        self.received += 1
         self.prompt_tokens += reply.prompt_tokens
         self.completion_tokens += reply.completion_tokens
         if reply.verdict is not None:
@@ -172,14 +171,14 @@ class _Answers:
 
 
 class JudgeScorer:
-    """Scores responses by a judge's verdicts. A response that did not finish, or states no answer, is wrong, and the
+    """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong, and the
     reward is 1 exactly where ``answer`` is the problem's.
 
-    ``verify``: ``Judge.verdicts``, or what has one process ask it for all.
+    ``verify``: ``Judge.verdicts``, called on one rank for all.
     """
 
     def __init__(
-        self, answers: AnswerFormat, verify: Callable[[Sequence[Item]], tuple[list[Judged], str | None]]
+        self, answers: AnswerFormat, verify: Callable[[Sequence[Item]], tuple[list[Judgment], str | None]]
     ) -> None:
         self._answers = answers
         self._verify = verify
@@ -187,8 +186,8 @@ class JudgeScorer:
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.
 
-        Raises PartlyDrawn, with those that need no verdict or have one, where the judge was given up on, and ValueError
-        for a rollout of an unknown problem.
+        Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge, and
+        ValueError for a rollout of an unknown problem.
         """
         paired = with_problems(rollouts, problems)
         stated = [self._answers.extract(rollout.text) if rollout.finished else None for rollout in rollouts]
@@ -205,32 +204,32 @@ class JudgeScorer:
             for (rollout, problem), answer, is_asked in zip(paired, stated, asked, strict=True)
         ]
         if stopped is not None:
-            raise PartlyDrawn(stopped, [one for one in scored if one.is_judged])
+            raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
         return scored
 
-    def _scored(self, rollout: Rollout, problem: Problem, answer: str | None, judged: Judged | None) -> ScoredRollout:
-        """judged: None where the judge was not asked."""
+    def _scored(self, rollout: Rollout, problem: Problem, answer: str | None, judged: Judgment | None) -> ScoredRollout:
+        """judged: None where no verdict is needed."""
         well_formed = is_well_formed(rollout, self._answers)
         if judged is None:
             reason = UNFINISHED if not rollout.finished else MISSING if answer is None else TOO_LONG
             kept = None if answer is None else f"{answer[:LONGEST_ANSWER]}..."
             return ScoredRollout(rollout, 0.0, kept, well_formed, reason)
         if judged.verdict:
-            return ScoredRollout(rollout, 1.0, problem.answer, well_formed, CORRECT + _beside(judged))
+            return ScoredRollout(rollout, 1.0, problem.answer, well_formed, CORRECT + _rules_suffix(judged))
         own = _own_form(answer, problem)
         if judged.verdict is None:
             return ScoredRollout(rollout, 0.0, own, well_formed, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
-        reason = f"final answer {own}, expected {problem.answer}, by the judge{_beside(judged)}"
+        reason = f"final answer {own}, expected {problem.answer}, by the judge{_rules_suffix(judged)}"
         return ScoredRollout(rollout, 0.0, own, well_formed, reason)
 
 
-def _beside(judged: Judged) -> str:
+def _rules_suffix(judged: Judgment) -> str:
     if judged.rules is None:
         return ""
     return RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
 
 
 def _own_form(answer: str, problem: Problem) -> str:
-    """What votes compare of an answer that was not judged right: never the right one's text."""
+    """The string that votes compare for an answer without the verdict correct: never the problem's answer."""
     form = canonical_number(answer) or clean_answer(answer)
     return form if form != problem.answer else f"{form} (not judged correct)"

@@ -1,4 +1,4 @@
-"""Verdicts on disk, by what was asked: a run that is killed, and every other run, asks nothing twice."""
+"""Verdicts on disk, by request: no run sends a request twice, even after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from nemo_edo.errors import UserError
 
 WAIT_S = 60.0
-"""For other processes that write at the same time."""
+"""How long to wait for other processes that are writing."""
 _TABLE = """CREATE TABLE IF NOT EXISTS replies (
     key TEXT NOT NULL, verdict INTEGER, reply TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL)"""
@@ -22,42 +22,42 @@ _INDEX = "CREATE UNIQUE INDEX IF NOT EXISTS verdicts ON replies (key) WHERE verd
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge answered."""
+    """A judge's answer."""
 
     verdict: bool | None
-    """Whether it is correct; None: no verdict could be read from it."""
+    """Whether the response is correct; None: the reply has no verdict."""
     text: str
     prompt_tokens: int
     completion_tokens: int
 
 
 def request_key(body: Mapping[str, Any]) -> str:
-    """The same for the same request: model, prompt with question, answers, and how the reply is drawn."""
+    """Equal for equal requests: model, prompt with question and answers, and sampling."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class JudgeCache:
-    """Replies in a SQLite file, each on disk before ``put`` returns; several processes may use it at a time.
+    """Replies in a SQLite file, each on disk before ``put`` returns; several processes may use it concurrently.
 
-    Replies without a verdict are kept for their tokens, which were paid for, and are asked for again.
+    Replies without a verdict are stored to count their tokens, and requested again.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError where the file cannot be made, or is no such file."""
+        """Raises UserError where the file cannot be created, or is not a cache."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Autocommit; one thread at a time uses it, though not always the same one.
+            # Autocommit. Threads use it one at a time.
             self._file = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
             self._file.execute(_TABLE)
             self._file.execute(_INDEX)
         except (sqlite3.Error, OSError) as error:
             raise UserError(
-                f"rewards.judge.cache: {path} cannot be used ({error}); remove it, or name another"
+                f"rewards.judge.cache: {path} cannot be used ({error}); remove it, or set another file"
             ) from error
 
     def get(self, key: str) -> Reply | None:
-        """The reply with a verdict to this request; None where there is none yet."""
+        """The reply with a verdict; None where there is none yet."""
         row = self._file.execute(
             "SELECT verdict, reply, prompt_tokens, completion_tokens FROM replies WHERE key = ? "
             "AND verdict IS NOT NULL",
@@ -66,7 +66,7 @@ class JudgeCache:
         return None if row is None else Reply(bool(row[0]), *row[1:])
 
     def put(self, key: str, reply: Reply) -> None:
-        """Where another process was faster, its verdict stays."""
+        """Keeps the verdict of another process that was faster."""
         verdict = None if reply.verdict is None else int(reply.verdict)
         self._file.execute(
             "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?, ?)",
@@ -74,7 +74,7 @@ class JudgeCache:
         )
 
     def tokens(self) -> tuple[int, int]:
-        """Of all prompts and of all replies, ever."""
+        """Tokens of all prompts and of all replies so far."""
         return self._file.execute(
             "SELECT coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0) FROM replies"
         ).fetchone()

@@ -1,4 +1,4 @@
-"""What a judge is asked, and how strictly its verdict is read."""
+"""The request to a judge, and the strict parsing of its verdict."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 
 def request_body(settings: JudgeConfig, problem: Problem, answer: str, text: str) -> dict[str, Any]:
-    """The chat request for one verdict. Neither answer nor text can close the tag that the prompt puts it in."""
+    """The chat request for one verdict. Neither answer nor text can close the prompt's <answer> tag."""
     values = {
         "question": problem.question,
         "reference": problem.answer,
         "answer": answer.replace("</answer>", ""),
         "response": text.replace("</answer>", ""),
     }
-    content = _PLACEHOLDER.sub(lambda match: values[match[1]], settings.prompt)  # each once: values are not templates
+    content = _PLACEHOLDER.sub(lambda match: values[match[1]], settings.prompt)  # in one pass: values are not templates
     return {
         "model": settings.model,
         "messages": [{"role": "user", "content": content}],
@@ -50,8 +50,8 @@ def request_body(settings: JudgeConfig, problem: Problem, answer: str, text: str
 
 
 def read_verdict(text: str, is_whole: bool) -> bool | None:
-    """The verdict of a reply in words: its last line is one, and no other line is. None for every other reply, and for
-    one that was cut. What a model thought aloud (up to ``</think>``) is no part of it."""
+    """The verdict of a text reply whose last line, and no other, is a verdict. None for any other reply, and for one
+    that was cut. Reasoning (up to ``</think>``) is ignored."""
     lines = [line.strip() for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
     found = [match for line in lines if (match := _VERDICT_LINE.fullmatch(line))]
     if not is_whole or len(found) != 1 or found[0].string != lines[-1]:
@@ -60,10 +60,10 @@ def read_verdict(text: str, is_whole: bool) -> bool | None:
 
 
 def read_json_verdict(text: str, is_whole: bool) -> bool | None:
-    """The verdict of a reply that is JSON with a verdict and nothing else; None for every other one."""
+    """The verdict of a JSON reply with nothing else; None for any other reply."""
     try:
         reply = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     well_formed = is_whole and isinstance(reply, dict) and reply.keys() == {"verdict"}
     return VERDICTS.get(reply["verdict"]) if well_formed and isinstance(reply["verdict"], str) else None

@@ -1,4 +1,4 @@
-"""A judge's own account: what it was asked and said, what that cost, and whether rules say the same."""
+"""What a judge was asked and replied, what that cost, and whether the rules (MathVerifier) agree."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from nemo_edo.config import JudgeConfig
-from nemo_edo.metrics.agreement import cohen_kappa
+from nemo_edo.metrics.paired import cohen_kappa
 
 SHOWN_REASONS = 5
 
 
 @dataclass
 class JudgeReport:
-    """Of one process, since its last report."""
+    """Counts of one process since its last report."""
 
     replies: int = 0
-    """That came, with a verdict or without."""
+    """Received, with or without a verdict."""
     cached: int = 0
-    """Verdicts that were known before they were asked for."""
+    """Verdicts taken from the cache."""
     judged: int = 0
     """Responses with a verdict."""
     abstained: Counter[str] = field(default_factory=Counter)
     """Responses without one, by reason."""
     prompt_tokens: int = 0
-    """Of what was asked now; what is cached was paid for before."""
+    """Without those of cached verdicts."""
     completion_tokens: int = 0
     agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)
-    """Responses that rules could compare as well, by (judge's verdict, rules' verdict)."""
+    """Responses that the rules could verify too, by (judge's verdict, rules' verdict)."""
 
     def numbers(self, settings: JudgeConfig) -> dict[str, float | int]:
-        """By name, for metrics.jsonl. cost: in the currency of the settings' prices, where they are given; agreement
-        (share) and kappa: where rules compared anything."""
+        """The numbers by name, for metrics.jsonl. cost: in the currency of the settings' prices, if set; agreement
+        (share) and
+        kappa: if the rules verified any."""
         found: dict[str, float | int] = {
             **{name: getattr(self, name) for name in ("replies", "cached", "judged")},
             "abstained": self.abstained.total(),
@@ -53,8 +54,8 @@ class JudgeReport:
         spent = f", which cost {numbers['cost']:.4g}" if "cost" in numbers else ""
         said = [
             f"the judge gave verdicts on {self.judged} responses and abstained on {numbers['abstained']}",
-            f"{self.replies} replies came, {self.cached} verdicts were known already",
-            f"{self.prompt_tokens} tokens were asked and {self.completion_tokens} replied{spent}",
+            f"{self.replies} replies received, {self.cached} verdicts from the cache",
+            f"{self.prompt_tokens} prompt tokens and {self.completion_tokens} completion tokens{spent}",
         ]
         if "kappa" in numbers:
             said.append(

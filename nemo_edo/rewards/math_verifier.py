@@ -1,10 +1,10 @@
-"""Rewards by mathematical equivalence: reward 1 where math-verify holds the final answer to mean the problem's.
+"""Rewards by mathematical equivalence: reward 1 where math-verify finds the final answer equal to the problem's.
 
-Votes count answers that are equal, so answers that mean the same have to be the same string. Each answer gets a
-canonical form of its own: the problem's answer where it is right, else ``equivalence.canonical``. Pairwise comparison
-would need all answers of a problem at once, n^2 of them, and is not transitive; a form is found once, whatever the
-other answers are, and does not depend on their order or on how a collection is cut into parts. Its price: two wrong
-answers that only an identity beyond expansion makes equal count as two, which can cost a wrong answer its majority.
+Votes compare strings, so equivalent answers must become the same string. Each answer gets a canonical form: the
+problem's answer where it is correct, otherwise ``equivalence.canonical``. Comparing the n answers of a problem pairwise
+would take n^2 comparisons and is not transitive; a canonical form depends on no other answer, on no order, and not on
+how a collection is split into parts. Its price: two wrong answers that only an identity beyond expansion makes equal
+count as two, which can cost a wrong answer its majority.
 """
 
 from __future__ import annotations
@@ -18,56 +18,58 @@ from pathlib import Path
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer, simple_fraction
 from nemo_edo.data.benchmarks import MATH, TEXT
 from nemo_edo.data.problems import BadRow, LoadedProblems, ProblemFileError, report_bad_rows
+from nemo_edo.rewards.legible import MOST_DIGITS, has_huge_number
 from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
-from nemo_edo.rewards.workers import Ended, WorkerPool
+from nemo_edo.rewards.workers import TaskFailure, WorkerPool
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 
 TOO_LONG = f"{UNVERIFIED}refused an answer above {LONGEST_ANSWER} characters"
+TOO_LARGE = f"{UNVERIFIED}refused a number that may have more than {MOST_DIGITS} digits"
 _REMEMBERED = 100_000
-"""Pairs whose verdict is kept: evaluations ask for the same ones again and again."""
+"""Pairs whose verdict is cached: evaluations repeat many pairs."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    right: bool
+    correct: bool
     answer: str
-    """The problem's where it is right, else the answer's canonical form, or its text where none was found in time."""
-    trouble: str | None = None
-    """Why it could not be verified, in words."""
+    """The problem's answer if correct, otherwise the answer's canonical form, or its text where finding that failed."""
+    failure: str | None = None
+    """Why the answer could not be verified."""
 
 
 class MathVerifier:
-    """Compares answers in worker processes; each different pair once."""
+    """Compares answers in worker processes, each distinct pair once."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._known: dict[tuple[str, str], Verdict] = {}
-        self.troubles: Counter[str] = Counter()
-        """How many answers could not be verified, by what stopped it."""
+        self.failures: Counter[str] = Counter()
+        """Answers that could not be verified, by reason."""
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """A verdict for each (problem's answer, given answer), in order. An answer that costs more than the limits of
-        the pool, or is too long to be one, is wrong."""
+        """A verdict for each (problem's answer, given answer), in order. An answer that exceeds the pool's limits, or
+        is too long, is wrong."""
         if len(self._known) > _REMEMBERED:
             self._known.clear()
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-        verdicts = {pair: _at_a_glance(*pair) for pair in new}
+        verdicts = {pair: _without_parser(*pair) for pair in new}
         hard = [pair for pair in new if verdicts[pair] is None]
         for (gold, answer), result in zip(hard, self._pool.run("compare", hard), strict=True):
             verdicts[gold, answer] = _verdict(gold, answer, result)
         self._known |= verdicts
         found = [self._known[pair] for pair in pairs]
-        troubles = Counter(verdict.trouble for verdict in found if verdict.trouble is not None)
-        self.troubles += troubles
-        if troubles:
-            named = ", ".join(f"{trouble}: {count}" for trouble, count in troubles.most_common())
-            warnings.warn(f"answers that could not be verified and count as wrong: {named}", stacklevel=2)
+        failures = Counter(verdict.failure for verdict in found if verdict.failure is not None)
+        self.failures += failures
+        if failures:
+            named = ", ".join(f"{failure}: {count}" for failure, count in failures.most_common())
+            warnings.warn(f"answers that could not be verified count as wrong: {named}", stacklevel=2)
         return found
 
-    def unreadable(self, problems: Sequence[Problem]) -> list[BadRow]:
-        """The problems whose answers cannot be verified."""
+    def unverifiable(self, problems: Sequence[Problem]) -> list[BadRow]:
+        """The problems whose own answers cannot be verified."""
         rows = [
-            BadRow(problem.source, f"the answer is prose, which rules cannot verify ({_shortened(problem.answer)})")
+            BadRow(problem.source, f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})")
             for problem in problems
             if problem.answer_kind == TEXT
         ]
@@ -86,11 +88,11 @@ class MathVerifier:
 
 
 class MathScorer:
-    """Scores responses by a verifier's verdicts. A response that did not finish is never right, as in
-    ``ExactAnswerScorer``, and the reward is 1 exactly where ``answer`` is the problem's.
+    """Scores responses by a verifier's verdicts. As in ``ExactAnswerScorer``, a response that did not finish has reward
+    0, and the reward is 1 exactly where ``answer`` is the problem's.
 
-    ``verify``: ``MathVerifier.verify``, or what has one process ask it for all: were a time limit met on one rank
-    alone, ranks would train on different rewards.
+    ``verify``: ``MathVerifier.verify``, called on one rank for all: a time limit that only some ranks hit would give
+    ranks different rewards.
     """
 
     def __init__(self, answers: AnswerFormat, verify: Callable[[Sequence[tuple[str, str]]], Sequence[Verdict]]) -> None:
@@ -107,13 +109,13 @@ class MathScorer:
         for (rollout, problem), answer in zip(paired, stated, strict=True):
             verdict = next(verdicts) if answer is not None else None
             well_formed = is_well_formed(rollout, self._answers)
-            reward, reason = float(verdict is not None and verdict.right), _reason(rollout, problem, verdict)
+            reward, reason = float(verdict is not None and verdict.correct), _reason(rollout, problem, verdict)
             scored.append(ScoredRollout(rollout, reward, verdict.answer if verdict else None, well_formed, reason))
         return scored
 
 
 def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *, on_bad_rows: str) -> LoadedProblems:
-    """A file's problems without the ``unreadable`` ones, which are bad rows: an error, or skipped.
+    """A file's problems without the ``unverifiable`` ones, which are bad rows: an error, or skipped.
 
     Raises ProblemFileError as ``load_problems`` does.
     """
@@ -124,26 +126,29 @@ def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *,
     return LoadedProblems(good, [*loaded.skipped, *bad])
 
 
-def _at_a_glance(gold: str, answer: str) -> Verdict | None:
-    """What needs no parser: equal texts, numbers and fractions, texts that are too long. None: ask a worker."""
+def _without_parser(gold: str, answer: str) -> Verdict | None:
+    """The verdict where no parser is needed: for equal texts, numbers and fractions, and texts that are too long. None:
+    ask a worker."""
     if len(answer) > LONGEST_ANSWER:
         return Verdict(False, answer[:LONGEST_ANSWER] + "...", TOO_LONG)
     if clean_answer(gold) == clean_answer(answer):
         return Verdict(True, gold)
+    if has_huge_number(answer):
+        return Verdict(False, clean_answer(answer), TOO_LARGE)
     meant, given = simple_fraction(gold), simple_fraction(answer)
     if meant is None or given is None:
         return None
     if meant == given:
         return Verdict(True, gold)
-    exact = "." not in gold + answer  # a decimal may stand for what it rounds
+    exact = "." not in gold + answer  # a decimal may be rounded
     return Verdict(False, str(given)) if exact else None
 
 
-def _verdict(gold: str, answer: str, result: tuple[bool, str] | Ended) -> Verdict:
-    if isinstance(result, Ended):
+def _verdict(gold: str, answer: str, result: tuple[bool, str] | TaskFailure) -> Verdict:
+    if isinstance(result, TaskFailure):
         return Verdict(False, clean_answer(answer), f"{UNVERIFIED}{result.value}")
-    right, form = result
-    return Verdict(right, gold if right else form)
+    correct, form = result
+    return Verdict(correct, gold if correct else form)
 
 
 def _reason(rollout: Rollout, problem: Problem, verdict: Verdict | None) -> str:
@@ -151,9 +156,9 @@ def _reason(rollout: Rollout, problem: Problem, verdict: Verdict | None) -> str:
         return UNFINISHED
     if verdict is None:
         return MISSING
-    if verdict.right:
+    if verdict.correct:
         return CORRECT
-    return verdict.trouble or f"final answer {_shortened(verdict.answer)}, expected {problem.answer}"
+    return verdict.failure or f"final answer {_shortened(verdict.answer)}, expected {problem.answer}"
 
 
 def _shortened(text: str) -> str:

@@ -1,7 +1,8 @@
-"""From the config to what judges responses. What needs more than the standard library is imported once it is used."""
+"""Builds the scorer from the config. Imports beyond the standard library happen where they are used."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,20 +11,27 @@ from nemo_edo.config import RunConfig
 from nemo_edo.data.answers import AnswerFormat, answer_format
 from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.problems import LoadedProblems
-from nemo_edo.interfaces import Scorer
+from nemo_edo.errors import UserError
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 
 if TYPE_CHECKING:
+    from nemo_edo.config import RewardsConfig
+    from nemo_edo.interfaces import Scorer
+    from nemo_edo.rewards.custom import Item, Reward, RewardFunctions
     from nemo_edo.rewards.judge import Judge
+    from nemo_edo.rewards.workers import Limits
 
 
 def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Scorer, Judge | None]:
-    """What judges responses to the loaded problems, and on the first rank the language model behind it, if one is.
+    """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
 
-    Problems whose answers rules could not verify are bad rows: an error, or taken out of ``loaded``. The first rank
-    verifies for all of them. Raises UserError, on all ranks, where a judge does not answer.
+    Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. The first rank
+    verifies for all ranks. Raises UserError, on all ranks, where a judge does not answer.
     """
     answers = answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
+    if cfg.rewards.by_function:
+        return _custom_scorer(cfg, answers), None
+    _require_answers(loaded)
     only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     if cfg.rewards.verifier == "exact" or (cfg.rewards.verifier == "auto" and only_numbers):
         return ExactAnswerScorer(answers), None
@@ -31,29 +39,67 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
         return _judge_scorer(cfg, answers)
     from nemo_edo.parallel.main_rank import on_main_for_long
     from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
-    from nemo_edo.rewards.workers import Limits, WorkerPool
+    from nemo_edo.rewards.workers import WorkerPool
 
     rewards = cfg.rewards
-    verifier = MathVerifier(WorkerPool(Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers)))
+    verifier = MathVerifier(WorkerPool(_limits(rewards)))
     for path, file in loaded.items():
-        bad = on_main_for_long(partial(verifier.unreadable, file.problems))
+        bad = on_main_for_long(partial(verifier.unverifiable, file.problems))
         loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
     return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs))), None
 
 
+def check_functions(cfg: RunConfig) -> None:
+    """Raises UserError for a custom reward that cannot be called. Needs no process group."""
+    if cfg.rewards.by_function:
+        functions = _reward_functions(cfg)
+        functions.check()
+        functions.close()
+
+
+def _custom_scorer(cfg: RunConfig, answers: AnswerFormat) -> Scorer:
+    from nemo_edo.parallel.main_rank import on_main_for_long
+    from nemo_edo.rewards.custom import CustomScorer
+
+    functions = _reward_functions(cfg)
+    on_main_for_long(functions.check)
+
+    def run(items: Sequence[Item]) -> tuple[list[Reward], str | None]:
+        return on_main_for_long(partial(functions.rewards, items))
+
+    return CustomScorer(answers, run, cfg.rewards.success_at)
+
+
+def _reward_functions(cfg: RunConfig) -> RewardFunctions:
+    from nemo_edo.rewards.custom import RewardFunction, RewardFunctions
+
+    rewards, failures = cfg.rewards, Path(cfg.output_dir) / cfg.name / "failures"
+    functions = [RewardFunction(name, key, one.path, one.weight) for name, (key, one) in rewards.by_function.items()]
+    return RewardFunctions(functions, rewards.function_time_limit_s, failures)
+
+
+def _require_answers(loaded: Mapping[Path, LoadedProblems]) -> None:
+    """Raises UserError for a problem without an answer to compare with."""
+    without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
+    if without is not None:
+        raise UserError(
+            f"{without.source}: has no answer, which the verifier compares with; name its column with "
+            "data.columns.answer, or score by a custom reward (rewards.function)"
+        )
+
+
 def _judge_scorer(cfg: RunConfig, answers: AnswerFormat) -> tuple[Scorer, Judge | None]:
-    """The judge has answered once by then, or a UserError is raised on all ranks."""
+    """Asks the judge for one verdict; raises UserError on all ranks where it does not answer."""
     from nemo_edo.parallel.main_rank import on_main_for_long
     from nemo_edo.rewards.judge import Judge, JudgeScorer
     from nemo_edo.rewards.judge_cache import JudgeCache
     from nemo_edo.rewards.math_verifier import MathVerifier
-    from nemo_edo.rewards.workers import Limits, WorkerPool
+    from nemo_edo.rewards.workers import WorkerPool
 
     rewards, judges = cfg.rewards, []
 
     def begin() -> None:
-        limits = Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers)
-        rules = MathVerifier(WorkerPool(limits)) if rewards.judge.compare_with_rules else None
+        rules = MathVerifier(WorkerPool(_limits(rewards))) if rewards.judge.compare_with_rules else None
         cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
         judges.append(Judge(rewards.judge, cache, rules))
         judges[0].check()
@@ -61,3 +107,9 @@ def _judge_scorer(cfg: RunConfig, answers: AnswerFormat) -> tuple[Scorer, Judge 
     on_main_for_long(begin)
     scorer = JudgeScorer(answers, lambda items: on_main_for_long(lambda: judges[0].verdicts(items)))
     return scorer, judges[0] if judges else None
+
+
+def _limits(rewards: RewardsConfig) -> Limits:
+    from nemo_edo.rewards.workers import Limits
+
+    return Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers, rewards.time_budget_s)

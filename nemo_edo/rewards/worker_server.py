@@ -1,10 +1,11 @@
-"""The process behind ``WorkerPool``: forks workers, hands each one task at a time, kills those that exceed a limit.
+"""The process that ``WorkerPool`` starts: it forks workers, gives each one task at a time, kills those above a limit.
 
-It ends, and its workers with it, when the connection to the trainer does.
+It and its workers end when the trainer closes the connection.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -17,11 +18,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nemo_edo.rewards import equivalence
-from nemo_edo.rewards.workers import Ended, Limits
+from nemo_edo.rewards.workers import Limits, TaskFailure
 
 _FUNCTIONS = {function.__name__: function for function in (equivalence.compare, equivalence.parses)}
-_WORN_SHARE = 0.5
-"""Of the memory limit: a worker whose peak was above it is replaced, for its next task would start with less."""
+_REPLACE_ABOVE = 0.5
+"""Share of the memory limit: a worker whose peak was above it is replaced, as its next task would have less."""
+_FIRST_TRY_S = 0.25
+"""Wall time of a task's first try where there is a budget: few need more, and those wait until the others are done."""
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Worker:
     pid: int
     connection: Connection
     task: int | None = None
-    """Position of the task that it works on."""
+    """Index of its current task."""
     deadline: float = 0.0
 
     def end(self) -> None:
@@ -59,44 +62,62 @@ class Server:
             worker.end()
 
     def _run(self, name: str, arguments: list[tuple]) -> list[Any] | None:
-        """The results in order; None where the trainer has gone meanwhile."""
+        """The results in order; None where the trainer has closed the connection."""
         results: list[Any] = [None] * len(arguments)
-        waiting = deque(enumerate(arguments))
+        tasks, limits = range(len(arguments)), self._limits
+        tries = [(limits.seconds, limits.budget_s)]
+        if math.isfinite(limits.budget_s):
+            tries.insert(0, (min(_FIRST_TRY_S, limits.seconds), math.inf))
+        for seconds, budget in tries:
+            waiting = deque((task, arguments[task]) for task in tasks)
+            if not self._try(name, waiting, results, seconds, budget):
+                return None
+            tasks = [task for task in tasks if results[task] is TaskFailure.TIMED_OUT]
+        return results
+
+    def _try(
+        self, name: str, waiting: deque[tuple[int, tuple]], results: list[Any], seconds: float, budget: float
+    ) -> bool:
+        """Gives each task at most ``seconds``, until those that took them have used up the budget; the others have
+        timed out, too. False where the trainer has closed the connection."""
         while waiting or any(worker.task is not None for worker in self._workers):
             for worker in [worker for worker in self._workers if worker.task is None]:
-                self._give(worker, name, waiting)
+                self._give(worker, name, waiting, seconds)
             busy = [worker for worker in self._workers if worker.task is not None]
-            patience = max(0.0, min((worker.deadline for worker in busy), default=0.0) - time.monotonic())
-            ready = wait([self._trainer, *(worker.connection for worker in busy)], patience)
+            timeout = max(0.0, min((worker.deadline for worker in busy), default=0.0) - time.monotonic())
+            ready = wait([self._trainer, *(worker.connection for worker in busy)], timeout)
             if self._trainer in ready:
-                return None
+                return False
             for worker in busy:
                 if worker.connection in ready:
                     self._take(worker, results)
                 elif time.monotonic() >= worker.deadline:
-                    results[worker.task] = Ended.TIMED_OUT
+                    results[worker.task] = TaskFailure.TIMED_OUT
+                    budget -= seconds
                     self._replace(worker)
-        return results
+            if budget <= 0:
+                waiting.clear()
+        return True
 
-    def _give(self, worker: Worker, name: str, waiting: deque[tuple[int, tuple]]) -> None:
+    def _give(self, worker: Worker, name: str, waiting: deque[tuple[int, tuple]], seconds: float) -> None:
         if not waiting:
             return
         task, values = waiting[0]
         try:
             worker.connection.send((name, values))
-        except ConnectionError:  # it was killed while it had nothing to do: the next round asks its successor
+        except ConnectionError:  # it was killed while idle: the next round uses its replacement
             self._replace(worker)
             return
         waiting.popleft()
-        worker.task, worker.deadline = task, time.monotonic() + self._limits.seconds
+        worker.task, worker.deadline = task, time.monotonic() + seconds
 
     def _take(self, worker: Worker, results: list[Any]) -> None:
         try:
-            results[worker.task], worn = worker.connection.recv()
+            results[worker.task], is_worn = worker.connection.recv()
         except (EOFError, ConnectionError):
-            results[worker.task], worn = Ended.CRASHED, True
+            results[worker.task], is_worn = TaskFailure.CRASHED, True
         worker.task = None
-        if worn:
+        if is_worn:
             self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
@@ -107,7 +128,7 @@ class Server:
         ours, theirs = Pipe()
         pid = os.fork()
         if pid == 0:
-            # Copies of the others' connections would keep them open when their processes have ended.
+            # Copies of the other connections would keep them open after their processes have ended.
             for connection in [ours, self._trainer, *(worker.connection for worker in self._workers)]:
                 connection.close()
             _work(theirs, self._limits)
@@ -116,8 +137,8 @@ class Server:
 
 
 def _work(server: Connection, limits: Limits) -> None:
-    """A worker's life; does not return."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what sympy says about hostile input
+    """A worker's loop; does not return."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what sympy prints about invalid input
     memory = limits.memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -128,35 +149,35 @@ def _work(server: Connection, limits: Limits) -> None:
             _limit_cpu(limits.seconds)
             result = _result(name, arguments)
             peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            server.send((result, peak_kb * 1024 > _WORN_SHARE * memory))
+            server.send((result, peak_kb * 1024 > _REPLACE_ABOVE * memory))
     except EOFError:
         status = 0
     finally:
-        os._exit(status)  # not the server's clean-up
+        os._exit(status)  # skip the server's clean-up
 
 
 def _result(name: str, arguments: tuple) -> Any:
     try:
         return _FUNCTIONS[name](*arguments)
     except MemoryError:
-        return Ended.OUT_OF_MEMORY
-    except Exception:  # sympy raises what it likes on nonsense, and an answer must not end the run
-        return Ended.CRASHED
+        return TaskFailure.OUT_OF_MEMORY
+    except Exception:  # invalid input makes sympy raise any type; it must cost one answer, not the run
+        return TaskFailure.CRASHED
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Should the server be killed, a worker in an endless computation ends too."""
+    """Ends a worker in an endless computation even if the server was killed."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def main() -> None:
-    trainer, seconds, memory_mb, workers = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer still scores what it has drawn before it stops
+    trainer, seconds, memory_mb, workers, budget_s = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer still scores its last responses before it stops
         signal.signal(number, signal.SIG_IGN)
     equivalence.warm_up()
-    Server(Connection(int(trainer)), Limits(float(seconds), int(memory_mb), int(workers))).serve()
+    Server(Connection(int(trainer)), Limits(float(seconds), int(memory_mb), int(workers), float(budget_s))).serve()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,28 @@
-"""Worker processes for work that may hang or exhaust the memory: each task has a limit of both.
+"""Worker processes with a time and a memory limit for each task: verification can hang or exhaust the memory.
 
-A server process of its own imports what the tasks need and forks the workers, so that a worker that was killed is
-replaced in milliseconds, and the trainer (CUDA, threads, gigabytes) is never forked.
+A separate server process imports what the tasks need and forks the workers, so that a killed worker is replaced within
+milliseconds, and the trainer (CUDA, threads, gigabytes) is never forked.
 
     trainer -- WorkerPool.run --> server -- one task at a time --> workers
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 
-class Ended(Enum):
-    """How a task ended that has no result."""
+class TaskFailure(Enum):
+    """Why a task has no result."""
 
     TIMED_OUT = "timed out"
     OUT_OF_MEMORY = "ran out of memory"
@@ -33,21 +34,24 @@ class Limits:
     seconds: float
     """Wall time of one task."""
     memory_mb: int
-    """Address space of one worker, in MiB, its libraries (about 70) included."""
+    """Address space of one worker in MiB, including its libraries (about 70)."""
     workers: int
+    budget_s: float = math.inf
+    """Seconds that tasks which reach their limit may take of all workers, in one call of ``WorkerPool.run``. Those that
+    are left then have timed out; none that a quarter of a second is enough for is among them."""
 
 
 class WorkerPool:
-    """Runs functions of ``nemo_edo.rewards.equivalence`` in workers that are killed where they exceed their limits."""
+    """Runs functions of ``nemo_edo.rewards.equivalence`` in workers that are killed when they exceed a limit."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._connection: Connection | None = None
 
     def run(self, task: str, arguments: Sequence[tuple]) -> list[Any]:
-        """The function's result for each tuple of arguments, in order, or how the task Ended.
+        """The function's result, or the TaskFailure, for each tuple of arguments, in order.
 
-        Raises RuntimeError where the server itself has died.
+        Raises RuntimeError where the server process has died.
         """
         if not arguments:
             return []
@@ -61,16 +65,16 @@ class WorkerPool:
             raise RuntimeError(f"the verification server has died (exit status {status}, its error above)") from error
 
     def close(self) -> None:
-        """Ends the server and the workers. Also done when the pool is garbage."""
+        """Ends the server and the workers; also done when the pool is garbage-collected."""
         if self._connection is not None:
             self._finalizer()
 
     def _start(self) -> None:
-        """The server, at the first task: most ranks of a run have none."""
+        """Starts the server with the first task: most ranks of a run never need it."""
         self._connection, theirs = Pipe()
         command = [sys.executable, "-m", "nemo_edo.rewards.worker_server", str(theirs.fileno())]
-        settings = [str(self.limits.seconds), str(self.limits.memory_mb), str(self.limits.workers)]
-        # A session of its own: Ctrl-C in the terminal is the trainer's to handle.
+        settings = [str(value) for value in astuple(self.limits)]
+        # A separate session: only the trainer handles Ctrl-C.
         self._server = subprocess.Popen(
             [*command, *settings], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
@@ -80,5 +84,5 @@ class WorkerPool:
 
 
 def _close(connection: Connection, server: subprocess.Popen) -> None:
-    connection.close()  # what the server takes for its end
+    connection.close()  # ends the server
     server.wait()

@@ -58,7 +58,7 @@ def aggregate_steps(step_scores: Sequence[float], how: str) -> float:
     =========  ====================================================================================
     "last"     of the final step: the paper's best-of-N
     "min"      of the worst step
-    "product"  of all steps, the probability that every step is right; scores must lie in [0, 1]
+    "product"  of all steps, the probability that every step is right; scores must be in [0, 1]
     "mean"     sum over steps / number of steps
     =========  ====================================================================================
 

@@ -1,6 +1,6 @@
 """What k of a problem's n stored responses are worth, for every k from 1 to n: pass@k, best-of-k, votes of k.
 
-Every curve is the mean over all subsets of k of the n responses, drawn without replacement: no subset is preferred, and
+Every curve is the mean over all subsets of k of the n responses: no subset is preferred, and
 a curve from one sampling pass is unbiased at each k. Pass@k and best-of-k have closed forms. Votes have none that is
 cheap, so they are averaged over windows of random circles: the responses are put in a circle in random order, and each
 of the n windows of k neighbours is one subset. Every subset is as likely as any other, so the mean is unbiased; every
@@ -19,11 +19,11 @@ from math import comb
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nemo_edo.metrics.checks import whole_number
 from nemo_edo.metrics.pass_at_k import pass_at_k
+from nemo_edo.metrics.whole_number import whole_number
 
 ROUNDING = 1e-9
-"""Of all responses' weight: totals that are closer than this are a tie."""
+"""Share of all responses' weight: totals closer than this are a tie."""
 
 
 def pass_curve(num_samples: int, num_correct: int) -> np.ndarray:
@@ -51,13 +51,13 @@ def best_of_curve(scores: ArrayLike, rewards: ArrayLike) -> np.ndarray:
 @dataclass(frozen=True)
 class Circles:
     """The orders of n responses whose windows votes are averaged over: the same ones for every vote on a problem, so
-    that votes differ by their rule and not by their draws."""
+    that votes differ by their rule and not by their samples."""
 
     orders: np.ndarray
     """[C, n] permutations of the n responses."""
 
     @classmethod
-    def drawn(cls, num_samples: int, subsets: int, rng: np.random.Generator) -> Circles:
+    def sample(cls, num_samples: int, subsets: int, rng: np.random.Generator) -> Circles:
         """As many circles as give at least ``subsets`` windows of each size. Raises ValueError for a number below 1."""
         n, subsets = whole_number("num_samples", num_samples, least=1), whole_number("subsets", subsets, least=1)
         return cls(rng.permuted(np.tile(np.arange(n), (-(-subsets // n), 1)), axis=1))
@@ -69,7 +69,7 @@ def vote_curve(
     """[K] the expected score of a vote of k: the probability that it gives a right answer, ties broken at random.
 
     The answer with the most votes wins, or with ``weights`` the one with the largest total weight among those that
-    have votes. None is an abstention: it is drawn but has no vote. Equal answers are one answer, and right together.
+    have votes. None is an abstention: it is sampled but has no vote. Equal answers are one answer, and right together.
     weights: [n], for example a reward model's scores. Raises ValueError for lengths that differ from the circles', an
     answer that is right in one place and wrong in another, and weights that are negative or not finite.
     """

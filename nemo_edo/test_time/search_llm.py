@@ -70,7 +70,7 @@ class StepProposer(Protocol):
     """Samples next steps from the policy."""
 
     def propose(self, paths: Sequence[StepPath], count: int, seeds: Sequence[int]) -> list[list[Step]]:
-        """``count`` next steps for each path, in the order of the paths. ``seeds[i]`` (63 bits) alone is to fix the
+        """``count`` next steps for each path, in the order of the paths. Only ``seeds[i]`` (63 bits) determines the
         random numbers of ``paths[i]``, whatever shares the call."""
 
 
@@ -81,7 +81,7 @@ class StepScorer(Protocol):
         """One score for each path, in order, whatever shares the call; all embeddings have the same length D.
 
         A path without steps asks for the question's own. Its embedding is the first observation; its reward is a
-        target of ``mean="linear"`` and else plays no part.
+        target of ``mean="linear"`` and otherwise plays no part.
         """
 
 
@@ -98,9 +98,9 @@ class SearchConfig:
     exploration: float
     """lambda, at least 0: weight of the width in f. 0 is best-first search by reward."""
     prior_precision: float = 1.0
-    """Of the linear model's weights. 1 suits embeddings with norms of about 1."""
+    """Prior precision of the linear model's weights. 1 suits embeddings with norms of about 1."""
     noise_variance: float = 1.0
-    """Of a reward around the linear model."""
+    """Noise variance of a reward around the linear model."""
     width_kind: str = "sd"
     """sqrt(phi A^{-1} phi^T + noise_variance) with "sd", phi A^{-1} phi^T with "variance"."""
     mean: str = "reward"
@@ -135,7 +135,7 @@ class SearchNode:
     """How many of the parent's k samples were this step; 0 for the question."""
     reward: float
     width: float
-    """As ``width_kind`` says, when the node was made."""
+    """The width of ``width_kind`` when the node was made."""
     value: float
     """f when the node was made."""
     made_at: int
@@ -162,7 +162,7 @@ class SearchResult:
     samples: int
     """Steps sampled: at most k (1 + s (T - 1))."""
     tokens: int | None
-    """Sampled in all; None if the proposer left them out of some step."""
+    """Tokens sampled in all; None if the proposer left them out of some step."""
 
 
 class SearchLLM:
@@ -176,7 +176,7 @@ class SearchLLM:
     def search(self, questions: Sequence[str], seed: int) -> list[SearchResult]:
         """One result for each question, in order; it depends on the question's text and the seed, not on the others.
 
-        Memory: 8 D^2 bytes for each unfinished question, so hand over many questions in chunks where D is large.
+        Memory: 8 D^2 bytes for each unfinished question, so pass many questions in chunks where D is large.
         Raises ValueError, saying what was returned, for a proposer or scorer that does not keep to its contract.
         """
         if isinstance(questions, str):
@@ -209,9 +209,9 @@ class SearchLLM:
 
     def _propose(self, trees: Sequence[_Tree], selected: Sequence[Sequence[int]]) -> list[list[Step]]:
         """The checked steps of every selected node, tree by tree."""
-        asked = [(tree, node) for tree, nodes in zip(trees, selected, strict=True) for node in nodes]
-        paths = [tree.nodes[node].path for tree, node in asked]
-        proposals = self.proposer.propose(paths, self.config.branches, [tree.seed(node) for tree, node in asked])
+        pairs = [(tree, node) for tree, nodes in zip(trees, selected, strict=True) for node in nodes]
+        paths = [tree.nodes[node].path for tree, node in pairs]
+        proposals = self.proposer.propose(paths, self.config.branches, [tree.seed(node) for tree, node in pairs])
         if len(proposals) != len(paths):
             raise ValueError(f"the proposer returned {len(proposals)} lists of steps for {len(paths)} paths")
         for path, steps in zip(paths, proposals, strict=True):
@@ -265,7 +265,7 @@ class _Tree:
         self._frontier = [0]
 
     def seed(self, node: int) -> int:
-        """Of the node's random numbers: from the search's seed, the question and the node's place in its tree."""
+        """Seed of the node's random numbers: from the search's seed, the question and the node's place in its tree."""
         parts = (self._seed, self.nodes[0].path.question, node)
         return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 

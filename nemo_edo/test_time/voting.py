@@ -2,7 +2,7 @@
 
 None is an abstention: it has no vote. Equal answers are one answer, so they come in canonical form; or the caller says
 which answers mean the same: with ``equivalent(representative, answer) -> bool`` (a mathematical comparison, say) an
-answer joins the first class whose representative it is equivalent to, else it founds one. The representative is the
+answer joins the first class whose representative it is equivalent to, or starts one. The representative is the
 class's first member, and it is what a vote returns. Where the relation is not transitive, classes depend on the order
 of the answers; where it does not relate an answer to itself, repetitions of that answer stay apart.
 """

@@ -1,4 +1,4 @@
-"""The verification processes under attack, and their speed."""
+"""The verification processes under attack and under load."""
 
 import random
 import time
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import Ended, Limits, WorkerPool
+from nemo_edo.rewards.workers import Limits, TaskFailure, WorkerPool
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 0.5
 BOMBS = [
     "10^{10^{10}}", "9!!!!!!", "2^{2^{2^{2^{2^{2}}}}}", r"\int_0^1 x^{x^{x}} dx", r"\prod_{i=1}^{10^9} i",
@@ -24,65 +25,57 @@ TOKENS = [
 ]  # fmt: skip
 
 
-def hostile_answers(count: int) -> list[str]:
-    draw = random.Random(7)
-    fuzzed = ["".join(draw.choices(TOKENS, k=draw.randint(1, 25))) for _ in range(count - len(BOMBS) - 100)]
-    long = ["".join(draw.choices("0123456789x+{}^\\", k=1000)) * 1000 for _ in range(100)]
+HOSTILE = 400
+
+
+def hostile_answers() -> list[str]:
+    chance = random.Random(7)
+    long = ["".join(chance.choices("0123456789x+{}^\\", k=1000)) * 1000 for _ in range(40)]
+    fuzzed = ["".join(chance.choices(TOKENS, k=chance.randint(1, 25))) for _ in range(HOSTILE - len(BOMBS) - len(long))]
     return [*BOMBS, *fuzzed, *long]
 
 
-def resident_mb(pid: int) -> float:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    sizes = [line for one in (str(pid), *children) for line in Path(f"/proc/{one}/status").read_text().splitlines()]
-    return sum(int(line.split()[1]) for line in sizes if line.startswith("VmRSS")) / 1024
+def workers_of(pool: WorkerPool) -> list[str]:
+    server = pool._server.pid
+    return Path(f"/proc/{server}/task/{server}/children").read_text().split()
+
+
+def resident_mb(pool: WorkerPool) -> float:
+    status = [Path(f"/proc/{process}/status").read_text() for process in (pool._server.pid, *workers_of(pool))]
+    return sum(int(line.split()[1]) for one in status for line in one.splitlines() if line.startswith("VmRSS")) / 1024
 
 
 @pytest.mark.filterwarnings("ignore:answers that could not be verified")
-def test_a_thousand_hostile_answers_cost_their_limits_and_no_more():
+def test_hostile_answers_cost_their_limits_and_no_more():
     pool = WorkerPool(Limits(seconds=LIMIT_S, memory_mb=600, workers=2))
     try:
         pool.run("parses", [("x",)])
-        begun = time.monotonic()
-        answers = hostile_answers(1000)
-        assert len(answers) == 1000
-        verdicts = [verdict for n in range(0, 1000, 100) for verdict in MathVerifier(pool).verify(
+        begun, answers = time.monotonic(), hostile_answers()
+        verdicts = [verdict for n in range(0, HOSTILE, 100) for verdict in MathVerifier(pool).verify(
             [("17", answer) for answer in answers[n : n + 100]])]
-        spent, resident = time.monotonic() - begun, resident_mb(pool._server.pid)
+        spent, resident = time.monotonic() - begun, resident_mb(pool)
         [after] = pool.run("compare", [("x+1", "1+x")])
     finally:
         pool.close()
-    assert len(verdicts) == 1000 and not any(verdict.right for verdict in verdicts)
+    assert len(verdicts) == HOSTILE and not any(verdict.correct for verdict in verdicts)
     assert all(verdict.answer != "17" for verdict in verdicts)
-    print(f"{spent:.1f} s, {resident:.0f} MB, {sum(v.trouble is not None for v in verdicts)} not verified")
-    assert spent < 1000 * LIMIT_S / 2 + 30
+    assert spent < HOSTILE * LIMIT_S + 60  # half of it on an idle machine: two workers
     assert resident < 3 * 600
-    assert after is Ended.TIMED_OUT or after[0] is True
+    assert after is TaskFailure.TIMED_OUT or after[0] is True
 
 
 @pytest.mark.filterwarnings("ignore:answers that could not be verified")
-def test_ordinary_answers_are_verified_by_the_hundred_a_second():
-    """200 a second of two free cores; this machine may be busy, so that processor time is what counts."""
-    draw = random.Random(3)
-    shapes = [r"{a}", r"\frac{{{a}}}{{{b}}}", "{a}.{b}", r"{a}\sqrt{{{b}}}", "({a},{b})", "{a}x+{b}", r"{a}\pi", "{a}%",
-              r"\text{{option {a}}}", "x={a}"]  # fmt: skip
-    numbers = [(draw.randint(2, 99), draw.randint(2, 99)) for _ in range(2000)]
-    pairs = [(shapes[n % 10].format(a=a, b=b), shapes[(n + n // 10 % 2 * 3) % 10].format(a=a, b=b + n % 3))
-             for n, (a, b) in enumerate(numbers)]
-    pool = WorkerPool(Limits(seconds=30, memory_mb=1024, workers=2))
+def test_ordinary_answers_are_all_verified_and_by_the_same_workers():
+    """Every new worker imports SymPy: workers that ended with each answer would verify a few per second."""
+    shapes = ["{}", r"\frac{{{}}}{{7}}", "{}.5", r"{}\sqrt{{2}}", "({},3)", "{}x+1", r"{}\pi", r"{}\%"]
+    pairs = [(shape.format(n), shape.format(n + n % 3)) for n in range(2, 65) for shape in shapes]
+    pool = WorkerPool(Limits(seconds=60, memory_mb=1024, workers=2))
     try:
         pool.run("parses", [("x",)] * 4)
-        before, begun = _cpu_seconds(pool), time.monotonic()
-        MathVerifier(pool).verify(pairs)
-        cpu, wall = _cpu_seconds(pool) - before, time.monotonic() - begun
+        before = workers_of(pool)
+        verdicts = MathVerifier(pool).verify(pairs)
+        assert workers_of(pool) == before and len(before) == 2
     finally:
         pool.close()
-    print(f"{len(pairs) / wall:.0f} a second here, {2 * len(pairs) / cpu:.0f} a second of two cores' time")
-    assert len(pairs) == 2000 and 2 * len(pairs) / cpu >= 200
-
-
-def _cpu_seconds(pool: WorkerPool) -> float:
-    """Of the workers, user and system."""
-    server = pool._server.pid
-    workers = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in workers]
-    return sum(int(value) for pair in ticks for value in pair) / 100
+    assert [verdict.failure for verdict in verdicts] == [None] * len(pairs)
+    assert [verdict.correct for verdict in verdicts] == [gold == answer for gold, answer in pairs]

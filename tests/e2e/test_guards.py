@@ -1,17 +1,12 @@
-"""A run with minibatches that hold an advantage of NaN: skipped, stopped, replayed, killed and gone on with."""
-
-from __future__ import annotations
+"""A run with minibatches with an advantage of NaN: skipped, stopped, replayed, killed and resumed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.kills import attempts
 
-HELPER = Path(__file__).parents[1] / "helpers" / "broken_runs.py"
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SETTINGS = [
     "sft.steps=4", "sft.batch_size=8", "sft.micro_batch_size=8", "sft.optimizer.warmup_steps=0",
     "model.architecture.hidden_size=64", "model.architecture.intermediate_size=64",
@@ -26,31 +21,26 @@ ONE, THREE = ["42 0 0 1"], ["42 0 0 1", "42 0 0 2", "42 0 0 3"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
-    """The folder of all runs, and the attempts at each command (tests/helpers/broken_runs.py)."""
+def runs(tmp_path_factory, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
+    """The folder of all runs, and the attempts at each command (helpers.kills)."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def train(name: str, broken: list[str], *overrides: str, ends=()) -> dict:
-        return {"arguments": ["train", f"name={name}", f"output_dir={folder}", *SETTINGS, *overrides],
-                "broken": broken, "ends": list(ends)}
+    def run(*arguments: str, broken: list[str] = (), ends=()) -> list[dict]:
+        return attempts(nemo_edo, arguments, ends, [("helpers.broken_minibatches:break_minibatches", broken)])
 
-    stopped = f"{folder}/stopped/failures/grpo_step_00000002.safetensors"
-    plan = {
+    def train(name: str, broken: list[str], *overrides: str, ends=()) -> list[dict]:
+        return run("train", f"name={name}", f"output_dir={folder}", *SETTINGS, *overrides, broken=broken, ends=ends)
+
+    return folder, {
         "whole": train("whole", ONE),
         # Before the broken step is done, behind it, and one step later.
         "killed": train("killed", ONE, ends=[[STEP, 6], [STEP, 2], [STEP, 2]]),
         "stopped": train("stopped", THREE, "guards.max_skipped_steps=2"),
-        "replay": {"arguments": ["replay", stopped], "broken": [], "ends": []},
-        "no replay": {"arguments": ["replay", f"{folder}/stopped/metrics.jsonl"], "broken": [], "ends": []},
+        "replay": run("replay", f"{folder}/stopped/failures/grpo_step_00000002.safetensors"),
+        "no replay": run("replay", f"{folder}/stopped/metrics.jsonl"),
         "again": train("stopped", THREE, "guards.max_skipped_steps=2"),
         "with another guard": train("stopped", THREE, "guards.max_skipped_steps=9"),
     }
-    (folder / "in.json").write_text(json.dumps(list(plan.values())))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(HELPER), str(folder / "in.json"), str(folder / "out.json")],
-                          env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder, dict(zip(plan, json.loads((folder / "out.json").read_text()), strict=True))
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict]:
@@ -59,7 +49,7 @@ def lines(run: Path, kind: str | None = None) -> list[dict]:
             if kind in (None, line["kind"])]
 
 
-def test_a_run_goes_on_behind_a_broken_step_and_counts_it(runs):
+def test_a_run_continues_after_a_broken_step_and_counts_it(runs):
     folder, attempts = runs
     assert attempts["whole"][0]["status"] == 0, attempts["whole"][0]["said"]
     steps = lines(folder / "whole", "train_step")
@@ -78,7 +68,7 @@ def test_a_run_killed_around_a_skipped_step_ends_as_one_that_was_not(runs):
     assert evaluations[0] == evaluations[1]
 
 
-def test_so_many_broken_steps_in_a_row_end_the_run_with_a_status_of_its_own(runs):
+def test_so_many_broken_steps_in_a_row_end_the_run_with_a_separate_status(runs):
     [stopped] = runs[1]["stopped"]
     assert stopped["status"] == 3, stopped["said"]
     assert "stopped by a guard: grpo, iteration 0, step 2: the loss is nan" in stopped["said"]

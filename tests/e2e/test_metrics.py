@@ -1,7 +1,5 @@
 """What a run measures: every name is in docs/metrics.md, and the trackers have it too."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.problem_files import write_sums
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 SETTINGS = [
@@ -33,17 +33,9 @@ COLUMNS = ["problem", "arm", "iteration", "sample", "text", "answer", "reward"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run of GRPO with all that has names of its own, and of iterative DPO; tracked by TensorBoard and W&B."""
+    """A run of GRPO with everything that logs more names, and of iterative DPO; tracked by TensorBoard and W&B."""
     here = tmp_path_factory.mktemp("metrics")
-    pairs = [(a, b) for a in range(1, 5) for b in range(1, 5)]
-
-    def write(name: str, pairs: list[tuple[int, int]], errors: bool = False) -> str:
-        rows = [(f"{a} + {b}", a + b + (errors and (a, b) in pairs[1::3])) for a, b in pairs]
-        lines = [json.dumps({"question": q, "answer": f"{q} = {total}\n#### {total}"}) for q, total in rows]
-        (here / f"{name}.jsonl").write_text("\n".join(lines))
-        return f"data.{name}={here / name}.jsonl"
-
-    problems = [write("warmup", pairs, errors=True), write("train", pairs[::2]), write("test", pairs[1::2])]
+    problems = write_sums(here, lambda a, b: (4 * (a - 1) + b - 1) % 3 == 1)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
                    "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     command = [sys.executable, "-m", "nemo_edo", "train", "--config-name=quickstart", "name=run",

@@ -1,46 +1,45 @@
 """The report in a real browser: charts are drawn, nothing is fetched, nothing runs that should not, all widths fit."""
 
 import json
-import runpy
 import shutil
-from pathlib import Path
 
 import pytest
+from helpers.reported_run import enrich
+from helpers.run_folder import write_run_folder
 
-from nemo_edo.evaluation.report import write_report
-from nemo_edo.evaluation.run_set import find_runs
-from nemo_edo.evaluation.tables_report import write_table
+from nemo_edo.report.page import write_report
+from nemo_edo.report.paper.tables import write_table
+from nemo_edo.report.run_set import find_runs, one_run
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(
     not (CHROMIUM and DRIVER),
     reason="chromium or chromedriver is not installed: apt-get install -y chromium chromium-driver")
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.browser, needs_chromium]
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage")
 WIDTHS = (1280, 400)
-CHARTS = 13 + 6
+CHARTS = 17 + 6
 """A full run's, and votes, pass@k and best-of-k against samples and tokens."""
-ENRICH = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "reported_run.py"))["enrich"]
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory, write_run_folder):
+def run_folder(tmp_path_factory):
     """A run of four arms whose texts carry a script, with stored responses, curves over them, and a search."""
     folder = write_run_folder(tmp_path_factory.mktemp("report") / "run")
-    ENRICH(folder)
+    enrich(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def page(run_folder):
     """The report's file:// address."""
-    return write_report(run_folder).as_uri()
+    return write_report(one_run(run_folder)).path.as_uri()
 
 
 @pytest.fixture(scope="module")
 def table_page(run_folder):
-    """The main table's, with this run below the paper's rows."""
+    """The main table's, which names this run among those that are not in it."""
     out = run_folder / "table.html"
     write_table(find_runs([str(run_folder)]), "main", out)
     return out.as_uri()
@@ -152,6 +151,6 @@ def test_a_table_fits_fetches_nothing_and_runs_no_script(driver, table_page, wid
         "return [document.documentElement.scrollWidth, innerWidth, window.attacked, "
         "document.querySelectorAll('tbody tr').length]")
     assert needed <= inner
-    assert (attacked, rows) == (None, 24 + 5)  # the paper's rows, four arms and their start
+    assert (attacked, rows) == (None, 24)
     assert fetched(driver) == {table_page}
     assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []

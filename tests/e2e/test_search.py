@@ -1,6 +1,4 @@
-"""``nemo-edo search`` solves a run's test problems with any of its policies, keeps what it found, and goes on."""
-
-from __future__ import annotations
+"""``nemo-edo search`` solves a run's test problems with any of its policies, stores what it found, and resumes."""
 
 import json
 import os
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 HELPER = Path(__file__).parents[1] / "helpers" / "search_worker.py"
 ENDED, STOPPED, USER_ERROR = 0, 75, 2
 
@@ -51,7 +50,7 @@ def test_the_means_are_those_of_the_results(results: dict):
         assert metrics[name]["mean"] == pytest.approx(mean) and metrics[name]["low"] <= mean <= metrics[name]["high"]
 
 
-def test_trees_are_kept_of_the_first_problems_and_stand_in_the_report(results: dict):
+def test_trees_of_the_first_problems_are_stored_and_shown_in_the_report(results: dict):
     assert sorted(results["trees"]) == ["warmup.search.test-1.json", "warmup.search.test-2.json"]
     for number, row in zip((1, 2), results["first"], strict=False):
         tree = results["trees"][f"warmup.search.test-{number}.json"]
@@ -64,7 +63,7 @@ def test_what_is_there_is_not_searched_again(results: dict):
     assert (results["again"]["status"], results["again"]["calls"], results["again"]["same"]) == (ENDED, 0, True)
 
 
-def test_a_search_that_was_stopped_goes_on_to_the_same_results(results: dict):
+def test_a_search_that_was_stopped_resumes_to_the_same_results(results: dict):
     stopped, went_on = results["stopped"], results["went_on"]
     assert (stopped["status"], stopped["parts"]) == (STOPPED, ["part_00000.parquet"])
     assert "4 of 6 problems have been searched" in stopped["err"]

@@ -4,23 +4,16 @@ Needs torch and Triton alone. Written on a machine without CUDA, where it is ski
 interpreter (tests/unit/parallel/test_kernels.py): until it has been run on one, take its tolerances as estimates.
 """
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import kernel_cases
 
-from nemo_edo.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+pytestmark = pytest.mark.gpu
 TOKENS, VOCABULARY, HIDDEN = 300, 50_000, 64
 UNSPLIT = {"vocab_start": 0, "group": None}
-
-
-@pytest.fixture(scope="module")
-def cases() -> dict:
-    return runpy.run_path(str(HELPERS / "kernel_cases.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +21,13 @@ def exact_products(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
-def test_results_and_gradients_of_the_kernels_are_those_of_fp64(cases):
-    too_far = {case: pair for case, pair in cases["errors"]("cuda").items() if not pair[0] <= pair[1]}
+def test_results_and_gradients_of_the_kernels_are_those_of_fp64():
+    too_far = {case: pair for case, pair in kernel_cases.errors("cuda").items() if not pair[0] <= pair[1]}
     assert not too_far
 
 
-def test_a_nan_logit_is_not_hidden_by_the_kernels(cases):
-    assert cases["nan_is_not_hidden"]("cuda")
+def test_a_nan_logit_is_not_hidden_by_the_kernels():
+    assert kernel_cases.nan_is_not_hidden("cuda")
 
 
 def passed(head, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -55,11 +48,11 @@ def dense(hidden, weight, targets):
 
 
 def fused(hidden, weight, targets):
-    return linear_log_probs_and_entropy(hidden, weight, targets, **UNSPLIT)
+    return linear_logprobs_and_entropy(hidden, weight, targets, **UNSPLIT)
 
 
 def logits(hidden, weight, targets):
-    return vocab_parallel_log_probs_and_entropy(F.linear(hidden, weight), targets, overwrite_logits=True, **UNSPLIT)
+    return vocab_parallel_logprobs_and_entropy(F.linear(hidden, weight), targets, overwrite_logits=True, **UNSPLIT)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

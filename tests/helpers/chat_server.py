@@ -1,4 +1,4 @@
-"""A server of OpenAI's chat API whose replies a rule gives, for tests of a judge and of what it does about faults."""
+"""A server of OpenAI's chat API with scripted replies, to test the judge."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Rule = Callable[[int, dict], tuple]
-"""From the number of the request and its body: (status, body), and headers if need be. A body that is a text is the
-reply of a chat completion."""
+"""From the number of the request and its body to (status, body) or (status, body, headers). A text is the reply of a
+chat completion."""
 
 
 def completion(text: str | None, finish_reason: str = "stop") -> dict:
@@ -19,7 +19,7 @@ def completion(text: str | None, finish_reason: str = "stop") -> dict:
 
 
 class ChatServer:
-    """A context manager: ``url`` is where it listens, ``bodies``, ``paths`` and ``headers`` what it was asked, in
+    """A context manager. ``url`` is its address; ``bodies``, ``paths`` and ``headers`` are those of its requests, in
     order."""
 
     def __init__(self, rule: Rule) -> None:
@@ -38,7 +38,7 @@ class ChatServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
                 with outer._lock:
                     number = len(outer.bodies)
                     outer.bodies.append(body)
@@ -58,6 +58,8 @@ class ChatServer:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)
+
+            do_GET = do_POST
 
             def log_message(self, *_) -> None:
                 pass

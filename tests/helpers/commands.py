@@ -5,8 +5,6 @@
 IN holds {name: arguments}; OUT will hold {name: {status, out, err, traceback}}. A status of null means a traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

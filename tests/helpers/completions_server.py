@@ -1,15 +1,14 @@
-"""A server of OpenAI's completions API whose answers a rule gives, for tests of what its clients do about its faults.
+"""A server of OpenAI's completions API with scripted faults, to test its clients.
 
     python completions_server.py PORT STATE
 
-STATE is a file of JSON with any of: "hang" (completions are never answered), "hang_after" (so many completions of a
-process are answered, and no more), "status" (of every completion), "slow_s", "hold_until_open" (completions are
-answered once so many were open at a time), "die_after" (completions; then the process ends), "unhealthy", "mute" (a
-look at its health is never answered), "answer" (replaces the body of a completion).
-It is read anew at each request. ``/log`` tells the seeds of the completions so far, in order.
+STATE is a JSON file, read at each request, with any of: "hang" (completions get no answer), "hang_after" (only so many
+completions of a process get one), "status" (of every completion), "slow_s", "hold_until_open" (no answers until so many
+completions were open concurrently), "die_after" (so many completions, the process kills itself), "unhealthy", "mute"
+(health checks get no answer after the first completion), "answer" (replaces the body of a completion), "faulty_every"
+(every so many-th completion gets one of ``faults``).
+``/log`` returns the seeds of the completions so far, in order.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -23,12 +22,20 @@ STOP_ID = 1
 
 
 def completion(request: dict) -> dict:
-    """Three tokens that the seed fixes, and the stop token; fewer where fewer are asked for."""
+    """Three tokens determined by the seed, and the stop token, cut at max_tokens."""
     seed = request["seed"]
     ids = [2 + seed % 90, 2 + seed // 90 % 90, 2 + seed // 8100 % 90, STOP_ID][: request["max_tokens"]]
     reason = "stop" if ids[-1] == STOP_ID else "length"
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": reason}
     return {"choices": [{**choice, "prompt_token_ids": request["prompt"]}]}
+
+
+def faults(request: dict) -> list[tuple[int, object]]:
+    """Statuses and bodies that no completion may have; None: the connection is closed."""
+    good = completion(request)
+    return [(500, {"error": "as told"}), (429, {"error": "as told"}), (200, b"{"), (200, {"choices": []}), (200, None),
+            (200, completion({**request, "prompt": [1]})),
+            (200, {"choices": [{**good["choices"][0], "token_ids": [2]}]})]
 
 
 class CompletionsServer:
@@ -80,6 +87,13 @@ class CompletionsServer:
         if "die_after" in state and len(self.seeds) >= state["die_after"]:
             os.kill(os.getpid(), signal.SIGKILL)
         self.seeds.append(request["seed"])
+        turn, off = divmod(len(self.seeds), state.get("faulty_every", math.inf))
+        if not off:
+            told = faults(request)
+            status, answer = told[int(turn) % len(told)]
+            if answer is None:
+                raise ConnectionResetError
+            return status, answer
         if "status" in state:
             return state["status"], {"error": "as told"}
         return 200, state.get("answer", completion(request))

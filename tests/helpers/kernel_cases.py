@@ -5,8 +5,6 @@
 prints, as JSON, each case's largest error and its bound, both relative to the largest element.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -26,10 +24,10 @@ def dense(logits: Tensor, targets: Tensor, temperature: float, weights: Tensor) 
     """Log-probabilities, entropies and the gradient of their sum, weighted by ``weights`` [2, N], in fp64."""
     leaf = logits.double().clamp(min=-1e4).requires_grad_()  # as good as -inf, and 0 times it is 0
     log_p = (leaf / temperature).log_softmax(-1)
-    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
     entropies = -(log_p.exp() * log_p).sum(-1)
-    (weights * torch.stack([log_probs, entropies])).sum().backward()
-    return log_probs.detach(), entropies.detach(), leaf.grad
+    (weights * torch.stack([logprobs, entropies])).sum().backward()
+    return logprobs.detach(), entropies.detach(), leaf.grad
 
 
 def through_kernels(
@@ -40,12 +38,12 @@ def through_kernels(
     softmax = RunningSoftmax.start(logits, len(logits), with_entropy)
     for block, local in blocks:
         kernels.add_columns(softmax, block, local, temperature)
-    log_probs, entropies, log_sum_exp = softmax.results()
+    logprobs, entropies, log_sum_exp = softmax.results()
     results = ResultGradients.of(log_sum_exp, entropies, weights[0], weights[1] if with_entropy else None)
     parts = [torch.empty_like(block) for block, _ in blocks]
     for part, (block, local) in zip(parts, blocks, strict=True):
         kernels.write_gradient(part, block, local, temperature, results)
-    return log_probs, entropies, torch.cat(parts, dim=1)
+    return logprobs, entropies, torch.cat(parts, dim=1)
 
 
 def errors(device: str) -> dict[str, tuple[float, float]]:
@@ -70,7 +68,7 @@ def errors(device: str) -> dict[str, tuple[float, float]]:
 
 
 def nan_is_not_hidden(device: str) -> bool:
-    """Whether one logit that is no number makes all results of its row none, and no other row's."""
+    """Whether one NaN logit makes all results of its row NaN, and no other row's."""
     logits = torch.zeros(2, 20, device=device)
     logits[1, 7] = torch.nan
     softmax = RunningSoftmax.start(logits, 2, with_entropy=True)

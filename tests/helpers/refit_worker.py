@@ -1,11 +1,5 @@
-"""A real vLLM server that is given other weights again and again, on the quickstart's model.
-
-    python refit_worker.py FOLDER [OVERRIDE ...]
-
-FOLDER/results.json will hold what tests/servers/test_refit.py looks at. The overrides are of the quickstart's config.
-"""
-
-from __future__ import annotations
+"""A real vLLM server that is given other weights again and again, on the quickstart's model with OVERRIDES. Writes
+FOLDER/results.json for tests/servers/test_refit.py."""
 
 import json
 import sys
@@ -16,13 +10,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from nemo_edo import factory
-from nemo_edo.algorithms.sampling import sampling_requests
-from nemo_edo.configuration import compose_run
+from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.config.compose import compose_run
 from nemo_edo.data.batching import build_batch
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.build import device_and_groups
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.run import build, inputs
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import SamplingParams
 
 SAMPLED, GREEDY = SamplingParams(1.0, 1.0, 32), SamplingParams(0.0, 1.0, 32)
@@ -42,8 +36,8 @@ def largest_gap(model, rollouts, data) -> float:
     """Of the servers' log-probabilities to the trainer's."""
     batch = build_batch([(r.prompt_ids, r.response_ids) for r in rollouts], pad_id=data.pad_id,
                         sampler_logprobs=[r.response_logprobs for r in rollouts])
-    log_probs, _ = model.log_probs(batch)
-    return float((log_probs - batch.sampler_logprobs).abs()[batch.mask != 0].max())
+    logprobs, _ = model.logprobs(batch)
+    return float((logprobs - batch.sampler_logprobs).abs()[batch.mask != 0].max())
 
 
 def pushes(model, in_process, servers, sync, data) -> list[dict]:
@@ -72,13 +66,13 @@ def pushes(model, in_process, servers, sync, data) -> list[dict]:
 def killed(model, servers, data) -> dict:
     """A server that dies while it answers comes back with the weights of the last push."""
     replica = servers.replicas[0]
-    [process] = psutil.Process(replica._process.pid).children()
-    starts = replica.generation
+    [process] = psutil.Process(replica.process._process.pid).children()
+    starts = replica.starts
     threading.Timer(0.3, process.kill).start()
     asked = sampling_requests(data.train[:100], data.prompts, 10, 2, "killed")
     rollouts = servers.generate(asked, SAMPLED)
     rollouts += servers.generate(asked[:200], SAMPLED)  # by the new process, if the first were all answered before
-    return {"starts": replica.generation - starts, "samples": len(rollouts),
+    return {"starts": replica.starts - starts, "samples": len(rollouts),
             "largest_gap": largest_gap(model, rollouts, data)}
 
 
@@ -99,12 +93,12 @@ def main(folder: Path, overrides: list[str]) -> None:
     run = RunFolder(folder / "run")
     run.data.mkdir(parents=True)
     device_and_groups(cfg.parallelism, cfg.seed, 1)
-    factory.write_builtin_files(cfg, run)
-    data, model = factory.load_data(cfg, run), factory.build_model(cfg, run, cfg.grpo)
-    in_process = factory.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
-    servers = factory.start_servers(cfg, run, data)
+    inputs.write_builtin_files(cfg, run)
+    data, model = inputs.load_data(cfg, run), build.build_model(cfg, run, cfg.grpo)
+    in_process = build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
+    servers = build.start_servers(cfg, run, data)
     try:
-        sync = factory.build_weight_sync(cfg, run, model, servers)
+        sync = build.build_weight_sync(cfg, run, model, servers)
         results = {
             "pushes": pushes(model, in_process, servers, sync, data),
             "killed": killed(model, servers, data),

@@ -1,14 +1,12 @@
 """Adds to a made-up run's folder what only some runs have: stored responses, curves over them, and a search."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 
-from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.evaluation.run_record import read_run
+from nemo_edo.report.run_record import read_run
+from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, ScoredRollout
 
 ATTACK = "<script>document.title = 'attacked'; window.attacked = true</script>"

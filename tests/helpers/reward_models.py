@@ -1,7 +1,5 @@
 """Tiny process reward models with random weights, in the layouts of the official folders and in our own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,14 +7,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from nemo_edo.rewards.reward_formats import OwnSettings, write_own_settings
-from nemo_edo.rewards.reward_heads import (
-    Qwen2ForPrmModel,
-    Qwen2ForProcessRewardModel,
-    own_class,
-    own_config,
-    own_kind,
-)
+from nemo_edo.reward_models.formats import OwnSettings, write_own_settings
+from nemo_edo.reward_models.heads import Qwen2ForPrmModel, Qwen2ForProcessRewardModel, own_class, own_config, own_kind
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -24,25 +16,10 @@ CHATML = (
 )
 """How Qwen2.5's template writes a conversation with a system prompt."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<extra_0>", "[CLS]", "[SEP]")
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-}
-ENCODER_SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 512,
-    "local_attention": 16,
-    "initializer_range": 0.15,
-}
+ANY_SHAPE = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 2, "max_position_embeddings": 512,
+             "initializer_range": 0.15}
+SHAPE = {**ANY_SHAPE, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 64}
+ENCODER_SHAPE = {**ANY_SHAPE, "num_hidden_layers": 3, "local_attention": 16}
 REMOTE_CODE = "from pathlib import Path\nPath(__file__).with_name('it_ran').touch()\nclass {name}: pass\n"
 
 

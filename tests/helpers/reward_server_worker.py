@@ -1,11 +1,5 @@
-"""Scores of tiny process reward models from real vLLM servers on the CPU, beside those in this process.
-
-    python reward_server_worker.py FOLDER
-
-FOLDER/results.json will hold what tests/servers/test_reward_server.py looks at.
-"""
-
-from __future__ import annotations
+"""Scores of tiny process reward models from real vLLM servers on the CPU, compared with those of this process. Writes
+FOLDER/results.json for tests/servers/test_reward_server.py."""
 
 import json
 import os
@@ -16,9 +10,10 @@ import httpx
 from reward_models import write_own_reward_model, write_qwen_prm, write_skywork_prm
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.rewards.pooling_server import POOLING, build_reward_replicas, serving
-from nemo_edo.rewards.process_reward import ProcessRewardModel, score_rollouts
-from nemo_edo.rewards.reward_formats import read_reward_folder
+from nemo_edo.generation.replica import Replica
+from nemo_edo.reward_models.formats import read_reward_folder
+from nemo_edo.reward_models.process_reward import ProcessRewardModel, score_rollouts
+from nemo_edo.reward_models.vllm_pooling import POOLING, serving
 from nemo_edo.types import Rollout
 
 QUESTIONS = {"a": "What is 2 + 3?", "b": "Name a prime above 10, and say why it is one.", "c": "1 + 1"}
@@ -48,7 +43,9 @@ def compare(folder: Path, work: Path) -> dict:
         there = score_rollouts(served, rollouts(), QUESTIONS)
         replica = served._replicas[0]
         without_key = httpx.post(replica.url + POOLING, json={"input": [[1]]}, trust_env=False).status_code
+        by_url = at_a_url(replica, about, work / "client")
     pairs = [pair for a, b in zip(here, there, strict=True) for pair in zip(a.steps, b.steps, strict=True)]
+    again = [pair for a, b in zip(here, by_url["steps"], strict=True) for pair in zip(a.steps, b, strict=True)]
     return {
         "scores": len(pairs),
         "distinct": len({round(a, 6) for a, _ in pairs}),
@@ -57,25 +54,17 @@ def compare(folder: Path, work: Path) -> dict:
         "left_running": not replica.has_ended,
         "copied_code": [path.name for path in work.rglob("*.py")],
         "code_ran": (folder / "it_ran").exists(),
+        "largest_gap_by_url": max(abs(a - b) for a, b in again),
+        "outlives_the_client": by_url["outlives_the_client"],
     }
 
 
-def at_a_url(folder: Path, work: Path) -> dict:
-    """Scores from a server that is there already, named by its URL."""
-    about = read_reward_folder(folder)
-    [started] = build_reward_replicas(about, ServersConfig(), work, 0)
-    started.start()
-    os.environ["REWARD_KEY"] = started._key
-    try:
-        settings = ServersConfig(urls=[started.url], api_key_variable="REWARD_KEY")
-        with serving(about, settings, work / "client") as served:
-            there = score_rollouts(served, rollouts(), QUESTIONS)
-            alive = not started.has_ended
-        here = score_rollouts(ProcessRewardModel(folder), rollouts(), QUESTIONS)
-        gap = max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x.steps, y.steps, strict=True))
-        return {"largest_gap": gap, "outlives_the_client": alive and not started.has_ended}
-    finally:
-        started.stop()
+def at_a_url(replica: Replica, about, work: Path) -> dict:
+    """Scores from the same server, named by its URL, by a client that did not start it."""
+    os.environ["REWARD_KEY"] = replica.key.value
+    with serving(about, ServersConfig(urls=[replica.url], api_key_variable="REWARD_KEY"), work) as served:
+        scores = score_rollouts(served, rollouts(), QUESTIONS)
+    return {"steps": [scored.steps for scored in scores], "outlives_the_client": not replica.has_ended}
 
 
 def main(folder: Path) -> None:
@@ -86,7 +75,6 @@ def main(folder: Path) -> None:
         "encoder": write_own_reward_model(folder / "encoder", "modernbert"),
     }
     results = {name: compare(path, folder / "work" / name) for name, path in models.items()}
-    results["at_a_url"] = at_a_url(models["qwen"], folder / "work" / "url")
     (folder / "results.json").write_text(json.dumps(results))
 
 

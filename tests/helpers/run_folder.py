@@ -1,7 +1,5 @@
 """Writes a run folder as a finished run leaves it, with made-up but plausible numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +25,7 @@ ATTACK = "<script>document.title = 'attacked'; window.attacked = true</script>"
 def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterations: int = 12, problems: int = 120,
                      interim: bool = True, start: bool = True, attack: str = ATTACK, seed: int = 42,
                      alphas: dict[str, float] | None = None) -> Path:
-    """``alphas``: arms besides, of ED-GRPO (or GRPO, with 0) that differ in alpha alone.
+    """``alphas``: more arms, of ED-GRPO (or GRPO, with 0) that differ in alpha alone.
     ``attack`` is put wherever a run's own text reaches the report: a response, a question, a label, the config."""
     rng = np.random.default_rng(0 if seed == 42 else seed)
     (folder / "evaluations").mkdir(parents=True)

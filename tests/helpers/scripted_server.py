@@ -1,45 +1,73 @@
-"""A server that follows a script: what a refit asks of vLLM 0.32, without vLLM."""
-
-from __future__ import annotations
+"""A scripted replica with the endpoints of vLLM 0.32 that a refit uses, without vLLM."""
 
 import base64
+import queue
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from nemo_edo.http_client import ServerError
+from nemo_edo.utils.http import ServerError
+
+
+class Link:
+    """Both ends of a weight transfer to servers: who met whom, and a queue of tensors for each server."""
+
+    def __init__(self, servers, limit_s: float = 60.0) -> None:
+        self.unique_id = bytes(range(128))
+        self.ranks: list[int] = []
+        self._queues: dict[str, queue.Queue] = {server.name: queue.Queue() for server in servers}
+        self._limit_s, self._complete, self._lock = limit_s, threading.Event(), threading.Lock()
+        for server in servers:
+            server.link = self
+
+    def meet(self, ranks: range, world_size: int) -> None:
+        with self._lock:
+            self.ranks += ranks
+            if sorted(self.ranks) == list(range(world_size)):
+                self._complete.set()
+        assert self._complete.wait(self._limit_s), "the others did not come"
+
+    def join(self, world_size: int) -> None:
+        self.meet(range(1), world_size)
+
+    def broadcast(self, tensor) -> None:
+        for waiting in self._queues.values():
+            waiting.put(tensor.clone())
+
+    def receive(self, server):
+        return self._queues[server.name].get(timeout=self._limit_s)
 
 
 @dataclass
 class ScriptedReplica:
-    """Answers as vLLM 0.32 does at the endpoints that a refit needs, and keeps what was asked, in order."""
+    """Answers as vLLM 0.32, and records its requests in order."""
 
     name: str = "server 0"
-    is_local: bool = True
+    is_managed: bool = True
     faults: dict[str, int] = field(default_factory=dict)
-    """By path: how often it fails there before it does what is asked; the version is told wrongly, and a cache is not
-    reset, as often."""
+    """By path: how many requests fail before the first success. /weight_info then returns another version, and
+    /reset_prefix_cache does not reset."""
     workers: int = 1
     asleep: bool = False
     deaf: bool = False
-    """It takes no sleep, as a server on a CPU."""
+    """It ignores sleep, as a server on a CPU."""
     cannot_start: bool = False
-    generation: int = 1
+    starts: int = 1
     url: str = "http://127.0.0.1:1"
     model_name: str = "policy"
     weights: str | None = None
-    """The folder that it has loaded."""
+    """The folder that is loaded."""
     version: str = "default"
     adapters: dict[str, str] = field(default_factory=dict)
     """Their folders by name."""
     asked: list[tuple] = field(default_factory=list)
-    link: object = None
-    """The group of a weight transfer, as a server sees it."""
+    link: Link | None = None
     received: list[tuple] = field(default_factory=list)
 
     @property
-    def is_ours(self) -> bool:
-        return self.is_local
+    def has_worker_extension(self) -> bool:
+        return self.is_managed
 
     def __str__(self) -> str:
         return self.name
@@ -60,13 +88,13 @@ class ScriptedReplica:
         self.asked.append(("restart", str(model_folder), None, None))
         if self.cannot_start:
             raise ServerError(f"{self.name} has ended with status 1")
-        self.generation += 1
+        self.starts += 1
         self.weights, self.version, self.adapters = str(model_folder), "default", {}
 
     # --- the endpoints ----------------------------------------------------------------------------------------------
 
     def collective_rpc(self, json, params, fails):
-        assert json["method"] == ("reload_policy" if self.is_ours else "reload_weights")
+        assert json["method"] == ("reload_policy" if self.has_worker_extension else "reload_weights")
         assert json["kwargs"].keys() == {"weights_path"}
         assert not self.asleep and any(Path(json["kwargs"]["weights_path"]).glob("*.safetensors"))
         self.weights = json["kwargs"]["weights_path"]
@@ -97,7 +125,7 @@ class ScriptedReplica:
         return {"world_size": self.workers}
 
     def init_weight_transfer_engine(self, json, params, fails):
-        """A worker waits for the trainer to join."""
+        """Waits, as a worker does, until the trainer has joined."""
         info = json["init_info"]
         assert base64.b64decode(info["nccl_unique_id_b64"]) == self.link.unique_id and info["packed"] is False
         self.link.meet(range(info["rank_offset"], info["rank_offset"] + self.workers), info["world_size"])
@@ -112,7 +140,7 @@ class ScriptedReplica:
         return {"message": "Weight update started"}
 
     def update_weights(self, json, params, fails):
-        """The names, types and shapes are told first, and then the tensors come."""
+        """Receives the tensors whose names, types and shapes are in the request."""
         info = json["update_info"]
         assert info.keys() == {"names", "dtype_names", "shapes"}
         for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
@@ -141,6 +169,6 @@ class ScriptedReplica:
 
 
 def engine_of(*replicas: ScriptedReplica) -> SimpleNamespace:
-    """What a refit sees of a ServerEngine."""
-    return SimpleNamespace(replicas=list(replicas), left_out=[], policy_version=0, model_folder=Path("start"),
-                           served_model="policy", on_restart=None, on_drawn=None)  # fmt: skip
+    """The part of a ServerEngine that a refit uses."""
+    return SimpleNamespace(replicas=list(replicas), excluded=[], policy_version=0, model_folder=Path("start"),
+                           served_model="policy", on_restart=None, on_generated=None)  # fmt: skip

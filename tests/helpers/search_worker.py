@@ -1,11 +1,5 @@
-"""``nemo-edo search`` on tiny models, in one process: on a model as it is, and on a run's trained policies.
-
-    python search_worker.py FOLDER
-
-FOLDER/results.json will hold what tests/e2e/test_search.py looks at.
-"""
-
-from __future__ import annotations
+"""``nemo-edo search`` on tiny models, in one process: on a model as it is, and on a run's trained policies. Writes
+FOLDER/results.json for tests/e2e/test_search.py."""
 
 import json
 import sys
@@ -15,8 +9,8 @@ import pyarrow.parquet as pq
 from commands import run
 from reward_models import write_own_reward_model
 
-from nemo_edo import progress
 from nemo_edo.generation.megatron_engine import MegatronEngine
+from nemo_edo.run.stop_signal import StopSignal
 
 DATA = ["data.arithmetic.num_operands=2", "data.arithmetic.test_problems=6", "data.arithmetic.train_problems=8",
         "data.arithmetic.warmup_problems=16", "sampling.max_new_tokens=12", "evaluation.samples=2",
@@ -56,17 +50,17 @@ class Counted:
 
 def stopped_after(parts: int, arguments: list[str]) -> dict:
     """A command that is asked to stop once so many parts are done."""
-    agreed, asked = progress.StopSignal.agreed, []
+    agreed, asked = StopSignal.agreed, []
 
     def agree(signal) -> bool:
         asked.append(1)
         return len(asked) > parts
 
-    progress.StopSignal.agreed = agree
+    StopSignal.agreed = agree
     try:
         return run(arguments)
     finally:
-        progress.StopSignal.agreed = agreed
+        StopSignal.agreed = agreed
 
 
 def main(folder: Path) -> None:

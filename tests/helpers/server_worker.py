@@ -1,35 +1,28 @@
-"""Real vLLM servers beside the in-process engine, on the quickstart's model with random weights.
-
-    python server_worker.py FOLDER SAMPLES KILLS
-
-FOLDER/results.json will hold what tests/servers/test_vllm.py looks at. SAMPLES responses are drawn while the server is
-killed KILLS times, and as many through tests/helpers/faulty_proxy.py.
-"""
-
-from __future__ import annotations
+"""Real vLLM servers compared with the in-process engine, on the quickstart's model with random weights: writes
+FOLDER/results.json for tests/servers/test_vllm.py. SAMPLES responses are generated while the server is killed KILLS
+times."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
 import psutil
+import server_steps
 import torch
 
-from nemo_edo import factory
-from nemo_edo.algorithms.sampling import sampling_requests
-from nemo_edo.configuration import compose_run
+from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.config.compose import compose_run
 from nemo_edo.data.batching import build_batch
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.megatron.build import device_and_groups
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.run import build, inputs
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 SAMPLED, GREEDY = SamplingParams(1.0, 1.0, 32), SamplingParams(0.0, 1.0, 32)
-PROXY = Path(__file__).with_name("faulty_proxy.py")
 
 
 class Killer:
@@ -46,32 +39,31 @@ class Killer:
     def answered(self) -> None:
         self.seen += 1
         due = self.killed < len(self.counts) and self.seen >= self.counts[self.killed]
-        if due and self.replica.generation > self.last and not self.replica.has_ended:
+        if due and self.replica.starts > self.last and not self.replica.has_ended:
             server_process(self.replica).kill()
-            self.killed, self.last = self.killed + 1, self.replica.generation
+            self.killed, self.last = self.killed + 1, self.replica.starts
 
 
 def server_process(replica: Replica) -> psutil.Process:
     """The server itself, below the keeper that the run has started."""
-    [server] = psutil.Process(replica._process.pid).children()
+    [server] = psutil.Process(replica.process._process.pid).children()
     return server
 
 
 def engine_over(servers: ServerEngine, replicas: list[Replica], decode) -> ServerEngine:
     """Another engine over some replicas of ``servers``, or over others with the same weights."""
-    return ServerEngine(replicas, servers._api, servers._settings, stop_id=servers._stop_id,
+    return ServerEngine(replicas, servers._api, servers._settings, stop_ids=servers._stop_ids,
                         vocab_size=servers._vocab_size, decode=decode, model_folder=servers.model_folder,
                         logprobs_after_temperature=True)
 
 
-def about(rollouts: list[Rollout], asked: list[GenerationRequest], expected: list[Rollout] | None = None) -> dict:
+def about(rollouts: list[Rollout], asked: list[GenerationRequest]) -> dict:
     answered = [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in rollouts]
     whole = answered == [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in asked]
     return {
         "whole": whole,
         "distinct": len({key[:2] for key in answered}),
         "with_every_logprob": sum(len(r.response_logprobs) == len(r.response_ids) > 0 for r in rollouts),
-        "same_as_expected": None if expected is None else same(rollouts, expected),
     }
 
 
@@ -80,19 +72,19 @@ def same(rollouts: list[Rollout], others: list[Rollout]) -> int:
 
 
 def against_the_trainer(model, in_process, servers: ServerEngine, data) -> dict:
-    """Greedy texts of both engines; log-probabilities of the servers' samples beside the trainer's; seeds."""
+    """Greedy texts of both engines; log-probabilities of the servers' samples compared with the trainer's; seeds."""
     asked = sampling_requests(data.train[:200], data.prompts, 1, 1, "greedy")
     texts = [[r.text for r in engine.generate(asked, GREEDY)] for engine in (in_process, servers)]
     asked = sampling_requests(data.train[:64], data.prompts, 4, 1, "sampled")
     rollouts = servers.generate(asked, SAMPLED)
     batch = build_batch([(r.prompt_ids, r.response_ids) for r in rollouts], pad_id=data.pad_id,
                         sampler_logprobs=[r.response_logprobs for r in rollouts])
-    log_probs, _ = model.log_probs(batch)
+    logprobs, _ = model.logprobs(batch)
     again = servers.generate(asked[::-1], SAMPLED)[::-1]
     return {
         "greedy_same": sum(one == other for one, other in zip(*texts, strict=True)),
         "greedy_distinct": len(set(texts[0])),
-        "largest_gap": float((log_probs - batch.sampler_logprobs).abs()[batch.mask != 0].max()),
+        "largest_gap": float((logprobs - batch.sampler_logprobs).abs()[batch.mask != 0].max()),
         "repeated_same": same(rollouts, again),
         "sampled_distinct": len({r.response_ids for r in rollouts}),
     }
@@ -103,13 +95,13 @@ def exposure(replica: Replica) -> dict:
     process = server_process(replica)
     paths = {"/health": "GET", "/v1/models": "GET", "/collective_rpc": "POST", "/sleep": "POST", "/metrics": "GET"}
     listening = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    key = replica._key
+    key = replica.key.value
     return {
         "statuses": {path: httpx.request(how, replica.url + path).status_code for path, how in paths.items()},
         "wrong_key": httpx.get(f"{replica.url}/v1/models", headers={"Authorization": "Bearer no"}).status_code,
         "listening": sorted(listening),
         "key_in_arguments": any(key in part for p in [process, *process.children(True)] for part in p.cmdline()),
-        "key_in_log": key in replica._launch.log.read_text(errors="replace"),
+        "key_in_log": key in replica.process.launch.log.read_text(errors="replace"),
         "key_length": len(key),
         "insecure_serialization": process.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"],
     }
@@ -125,29 +117,10 @@ def killed(servers: ServerEngine, data, samples: int, kills: int) -> dict:
         return data.decode(ids)
 
     begun = time.monotonic()
-    rollouts = engine_over(servers, servers.replicas[:1], decode).draw(asked, SAMPLED)
+    rollouts = engine_over(servers, servers.replicas[:1], decode).generate_local(asked, SAMPLED)
     seconds = time.monotonic() - begun
     return {**about(rollouts, asked), "samples": samples, "kills": killer.killed,
-            "starts": servers.replicas[0].generation, "seconds": seconds}
-
-
-def behind_a_faulty_proxy(servers: ServerEngine, data, samples: int) -> dict:
-    replica = servers.replicas[0]
-    asked = sampling_requests(data.train[: samples // 10], data.prompts, 10, 3, "spoiled")
-    expected = engine_over(servers, [replica], data.decode).draw(asked, SAMPLED)
-    command = [sys.executable, str(PROXY), replica.url, "0", "0.2", "1"]
-    proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        port = proxy.stdout.readline().split()[1]
-        given = Replica("proxy", url=f"http://127.0.0.1:{port}", key=replica._key)
-        given.wait_until_ready()
-        servers_behind = engine_over(servers, [given], data.decode)
-        rollouts = servers_behind.draw(asked, SAMPLED)
-        faults = given.request("GET", "/faults")
-    finally:
-        proxy.kill()
-        proxy.wait()
-    return {**about(rollouts, asked, expected), "samples": samples, "faults": faults}
+            "starts": servers.replicas[0].starts, "seconds": seconds}
 
 
 def spread(servers: ServerEngine, data) -> dict:
@@ -170,23 +143,24 @@ def main(folder: Path, samples: int, kills: int) -> None:
     cfg = compose_run("quickstart", ["generation=vllm", "generation.servers.replicas=2"])
     run, results = RunFolder(folder / "run"), {}
     device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
-    factory.write_builtin_files(cfg, run)
-    data = factory.load_data(cfg, run)
-    model = factory.build_model(cfg, run, cfg.grpo)
-    factory.check_servers(cfg)
+    inputs.write_builtin_files(cfg, run)
+    data = inputs.load_data(cfg, run)
+    model = build.build_model(cfg, run, cfg.grpo)
+    build.check_servers(cfg)
     begun = time.monotonic()
-    servers = factory.start_servers(cfg, run, data)
+    servers = build.start_servers(cfg, run, data)
     results["start_s"] = time.monotonic() - begun
-    processes = [p for replica in servers.replicas for p in psutil.Process(replica._process.pid).children(True)]
+    processes = [p for replica in servers.replicas for p in psutil.Process(replica.process._process.pid).children(True)]
     try:
-        in_process = factory.build_engine(cfg, model, data, None)
+        in_process = build.build_engine(cfg, model, data, None)
         results["trainer"] = against_the_trainer(model, in_process, servers, data)
         results["exposure"] = exposure(servers.replicas[0])
         results["spread"] = spread(servers, data)
+        results["steps"] = {separator: server_steps.compare(model, in_process, servers, data, separator)
+                            for separator in server_steps.SEPARATORS}
         servers.replicas[1].stop()
-        results["proxy"] = behind_a_faulty_proxy(servers, data, samples)
         results["killed"] = killed(servers, data, samples, kills)
-        processes += psutil.Process(servers.replicas[0]._process.pid).children(True)
+        processes += psutil.Process(servers.replicas[0].process._process.pid).children(True)
     finally:
         servers.close()
     psutil.wait_procs(processes, timeout=10)

@@ -1,4 +1,4 @@
-"""A real Slurm with two nodes on this machine: munged, slurmctld and two slurmd, on ports and in a folder of their own.
+"""A real Slurm with two nodes on this machine: munged, slurmctld and two slurmd, with their own ports and folder.
 
 The nodes n1 and n2 are the same machine under two names, so that jobs run, are signalled, time out and lose a node as
 they would on a cluster, while files and ports are shared between them. Needs root, and Debian's slurm-wlm and munge.
@@ -6,12 +6,18 @@ they would on a cluster, while files and ports are shared between them. Needs ro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
+from helpers.ports import free_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2")
@@ -26,16 +32,6 @@ def missing() -> list[str]:
     except OSError:
         absent.append("a name of this machine that resolves")
     return absent
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class SlurmCluster:
@@ -57,7 +53,7 @@ class SlurmCluster:
 
     def __exit__(self, *_) -> None:
         if "slurmctld" in self._daemons:
-            self._wait_until(self._is_empty, 60)
+            self.wait_until(self._is_empty, 60)
         for name in reversed(list(self._daemons)):
             self.kill(name)
 
@@ -78,11 +74,11 @@ class SlurmCluster:
         self._begin("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self._munge_socket}",
                     f"--pid-file={self.folder}/munge/pid", f"--log-file={self.folder}/munge/log",
                     f"--seed-file={self.folder}/munge/seed")
-        self._wait_until(self._munge_socket.is_socket, 20)
+        self.wait_until(self._munge_socket.is_socket, 20)
         self._begin("slurmctld", "-D", "-i")
         for node in NODES:
             self.start_node(node)
-        self._wait_until(lambda: all(self.node_state(node) == "idle" for node in NODES), 60)
+        self.wait_until(lambda: all(self.node_state(node) == "idle" for node in NODES), 60)
 
     @property
     def _munge_socket(self) -> Path:
@@ -96,7 +92,8 @@ class SlurmCluster:
             f"SlurmctldHost={socket.gethostname()}(127.0.0.1)",
             f"SlurmctldPort={controller}",
             "SlurmUser=root",
-            f"AuthInfo=socket={self._munge_socket}",
+            # As long does a job wait that is queued again.
+            f"AuthInfo=socket={self._munge_socket},cred_expire=5",
             "AuthType=auth/munge",
             f"StateSaveLocation={self.folder}/state",
             f"SlurmctldPidFile={self.folder}/slurmctld.pid",
@@ -140,6 +137,16 @@ class SlurmCluster:
         daemon.kill()
         daemon.wait()
 
+    def restore(self) -> None:
+        """Ends all jobs and brings back what a test has broken: every node is up and idle afterwards."""
+        self.wait_until(self._is_empty, 60)
+        for node in NODES:
+            if node not in self._daemons or self._daemons[node].poll() is not None:
+                self.start_node(node)
+            if self.node_state(node) != "idle":  # refused where it comes back by itself, as after a restart
+                self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        self.wait_until(lambda: all(self.node_state(node) == "idle" for node in NODES), 120)
+
     def node_state(self, node: str) -> str:
         return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T", check=False).stdout.strip().rstrip("*")
 
@@ -159,12 +166,27 @@ class SlurmCluster:
         text = self.run("scontrol", "show", "job", job, "--oneliner").stdout
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
+    @contextlib.contextmanager
+    def frozen(self, job: str) -> Iterator[None]:
+        """The job's training processes wait meanwhile: however fast they are, none ends before Slurm has acted."""
+        stopped = [process for process in psutil.process_iter() if _trains_for(process, job)]
+        assert stopped, f"no process trains for job {job}"
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in stopped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
     def wait_for(self, job: str, *states: str, limit_s: float = 300) -> str:
         """Until the job is in one of the states, which is returned."""
-        self._wait_until(lambda: self.job_state(job) in states, limit_s, lambda: f"job {job}: {self.job(job)}")
+        self.wait_until(lambda: self.job_state(job) in states, limit_s, lambda: f"job {job}: {self.job(job)}")
         return self.job_state(job)
 
-    def _wait_until(self, condition, limit_s: float, describe=None) -> None:
+    def wait_until(self, condition, limit_s: float, describe=None) -> None:
+        """Fails where a daemon ends or the limit passes first."""
         deadline = time.monotonic() + limit_s
         while not condition():
             dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
@@ -173,3 +195,9 @@ class SlurmCluster:
                 about = describe() if describe else self.run("sinfo", check=False).stdout
                 raise AssertionError(f"waited for {limit_s:g} s: {about}")
             time.sleep(0.2)
+
+
+def _trains_for(process: psutil.Process, job: str) -> bool:
+    with contextlib.suppress(psutil.Error):  # it has ended, or is not ours to read
+        return process.environ().get("SLURM_JOB_ID") == job and {"nemo_edo", "train"} <= set(process.cmdline())
+    return False

@@ -1,11 +1,11 @@
 """A run's folder of the built-in task as far as reward models look into it: problems, tokenizer, scored responses."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
 
+from nemo_edo.builtin_task.arithmetic import write_dataset
+from nemo_edo.builtin_task.model import write_base_model
 from nemo_edo.config import (
     ArithmeticConfig,
     RewardBaseConfig,
@@ -13,12 +13,10 @@ from nemo_edo.config import (
     RewardModelRunConfig,
     RewardTrainConfig,
 )
-from nemo_edo.configuration import compose_run, resolved_yaml
-from nemo_edo.data.arithmetic import write_dataset
-from nemo_edo.data.arithmetic_model import write_base_model
+from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.data.problems import load_problems
-from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 
 DATA = ArithmeticConfig(num_operands=3, train_problems=24, test_problems=8, warmup_problems=8)

@@ -1,25 +1,17 @@
 """Tiny Hugging Face models with random weights, Megatron policies made of them, and the dense reference for both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config import ArithmeticConfig, LoRAConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.data.arithmetic_model import write_tokenizer
 from nemo_edo.types import TrainingBatch
 
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.15,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
 VOCAB_SIZE = 130
@@ -33,11 +25,8 @@ def write_tiny_model(folder: Path, model_type: str = "qwen2", *, seed: int = 0, 
 
     tokenizer = write_tokenizer(folder, ArithmeticConfig(num_operands=2))
     config = AutoConfig.for_model(
-        model_type,
-        **{"vocab_size": VOCAB_SIZE, **SHAPE, **fields},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        model_type, **{"vocab_size": VOCAB_SIZE, **SHAPE, **fields}, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -92,7 +81,7 @@ def load_dense(folder: Path, dtype: torch.dtype = torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
-def dense_log_probs(model, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def dense_logprobs(model, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens[:, 1:] and entropies, each [B, T], differentiable."""
     log_p = torch.log_softmax(model(tokens).logits[:, :-1].float() / temperature, dim=-1)
     return log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
@@ -113,20 +102,37 @@ def add_dense_adapters(model, adapters: dict[str, Tensor], scale: float) -> None
 
 
 def build_policy(
-    folder: Path,
-    parallelism: ParallelismConfig | None = None,
-    dtype: str = "fp32",
-    lora: LoRAConfig | None = None,
+    folder: Path, parallelism: ParallelismConfig | None = None, dtype: str = "fp32", lora: LoRAConfig | None = None,
     attention: str = "auto",
 ):
     """A MegatronPolicy over the folder's weights, with fresh process groups."""
-    from nemo_edo.megatron.build import build_model, device_and_groups
+    from nemo_edo.megatron.bridge import build_model
     from nemo_edo.megatron.policy import MegatronPolicy
+    from nemo_edo.megatron.process_groups import device_and_groups
 
     parallelism, precision = parallelism or ParallelismConfig(), PrecisionConfig(dtype)
     device = device_and_groups(parallelism, seed=0, threads=1)
     built = build_model(folder, parallelism, precision, device, lora=lora, attention=attention)
     return MegatronPolicy(built, parallelism, precision, device)
+
+
+def sft_settings(batch: TrainingBatch) -> dict:
+    """What a policy's ``train_step`` and ``forward_backward`` need for the mean negative log-likelihood of a batch."""
+    from nemo_edo.losses import sft_loss
+    from nemo_edo.megatron.forward_backward import MicroBatching
+
+    return {
+        "loss": lambda logprobs, entropies, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
+        "loss_counts": {"sft": float(batch.mask.sum())},
+        "micro_batching": MicroBatching(2),
+        "temperature": 1.0,
+    }
+
+
+def train_sft(policy, seeds) -> list[dict[str, float]]:
+    """The metrics of a step on the random batch of each seed."""
+    batches = [random_batch(rows=3, seed=seed) for seed in seeds]
+    return [policy.train_step(batch, **sft_settings(batch)) for batch in batches]
 
 
 def build_engine(policy, **settings):
@@ -139,14 +145,6 @@ def build_engine(policy, **settings):
     return MegatronEngine(
         policy.built, **{"stop_ids": [1], "max_batch_size": 64, **settings}, decode=decode, device=policy.device
     )
-
-
-def leave(results: object, out: str | Path) -> None:
-    """The end of a worker: rank 0 writes ``results``, and every rank leaves its process groups."""
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, out)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def exported(policy, *, merged: bool = True) -> dict[str, Tensor]:
@@ -162,6 +160,11 @@ def exported_adapters(policy) -> dict[str, Tensor]:
     Megatron share their A."""
     weights = policy.built.bridge.export_adapter_weights(policy.chunks, cpu=True, show_progress=False)
     return {name: tensor.detach().clone() for name, tensor in weights}
+
+
+def clear_gradients(policy) -> None:
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
 
 
 @torch.no_grad()

@@ -1,25 +1,20 @@
 """Runs scripts in the environments of other libraries that the losses are compared with."""
 
-from __future__ import annotations
-
 import os
-import runpy
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-PEERS = runpy.run_path(str(ROOT / "tools" / "benchmarks" / "peer_environment.py"))
+from peer_environment import NoPackageIndex, peer_environment
 
 
 @pytest.fixture(scope="session")
 def run_in_trl() -> Callable[..., None]:
     """Runs a script of this folder, with arguments, in the environment that has TRL."""
     try:
-        python = PEERS["peer_environment"]("trl")
-    except PEERS["NoPackageIndex"] as error:
+        python = peer_environment("trl")
+    except NoPackageIndex as error:
         pytest.skip(str(error))
 
     def run(script: str, *arguments: Path) -> None:

@@ -7,8 +7,6 @@ The trainers are made without their ``__init__``, which wants models and data se
 config classes, and the losses are the trainers' own methods. Models are stand-ins that return the given tensors.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections import defaultdict
@@ -16,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.experimental.gspo_token import GRPOTrainer as GSPOTokenTrainer
 from trl.experimental.xpo import XPOConfig, XPOTrainer
 
@@ -136,16 +134,7 @@ def xpo(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return differentiated(loss, logits=logits)
 
 
-def reward_model(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Scores [2P], chosen first, and margins [P]."""
-    scores = leaf(tensors["scores"])
-    trainer = trainer_of(RewardTrainer, RewardConfig, settings, model=SimpleNamespace(training=True))
-    inputs = {"attention_mask": torch.ones(1), "margin": tensors["margin"]}
-    loss = trainer.compute_loss(lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
-    return differentiated(loss, scores=scores)
-
-
-KINDS = {"grpo": grpo, "dpo": dpo, "dpo_pair_by_pair": dpo_pair_by_pair, "xpo": xpo, "reward_model": reward_model}
+KINDS = {"grpo": grpo, "dpo": dpo, "dpo_pair_by_pair": dpo_pair_by_pair, "xpo": xpo}
 
 
 def main(cases: str, results: str) -> None:

@@ -1,7 +1,5 @@
 """Helpers that start real servers run as processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,7 +13,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 @pytest.fixture(scope="session")
 def found_by(vllm_environment: Path, tmp_path_factory):
-    """found_by(name, *arguments): what tests/helpers/NAME.py has found, in a folder of its own."""
+    """found_by(name, *arguments): what tests/helpers/NAME.py has found, in a new folder."""
 
     def run(name: str, *arguments: object) -> dict:
         folder = tmp_path_factory.mktemp(name)

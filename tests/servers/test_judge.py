@@ -1,21 +1,16 @@
 """A real vLLM server as the policy of an evaluation, and as its judge."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from nemo_edo.configuration import compose_run
-from nemo_edo.data.rollout_store import RolloutStore
+from nemo_edo.config.compose import compose_run
 from nemo_edo.generation import servers
+from nemo_edo.rollouts.store import RolloutStore
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(1800)]
 CHARACTERS = "verdict: coin0123456789"
 """A verdict and numbers can be written, and little else: random weights end a response within a few tokens."""
 KEY = "key-of-the-test-0123456789"
@@ -69,12 +64,17 @@ def server(vllm_environment: Path, inputs):
     replicas[0].stop()
 
 
-def evaluate(*overrides: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "nemo_edo", "evaluate", "--config-name", "evaluate", *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SERVER_KEY": KEY}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def evaluate(nemo_edo):
+    """evaluate(*overrides, status=0): what the command says."""
+
+    def run(*overrides: str, status: int = 0) -> str:
+        done = nemo_edo("evaluate", "--config-name", "evaluate", *overrides,
+                        before=[("helpers.cli:export", {"SERVER_KEY": KEY})])
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
 def at(server) -> list[str]:
@@ -101,7 +101,7 @@ def judge_line(folder: Path, name: str) -> dict:
     return next(line for line in lines if line["kind"] == "judge")
 
 
-def test_a_served_model_is_evaluated_as_the_same_model_in_process(server, inputs):
+def test_a_served_model_is_evaluated_as_the_same_model_in_process(server, inputs, evaluate):
     folder, common = inputs
     evaluate(*common, "name=served", *at(server))
     evaluate(*common, "name=inside")
@@ -117,27 +117,39 @@ def test_a_served_model_is_evaluated_as_the_same_model_in_process(server, inputs
     assert (folder / "runs" / "served" / "report.html").is_file()
 
 
-def test_gibberish_is_no_verdict(server, inputs):
+def test_a_second_call_of_an_evaluation_samples_nothing(server, inputs, evaluate):
+    folder, common = inputs
+
+    def written() -> list[int]:
+        return [path.stat().st_mtime_ns for path in (folder / "runs" / "twice" / "evaluations").rglob("*.parquet")]
+
+    evaluate(*common, "name=twice", *at(server))
+    first = written()
+    assert "pass@k" in evaluate(*common, "name=twice", *at(server))
+    assert written() == first and len(first) == 2
+
+
+def test_gibberish_is_no_verdict(server, inputs, evaluate):
     folder, common = inputs
     said = evaluate(*common, "name=gibberish", *at(server), *judged_by(server, "rewards.judge.max_abstained=1",
                     "rewards.judge.max_tokens=16"))  # fmt: skip
     answered = [one for kind in ("greedy", "sampled") for one in stored(folder, "gibberish", kind) if one.answer]
-    assert len(answered) > 10 and not any(one.is_judged for one in answered)
+    assert len(answered) > 10 and not any(one.has_verdict for one in answered)
     assert {one.reason for one in answered} == {"verification abstained: its reply has no verdict"}
     line = judge_line(folder, "gibberish")
     assert (line["judged"], line["abstained"]) == (0, len(answered)) and line["completion_tokens"] > 0
     assert f"abstained on {len(answered)}" in said and metrics(folder, "gibberish")["abstained"] > 0
 
 
-def test_too_many_abstentions_stop_the_run_and_keep_what_needs_no_verdict(server, inputs):
+def test_too_many_abstentions_stop_the_run_and_keep_what_needs_no_verdict(server, inputs, evaluate):
     folder, common = inputs
     said = evaluate(*common, "name=stopped", *at(server), *judged_by(server, "rewards.judge.max_tokens=16"), status=2)
     assert "rewards.judge.max_abstained is 0.1" in said and "are kept in" in said
     kept = RolloutStore(folder / "runs" / "stopped" / "evaluations" / "warmup" / "greedy").unfinished(0)
-    assert all(one.is_judged for one in kept) and len(kept) < PROBLEMS
+    assert all(one.has_verdict for one in kept) and len(kept) < PROBLEMS
 
 
-def test_structured_output_makes_any_model_give_verdicts(server, inputs):
+def test_structured_output_makes_any_model_give_verdicts(server, inputs, evaluate):
     folder, common = inputs
     said = evaluate(*common, "name=structured", *at(server), *judged_by(
         server, "rewards.judge.structured_output=choice", "rewards.judge.prompt_price=1",
@@ -154,12 +166,3 @@ def test_no_key_is_in_what_a_run_leaves(server, inputs):
     folder, _ = inputs
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 20 and not [path for path in files if KEY.encode() in path.read_bytes()]
-
-
-def test_a_run_starts_its_own_server_and_a_second_call_draws_nothing(vllm_environment: Path, inputs):
-    folder, common = inputs
-    own = [*common, "name=own", "generation=vllm", f"generation.servers.python={vllm_environment}"]
-    evaluate(*own)
-    first = [path.stat().st_mtime_ns for path in (folder / "runs" / "own" / "evaluations").rglob("*.parquet")]
-    assert "pass@k" in evaluate(*own) and len(first) == 2
-    assert [p.stat().st_mtime_ns for p in (folder / "runs" / "own" / "evaluations").rglob("*.parquet")] == first

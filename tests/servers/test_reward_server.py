@@ -1,16 +1,14 @@
 """Process reward models behind real vLLM servers: the scores are those of this process."""
 
-from __future__ import annotations
-
 import pytest
 
 MODELS = ("qwen", "skywork", "decoder", "encoder")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
 def results(found_by) -> dict:
-    """What tests/helpers/reward_server_worker.py has found, with five servers that are started one after the other."""
+    """What tests/helpers/reward_server_worker.py has found, with four servers that are started one after the other."""
     return found_by("reward_server_worker")
 
 
@@ -32,6 +30,6 @@ def test_code_that_comes_with_a_folder_is_not_brought_to_the_server(results: dic
     assert not any(results[model]["code_ran"] for model in MODELS)
 
 
-def test_a_server_of_others_is_asked_at_its_url_and_left_as_it_is(results: dict):
-    assert results["at_a_url"]["largest_gap"] < 1e-4
-    assert results["at_a_url"]["outlives_the_client"]
+@pytest.mark.parametrize("model", MODELS)
+def test_a_server_at_a_url_scores_like_this_process_and_outlives_its_client(results: dict, model: str):
+    assert results[model]["largest_gap_by_url"] < 1e-4 and results[model]["outlives_the_client"]

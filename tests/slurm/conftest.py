@@ -1,30 +1,17 @@
 """A two-node Slurm for the whole suite, and launches in it."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-
-def _helper(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "helpers" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slurm_cluster = _helper("slurm_cluster")
+from helpers import slurm_cluster
+from helpers.ports import free_ports
 
 TINY = [
-    "threads=1", "sft.steps=12", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
+    "threads=1", "sft.steps=80", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
     "data.arithmetic.warmup_problems=64", "data.arithmetic.train_problems=12", "data.arithmetic.test_problems=6",
     "sampling.samples_per_prompt=4", "sampling.max_new_tokens=24", "evaluation.samples=2", "evaluation.rollouts=1",
     "evaluation.bootstrap=10", "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8",
@@ -42,8 +29,18 @@ def slurm(tmp_path_factory):
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+def healthy_nodes(slurm):
+    """What a test breaks is repaired before the next, also where the test fails."""
+    slurm.restore()
+    yield
+    slurm.restore()
+
+
 class Launcher:
     """``nemo-edo`` with a folder for its runs."""
+
+    SLURM = ("cluster=slurm", "cluster.processes_per_node=1")
 
     def __init__(self, cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -57,8 +54,7 @@ class Launcher:
 
     def launch(self, name: str, *overrides: str) -> list[str]:
         """The numbers of the jobs that are submitted."""
-        slurm = ["cluster=slurm", "cluster.processes_per_node=1"]
-        done = self.nemo_edo("launch", *self.settings(name, *slurm, *overrides))
+        done = self.nemo_edo("launch", *self.settings(name, *self.SLURM, *overrides))
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[0].removeprefix("submitted ").partition(":")[0].split(", ")
 
@@ -75,7 +71,7 @@ class Launcher:
             time.sleep(0.1)
 
     def free_port(self) -> int:
-        return slurm_cluster.free_ports(1)[0]
+        return free_ports(1)[0]
 
     def logs(self, name: str) -> str:
         found = sorted((self.folder / name / "launch").rglob("*.log"))

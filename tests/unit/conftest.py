@@ -1,11 +1,27 @@
-"""What unit tests of several folders stand on."""
-
-from __future__ import annotations
+"""Fixtures that unit tests of several folders share."""
 
 import time
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """helpers.tiny_models, imported only for tests that need models."""
+    from helpers import tiny_models
+
+    return tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tiny, tmp_path_factory) -> Path:
+    return tiny.write_tiny_model(tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def policy(tiny, tiny_qwen2):
+    return tiny.build_policy(tiny_qwen2)
 
 
 @pytest.fixture

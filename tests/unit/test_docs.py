@@ -1,23 +1,22 @@
 """The docs are as good as the code: their commands, configs and Python work, their tables and links are current."""
 
-from __future__ import annotations
-
 import re
-import runpy
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import config_table
 import pytest
 
-import nemo_edo
+import nemo_edo.run
+import nemo_edo.search
 from nemo_edo.cli import main
 from nemo_edo.config import RunConfig
-from nemo_edo.configuration import arm_configs, compose_job, compose_run, resolved_yaml
+from nemo_edo.config.compose import arm_configs, compose_job, compose_run, resolved_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
-CONFIG_TABLE = runpy.run_path(str(ROOT / "tools" / "docs" / "config_table.py"))
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -41,18 +40,43 @@ def commands() -> list[tuple[str, list[str]]]:
 COMMANDS = commands()
 
 
-class Runner(SimpleNamespace):
-    """Stands in for nemo_edo.runner: checks what it is handed as far as that goes without a model."""
+def each_config_once() -> list:
+    """Each different command once. Composing takes a third of a second, so that those are slow whose config an earlier
+    command composes too; ``test_settings_that_a_page_names_exist`` has their settings."""
+    params, composed = [], set()
+    for arguments, page in {tuple(arguments): page for page, arguments in reversed(COMMANDS)}.items():
+        config = arguments[0], *(name for option, name in zip(arguments, arguments[1:], strict=False)
+                                 if option == "--config-name")
+        marks = [pytest.mark.slow] if config in composed and arguments[0] != "report" else []
+        composed.add(config)
+        params.append(pytest.param(page, arguments, marks=marks, id=f"{page}: {' '.join(arguments)}"[:80]))
+    return params
+
+
+def ends_of_lists(argument: str) -> str:
+    """``seed=1,2,3`` as ``seed=1,3``: the members of a sweep between differ in values of one kind."""
+    return re.sub(r"^([\w.]+=[\w.-]+)(?:,[\w.-]+)*(,[\w.-]+)$", r"\1\2", argument)
+
+
+def check_arm(arm: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The quickstart's config with the overrides; the arm is one of its arms."""
+    cfg = compose_run("quickstart", list(overrides))
+    assert arm in {None, "warmup", *arm_configs(cfg)}
+    return cfg
+
+
+class Jobs:
+    """Replaces nemo_edo.run.jobs and nemo_edo.search.job: checks arguments without a model, a run or its responses."""
 
     def train(self, cfg: RunConfig) -> None:
-        self.trained = cfg
+        pass
 
     def collect(self, cfg: RunConfig, arm: str | None) -> None:
         assert arm is None or arm in arm_configs(cfg)
 
-    def evaluate(self, run: Path, arm: str | None, overrides: list[str]) -> None:
-        arms = {"warmup", *arm_configs(compose_run("quickstart", overrides))}
-        assert arm is None or arm in arms
+    def evaluate(self, run: Path | list[Path], arm: str | None, overrides: list[str]) -> list[str]:
+        check_arm(arm, overrides)
+        return []
 
     def evaluate_model(self, cfg: RunConfig) -> list[str]:
         assert cfg.algorithm == "none"
@@ -62,21 +86,10 @@ class Runner(SimpleNamespace):
         assert file.parent.name == "failures" and not overrides
 
     def export(self, run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
-        assert arm in {"warmup", *arm_configs(compose_run("quickstart", []))}
-
-
-def evaluate_stored(runs: list[Path], arm: str | None, overrides: list[str]) -> list[str]:
-    """Stands in for the evaluation from stored responses, which no page's run has."""
-    Runner().evaluate(runs[0], arm, overrides)
-    return []
-
-
-class SearchRun:
-    """Stands in for nemo_edo.search_run."""
+        assert arm is not None and check_arm(arm)
 
     def search(self, run: Path, arm: str | None, overrides: list[str]) -> list[str]:
-        cfg = compose_run("quickstart", overrides)
-        assert cfg.search.reward_model and arm in {"warmup", *arm_configs(cfg)}
+        assert arm is not None and check_arm(arm, overrides).search.reward_model
         return []
 
     def search_model(self, cfg: RunConfig) -> list[str]:
@@ -89,8 +102,13 @@ def quickstart() -> RunConfig:
     return compose_run("quickstart", [])
 
 
+@pytest.fixture(scope="module")
+def quickstart_yaml(quickstart: RunConfig) -> str:
+    return resolved_yaml(quickstart)
+
+
 @pytest.fixture
-def folder_of_the_docs(quickstart: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder_of_the_docs(quickstart_yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the config files that a page spells out, and a finished quickstart's config."""
     for text in PAGES.values():
         for name, content in re.findall(r"`([\w/]+\.yaml)`:\n\n```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -98,32 +116,36 @@ def folder_of_the_docs(quickstart: RunConfig, tmp_path: Path, monkeypatch: pytes
             (tmp_path / name).write_text(content)
     run = tmp_path / "runs" / "quickstart"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(resolved_yaml(quickstart))
+    (run / "config.yaml").write_text(quickstart_yaml)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=[f"{page}: {' '.join(a)}"[:80] for page, a in COMMANDS])
-def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list[str]):
-    from nemo_edo import evaluator_run, sweep
+@pytest.mark.parametrize(("page", "arguments"), each_config_once())
+def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: tuple):
     from nemo_edo.cluster import slurm
-    from nemo_edo.evaluation import report, run_set, runs_report, tables_report
-    from nemo_edo.rewards import score_run, train_reward_model
+    from nemo_edo.doctor import preflight
+    from nemo_edo.report import page, run_set
+    from nemo_edo.report.paper import tables
+    from nemo_edo.reward_models import score_run
+    from nemo_edo.reward_models import train as train_reward_model
+    from nemo_edo.run import evaluate_stored, sweep
 
+    monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
-    monkeypatch.setattr(evaluator_run, "evaluate_stored", evaluate_stored)
-    monkeypatch.setattr(nemo_edo, "runner", Runner(), raising=False)
-    monkeypatch.setattr(nemo_edo, "search_run", SearchRun(), raising=False)
+    monkeypatch.setattr(evaluate_stored, "evaluate_stored", Jobs().evaluate)
+    monkeypatch.setattr(nemo_edo.run, "jobs", Jobs(), raising=False)
+    monkeypatch.setattr(nemo_edo.search, "job", Jobs(), raising=False)
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)
     monkeypatch.setattr(score_run, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
-    monkeypatch.setattr(report, "write_report", lambda run, out: run / "report.html")
-    monkeypatch.setattr(runs_report, "write_runs_report", lambda found, out, baseline: [])
-    monkeypatch.setattr(tables_report, "write_table", lambda found, name, out: [])
-    monkeypatch.setattr(run_set, "find_runs", lambda runs: SimpleNamespace(single=None))
+    monkeypatch.setattr(page, "write_report", lambda found, out, baseline: SimpleNamespace(lines=[]))
+    monkeypatch.setattr(tables, "write_table", lambda found, name, out: [])
+    monkeypatch.setattr(run_set, "read_runs", lambda found: found)
+    monkeypatch.setattr(run_set, "find_runs", lambda runs: None)
     monkeypatch.delenv("RANK", raising=False)
     try:
-        status = main(arguments)
+        status = main([ends_of_lists(argument) for argument in arguments])
     except SystemExit as stopped:  # --version
         status = stopped.code
     assert status == 0
@@ -161,11 +183,12 @@ def test_arms_of_the_docs_compose(tmp_path: Path):
 def test_tables_of_the_settings_are_current():
     for name, tables in (("configuration.md", "settings_tables"), ("reward_models.md", "reward_model_tables")):
         page = PAGES[name]
-        assert CONFIG_TABLE["updated"](page, CONFIG_TABLE[tables]()) == page, "run: python tools/docs/config_table.py"
+        written = config_table.updated(page, getattr(config_table, tables)())
+        assert written == page, "run: python tools/docs/config_table.py"
 
 
 def test_tables_hold_every_setting_that_a_config_can_name(quickstart: RunConfig):
-    listed = set(re.findall(r"^\| `([\w.]+)` \|", CONFIG_TABLE["settings_tables"](), re.MULTILINE))
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", config_table.settings_tables(), re.MULTILINE))
     assert listed == set(keys(quickstart))
 
 
@@ -178,9 +201,9 @@ def keys(section: object, prefix: str = "") -> list[str]:
 
 @pytest.mark.parametrize("page", ["", "BEGIN", "END BEGIN", "BEGIN END END"])
 def test_a_page_without_one_pair_of_markers_is_refused(page: str):
-    text = page.replace("BEGIN", CONFIG_TABLE["BEGIN"]).replace("END", CONFIG_TABLE["END"])
+    text = page.replace("BEGIN", config_table.BEGIN).replace("END", config_table.END)
     with pytest.raises(ValueError, match="the page needs one line"):
-        CONFIG_TABLE["updated"](text)
+        config_table.updated(text)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -193,12 +216,17 @@ def test_links_and_paths_lead_to_files_of_the_repository(page: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_settings_that_the_prose_names_exist(quickstart: RunConfig, page: str):
-    """A name in backticks that begins with a section's name, such as grpo.alpha."""
+def test_settings_that_a_page_names_exist(quickstart: RunConfig, page: str):
+    """A name in backticks that begins with a section's name, such as grpo.alpha, and what commands set."""
     known = set(keys(quickstart))
     if page in ("reward_models.md", "search.md"):
         known |= set(keys(compose_job("reward_model", ["model.path=BASE", "data.run=RUN"])))
+        known |= set(keys(compose_job("score", [])))
     sections = {name.partition(".")[0] for name in known if "." in name}
     named = set(re.findall(r"`(\w+(?:\.\w+)+)(?:=[^`]*)?`", PAGES[page]))
     settings = {name for name in named if name.partition(".")[0] in sections and not name.endswith((".py", ".yaml"))}
-    assert settings <= known
+    overrides = [re.match(r"[+~]*([\w.]+)=", word) for there, words in COMMANDS if there == page for word in words]
+    free = ("arms.", "exp_manager.", "model.architecture.", "data.source_args.", "rewards.functions.")
+    settings |= {found[1] for found in overrides if found}
+    settings = {name for name in settings if not name.startswith(free)}
+    assert settings <= known | {"precision", "parallelism", "generation"}

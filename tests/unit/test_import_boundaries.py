@@ -1,9 +1,15 @@
-"""The import rules of the folders: what a fresh interpreter has loaded after it imported every module of one."""
+"""How the package's rooms (top-level modules and packages) may depend on each other, read from their imports, and what
+they may load, read from fresh interpreters."""
 
 from __future__ import annotations
 
+import ast
+import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,51 +18,165 @@ import nemo_edo
 
 PACKAGE = Path(nemo_edo.__file__).parent
 HEAVY = {"megatron", "nemo", "lightning", "pytorch_lightning", "vllm", "tensorrt_llm", "hydra",
-         "httpx", "requests", "aiohttp"}
+         "httpx", "requests", "aiohttp"}  # fmt: skip
+FOR_ANY_TRAINER = ["losses", "metrics", "test_time"]
+PRIVATE_NAMES = {
+    ("nemo_edo.megatron.cpu.self_attention", "_yarn_get_concentration_factor_from_config"),
+    ("nemo_edo.megatron.cpu.without_cuda", "_device_constructors"),
+}
+"""What the package imports although its library calls it private; the reason is next to the import."""
 
-RULES = [  # parts that share a rule share an interpreter: starting one with torch is slow
-    (["errors", "processes", "sizes"], HEAVY | {"torch", "numpy"}),
-    (["config"], HEAVY | {"torch"}),
-    (["cli"], HEAVY | {"torch"}),
-    (["model_shape"], HEAVY | {"torch"}),
-    (["http_client"], HEAVY - {"httpx"} | {"torch"}),
-    (["generation/inside_server"], HEAVY | {"torch", "numpy", "transformers", "starlette"}),
-    (["evaluator_run"], HEAVY - {"hydra"}),
-    (["configuration", "doctor"], HEAVY - {"hydra"} | {"torch"}),
-    (["types", "interfaces", "losses", "metrics", "test_time", "parallel", "algorithms"], HEAVY | {"transformers"}),
-    (["data", "run_folder", "factory"], HEAVY),
-    (["evaluation"], HEAVY | {"nemo_edo.algorithms"}),
-    (["rewards"], {"megatron", "nemo", "vllm", "tensorrt_llm"}),
-]
+
+def module_name(file: Path) -> str:
+    return ".".join(["nemo_edo", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports_of(source: str) -> Iterator[tuple[str, str | None, bool]]:
+    """(module, name or None, whether only type checkers read it) of each import, wherever it is in the file."""
+    tree = ast.parse(source)
+    typing_blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_for_types(node.test)]
+    for_types = {inner for block in typing_blocks for statement in block.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None, node in for_types) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            yield from ((node.module, alias.name, node in for_types) for alias in node.names)
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+IMPORTS = {module: list(imports_of(file.read_text(encoding="utf-8"))) for module, file in MODULES.items()}
+
+
+def own_imports(module: str, *, for_types: bool = False) -> set[str]:
+    """The package's modules that a module imports; with those that only type checkers read, if asked for."""
+    targets = [(f"{target}.{name}" if f"{target}.{name}" in MODULES else target, only_types)
+               for target, name, only_types in IMPORTS[module]]  # fmt: skip
+    return {target for target, only_types in targets if target in MODULES and (for_types or not only_types)}
+
+
+def is_in(module: str, *places: str) -> bool:
+    """Whether a module is one of these, or in one of these packages; places are named below ``nemo_edo``."""
+    return any(f"{module}.".startswith(f"nemo_edo.{place}.") for place in places)
+
+
+def room(module: str) -> str:
+    return f"{module}.__init__".split(".")[1]
+
+
+def users_of(place: str) -> set[str]:
+    """Modules outside a place that import from it, be it for types alone."""
+    return {module for module in MODULES if not is_in(module, place)
+            and any(is_in(target, place) for target in own_imports(module, for_types=True))}  # fmt: skip
+
+
+def test_rooms_and_modules_import_each_other_without_a_circle():
+    rooms = {}
+    for module in MODULES:
+        rooms.setdefault(room(module), set()).update(map(room, own_imports(module, for_types=True)))
+    for graph in (rooms, {module: own_imports(module) for module in MODULES}):
+        without_itself = {name: targets - {name} for name, targets in graph.items()}
+        TopologicalSorter(without_itself).prepare()  # raises CycleError, which names them
+
+
+def test_the_package_has_at_most_28_rooms_6_files_at_its_root_and_each_files_name_once():
+    assert len({room(module) for module in MODULES} - {"__init__", "__main__"}) <= 28
+    assert len(list(PACKAGE.glob("*.py"))) <= 6
+    names = Counter(file.name for file in MODULES.values() if file.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
+    assert users_of("cluster") <= {"nemo_edo.cli"}
+    assert users_of("megatron.cpu") <= {"nemo_edo.megatron.layer_spec", "nemo_edo.megatron.platform"}
+    for place, forbidden in (("run.folder", "report"), ("evaluation", "algorithms")):
+        assert [module for module in users_of(forbidden) if is_in(module, place)] == []
+
+
+@pytest.mark.parametrize(("name", "rooms"), {
+    "metrics": set(),
+    "losses": {"config"},
+    "parallel": {"errors"},
+    "test_time": {"metrics"},
+    "rollouts": {"config", "data", "errors", "interfaces", "types", "utils"},
+    # It sees engines, scorers and policies as the Protocols of interfaces.py.
+    "algorithms": {"builtin_task", "config", "data", "errors", "interfaces", "losses", "metrics", "rollouts", "types"},
+}.items())  # fmt: skip
+def test_a_room_imports_these_rooms_only(name: str, rooms: set[str]):
+    inside = [module for module in MODULES if room(module) == name]
+    assert {room(target) for module in inside for target in own_imports(module)} - {name} <= rooms
+
+
+def test_losses_metrics_and_test_time_need_torch_and_numpy_alone():
+    """They serve any trainer; BLEU names the package that it needs. What they load of the package is in ``CHAINS``."""
+    found = {target.partition(".")[0] for module in MODULES if is_in(module, *FOR_ANY_TRAINER)
+             for target, _, only_types in IMPORTS[module] if not only_types}  # fmt: skip
+    assert found - set(sys.stdlib_module_names) == {"nemo_edo", "numpy", "torch", "nltk"}
+
+
+def test_no_private_name_of_a_library_is_imported_but_with_a_reason():
+    found = {
+        (module, name) for module, imports in IMPORTS.items() for target, name, _ in imports
+        if name and name.startswith("_") and not name.endswith("__") and not target.startswith("nemo_edo")
+    }  # fmt: skip
+    assert found <= PRIVATE_NAMES
+
+
+WITHOUT_TORCH = HEAVY | {"torch"}
+CHAINS = {  # the places of a chain share an interpreter, so their rules go from the strictest to the loosest
+    "no torch": [
+        (["errors", "utils.files", "utils.processes"], WITHOUT_TORCH | {"numpy"}),
+        (["config", "cli", "utils.http"], WITHOUT_TORCH),
+        (["config.compose", "config.hydra", "doctor", "types", "data.problems"], WITHOUT_TORCH - {"hydra"}),
+    ],
+    "inside a server": [(["generation.inside_server"], WITHOUT_TORCH | {"numpy", "transformers", "starlette"})],
+    "torch": [
+        (FOR_ANY_TRAINER, HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "scipy", "nltk"}),
+        (["types", "interfaces", "parallel", "algorithms"], HEAVY | {"transformers"}),
+        (["data", "run.folder", "run.inputs", "run.build", "evaluation", "megatron.platform"], HEAVY),
+        (["run.evaluate_stored"], HEAVY - {"hydra"}),
+        (["rewards"], {"megatron", "nemo", "vllm", "tensorrt_llm"}),
+    ],
+}
+OWN_RULE = ["config.compose", "config.hydra"]
+"""Modules with another rule than their package's."""
 
 PROBE = """
-import importlib, sys
-names, forbidden = sys.argv[1].split(","), sys.argv[2].split(",")
-for name in names:
-    importlib.import_module(name)
-    found = [heavy for heavy in forbidden if heavy in sys.modules]
-    if found:
-        sys.exit(f"importing {name} loads {', '.join(found)}")
+import importlib, json, sys
+for names, forbidden in json.loads(sys.argv[1]):
+    for name in names:
+        importlib.import_module(name)
+        found = [heavy for heavy in forbidden if heavy in sys.modules]
+        if found:
+            sys.exit(f"importing {name} loads {', '.join(found)}")
 """
 
 
-def modules_of(part: str) -> list[str]:
-    """Every module of a folder below the package, or the one module of that name."""
-    files = sorted((PACKAGE / part).rglob("*.py")) or [PACKAGE / f"{part}.py"]
-    return [".".join(["nemo_edo", *file.relative_to(PACKAGE).with_suffix("").parts]) for file in files]
+def modules_of(places: list[str]) -> list[str]:
+    """Every module of these places; of a package, without those that have their own rule."""
+    found = [module for module in MODULES if is_in(module, *places)]
+    return [module for module in found if module.removeprefix("nemo_edo.") in places or not is_in(module, *OWN_RULE)]
 
 
-def probe(names: list[str], forbidden: set[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROBE, ",".join(names), ",".join(sorted(forbidden))]
+def probe(chain: list[tuple[list[str], set[str]]]) -> subprocess.CompletedProcess[str]:
+    rules = json.dumps([(names, sorted(forbidden)) for names, forbidden in chain])
+    command = [sys.executable, "-c", PROBE, rules]
     return subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120)
 
 
-@pytest.mark.parametrize(("parts", "forbidden"), RULES, ids=["-".join(parts) for parts, _ in RULES])
-def test_parts_load_nothing_that_their_import_rule_forbids(parts: list[str], forbidden: set[str]):
-    result = probe([name for part in parts for name in modules_of(part)], forbidden)
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_importing_a_place_loads_nothing_that_its_rule_forbids(chain: list[tuple[list[str], set[str]]]):
+    assert all(modules_of([place]) for places, _ in chain for place in places), "the places exist"
+    result = probe([(modules_of(places), forbidden) for places, forbidden in chain])
     assert result.returncode == 0, result.stderr
 
 
 def test_probe_names_the_module_that_breaks_a_rule():
-    result = probe(["nemo_edo.errors", "nemo_edo.configuration"], HEAVY)
-    assert (result.returncode, result.stderr.strip()) == (1, "importing nemo_edo.configuration loads hydra")
+    result = probe([(["nemo_edo.errors"], HEAVY), (["nemo_edo.config.compose"], HEAVY)])
+    assert (result.returncode, result.stderr.strip()) == (1, "importing nemo_edo.config.compose loads hydra")

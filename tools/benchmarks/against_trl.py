@@ -1,17 +1,17 @@
-"""A GRPO cycle of ours against one of TRL's GRPOTrainer: the same model, job and precision, on the CPU.
+"""A GRPO cycle of nemo_edo against one of TRL's GRPOTrainer: the same model, job and precision, on the CPU.
 
-A cycle draws responses to every prompt, judges them, computes their log-probabilities under the policy that drew them
-and takes optimizer steps, with all that either library does around it: ours runs Algorithm 1 and writes rollouts and
-metrics to disk, TRL logs nothing. TRL is what requirements/peers pins, in an environment of its own. Each library has a
-process that stays up; cycles take turns, one of ours and one of TRL's to a round, and the ratio is the median over
-the rounds. The first round warms up.
+A cycle generates responses to every prompt, scores them, computes their log-probabilities under the sampling policy and
+takes optimizer steps, with the usual work of either library: nemo_edo runs Algorithm 1 and writes rollouts and metrics
+to disk, TRL logs nothing. TRL has the version that requirements/peers pins, in a separate environment. Each library has
+a persistent process; each round has one cycle of nemo_edo and one of TRL, and the ratio is the median over the rounds.
+The first round is a warm-up.
 
-Ours runs at its fastest for the job: answers to one prompt share it (share_prompts, keep_groups), and pi_old's
-log-probabilities are its own sampler's, of which it checks a tenth (old_logprobs=sampler). TRL computes them anew;
---old-logprobs trainer lets ours do so too.
+nemo_edo uses its fastest settings: responses to one prompt share it (share_prompts, keep_groups), and pi_old's
+log-probabilities are the sampler's, of which it checks a tenth (old_logprobs=sampler). TRL recomputes them;
+with --old-logprobs trainer nemo_edo does so too.
 
-    even    1,280 answers of 28 tokens, 4 steps of 320, 0.44M parameters: responses never end by themselves
-    uneven  160 answers of 1 to 192 tokens, 4 steps of 40, 10M parameters: every token ends one with a chance of 1/64
+    even    1,280 responses of 28 tokens, 4 steps of 320, 0.44M parameters: responses never end by themselves
+    uneven  160 responses of 1 to 192 tokens, 4 steps of 40, 10M parameters: every token ends one with probability 1/64
 
     python tools/benchmarks/against_trl.py --job even --precision fp32
 """
@@ -47,9 +47,9 @@ class Job:
     samples: int
     new_tokens: int
     end: int
-    """The stop token: 64 is none that the model can draw."""
+    """The stop token; 64 is outside the vocabulary, so nothing stops early."""
     ours: dict[str, object]
-    """How a minibatch of ours is cut."""
+    """How nemo_edo splits a minibatch into micro-batches."""
     rows: int
     """TRL's per_device_train_batch_size, the fastest found; a step accumulates as many as it needs."""
 
@@ -59,8 +59,8 @@ class Job:
 
     @property
     def prompts(self) -> list[list[int]]:
-        draw = random.Random(0)
-        return [draw.choices(range(2, 64), k=PROMPT_TOKENS) for _ in range(self.samples // GROUP)]
+        generator = random.Random(0)
+        return [generator.choices(range(2, 64), k=PROMPT_TOKENS) for _ in range(self.samples // GROUP)]
 
 
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -84,11 +84,11 @@ class Turns:
             wall, cpu = (now - then for now, then in zip(clocks(), self._begun, strict=True))
             print(MARK + json.dumps({"wall": wall, "cpu": cpu, "tokens": self.tokens}), flush=True)
         if not sys.stdin.readline():
-            raise SystemExit("nobody gives this worker another turn")
+            raise SystemExit("there are no more rounds")
         self.tokens, self._begun = 0, clocks()
 
-    def judge(self, response: Sequence[int]) -> float:
-        """The reward of a response: 1 for an odd sum, which no policy finds easy and both libraries are handed."""
+    def reward(self, response: Sequence[int]) -> float:
+        """1 for an odd sum of tokens: hard for any policy, and the same for both libraries."""
         self.tokens += len(response)
         return float(sum(response) % 2)
 
@@ -101,78 +101,92 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from nemo_edo.algorithms.grpo import GRPO
-    from nemo_edo.algorithms.iteration import Iteration, run_iterations
-    from nemo_edo.config import GRPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig, SamplingConfig
-    from nemo_edo.data.rollout_store import RolloutStore
+    from nemo_edo.algorithms.iteration import Services, run_iterations
+    from nemo_edo.algorithms.plan import Plan
+    from nemo_edo.config import SamplingConfig
+    from nemo_edo.generation.in_process import InProcessSync
     from nemo_edo.generation.megatron_engine import MegatronEngine
-    from nemo_edo.models import MegatronGPTGRPOModel
-    from nemo_edo.models.megatron_gpt_model import model_config
-    from nemo_edo.refit.in_process import InProcessSync
-    from nemo_edo.run_folder import MetricsLog
-    from nemo_edo.tracking import quiet_libraries
+    from nemo_edo.rollouts.store import RolloutStore
+    from nemo_edo.run.folder import MetricsLog
+    from nemo_edo.run.tracking import quiet_libraries
     from nemo_edo.types import Problem, ScoredRollout
 
     quiet_libraries()
-    optimizer = OptimizerConfig(lr=LEARNING_RATE, warmup_steps=0, schedule="constant")
-    training = GRPOConfig(
-        alpha=0.0,
-        beta=0.0,
-        iterations=args.rounds + 1,
-        minibatch_size=job.minibatch,
-        optimizer=optimizer,
-        old_logprobs=args.old_logprobs,
-        **job.ours,
-    )
-    model = MegatronGPTGRPOModel(
-        model_config(
-            folder,
-            parallelism=ParallelismConfig(),
-            precision=PrecisionConfig(dtype=args.precision),
-            seed=0,
-            training=training,
-            threads=args.threads,
-        )
-    )
+    training = our_training(job, args)
+    model = our_model(folder, training, args)
     decode = AutoTokenizer.from_pretrained(folder).decode
     engine = MegatronEngine(
         model.built, stop_ids=[job.end], decode=decode, max_batch_size=job.samples, device=model.platform_device
     )
     turns = Turns()
 
-    class Judge:
+    class OddSum:
         def score(self, rollouts, problems) -> list[ScoredRollout]:
-            return [ScoredRollout(r, turns.judge(r.response_ids), None, True, "sum") for r in rollouts]
+            return [ScoredRollout(r, turns.reward(r.response_ids), None, True, "sum") for r in rollouts]
 
     problems = [Problem(f"p-{i}", str(i), "", "", "") for i in range(len(job.prompts))]
     with tempfile.TemporaryDirectory() as scratch:
-        run = Iteration(
-            policy=model,
-            engine=engine,
-            weight_sync=InProcessSync(engine),
-            scorer=Judge(),
-            store=RolloutStore(scratch),
-            objective=GRPO(training, {}, job.new_tokens, pad_id=0),
+        plan = Plan(
+            config=training,
             problems=problems,
             prompts={problem.id: tuple(ids) for problem, ids in zip(problems, job.prompts, strict=True)},
             sampling=SamplingConfig(samples_per_prompt=GROUP, max_new_tokens=job.new_tokens),
             seed=0,
+        )
+        services = Services(
+            policy=model,
+            engine=engine,
+            weight_sync=InProcessSync(engine),
+            scorer=OddSum(),
+            objective=GRPO(training, {}, job.new_tokens, pad_id=0),
+            store=RolloutStore(scratch),
             log=partial(MetricsLog(Path(scratch) / "metrics.jsonl", lambda *_: None, writes=True), arm="grpo"),
         )
-        model.start_training(run.total_steps)
-        run_iterations(run, lambda t: turns())
+        model.start_training(plan.total_steps)
+        run_iterations(services, plan, lambda t: turns())
+
+
+def our_training(job: Job, args: argparse.Namespace):
+    from nemo_edo.config import GRPOConfig, OptimizerConfig
+
+    return GRPOConfig(
+        alpha=0.0,
+        beta=0.0,
+        iterations=args.rounds + 1,
+        minibatch_size=job.minibatch,
+        optimizer=OptimizerConfig(lr=LEARNING_RATE, warmup_steps=0, schedule="constant"),
+        old_logprobs=args.old_logprobs,
+        **job.ours,
+    )
+
+
+def our_model(folder: Path, training, args: argparse.Namespace):
+    from nemo_edo.config import ParallelismConfig, PrecisionConfig
+    from nemo_edo.models import MegatronGPTGRPOModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+
+    config = model_config(
+        folder,
+        parallelism=ParallelismConfig(),
+        precision=PrecisionConfig(dtype=args.precision),
+        seed=0,
+        training=training,
+        threads=args.threads,
+    )
+    return MegatronGPTGRPOModel(config)
 
 
 def theirs(job: Job, folder: Path, args: argparse.Namespace) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(args.threads)
     turns = Turns()
 
     def reward(completion_ids, **_) -> list[float]:
-        return [turns.judge(response) for response in completion_ids]
+        return [turns.reward(response) for response in completion_ids]
 
     class AtEnds(TrainerCallback):
         def on_train_begin(self, *_, **__) -> None:
@@ -183,35 +197,40 @@ def theirs(job: Job, folder: Path, args: argparse.Namespace) -> None:
                 turns()
 
     with tempfile.TemporaryDirectory() as scratch:
-        settings = GRPOConfig(
-            output_dir=scratch,
-            use_cpu=True,
-            bf16=args.precision == "bf16",
-            max_steps=STEPS * (args.rounds + 1),
-            per_device_train_batch_size=min(job.rows, job.minibatch // args.processes),
-            gradient_accumulation_steps=max(1, job.minibatch // args.processes // job.rows),
-            generation_batch_size=job.samples,
-            num_generations=GROUP,
-            max_completion_length=job.new_tokens,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            loss_type="grpo",
-            beta=0.0,
-            gradient_checkpointing=False,  # TRL's default would compute every forward pass twice
-            dataloader_pin_memory=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
         GRPOTrainer(
             str(folder),
             reward,
-            args=settings,
+            args=their_training(job, args, scratch),
             train_dataset=Dataset.from_dict({"prompt": [" ".join(map(str, ids)) for ids in job.prompts]}),
             processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
             callbacks=[AtEnds()],
         ).train()
+
+
+def their_training(job: Job, args: argparse.Namespace, folder: str):
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=args.precision == "bf16",
+        max_steps=STEPS * (args.rounds + 1),
+        per_device_train_batch_size=min(job.rows, job.minibatch // args.processes),
+        gradient_accumulation_steps=max(1, job.minibatch // args.processes // job.rows),
+        generation_batch_size=job.samples,
+        num_generations=GROUP,
+        max_completion_length=job.new_tokens,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        loss_type="grpo",
+        beta=0.0,
+        gradient_checkpointing=False,  # TRL's default would compute every forward pass twice
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
 
 
 SETTINGS = ("job", "precision", "processes", "threads", "rounds", "old_logprobs")
@@ -219,8 +238,8 @@ SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 
 def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> list[subprocess.Popen]:
-    """The processes of one side, told of each other as torchrun would tell them."""
-    from nemo_edo.generation.replica import free_port
+    """Starts the processes of one side with the environment that torchrun would set."""
+    from nemo_edo.generation.server_process import free_port
 
     settings = [f"--{n.replace('_', '-')}={getattr(args, n)}" for n in SETTINGS]
     environment = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": str(args.threads)}
@@ -274,7 +293,7 @@ def compare(args: argparse.Namespace) -> None:
                 if number:
                     found[side].append(took)
         for processes in workers.values():
-            give_turn(processes)  # the last cycle has been reported: all end, and wait for each other
+            give_turn(processes)  # every cycle is reported; the workers end together
             for worker in processes:
                 worker.communicate(timeout=120)
     print(
@@ -283,19 +302,19 @@ def compare(args: argparse.Namespace) -> None:
     )
     for side, reports in found.items():
         middle = {key: statistics.median(report[key] for report in reports) for key in reports[0]}
-        print(f"{side:5} {middle['wall']:7.2f} s, {middle['cpu']:7.2f} CPU s a cycle, {middle['tokens']:,.0f} tokens")
+        print(f"{side:5} {middle['wall']:7.2f} s, {middle['cpu']:7.2f} CPU s per cycle, {middle['tokens']:,.0f} tokens")
     for clock in ("wall", "cpu"):
         ratios = [a[clock] / b[clock] for a, b in zip(*found.values(), strict=True)]
         low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-        print(f"ours of TRL's, {clock:4} {middle:.2f} ({low:.2f} to {high:.2f})")
+        print(f"ours / TRL's, {clock:4} {middle:.2f} ({low:.2f} to {high:.2f})")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", choices=sorted(JOBS), default="even")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--processes", type=int, default=1, help="data parallel, of each library")
-    parser.add_argument("--threads", type=int, default=2, help="of each process")
+    parser.add_argument("--processes", type=int, default=1, help="data-parallel processes of each library")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each process")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--old-logprobs", choices=("sampler", "trainer"), default="sampler")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

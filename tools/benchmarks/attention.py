@@ -1,11 +1,10 @@
-"""Attention and packing: what a training step costs, each part in turn in one process.
+"""Attention and packing: the cost of a training step, with alternating variants in one process.
 
-Two comparisons, in rounds in which the variants take turns, so that a machine whose speed drifts is the same for all
-of them. Times are CPU seconds of the process, with one thread, and each variant's best: other work slows a process
-down, and nothing makes it faster. The first is of Megatron's own attention with torch's, forward and backward, by
-length. The second is of a whole training step of a model by attention and by how the batch is cut: in the order of its
-rows, by a budget of tokens, packed. The batches are the quickstart's minibatch (320 sequences of 40 tokens, 0.14M
-parameters) and 16 answers of 70 to 510 tokens (1M and 10M parameters).
+The variants take turns in rounds, so that a drift in the machine's speed affects all of them equally. Times are CPU
+seconds with one thread, and each variant's best, since other work only slows a process down. The first comparison is
+Megatron's attention with torch's, forward and backward, by length. The second is a whole training step by attention and
+by batching: rows in order, a token budget, packed. The batches are the quickstart's minibatch (320 sequences of 40
+tokens, 0.14M parameters) and 16 responses of 70 to 510 tokens (1M and 10M parameters).
 
     OMP_NUM_THREADS=1 python tools/benchmarks/attention.py
 """
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 from llama import write_model
 
-from nemo_edo.tracking import quiet_libraries
+from nemo_edo.run.tracking import quiet_libraries
 
 HEADS, GROUPS, HEAD_SIZE = 8, 2, 64
 SHAPES = ((40, 64), (128, 16), (512, 4), (2048, 1), (4096, 1))
@@ -42,7 +41,7 @@ CUTS = {
 
 
 def in_turn(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The fewest CPU seconds of each, after one round that warms up."""
+    """Each variant's fewest CPU seconds, after a warm-up round."""
     taken = {name: [] for name in works}
     for lap in range(rounds + 1):
         for name, work in works.items():
@@ -83,9 +82,10 @@ def compare_attention(rounds: int) -> None:
 def compare_steps(name: str, rounds: int) -> None:
     from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
     from nemo_edo.losses import sft_loss
-    from nemo_edo.megatron.build import build_model, device_and_groups
+    from nemo_edo.megatron.bridge import build_model
     from nemo_edo.megatron.forward_backward import MicroBatching
     from nemo_edo.megatron.policy import MegatronPolicy
+    from nemo_edo.megatron.process_groups import device_and_groups
 
     parallelism, precision = ParallelismConfig(), PrecisionConfig()
     device = device_and_groups(parallelism, seed=0, threads=1)
@@ -99,8 +99,8 @@ def compare_steps(name: str, rounds: int) -> None:
     batch = random_batch(BATCHES[name])
     paddings = {}
 
-    def loss(log_probs, entropies, micro):
-        return {"sft": sft_loss(log_probs, micro.mask)}, {}
+    def loss(logprobs, entropies, micro):
+        return {"sft": sft_loss(logprobs, micro.mask)}, {}
 
     def step(attention: str, cut: str) -> None:
         metrics = policies[attention].train_step(
@@ -123,11 +123,11 @@ def compare_steps(name: str, rounds: int) -> None:
 
 
 def random_batch(lengths: list[int]):
-    """A prompt of 8 tokens and a response behind it, for each length."""
+    """For each length, a prompt of 8 tokens and a response."""
     from nemo_edo.data.batching import build_batch
 
-    draw = random.Random(0)
-    sequences = [(draw.choices(range(64), k=8), draw.choices(range(64), k=length - 8)) for length in lengths]
+    generator = random.Random(0)
+    sequences = [(generator.choices(range(64), k=8), generator.choices(range(64), k=length - 8)) for length in lengths]
     return build_batch(sequences, pad_id=0)
 
 
@@ -138,11 +138,11 @@ def _in_ms(seconds: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("attention", *MODELS), help="one of the comparisons")
+    parser.add_argument("--only", choices=("attention", *MODELS), help="run only this comparison")
     args = parser.parse_args()
     quiet_libraries()
     from nemo_edo.config import ParallelismConfig
-    from nemo_edo.megatron.build import device_and_groups
+    from nemo_edo.megatron.process_groups import device_and_groups
 
     device_and_groups(ParallelismConfig(), seed=0, threads=1)
     print(f"torch {torch.__version__}, one thread, best of {args.rounds} rounds")

@@ -1,8 +1,8 @@
-"""How long a checkpoint with the optimizer's state holds the training up: written before it goes on, and beside it.
+"""How long a checkpoint with the optimizer's state delays training: blocking, and in the background.
 
-In turn in one process, or in those of torchrun: rounds of training steps without a checkpoint, with one that is waited
-for, and with one that is written in the background. A round's time beyond that of a round without one is what the
-checkpoint costs; "call" is the time until the first step after it may begin.
+In one process, or in those of torchrun, rounds of training steps alternate: without a checkpoint, with a blocking one,
+and with one written in the background. A checkpoint costs a round's time beyond that of a round without one; "call" is
+the time until the next step may begin.
 
     python tools/benchmarks/checkpoint.py --threads 2
     torchrun --nproc-per-node 2 tools/benchmarks/checkpoint.py --distributed-optimizer
@@ -20,18 +20,19 @@ from pathlib import Path
 import torch
 from llama import write_model
 
-from nemo_edo.tracking import quiet_libraries
+from nemo_edo.run.tracking import quiet_libraries
 
 ROWS, TOKENS = 4, 64
 ARCHITECTURE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
-"""103 million weights, without embeddings to speak of."""
+"""103 million weights, almost none of them embeddings."""
 HOW = ("none", "waited for", "in the background")
 
 
 def build_policy(folder: Path, threads: int | None, distributed: bool):
     from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
-    from nemo_edo.megatron.build import build_model, device_and_groups
+    from nemo_edo.megatron.bridge import build_model
     from nemo_edo.megatron.policy import MegatronPolicy
+    from nemo_edo.megatron.process_groups import device_and_groups
 
     parallelism, precision = ParallelismConfig(use_distributed_optimizer=distributed), PrecisionConfig()
     device = device_and_groups(parallelism, seed=0, threads=threads)
@@ -53,7 +54,7 @@ def train_step(policy) -> None:
     batch = TrainingBatch(tokens=tokens, mask=torch.ones(ROWS, TOKENS - 1))
     policy.train_step(
         batch,
-        lambda log_probs, _, micro: ({"sft": sft_loss(log_probs, micro.mask)}, {}),
+        lambda logprobs, _, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         loss_counts={"sft": float(batch.mask.sum())},
         micro_batching=MicroBatching(ROWS),
         temperature=1.0,
@@ -82,7 +83,7 @@ def one_round(policy, folder: Path, how: str, steps: int) -> tuple[float, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, help="CPU threads of each process")
-    parser.add_argument("--steps", type=int, default=12, help="of a round; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a round; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--distributed-optimizer", action="store_true")

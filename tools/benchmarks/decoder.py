@@ -1,5 +1,6 @@
-"""A decoder of Qwen2.5's shape in plain torch, with random weights: what the GPU benchmark trains where torch is all
-that there is. Not Megatron's model, whose layers and optimizer have kernels of their own."""
+"""A decoder with Qwen2.5's shape in plain torch and random weights, for the GPU benchmark on machines with only torch.
+Megatron's model differs: its layers and optimizer have their own kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class Shape:
         return self.hidden // self.heads
 
     def flops_per_token(self, length: int) -> float:
-        """Of a forward and backward pass of sequences of ``length`` tokens, each multiply-add as 2, causal attention
-        by half of its square. What is computed twice to save memory counts once."""
+        """FLOPs of a forward and backward pass over sequences of ``length`` tokens: a multiply-add is 2, causal
+        attention half of its square. What is computed twice to save memory counts once."""
         attention = self.hidden * self.head_size * 2 * (self.heads + self.groups)
         products = self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
         return 6 * products + 6 * self.layers * self.hidden * length
@@ -60,7 +61,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [B, S] to the last hidden states [B, S, hidden]; ``embedding.weight`` is the output weight, too."""
+    """Tokens [B, S] to the last hidden states [B, S, hidden]; ``embedding.weight`` is also the output weight."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

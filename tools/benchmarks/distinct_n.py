@@ -1,8 +1,8 @@
 """Distinct-4 of a whole evaluation: time and memory, for texts and for token ids.
 
-Tokens are drawn uniformly at random, so that nearly every n-gram is another one: the worst case. Samples come from a
-generator, whose own time, measured first, is printed beside the whole. Each kind runs in a fresh process, so that its
-peak memory is its own; what Python and the imports take is in it.
+Tokens are sampled uniformly, so that nearly every n-gram is distinct: the worst case. A generator creates the samples;
+its time is measured first and printed separately. Each kind runs in a fresh process to measure its peak memory, which
+includes Python and the imports.
 
     OMP_NUM_THREADS=1 taskset -c 0 python tools/benchmarks/distinct_n.py
 """
@@ -64,7 +64,7 @@ def measure(kind: str, args: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=100_000)
-    parser.add_argument("--tokens", type=int, default=500, help="of each response")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of each response")
     parser.add_argument("--vocabulary", type=int, default=152_000)
     parser.add_argument("--n", type=int, default=4)
     args = parser.parse_args()

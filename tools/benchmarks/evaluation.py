@@ -1,7 +1,7 @@
-"""``nemo-edo evaluate RUN --stored`` on made-up responses: time from Parquet to the table, and memory.
+"""``nemo-edo evaluate RUN --stored`` on synthetic responses: time from Parquet to the table, and memory.
 
-Difficulties are spread over problems, wrong answers are drawn from a long tail, as models give them, and two reward
-models score six steps of each response. The responses are written first, by a process of its own, which is not timed.
+Problems vary in difficulty, wrong answers have a long tail as with real models, and two reward models score six steps
+of each response. A separate process writes the responses first, untimed.
 
     OMP_NUM_THREADS=1 python tools/benchmarks/evaluation.py
 """
@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from nemo_edo.config import EvaluationConfig, ModelConfig, RunConfig, SFTConfig
-from nemo_edo.configuration import resolved_yaml
-from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.data.score_store import ScoreStore, StepScores
-from nemo_edo.data.stored_samples import read_samples
-from nemo_edo.evaluation.comparison import START, Evaluation
-from nemo_edo.evaluator_run import evaluate_stored
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.config.compose import resolved_yaml
+from nemo_edo.evaluation.results import START, Evaluation
+from nemo_edo.rollouts.arrays import read_samples
+from nemo_edo.rollouts.score_store import ScoreStore, StepScores
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.evaluate_stored import evaluate_stored
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Rollout, ScoredRollout
 
 PARTS, STEPS, VOCABULARY = 16, 6, 152_000
@@ -55,7 +55,7 @@ def write(folder: Path, problems: int, samples: int) -> None:
     greedy = [response(rng, problem, 0, chance) for problem, chance in enumerate(chances)]
     RolloutStore(run.evaluated(START, "greedy")).write(0, greedy, rank=0, world_size=1)
     store = RolloutStore(run.evaluated(START, "sampled"))
-    for part in range(PARTS):  # Python's own numbers take sixteen times the memory of the arrays
+    for part in range(PARTS):  # Python's numbers take sixteen times the arrays' memory
         first, last = part * problems // PARTS, (part + 1) * problems // PARTS
         part_of = [response(rng, p, sample, chances[p]) for p in range(first, last) for sample in range(samples)]
         store.write(0, part_of, rank=part, world_size=PARTS)

@@ -1,8 +1,8 @@
-"""What the exploration term adds to a training step: GRPO's steps with it and with alpha = 0, in one process.
+"""The exploration term's cost in a training step: GRPO's steps with it and with alpha = 0, in one process.
 
-Steps take turns, and which of the two comes first changes from pair to pair. The figure is the mean of the pairs'
-ratios of CPU seconds with its 95 % interval (normal), which one slow pair widens rather than hides. The minibatch is
-the quickstart's: 320 sequences of 10 + 30 tokens.
+Steps alternate, and the order changes from pair to pair. The result is the mean of the pairs' ratios of CPU seconds
+with a 95 % normal interval, which one slow pair widens rather than hides. The minibatch is the quickstart's: 320
+sequences of 10 + 30 tokens.
 
     OMP_NUM_THREADS=1 python tools/benchmarks/exploration_cost.py
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from llama import write_model
 
-from nemo_edo.tracking import quiet_libraries
+from nemo_edo.run.tracking import quiet_libraries
 
 ROWS, PROMPT, RESPONSE, MICRO_BATCH = 320, 10, 30, 160
 ARCHITECTURES = {
@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "443k": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 WEIGHT = 0.02
-"""Of the exploration term, large enough to move the policy."""
+"""Weight of the exploration term, large enough to move the policy."""
 
 
 def build(folder: Path, threads: int):
@@ -49,7 +49,7 @@ def build(folder: Path, threads: int):
 
 
 def minibatch(model):
-    """Random sequences with the log-probabilities of a policy that is a little off."""
+    """Random sequences with log-probabilities of a slightly different policy."""
     from nemo_edo.types import TrainingBatch
 
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def minibatch(model):
     mask = torch.zeros(ROWS, PROMPT + RESPONSE - 1)
     mask[:, PROMPT - 1 :] = 1
     batch = TrainingBatch(tokens=tokens, mask=mask)
-    near = model.log_probs(batch)[0]
+    near = model.logprobs(batch)[0]
     return batch.with_fields(
         old_logprobs=near + 0.05 * torch.randn(mask.shape, generator=generator),
         ref_logprobs=near + 0.05 * torch.randn(mask.shape, generator=generator),

@@ -1,9 +1,9 @@
-"""What one GPU shows, in bf16: the loss layer's memory and time, plain, through logits and fused; and training steps.
+"""One GPU in bf16: the loss layer's memory and time (plain, through logits, fused), and training steps.
 
-Needs torch and Triton, no network. liger_kernel's fused linear cross entropy is measured beside them where it is
-installed; it has no entropy. The training steps are of a plain torch decoder with our fused loss layer, fp32 main
-weights and AdamW (decoder.py): tokens a second, the share of the speed of a matrix product measured in the same run,
-and the peak memory. Not run yet on a GPU. tests/gpu checks what is computed.
+Needs torch and Triton, no network. If liger_kernel is installed, its fused linear cross entropy, which has no entropy,
+is measured too. The training steps use a plain torch decoder with our fused loss layer, fp32 main weights and AdamW
+(decoder.py): tokens per second, the share of a matrix product's speed in the same run, and peak memory. Not run on a
+GPU yet. tests/gpu checks the results.
 
     python tools/benchmarks/gpu.py
 """
@@ -21,7 +21,7 @@ import loss_layer
 import torch
 from torch import Tensor
 
-from nemo_edo.parallel import linear_log_probs_and_entropy
+from nemo_edo.parallel import linear_logprobs_and_entropy
 
 SHAPES = {"0.5B": (896, 151936), "1.5B": (1536, 151936), "8B": (4096, 128256)}
 """Hidden size and vocabulary of Qwen2.5's two smallest models and of Llama 3's."""
@@ -29,14 +29,14 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {}
 
 
 def section(function: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
-    """Adds a part of the benchmark, which the command line can name."""
+    """Registers a section of the benchmark for the command line."""
     SECTIONS[function.__name__] = function
     return function
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **_) -> tuple[Tensor, None]:
     """Minus the summed cross entropy in every place: one gradient for all tokens, as in supervised training. Its
-    gradients are made in the forward pass, for that sum alone."""
+    gradients are made in the forward pass, for that sum only."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     arguments = (None, None, -100, 0.0, 0.0, "sum")  # no class weights, no bias; nothing ignored; no other terms
@@ -45,7 +45,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **_) -
 
 
 def measure(head, data: dict[str, Tensor], entropy: bool, repeats: int) -> tuple[float, float]:
-    """Peak GiB over inputs and weights, gradients included, and the median milliseconds of a pass."""
+    """Peak GiB beyond inputs and weights, gradients included, and the median milliseconds of a pass."""
     hidden, weight = (data[name].requires_grad_() for name in ("hidden", "weight"))
     milliseconds = []
     hidden.grad = weight.grad = None
@@ -100,7 +100,7 @@ def training_steps(args: argparse.Namespace) -> None:
 
 
 def matmul_speed(device: str, size: int = 8192, repeats: int = 20) -> float:
-    """FLOP a second of a bf16 matrix product, the best of three rounds."""
+    """FLOP per second of a bf16 matrix product, the best of three rounds."""
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(4):
@@ -119,10 +119,10 @@ def step_seconds(shape: decoder.Shape, rows: int, length: int, repeats: int, dev
     advantages = torch.randn(rows, 1, device=device)
 
     def step() -> None:
-        log_probs, entropies = linear_log_probs_and_entropy(
+        logprobs, entropies = linear_logprobs_and_entropy(
             model(tokens[:, :-1]), model.embedding.weight, tokens[:, 1:], vocab_start=0, group=None
         )
-        (-(advantages * log_probs).mean() - 1e-3 * entropies.mean()).backward()
+        (-(advantages * logprobs).mean() - 1e-3 * entropies.mean()).backward()
         for weight, copy in zip(weights, main, strict=True):
             copy.grad, weight.grad = weight.grad.float(), None
         optimizer.step()
@@ -146,8 +146,8 @@ def timed(work: Callable[[], object], device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=sorted(SECTIONS), default=sorted(SECTIONS))
-    parser.add_argument("--tokens", type=int, default=8192, help="of a pass, and of a training step")
-    parser.add_argument("--length", type=int, default=2048, help="of the training steps' sequences")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a pass and of a training step")
+    parser.add_argument("--length", type=int, default=2048, help="length of the training steps' sequences")
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
     if not torch.cuda.is_available():

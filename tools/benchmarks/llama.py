@@ -10,7 +10,7 @@ import torch
 def write_model(folder: Path, *, context: int = 128, end: int = 1, **architecture: int) -> None:
     """A Llama folder with random weights, head size 64, 64 tokens, and its tokenizer: numbers with spaces between.
 
-    end: the token that ends a response; from 64 on none that the model can draw.
+    end: the token that ends a response; from 64 on, one that the model cannot sample.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

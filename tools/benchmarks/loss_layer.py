@@ -1,13 +1,13 @@
-"""Memory and time of the loss layer, hidden states to log-probabilities and back, for each way to compute it.
+"""Memory and time of the loss layer, hidden states to log-probabilities and back, for each method.
 
-    plain   log_softmax(linear(x)).gather, as torch writes it
-    logits  linear(x), then vocab_parallel_log_probs_and_entropy over its memory
-    fused   linear_log_probs_and_entropy, which never holds the logits
+    plain   log_softmax(linear(x)).gather in torch
+    logits  linear(x), then vocab_parallel_logprobs_and_entropy, which reuses the logits' memory
+    fused   linear_logprobs_and_entropy, which never stores the logits
 
-Each pass runs in a process of its own (in two with --tensor-parallel 2, which share the vocabulary), so that its peak
-is its own: the growth of the resident memory, gradients included, over what inputs and weights take. Rounds take turns,
-so that a machine whose speed drifts is the same for all. Ratios are to the first head named, pass by pass of a round,
-and so are the differences of the gradients; every figure is a median over the rounds.
+Each pass runs in a separate process (two with --tensor-parallel 2, which share the vocabulary) to measure its peak: the
+growth of resident memory, gradients included, beyond inputs and weights. Rounds alternate, so that a drift in the
+machine's speed affects all methods equally. Ratios and gradient differences are relative to the first method named,
+within a round; every figure is a median over the rounds.
 
     python tools/benchmarks/loss_layer.py --tokens 4096 --vocabulary 151936 --hidden 1024 --threads 2
 """
@@ -30,25 +30,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_edo.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 
 STATUS = Path("/proc/self/status")
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **_) -> tuple[Tensor, Tensor | None]:
     log_p = F.linear(hidden, weight).float().log_softmax(-1)
-    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    return log_probs, -(log_p.exp() * log_p).sum(-1) if entropy else None
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    return logprobs, -(log_p.exp() * log_p).sum(-1) if entropy else None
 
 
 def logits(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **split) -> tuple[Tensor, Tensor | None]:
-    return vocab_parallel_log_probs_and_entropy(
+    return vocab_parallel_logprobs_and_entropy(
         F.linear(hidden, weight), targets, with_entropy=entropy, overwrite_logits=True, **split
     )
 
 
 def fused(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **split) -> tuple[Tensor, Tensor | None]:
-    return linear_log_probs_and_entropy(hidden, weight, targets, with_entropy=entropy, **split)
+    return linear_logprobs_and_entropy(hidden, weight, targets, with_entropy=entropy, **split)
 
 
 HEADS = {"plain": plain, "logits": logits, "fused": fused}
@@ -70,8 +70,8 @@ def inputs(args: argparse.Namespace, device: str = "cpu", dtype: torch.dtype = t
 def forward_backward(head, hidden: Tensor, weight: Tensor, data: dict[str, Tensor], entropy: bool, **split) -> None:
     """One pass, which leaves the gradients of ``hidden`` and ``weight`` in them."""
     hidden.grad = weight.grad = None
-    log_probs, entropies = head(hidden, weight, data["targets"], entropy, **split)
-    loss = (data["of_log_prob"] * log_probs).sum()
+    logprobs, entropies = head(hidden, weight, data["targets"], entropy, **split)
+    loss = (data["of_log_prob"] * logprobs).sum()
     if entropy:
         loss = loss + (data["of_entropy"] * entropies).sum()
     loss.backward()
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> None:
             "gloo", init_method=f"file://{args.out}/rendezvous", rank=args.process, world_size=args.processes
         )
         split["group"] = dist.group.WORLD
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, begun = resident("VmRSS"), clocks()
     forward_backward(HEADS[args.measure], hidden, weight, data, args.entropy, **split)
     wall, cpu = (now - then for now, then in zip(clocks(), begun, strict=True))
@@ -113,7 +113,7 @@ def resident(field: str) -> float:
 
 
 def run(args: argparse.Namespace, head: str, processes: int, out: Path) -> dict[str, float]:
-    """One pass of a head in processes of its own: the larger memory and time of them."""
+    """One pass of a head in separate processes: the larger memory and time of them."""
     out.mkdir(exist_ok=True)
     (out / "rendezvous").unlink(missing_ok=True)
     threads = max(args.threads // processes, 1)
@@ -153,11 +153,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1, help="that the processes of a pass share")
+    parser.add_argument("--threads", type=int, default=1, help="threads shared by the processes of a pass")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--entropy", action="store_true", help="entropies and their gradients too")
+    parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradients")
     parser.add_argument("--heads", nargs="+", choices=sorted(HEADS), default=list(HEADS))
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="the fused head once more, split over so many")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="also split the fused head over N processes")
     for name, kind in (("measure", str), ("processes", int), ("process", int), ("out", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()

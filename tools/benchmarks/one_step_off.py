@@ -1,8 +1,8 @@
-"""One-step-off collection beside synchronous collection: the built-in task with vLLM servers, and one config for both.
+"""One-step-off compared with synchronous collection: the built-in task with vLLM servers and one config for both.
 
-Each layout and seed is a run with a warm-up of its own, which the same seed makes the same for both. Wall time is from
-the end of the first collection, which both draw before anything trains, to the last optimizer step. Layouts take turns
-at being first, so that a machine whose speed drifts favours neither.
+Each layout and seed is a run with its own warm-up, identical for the same seed. Wall time is from the end of the first
+collection, which both layouts generate before training, to the last optimizer step. The layouts alternate in order, so
+that a drift in the machine's speed favours neither.
 
     python tools/benchmarks/one_step_off.py --seeds 42,84,126 grpo.iterations=10
 """
@@ -40,12 +40,12 @@ def about(metrics: Path) -> dict[str, float]:
     later = collections[1:]
     wall = steps[-1]["time"]["elapsed_s"] - collections[0]["time"]["elapsed_s"]
     training = sum(line["time"]["step_s"] for line in steps)
-    drawing = sum(line["time"].get("sampling_s", 0.0) for line in later)
+    generation = sum(line["time"].get("sampling_s", 0.0) for line in later)
     return {
         "wall s": wall,
         "training s": training,
-        "drawing s": drawing,
-        "wall of their sum": wall / (training + drawing),  # of one run: other work slows both sides of it
+        "generation s": generation,
+        "wall of their sum": wall / (training + generation),  # of one run: other work slows both sides of it
         "staleness": sum(line["staleness"] for line in later) / len(later),
         "mean gap": sum(line["sampler_gap"] for line in later) / len(later),
         "largest mean gap": max(line["sampler_gap"] for line in later),
@@ -72,9 +72,9 @@ def table(found: dict[int, dict[str, dict[str, float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="of the trainer")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the trainer")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[42, 84, 126])
-    parser.add_argument("overrides", nargs="*", help="of all runs' config")
+    parser.add_argument("overrides", nargs="*", help="config overrides for all runs")
     args = parser.parse_args()
     found: dict[int, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Environments of other libraries that ours is compared with, each built once and kept in the repository."""
+"""Separate environments for other libraries that we compare with, each built once and kept in the repository."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What pip says of an index that it cannot reach, before it gives up with "Could not find a version".
+# What pip says about an index that it cannot reach, before it gives up with "Could not find a version".
 UNREACHABLE = re.compile(r"connection broken by|connection error:|Max retries exceeded|Failed to establish a new conn")
 
 
 class NoPackageIndex(Exception):
-    """There is none to install from."""
+    """There is no package index to install from."""
 
 
 def peer_environment(name: str) -> Path:
-    """The interpreter of ROOT/.venv-NAME: what requirements/peers/NAME.txt pins, and beside it the environment that
-    this runs in. The stamp is written last, so that an install that was broken off is begun anew.
+    """The interpreter of ROOT/.venv-NAME: what requirements/peers/NAME.txt pins, in addition to the environment that
+    this runs in. The stamp is written last, so that an interrupted install starts over.
 
     Raises NoPackageIndex, and RuntimeError where pip fails for any other reason.
     """

@@ -1,12 +1,12 @@
-"""SearchLLM beside best-of-N and votes at equal numbers of sampled tokens: accuracy against tokens.
+"""SearchLLM compared with best-of-N and votes at equal numbers of sampled tokens: accuracy against tokens.
 
     python tools/benchmarks/search.py --runs RUN_OF_SEED_1 RUN_OF_SEED_2 --reward-models NAME=FOLDER --out FILE.csv
 
-RUN: of ``nemo-edo evaluate --config-name evaluate``, the same model with another seed each. NAME: of the scores that
-``nemo-edo score RUN --model FOLDER --name NAME`` has given its responses. All numbers of a method are means over the
-runs, problem by problem, with 95 % bootstrap intervals over problems; a search is compared with each method at the
-number of samples whose mean tokens come nearest to its own, paired by problem. What was searched already stays. It
-prints a table for each reward model; FILE.html has the chart.
+RUN: from ``nemo-edo evaluate --config-name evaluate``, the same model with different seeds. NAME: the scores that
+``nemo-edo score RUN --model FOLDER --name NAME`` gave its responses. A method's numbers are means over the runs,
+problem by problem, with 95 % bootstrap intervals over problems. A search is compared with each method at the number of
+samples whose mean tokens are closest to its own, paired by problem. Existing searches are reused. Prints a table for
+each reward model; FILE.html has the chart.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from pathlib import Path
 import numpy as np
 import plotly.graph_objects as go
 
-from nemo_edo.configuration import compose_run
-from nemo_edo.data.search_store import SearchRecord, read_results
-from nemo_edo.evaluation.comparison import START, Evaluation
-from nemo_edo.evaluation.drawing import COLORS, DASHES, FONT, SYMBOLS
-from nemo_edo.evaluation.run_record import load_evaluation
-from nemo_edo.evaluator_run import evaluate_stored
+from nemo_edo.config.compose import compose_run
+from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
 from nemo_edo.metrics import bootstrap_ratio, paired_bootstrap
-from nemo_edo.search_run import search
+from nemo_edo.report.plotting import COLORS, DASHES, FONT, SYMBOLS
+from nemo_edo.run.evaluate_stored import evaluate_stored
+from nemo_edo.search.job import search
+from nemo_edo.search.search_store import SearchRecord, read_results
 
 RESAMPLES, SEED = 2000, 0
 COLUMNS = ("method", "setting", "tokens", "accuracy", "low", "high", "difference", "difference_low", "difference_high")
@@ -66,7 +65,7 @@ def searched(runs: Sequence[Path], name: str, folder: str, args: argparse.Namesp
 
 
 def is_there(run: Path, name: str, overrides: list[str]) -> bool:
-    """Whether the run has the whole search of that name with these very settings."""
+    """Whether the run has the whole search of that name with the same settings."""
     summary = run / "search" / START / name / "summary.json"
     wanted = asdict(compose_run("config", overrides, config_dir=run).search)
     return summary.is_file() and json.loads(summary.read_text(encoding="utf-8"))["settings"] == wanted
@@ -103,7 +102,7 @@ def _values(evaluation: Evaluation, metric: str) -> np.ndarray:
 
 
 def row(point: Point, others: Sequence[Point] = ()) -> dict[str, object]:
-    """The point as a line; with others, its difference to the one whose tokens are nearest."""
+    """The point as a CSV line; with others, its difference from the one with the nearest tokens."""
     ones = np.ones(len(point.rewards))
     own = bootstrap_ratio(point.rewards, ones, resamples=RESAMPLES, seed=SEED)
     line = {"method": point.method, "setting": point.setting, "tokens": round(point.tokens, 1),
@@ -117,7 +116,7 @@ def row(point: Point, others: Sequence[Point] = ()) -> dict[str, object]:
 
 
 def table(points: Sequence[Point], others: Sequence[Point]) -> str:
-    """In Markdown: each point beside every method at the tokens nearest to its own, differences in brackets."""
+    """In Markdown: each point with every method at the nearest number of tokens, differences in brackets."""
     methods = list(dict.fromkeys(other.method for other in others))
     lines = [["search", "tokens", "accuracy", *methods], ["---"] * (3 + len(methods))]
     for point in points:

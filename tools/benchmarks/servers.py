@@ -1,9 +1,8 @@
-"""Sampling from vLLM servers against the in-process engine, on the same machine and in one run.
+"""vLLM servers against the in-process engine, on the same machine and in one run.
 
-The weights are random, so that the built-in task's tokens are about equally likely: responses end after very different
-numbers of tokens, geometrically distributed, or at the limit. Engines are timed in turn, each after a few requests that
-warm it up. CPU seconds are those of this process and of the servers: they say more than the clock on a machine that
-other work runs on.
+The weights are random, so that the built-in task's tokens are about equally likely: response lengths vary geometrically
+up to the limit. Engines alternate, each after a few warm-up requests. CPU seconds are those of this process and of the
+servers: on a busy machine they say more than wall time.
 
     python tools/benchmarks/servers.py --model 100m --threads 2 --replicas 2
 """
@@ -21,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from nemo_edo.tracking import quiet_libraries
+from nemo_edo.run.tracking import quiet_libraries
 
 WARM_UP = 32
-"""Requests."""
+"""Requests before an engine is timed."""
 MODELS = {
     "quickstart": ["sampling.max_new_tokens=32"],
     "100m": [
@@ -35,7 +34,7 @@ MODELS = {
         "model.architecture.num_key_value_heads=12",
         "model.architecture.max_position_embeddings=1024",
         "model.architecture.initializer_range=0.02",
-        "generation.servers.cpu_cache_gb=3",  # 80 kB a token
+        "generation.servers.cpu_cache_gb=3",  # 80 kB per token
     ],
 }
 
@@ -59,8 +58,8 @@ def overrides(args: argparse.Namespace) -> list[str]:
 
 def engines(cfg, run, data, model, servers) -> dict:
     """What is timed, by name: in process, one server, and all of them."""
-    from nemo_edo import factory
     from nemo_edo.generation.servers import build_server_engine
+    from nemo_edo.run import build
 
     one = build_server_engine(
         cfg,
@@ -70,7 +69,7 @@ def engines(cfg, run, data, model, servers) -> dict:
         decode=data.decode,
         model_folder=run.base,
     )
-    found = {"in process": factory.build_engine(cfg, model, data, None), "one server": one}
+    found = {"in process": build.build_engine(cfg, model, data, None), "one server": one}
     return found if len(servers.replicas) == 1 else {**found, f"{len(servers.replicas)} servers": servers}
 
 
@@ -83,7 +82,7 @@ class Speeds:
 
 
 def timed(works: dict[str, Callable], asked: list, repeats: int) -> dict[str, Speeds]:
-    """works: by name, what draws responses to requests."""
+    """works: by name, what generates responses to requests."""
     speeds = {name: Speeds() for name in works}
     for work in works.values():
         work(asked[:WARM_UP])
@@ -104,40 +103,44 @@ def timed(works: dict[str, Callable], asked: list, repeats: int) -> dict[str, Sp
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all that it has started and that still run."""
+    """CPU seconds of this process and of all running processes that it started."""
     own = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="quickstart")
-    parser.add_argument("--threads", type=int, default=1, help="of the in-process engine")
-    parser.add_argument("--server-threads", type=int, default=None, help="of each server; else its share of the cores")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the in-process engine")
+    parser.add_argument("--server-threads", type=int, default=None, help="of each server; default: its share of cores")
     parser.add_argument("--sequences", type=int, default=1280)
     parser.add_argument("--in-flight", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=None)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     quiet_libraries()
-    from nemo_edo import factory
-    from nemo_edo.algorithms.sampling import sampling_requests
-    from nemo_edo.configuration import compose_run
-    from nemo_edo.megatron.build import device_and_groups
-    from nemo_edo.run_folder import RunFolder
+    from nemo_edo.algorithms.requests import sampling_requests
+    from nemo_edo.config.compose import compose_run
+    from nemo_edo.megatron.process_groups import device_and_groups
+    from nemo_edo.run import build, inputs
+    from nemo_edo.run.folder import RunFolder
     from nemo_edo.types import SamplingParams
 
     cfg = compose_run("quickstart", overrides(args))
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder))
         device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
-        factory.check_servers(cfg)
-        factory.write_builtin_files(cfg, run)
-        data = factory.load_data(cfg, run)
-        model = factory.build_model(cfg, run, cfg.grpo)
+        build.check_servers(cfg)
+        inputs.write_builtin_files(cfg, run)
+        data = inputs.load_data(cfg, run)
+        model = build.build_model(cfg, run, cfg.grpo)
         begun = time.perf_counter()
-        servers = factory.start_servers(cfg, run, data)
+        servers = build.start_servers(cfg, run, data)
         print(f"{args.replicas} servers ready after {time.perf_counter() - begun:.1f} s", flush=True)
         try:
             sampling = SamplingParams(1.0, 1.0, cfg.sampling.max_new_tokens)

@@ -37,7 +37,8 @@ def updated(page: str, tables: str | None = None) -> str:
 
 
 def reward_model_tables() -> str:
-    """Of the settings of ``train --config-name reward_model``, then of ``score``, whose servers are those of a run."""
+    """The settings of ``train --config-name reward_model``, then those of ``score``, whose servers are those of a
+    run."""
     documents = _docstrings()
     tables = [_section(name, section, documents) for name, section in _sections("", config.RewardModelRunConfig)]
     tables[0] = tables[0].replace("### The run", "### Settings of the training")
@@ -83,7 +84,7 @@ def _section(name: str, section: Any, documents: dict[str, str]) -> str:
 
 
 def _written(value: Any) -> str:
-    """As one writes it in a config file."""
+    """As written in a config file."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, str):

@@ -1,6 +1,22 @@
-"""What the tools of this folder write into a page: the part between two markers."""
+"""What the tools of this folder share: the part of a page between two markers, and the shipped models."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from nemo_edo.config.compose import shipped_config_dir
+from nemo_edo.config.hydra import compose_values
+
+
+@functools.cache
+def model_section(name: str) -> dict[str, Any]:
+    """The section ``model`` of a config with ``model=NAME``, without a path."""
+    folder = shipped_config_dir()
+    values, _ = compose_values(f"model/{name}", [], [folder, folder])
+    return {**OmegaConf.to_container(values.model), "path": "(not given)"}
 
 
 def between_markers(page: str, begin: str, end: str, content: str) -> str:

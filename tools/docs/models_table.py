@@ -10,23 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
-from generated import between_markers
+from generated import between_markers, model_section
 
 from nemo_edo.config import ModelConfig, ParallelismConfig, RunConfig
-from nemo_edo.configuration import compose_incomplete, shipped_config_dir
+from nemo_edo.config.compose import compose_incomplete, shipped_config_dir
+from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.memory import Memory, Workload, host_bytes
 from nemo_edo.doctor.workload import largest, workloads
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_splits, check_world
-from nemo_edo.model_shape import ModelShape
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN = "<!-- models: written by tools/docs/models_table.py -->"
 END = "<!-- end of models -->"
 GPU_BYTES = 80 * 10**9
 GPUS = (8, 16, 64)
-BASE = ["model=hf", "grpo.micro_batch_tokens=8192", "generation.max_batch_size=64"]
-"""Of the config grpo_gsm8k: what the tables hold for."""
+SEQUENCE = 4096
+BASE = ["model=hf", f"model.seq_length={SEQUENCE}", "grpo.micro_batch_tokens=8192", "generation.max_batch_size=64"]
+"""Settings of the config grpo_gsm8k that the tables apply to."""
 RECOMPUTED = {"recompute_granularity": "full"}
 LAYOUTS: list[tuple[str, dict[str, object]]] = [
     ("dp_sharded", {}),
@@ -44,7 +45,7 @@ LAYOUTS: list[tuple[str, dict[str, object]]] = [
     ("tp8_pp4", RECOMPUTED),
     ("tp8_sp", {**RECOMPUTED, "optimizer_offload_fraction": 1.0}),
 ]
-"""Choices of conf/parallelism and what is changed of them, the fastest first: a model takes the first that fits."""
+"""Choices of conf/parallelism with changes, the fastest first: a model takes the first that fits."""
 FAMILIES = ("qwen2_5", "qwen3", "llama3")
 
 
@@ -94,8 +95,7 @@ def models(base: RunConfig) -> Iterator[tuple[str, ModelShape, RunConfig]]:
     """Each file of conf/model/ that names a pretrained model's sizes."""
     for path in sorted((shipped_config_dir() / "model").glob("*.yaml")):
         if path.stem.startswith(FAMILIES):
-            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-            config = ModelConfig(**{**fields, "path": "(not given)"})
+            config = ModelConfig(**model_section(path.stem), seq_length=SEQUENCE)
             yield path.stem, ModelShape.from_hf(config.architecture, path.name), replace(base, model=config)
 
 

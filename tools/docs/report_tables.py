@@ -1,11 +1,11 @@
-"""A report of several runs as Markdown tables, from the JSON file that stands beside it.
+"""A report of several runs as Markdown tables, from its JSON file.
 
     nemo-edo report runs/seeds
     python tools/docs/report_tables.py runs/seeds/report.json
 
 Means over seeds with Student's t intervals, the seeds' own values, differences from the baseline paired by seed, and
-the readings at matched accuracy. In the table of differences a star marks what Holm's correction over all of them
-leaves below 0.05, by problem.
+the values at matched accuracy. In the table of differences a star marks p-values by problem below 0.05 after Holm's
+correction over all differences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.evaluation.comparison import main_metrics, metric_name
+from nemo_edo.evaluation.results import main_metrics, metric_name
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/scale.md: published runs beside their estimates, and estimates of this project's own.
+"""Writes the tables of docs/scale.md: published runs with our estimates, and estimates for this project.
 
 python tools/docs/scale_table.py
 """
@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-from generated import between_markers
+from generated import between_markers, model_section
 
-from nemo_edo.configuration import compose_incomplete, shipped_config_dir
+from nemo_edo.config.compose import compose_incomplete
+from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.throughput import Plan, estimate, generation_seconds
 from nemo_edo.doctor.workload import largest, workloads
-from nemo_edo.model_shape import ModelShape
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 PUBLISHED = ("<!-- published: written by tools/docs/scale_table.py -->", "<!-- end of published -->")
 ESTIMATES = ("<!-- estimates: written by tools/docs/scale_table.py -->", "<!-- end of estimates -->")
 PROMPT = 100
-"""Assumed for OpenMathInstruct-2, whose prompts the publication gives no length of."""
+"""Assumed for OpenMathInstruct-2: the publication does not give the prompts' length."""
 
 
 def shape(model: str) -> ModelShape:
-    path = shipped_config_dir() / "model" / f"{model}.yaml"
-    return ModelShape.from_hf(yaml.safe_load(path.read_text(encoding="utf-8"))["architecture"], path.name)
+    return ModelShape.from_hf(model_section(model)["architecture"], model)
 
 
 def nemo_rl(model: str, gpus: int, server: int, length: int, *, overlapped: bool = False) -> Plan:
@@ -42,7 +40,7 @@ STEPS = [
     ("Qwen3 32B, 64 GPUs, one step off", nemo_rl("qwen3_32b", 64, 4, 3207, overlapped=True), 215.0),
     ("Qwen3 30B-A3B, 32 GPUs", nemo_rl("qwen3_30b_a3b", 32, 4, 3154), 225.0),
 ]
-# (what, plan, output tokens a second for each GPU): TensorRT-LLM's performance overview, H100, FP8, 3,000 and 1,500
+# (what, plan, output tokens per second and GPU): TensorRT-LLM's performance overview, H100, FP8, 3,000 and 1,500
 # requests at a time.
 DECODING = [
     (
@@ -94,6 +92,7 @@ def estimates() -> list[list[str]]:
     for model, gpus, parallelism, server in PLANS:
         base = [
             "model=hf",
+            "model.seq_length=4096",
             "grpo.micro_batch_tokens=8192",
             "generation.max_batch_size=64",
             f"parallelism={parallelism}",
@@ -103,7 +102,7 @@ def estimates() -> list[list[str]]:
         memory = max(stage.total for stage in largest(loads)[1])
         for job, sizes in JOBS.items():
             times = estimate(Plan(shape(model), gpus, gpus, server, **sizes))
-            parts = (times.generation, times.log_probs, times.training, times.refit, times.total)
+            parts = (times.generation, times.logprobs, times.training, times.refit, times.total)
             numbers = [f"{seconds:,.1f}" for seconds in parts]
             cells = [f"`{model}`", f"{gpus}", f"`{parallelism}`", f"TP {server}", job, f"{memory / 1e9:.0f}", *numbers]
             rows.append([*cells, f"{times.tokens_per_gpu:,.0f}"])

@@ -1,4 +1,4 @@
-"""Turns a benchmark's official files into the project's problems: JSON lines, and a manifest with counts and checksums.
+"""Converts a benchmark's official files to problem files: JSON lines, and a manifest with counts and checksums.
 
 python tools/prepare_data/prepare.py math train --input MATH/train --out data/math-train.jsonl
 python tools/prepare_data/prepare.py aime24 test --hub --out data/aime24.jsonl
@@ -49,7 +49,7 @@ def prepare(options: argparse.Namespace) -> dict:
     )
     if options.verifiable:
         verifier = MathVerifier(WorkerPool(Limits(seconds=10, memory_mb=1024, workers=2)))
-        loaded = require_verifiable(path, loaded, verifier.unreadable(loaded.problems), on_bad_rows="skip")
+        loaded = require_verifiable(path, loaded, verifier.unverifiable(loaded.problems), on_bad_rows="skip")
     return write_problems(
         options.out, loaded.problems, benchmark=benchmark.name, split=split, source=source, skipped=len(loaded.skipped)
     )
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--input", type=Path, help="official file (.jsonl, .json, .parquet), or a folder of them")
     where.add_argument("--hub", action="store_true", help="load it from the Hugging Face hub")
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
-    parser.add_argument("--any-rows", action="store_true", help="a part of the split, or another version, is meant")
+    parser.add_argument("--any-rows", action="store_true", help="accept a part of the split or another version")
     parser.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
     parser.add_argument(
         "--verifiable", action="store_true", help="leave out problems whose answers rules cannot verify (s1K's prose)"

@@ -1,8 +1,8 @@
-"""Draws s1K's evaluation split: 1,000 questions of the 59K pool that s1K was selected from, none of them in s1K.
+"""Samples s1K's evaluation split: 1,000 questions of the 59K pool that s1K was selected from, none of them in s1K.
 
 python tools/prepare_data/s1k_eval.py --pool POOL.parquet --s1k S1K.parquet --out data/s1k_eval.jsonl
 
-The seed alone decides, whatever the order of the pool's rows: each question's place is a hash of the seed and its text.
+Only the seed matters, not the order of the pool's rows: each question's rank is a hash of the seed and its text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUESTIONS = BENCHMARKS["s1k_eval"].splits["test"]
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        manifest = draw(options)
+        manifest = sample(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def draw(options: argparse.Namespace) -> dict:
+def sample(options: argparse.Namespace) -> dict:
     """Writes the split and returns its manifest. Raises UserError where a file is not s1K's, or the pool too small."""
     pool, s1k = (
         read_benchmark(BENCHMARKS["s1k"], path, read_rows(path), split="train", on_bad_rows="skip", check_rows=is_s1k)
@@ -50,15 +50,15 @@ def draw(options: argparse.Namespace) -> dict:
             left.setdefault(question, problem)
     if len(left) < options.questions:
         asked = f"fewer than the {options.questions} asked"
-        raise UserError(f"{options.pool}: has {len(left)} questions beside s1K's, {asked}")
+        raise UserError(f"{options.pool}: has {len(left)} questions that are not s1K's, {asked}")
     order = sorted(left, key=lambda question: _place(options.seed, question))
-    drawn = [replace(left[question], id=f"s1k_eval-{n}") for n, question in enumerate(order[: options.questions], 1)]
+    sampled = [replace(left[question], id=f"s1k_eval-{n}") for n, question in enumerate(order[: options.questions], 1)]
     source = {
         "pool": str(options.pool), "pool_sha256": checksum(options.pool), "pool_rows": str(len(pool.problems)),
         "s1k": str(options.s1k), "s1k_sha256": checksum(options.s1k), "seed": str(options.seed),
     }  # fmt: skip
     return write_problems(
-        options.out, drawn, benchmark="s1k_eval", split="test", source=source, skipped=len(pool.skipped)
+        options.out, sampled, benchmark="s1k_eval", split="test", source=source, skipped=len(pool.skipped)
     )
 
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--any-rows", action="store_true", help="the s1K file is a part, or another version")
+    parser.add_argument("--any-rows", action="store_true", help="accept a part or another version of the s1K file")
     parser.add_argument("--verifiable", action="store_true", help="only questions whose answers rules can compare")
     return parser
 

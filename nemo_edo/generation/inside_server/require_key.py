@@ -1,7 +1,7 @@
-"""Loaded by a server that the run starts, in its own environment: standard library alone.
+"""Loaded by managed servers in their environment: imports the standard library only.
 
-vLLM asks for its key below /v1 and a few prefixes more, but not at the endpoints that change weights, run methods of
-its workers or put it to sleep. This asks for it everywhere but at the look at its health.
+vLLM requires its key below /v1 and a few other prefixes, but not at the endpoints that change weights, call its
+workers' methods or put it to sleep. This middleware requires it everywhere except at the health check.
 """
 
 import hmac

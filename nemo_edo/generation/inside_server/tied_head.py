@@ -1,8 +1,8 @@
 """Loaded by vLLM's workers, in the server's environment.
 
-On a CPU, vLLM 0.32 computes an output layer from a copy of its weights that it has packed at the start. Where the layer
-shares the embedding's weights, a reload renews the embedding and leaves that copy as it was: the server then samples
-from a model that is half old.
+On a CPU, vLLM 0.32 computes the output layer from a packed copy of its weights that it makes at the start. Where the
+layer shares the embedding's weights, a reload updates the embedding but not that copy: the server then samples from
+a mixture of old and new weights.
 """
 
 

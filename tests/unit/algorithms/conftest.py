@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.responses import scored
 from torch import Tensor
 
+from nemo_edo.algorithms.ahead import SavesBetween
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
-from nemo_edo.algorithms.iteration import Iteration, run_iterations
+from nemo_edo.algorithms.iteration import Services, run_iterations
+from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.progress import FromTheBeginning, Position
 from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
-from nemo_edo.data.rollout_store import RolloutStore
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.fake import ScriptedEngine
-from nemo_edo.refit.in_process import InProcessSync
+from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.types import Problem, Rollout, ScoredRollout, TrainingBatch
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.types import Problem, ScoredRollout, TrainingBatch
 
 PAD, STOP, FIRST_CHARACTER = 0, 1, 2
 MAX_NEW_TOKENS = 64
@@ -32,20 +35,20 @@ MAX_NEW_TOKENS = 64
 class FakePolicy:
     """Its log-probabilities are functions of tokens and of the number of steps taken, the reference's without it."""
 
-    record: Callable[[tuple], None]
-    before_step: Callable[[], None]
+    journal: Journal
     entropy: float = 0.5
     gradient_ratio: float = 2.0
     broken_steps: Collection[int] = ()
-    """Which of them, from 1 on, have a loss that is not finite."""
+    """Numbers, from 1 on, of the steps whose loss is not finite."""
     batches: list[TrainingBatch] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     """The exploration weight of each step."""
 
     def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None,
                    grad_norm_limit: float) -> dict[str, float]:
-        self.before_step()
-        self.record(("train_step",))
+        store, events = self.journal.store, self.journal.events
+        self.journal.on_disk.append(sum(len(store.stored(t)) for kind, t in {e for e in events if e[0] == "write"}))
+        events.append(("train_step",))
         self.batches.append(batch)
         self.weights.append(exploration_weight)
         broken = len(self.batches) in self.broken_steps
@@ -53,17 +56,17 @@ class FakePolicy:
                 "skipped": float(broken)}
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
-        self.record(("gradients", len(self.batches)))
+        self.journal.events.append(("gradients", len(self.batches)))
         return self.gradient_ratio
 
     def move_reference(self, kind: str, decay: float) -> None:
-        self.record(("reference", kind, decay))
+        self.journal.events.append(("reference", kind, decay))
 
-    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        log_probs = self.reference_log_probs(batch) - 0.1 * len(self.batches)
-        return log_probs, -0.5 * log_probs
+    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        logprobs = self.reference_logprobs(batch) - 0.1 * len(self.batches)
+        return logprobs, -0.5 * logprobs
 
-    def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
+    def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         return -0.01 * batch.tokens[:, 1:].float()
 
 
@@ -76,7 +79,7 @@ class Journal:
     lines: list[dict] = field(default_factory=list)
     """What the run logged, but for the time."""
     times: list[tuple[str, dict]] = field(default_factory=list)
-    """What it logged of that, with the line's kind."""
+    """The times that it logged, with the line's kind."""
     on_disk: list[int] = field(default_factory=list)
     """Rollouts that the store held before each train step, over all iterations."""
     policy: FakePolicy | None = None
@@ -88,29 +91,29 @@ class Journal:
     def of_kind(self, kind: str) -> list[tuple]:
         return [event for event in self.events if event[0] == kind]
 
+    def lines_of(self, kind: str) -> list[dict]:
+        return [line for line in self.lines if line["kind"] == kind]
+
 
 @dataclass(frozen=True)
-class Setting:
-    """Of a fake run, beside the objective's config."""
+class FakeRun:
+    """Algorithm 1's services, all fakes, its plan, and what it did."""
 
-    problems: int = 3
-    samples_per_prompt: int = 4
-    seed: int = 42
-    hopeless: Collection[str] = ()
-    """Ids of problems to which no response is right; of the others' responses every fourth is."""
-    entropy: float = 0.5
-    gradient_ratio: float = 2.0
-    broken_steps: Collection[int] = ()
-    guards: GuardsConfig = field(default_factory=GuardsConfig)
-    sampler_gap: BoundsConfig = field(default_factory=BoundsConfig)
-    """Of the guards; none by itself: the scripted engine's log-probabilities are far from the policy's."""
-    write_rollouts: bool = True
-    folder: str = "rollouts"
+    services: Services
+    plan: Plan
+    journal: Journal
 
+    def changed(self, **changes) -> FakeRun:
+        """With other fields of either record."""
+        of_plan = {name: changes.pop(name) for name in list(changes) if name in Plan.__dataclass_fields__}
+        return FakeRun(replace(self.services, **changes), replace(self.plan, **of_plan), self.journal)
 
-@pytest.fixture
-def new_journal() -> type[Journal]:
-    return Journal
+    def run(self) -> Journal:
+        """To its end."""
+        saves_between = SavesBetween(self.services.progress, self.services.ahead)
+        run_iterations(replace(self.services, progress=saves_between), self.plan,
+                       lambda t: self.journal.events.append(("evaluate", t)))
+        return self.journal
 
 
 class Memory(FromTheBeginning):
@@ -119,7 +122,7 @@ class Memory(FromTheBeginning):
     def __init__(self, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
         self.start, self.collected, self.stop_at = start or Position(), collected, stop_at
         self.positions: list[Position] = []
-        """Where the training could be gone on with."""
+        """Where the training could resume."""
         self.places = 0
         self.asked: list[tuple] = []
         """What was to be saved at once, and the batches to be kept, in order."""
@@ -152,31 +155,43 @@ def new_memory() -> type[Memory]:
 
 @pytest.fixture
 def fake_iteration(tmp_path: Path):
-    """fake_iteration(algorithm="grpo", problems=..., ..., **settings of the objective): the Iteration, and where
-    ``journal`` is given, what it does is told there."""
+    """fake_iteration(algorithm="grpo", problems=..., ..., **settings of the objective): a FakeRun. To the ``hopeless``
+    problems no response is right; of the others' responses every fourth is. No sampler_gap guard unless asked for: the
+    scripted engine's log-probabilities are far from the policy's."""
 
-    def build(*, algorithm: str = "grpo", journal: Journal | None = None, **given) -> Iteration:
-        of_run = {name: given.pop(name) for name in list(given) if name in Setting.__dataclass_fields__}
-        config = {"grpo": GRPOConfig, "idpo": IDPOConfig}[algorithm](**given)
-        return _fake_iteration(journal or Journal(), tmp_path, Setting(**of_run), config)
+    def build(*, algorithm: str = "grpo", folder: str = "rollouts", problems: int = 3, samples_per_prompt: int = 4,
+              seed: int = 42, hopeless: Collection[str] = (), entropy: float = 0.5, gradient_ratio: float = 2.0,
+              broken_steps: Collection[int] = (), guards: GuardsConfig | None = None,
+              sampler_gap: BoundsConfig | None = None, **settings) -> FakeRun:
+        journal = Journal()
+        journal.policy = FakePolicy(journal, entropy, gradient_ratio, broken_steps)
+        config = {"grpo": GRPOConfig, "idpo": IDPOConfig}[algorithm](**settings)
+        rows = [Problem(f"p-{i}", f"q{i}", "#### 1", "1", f"p.jsonl:{i}") for i in range(problems)]
+        objective = _objective(config, {row.id: row.question for row in rows}, seed=seed)
+        bounds = {"sampler_gap": sampler_gap or BoundsConfig(), "stale_gap": BoundsConfig()}
+        plan = Plan(
+            config=config, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
+            sampling=SamplingConfig(samples_per_prompt=samples_per_prompt, max_new_tokens=MAX_NEW_TOKENS),
+            seed=seed, guards=replace(guards or GuardsConfig(), **bounds),
+        )
+        return FakeRun(_services(journal, tmp_path / folder, objective, hopeless), plan, journal)
 
     return build
 
 
 @pytest.fixture
-def go(fake_iteration, new_journal):
-    """go(settings, memory, folder=..., before=a journal): runs on from where ``before`` ended; gives the journal, and
-    whether it came to the end. The policy has the steps of ``before`` behind it, like one from a checkpoint."""
+def go(fake_iteration):
+    """go(settings, memory, folder=..., before=a journal): resumes where ``before`` ended; returns the journal, and
+    whether the run finished. The policy has taken the steps of ``before``, like one from a checkpoint."""
 
-    def run(settings: dict, memory: Memory, *, folder: str, before=None):
-        journal = new_journal()
-        iteration = fake_iteration(journal=journal, folder=folder, **settings)
-        iteration = replace(iteration, progress=memory, part_size=5)
+    def run(settings: dict, memory: Memory, *, folder: str, before: Journal | None = None) -> tuple[Journal, bool]:
+        iteration = fake_iteration(folder=folder, **settings).changed(progress=memory, part_size=5)
+        journal = iteration.journal
         if before:
-            iteration.policy.batches.extend(before.policy.batches)
-            iteration.policy.weights.extend(before.policy.weights)
+            journal.policy.batches.extend(before.policy.batches)
+            journal.policy.weights.extend(before.policy.weights)
         try:
-            run_iterations(iteration, lambda t: journal.lines.append({"kind": "evaluation", "iteration": t}))
+            iteration.run()
         except RunStopped:
             return journal, False
         return journal, True
@@ -187,13 +202,7 @@ def go(fake_iteration, new_journal):
 @pytest.fixture
 def run_fake(fake_iteration):
     """run_fake(...) as ``fake_iteration``: runs Algorithm 1 to its end and returns the journal."""
-
-    def run(**given) -> Journal:
-        journal = Journal()
-        run_iterations(fake_iteration(journal=journal, **given), lambda t: journal.events.append(("evaluate", t)))
-        return journal
-
-    return run
+    return lambda **given: fake_iteration(**given).run()
 
 
 def _objective(config: GRPOConfig | IDPOConfig, questions: dict[str, str], *, seed: int, pad_id: int = PAD,
@@ -203,9 +212,7 @@ def _objective(config: GRPOConfig | IDPOConfig, questions: dict[str, str], *, se
     return GRPO(config, questions, max_new_tokens, pad_id)
 
 
-def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPOConfig | IDPOConfig) -> Iteration:
-    folder = root / setting.folder
-
+def _services(journal: Journal, folder: Path, objective: Objective, hopeless: Collection[str]) -> Services:
     class Engine(ScriptedEngine):
         def generate(self, requests, sampling):
             journal.events.append(("generate", self.policy_version, len(requests)))
@@ -224,13 +231,9 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
             journal.events.append(("write", iteration))
             return super().write(iteration, scored, **place)
 
-    def before_step() -> None:
-        journal.on_disk.append(sum(len(journal.store.drawn(t)) for t in range(len(list(folder.glob("iter_*"))))))
-
     def script(request, _) -> str:
-        # The seed in the text makes every response unlike any other.
-        wrong = request.problem_id in setting.hopeless
-        return f"{request.seed}\n#### {0 if wrong else request.sample_index % 4}"
+        # The seed in the text makes every response unique.
+        return f"{request.seed}\n#### {0 if request.problem_id in hopeless else request.sample_index % 4}"
 
     def log(kind: str, **values) -> None:
         journal.times.append((kind, values.pop("time", {})))
@@ -238,19 +241,9 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
 
     engine = Engine(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
                     decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP, log_prob=-0.3)
-    journal.policy = FakePolicy(journal.events.append, before_step, setting.entropy, setting.gradient_ratio,
-                                setting.broken_steps)
     journal.store = Store(folder)
-    rows = [Problem(f"p-{i}", f"q{i}", "#### 1", "1", f"p.jsonl:{i}") for i in range(setting.problems)]
-    return Iteration(
-        policy=journal.policy, engine=engine, weight_sync=Sync(engine), scorer=ExactAnswerScorer(),
-        store=journal.store, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
-        objective=_objective(config, {row.id: row.question for row in rows}, seed=setting.seed),
-        sampling=SamplingConfig(samples_per_prompt=setting.samples_per_prompt, max_new_tokens=MAX_NEW_TOKENS),
-        seed=setting.seed, write_rollouts=setting.write_rollouts,
-        guards=replace(setting.guards, sampler_gap=setting.sampler_gap, stale_gap=BoundsConfig()),
-        log=log,
-    )
+    return Services(policy=journal.policy, engine=engine, weight_sync=Sync(engine), scorer=ExactAnswerScorer(),
+                    objective=objective, store=journal.store, log=log)
 
 
 # --- objectives on their own ----------------------------------------------------------------------------------------
@@ -259,19 +252,19 @@ def _fake_iteration(journal: Journal, root: Path, setting: Setting, config: GRPO
 class TablePolicy:
     """Gives back the tables that it is made of, and counts the questions."""
 
-    def __init__(self, log_probs=None, entropies=None, reference=None) -> None:
-        self.tables = {"log_probs": log_probs, "entropies": entropies, "reference": reference}
+    def __init__(self, logprobs=None, entropies=None, reference=None) -> None:
+        self.tables = {"logprobs": logprobs, "entropies": entropies, "reference": reference}
         self.asked: list[str] = []
 
     def _table(self, name: str, batch: TrainingBatch) -> Tensor:
         table = self.tables[name]
         return torch.full_like(batch.mask, -0.5) if table is None else torch.tensor(table)
 
-    def log_probs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        self.asked.append("log_probs")
-        return self._table("log_probs", batch), self._table("entropies", batch)
+    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        self.asked.append("logprobs")
+        return self._table("logprobs", batch), self._table("entropies", batch)
 
-    def reference_log_probs(self, batch: TrainingBatch) -> Tensor:
+    def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         self.asked.append("reference")
         return self._table("reference", batch)
 
@@ -282,25 +275,11 @@ def table_policy() -> type[TablePolicy]:
 
 
 @pytest.fixture
-def scored():
-    """scored("a", 0, (1, 2), 1.0): a response to problem a with these tokens and this reward, after prompt (5, 6)."""
-
-    def make(problem: str, index: int, response: tuple[int, ...], reward: float, *, log_prob: float = -0.7,
-             **changes) -> ScoredRollout:
-        rollout = Rollout(problem, index, (5, 6), response, (log_prob,) * len(response), "text", True, 0, index)
-        of_rollout = {name: changes.pop(name) for name in list(changes) if name in Rollout.__dataclass_fields__}
-        item = ScoredRollout(replace(rollout, **of_rollout), reward, None, True, "")
-        return replace(item, **changes)
-
-    return make
-
-
-@pytest.fixture
-def four(scored) -> list[ScoredRollout]:
+def four() -> list[ScoredRollout]:
     """Two groups, interleaved; responses of 1 to 5 tokens. Rewards of a differ, those of b are equal."""
     return [
         scored("a", 0, (1, 2, 3, 4, 5), 1.0, answer="1"),
-        scored("b", 0, (7, 8), 0.0, well_formed=False, finished=False),
+        scored("b", 0, (7, 8), 0.0, answer=None, well_formed=False, finished=False),
         scored("a", 1, (1, 2, 3, 4), 0.0, well_formed=False, answer="2"),
         scored("b", 1, (9,), 0.0, answer="1"),
     ]

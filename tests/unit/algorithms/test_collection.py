@@ -1,20 +1,13 @@
-"""What the samples of an iteration say, whatever is trained on them: whose log-probabilities, and the statistics."""
-
-from __future__ import annotations
+"""Statistics of an iteration's samples and of its steps, and whose log-probabilities the samples carry."""
 
 import math
 from itertools import groupby
 
 import pytest
 import torch
+from helpers.responses import scored
 
-from nemo_edo.algorithms.collection import (
-    Collected,
-    by_problem,
-    sample_statistics,
-    step_statistics,
-    view_of_sampler,
-)
+from nemo_edo.algorithms.collection import Collected, sample_statistics, step_statistics, view_of_sampler
 from nemo_edo.types import TrainingBatch
 
 
@@ -22,31 +15,9 @@ def statistics_of(samples, policy) -> dict[str, float]:
     return sample_statistics(samples, view_of_sampler(samples, policy, pad_id=0, with_reference=True))
 
 
-def test_groups_are_the_responses_to_a_problem_in_order_of_first_appearance(four):
-    groups = by_problem([four[1], *four])
-    assert list(groups) == ["b", "a"]
-    assert [item.rollout.sample_index for item in groups["b"]] == [0, 0, 1]
-    assert groups["a"] == [four[0], four[2]]
-
-
-def test_rows_are_the_samples_in_their_order(four, table_policy):
-    batch = view_of_sampler(four, table_policy(), pad_id=99, with_reference=False).batch
-    assert batch.tokens.tolist() == [
-        [5, 6, 1, 2, 3, 4, 5], [5, 6, 7, 8, 99, 99, 99], [5, 6, 1, 2, 3, 4, 99], [5, 6, 9, 99, 99, 99, 99]]
-    assert batch.mask.tolist() == [
-        [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
-
-
-def test_old_log_probs_are_the_trainers_and_the_engines_stand_beside_them(four, table_policy):
-    table = -0.1 * torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    batch = view_of_sampler(four, table_policy(table.tolist()), pad_id=0, with_reference=False).batch
-    assert torch.equal(batch.old_logprobs, table)
-    torch.testing.assert_close(batch.sampler_logprobs, -0.7 * batch.mask)
-
-
-def test_where_the_samplers_are_trusted_the_trainer_computes_those_of_every_tenth_prompt_alone(scored, table_policy):
+def test_where_the_samplers_are_trusted_the_trainer_computes_only_those_of_every_tenth_prompt(table_policy):
     """The gap between both is measured on these; the loss gets nothing to correct."""
-    samples = [scored(f"p{number}", index, (1, 2), 1.0) for number in range(11) for index in range(2)]
+    samples = [scored(f"p{number}", index, (1, 2), 1.0, log_prob=-0.7) for number in range(11) for index in range(2)]
     table = [[0.0, -0.5, -0.9], [0.0, -0.7, -0.7], [0.0, -0.7, -0.6], [0.0, -0.7, -0.7]]
     policy = table_policy(table)
     view = view_of_sampler(samples, policy, pad_id=0, with_reference=False, old_logprobs="sampler")
@@ -60,8 +31,8 @@ def test_where_the_samplers_are_trusted_the_trainer_computes_those_of_every_tent
     assert statistics["reward"] == 1
 
 
-def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_has_seen(scored, table_policy):
-    samples = [scored(f"p{number}", 0, (1, 2), 1.0) for number in range(11)]
+def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_has_seen(table_policy):
+    samples = [scored(f"p{number}", 0, (1, 2), 1.0, log_prob=-0.7) for number in range(11)]
     same = [0.0, -0.7, -0.7]
     policy = table_policy([same] * 2, reference=[same] * 10 + [[0.0, -0.7, -0.7 - math.log(2)]])
     view = view_of_sampler(samples, policy, pad_id=0, with_reference=True, old_logprobs="sampler")
@@ -69,7 +40,7 @@ def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_ha
 
 
 @pytest.mark.parametrize("keep_groups", [False, True])
-def test_an_epochs_order_holds_every_item_once_and_groups_behind_each_other_where_they_are_kept(keep_groups):
+def test_an_epochs_order_has_every_item_once_and_kept_groups_together(keep_groups):
     groups = torch.tensor([3, 1, 3, 2, 1, 3, 2, 2])
     batch = TrainingBatch(tokens=torch.zeros(8, 3, dtype=torch.int64), mask=torch.ones(8, 2), groups=groups)
     collected = Collected(batch, [[row] for row in range(8)], {})
@@ -78,16 +49,6 @@ def test_an_epochs_order_holds_every_item_once_and_groups_behind_each_other_wher
     assert len({tuple(order) for order in orders}) > 1 and orders[0] == collected.order(7, 0, keep_groups=keep_groups)
     runs = [len(list(groupby(groups[order].tolist()))) for order in orders]
     assert (max(runs) == 3) is keep_groups
-
-
-def test_the_reference_is_asked_only_where_it_is_wanted(four, table_policy):
-    table = -0.2 * torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    policy = table_policy(reference=table.tolist())
-    without = view_of_sampler(four, policy, pad_id=0, with_reference=False)
-    assert policy.asked == ["log_probs"] and without.batch.ref_logprobs is None
-    assert "kl" not in sample_statistics(four, without)
-    asked = view_of_sampler(four, policy, pad_id=0, with_reference=True)
-    assert torch.equal(asked.batch.ref_logprobs, table)
 
 
 def test_statistics_of_responses_and_groups_equal_hand_computed_values(four, table_policy):
@@ -102,25 +63,26 @@ def test_statistics_of_responses_and_groups_equal_hand_computed_values(four, tab
     assert statistics["zero_advantage_groups"] == pytest.approx(1 / 2)  # b: all rewards equal
 
 
-def test_statistics_of_tokens_are_means_over_response_tokens_only(scored, table_policy):
+def test_statistics_of_tokens_are_means_over_response_tokens_only(table_policy):
     samples = [scored("a", 0, (1, 2, 3), 1.0, log_prob=-1.0), scored("a", 1, (4,), 0.0, log_prob=-2.0)]
     outside = 1e6  # on prompts and padding: it must not show
     policy = table_policy(
-        log_probs=[[outside, -1.5, -1.0, -0.5], [outside, -1.0, outside, outside]],
+        logprobs=[[outside, -1.5, -1.0, -0.5], [outside, -1.0, outside, outside]],
         entropies=[[outside, 0.1, 0.2, 0.3], [outside, 1.0, outside, outside]],
         reference=[[outside, -1.0, -1.0, -1.0], [outside, -3.0, outside, outside]],
     )
     statistics = statistics_of(samples, policy)
     assert statistics["entropy"] == pytest.approx((0.1 + 0.2 + 0.3 + 1.0) / 4)
     assert statistics["sampler_gap"] == pytest.approx((0.5 + 0.0 + 0.5 + 1.0) / 4)
+    assert statistics["sampler_gap_max"] == pytest.approx(1.0)
     differences = [-0.5, 0.0, 0.5, 2.0]  # log pi_old - log pi_ref
     expected = sum(math.exp(-d) - 1 + d for d in differences) / 4  # Schulman's k3
     assert statistics["kl"] == pytest.approx(expected)
 
 
-def test_votes_and_pass_at_k_are_those_of_each_group(scored, table_policy):
+def test_votes_and_pass_at_k_are_those_of_each_group(table_policy):
     rewards_and_answers = {  # by problem
-        "tie": [(1.0, "1"), (0.0, "2"), (0.0, None), (0.0, None)],
+        "tie": [(1.0, "1"), (0.0, "2"), (0.0, "3"), (0.0, None)],
         "vote": [(1.0, "3"), (1.0, "3"), (0.0, "4"), (0.0, None)],
         "never": [(0.0, "5"), (0.0, "5"), (0.0, "6"), (0.0, "7")],
         "two right answers": [(1.0, "8"), (1.0, "9"), (0.0, "7"), (0.0, "6")],
@@ -129,7 +91,8 @@ def test_votes_and_pass_at_k_are_those_of_each_group(scored, table_policy):
                for problem, found in rewards_and_answers.items() for index, (reward, answer) in enumerate(found)]
     statistics = statistics_of(samples, table_policy())
     assert statistics["accuracy"] == pytest.approx(5 / 16)
-    assert statistics["voted_accuracy"] == pytest.approx((1 / 2 + 1 + 0 + 2 / 4) / 4)
+    assert statistics["voted_accuracy"] == pytest.approx((1 / 3 + 1 + 0 + 2 / 4) / 4)
+    assert statistics["zero_advantage_groups"] == pytest.approx(1 / 4)  # never
     # 1 - C(n - c, k) / C(n, k) with c of n = 4 right
     assert statistics["pass@1"] == pytest.approx((1 / 4 + 1 / 2 + 0 + 1 / 2) / 4)
     assert statistics["pass@2"] == pytest.approx((3 / 6 + 5 / 6 + 0 + 5 / 6) / 4)
@@ -137,16 +100,10 @@ def test_votes_and_pass_at_k_are_those_of_each_group(scored, table_policy):
     assert "pass@5" not in statistics
 
 
-def test_the_largest_gap_to_the_sampler_is_one_of_a_response_token(scored, table_policy):
-    samples = [scored("a", 0, (1, 2), 1.0, log_prob=-1.0), scored("a", 1, (4,), 0.0, log_prob=-2.0)]
-    policy = table_policy(log_probs=[[1e6, -1.5, -1.1], [1e6, -1.25, 1e6]])
-    assert statistics_of(samples, policy)["sampler_gap_max"] == pytest.approx(0.75)
-
-
-def test_the_ratios_of_trainer_to_engine_are_those_of_response_tokens_at_every_percentile(scored, table_policy):
+def test_the_ratios_of_trainer_to_engine_are_those_of_response_tokens_at_every_percentile(table_policy):
     gaps = [0.01 * place for place in range(-50, 51)]  # log pi_old - log pi_gen: an odd number, the median is 0
     samples = [scored("a", 0, tuple(range(1, 102)), 1.0, log_prob=-1.0)]
-    policy = table_policy(log_probs=[[1e6, *(-1.0 + gap for gap in gaps)]])
+    policy = table_policy(logprobs=[[1e6, *(-1.0 + gap for gap in gaps)]])
     found = statistics_of(samples, policy)
     assert found["sampler_ratio_p50"] == pytest.approx(1.0)
     assert found["sampler_ratio_p1"] == pytest.approx(math.exp(-0.49))
@@ -154,9 +111,6 @@ def test_the_ratios_of_trainer_to_engine_are_those_of_response_tokens_at_every_p
     assert found["sampler_ratio_max"] == pytest.approx(math.exp(0.5))
     assert found["sampler_kl_k1"] == pytest.approx(0.0, abs=1e-6)
     assert found["sampler_kl_k3"] == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 101, rel=1e-5)
-
-
-# --- steps --------------------------------------------------------------------------------------------------------
 
 
 def batch_of(mask: list[list[int]], **fields) -> TrainingBatch:
@@ -182,10 +136,6 @@ def test_a_steps_statistics_equal_hand_computed_values():
 
 
 def test_a_steps_share_of_prompts_with_pairs_counts_prompts_and_not_rows():
-    batch = batch_of(ROWS, groups=[3, 3, 5, 6, 9], pair_role=[1, -1, 0, 0, 1])
-    assert step_statistics(batch)["share_with_pairs"] == pytest.approx(1 / 3)
-
-
-def test_the_groups_and_rewards_of_a_batch_are_those_of_its_responses(four, table_policy):
-    batch = view_of_sampler(four, table_policy(), pad_id=0, with_reference=False).batch
-    assert batch.groups.tolist() == [0, 1, 0, 1] and batch.rewards.tolist() == [1, 0, 0, 0]
+    batch = batch_of(ROWS, groups=[3, 3, 5, 6, 9], pair_role=[1, -1, 0, 0, 1], old_logprobs=[[-1.0] * 3] * 5)
+    # Without the engine's log-probabilities there is no gap to them.
+    assert step_statistics(batch) == pytest.approx({"response_length": 2, "share_with_pairs": 1 / 3})

@@ -1,13 +1,12 @@
 """What a task becomes, by the place that Slurm has given it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from nemo_edo.cluster import control, serve, task
+from nemo_edo.cluster import serve, task
 from nemo_edo.errors import UserError
+from nemo_edo.run import control
 
 SLURM = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
          "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "n1", "MASTER_PORT": "20001",
@@ -26,34 +25,26 @@ def test_one_task_a_process_finds_the_others_as_torchrun_would_have_it():
     assert task.one_process(SLURM) == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
 
-def test_the_trainer_is_told_of_the_servers_of_all_nodes(tmp_path, monkeypatch):
+def test_the_trainer_gets_the_servers_of_all_nodes_once_they_are_ready(tmp_path, monkeypatch):
     monkeypatch.setenv(control.VARIABLE, str(tmp_path))
     (tmp_path / "servers_0.json").write_text(json.dumps(["http://n3:8000", "http://n3:8001"]))
+    with pytest.raises(UserError, match="the servers of 1 of 2 nodes are not ready after 0.1 s"):
+        serve.overrides_of_servers(2, 0.1)
     (tmp_path / "servers_1.json").write_text(json.dumps(["http://n4:8000"]))
     assert serve.overrides_of_servers(2, 1.0) == [
         'generation.servers.urls=["http://n3:8000", "http://n3:8001", "http://n4:8000"]',
         "generation.servers.api_key_variable=NEMO_EDO_SERVER_KEY", "generation.servers.launched=true"]
 
 
-def test_servers_that_do_not_come_up_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
-    (tmp_path / "servers_0.json").write_text("[]")
-    with pytest.raises(UserError, match="the servers of 1 of 2 nodes are not ready after 0.1 s"):
-        serve.overrides_of_servers(2, 0.1)
-
-
-def test_a_job_asks_by_a_file_and_the_run_tells_how_it_came_out(tmp_path, monkeypatch):
+def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_path, monkeypatch):
     assert not control.stop_is_asked()  # no job
     monkeypatch.setenv(control.VARIABLE, str(tmp_path))
     assert not control.stop_is_asked()
     (tmp_path / "stop").touch()
     assert control.stop_is_asked()
-    control.tell_outcome(control.FINISHED)
-    assert (tmp_path / "outcome").read_text() == "finished\n"
-
-
-def test_the_first_rank_alone_tells_the_outcome(tmp_path, monkeypatch):
-    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
     control.tell_outcome(control.FINISHED)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "outcome").exists()
+    monkeypatch.setenv("RANK", "0")
+    control.tell_outcome(control.FINISHED)
+    assert (tmp_path / "outcome").read_text() == "finished\n"

@@ -1,56 +1,39 @@
-"""Settings of evaluations without training, and of the judge."""
-
-from __future__ import annotations
+"""Runs that train nothing: evaluations and searches of a model from a test file alone."""
 
 import pytest
 
-from nemo_edo.configuration import ConfigError, arm_configs, compose_run, resolved_yaml
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, resolved_yaml
+from nemo_edo.run.folder import RunFolder
 
 MODEL = ["model.path=DIR", "data.test=FILE"]
-JUDGE = ["rewards.verifier=judge", "rewards.judge.url=http://node7:8000/v1", "rewards.judge.model=m"]
 
 
-def test_a_model_is_evaluated_from_a_test_file_alone():
-    cfg = compose_run("evaluate", MODEL)
+@pytest.mark.parametrize("benchmark", ["gsm8k", "aime24", "s1k"])
+def test_a_model_is_evaluated_on_any_benchmarks_test_file_alone(benchmark: str):
+    cfg = compose_run("evaluate", [*MODEL, f"data={benchmark}"])
     assert (cfg.algorithm, cfg.sft.steps, arm_configs(cfg)) == ("none", 0, {})
-    assert cfg.data.train is None and not cfg.data.is_built_in
-
-
-@pytest.mark.parametrize("benchmark", ["gsm8k", "math", "math500", "aime24", "minerva", "olympiadbench", "s1k"])
-def test_every_benchmark_can_be_chosen_without_training_data(benchmark: str):
-    assert compose_run("evaluate", [*MODEL, f"data={benchmark}"]).data.test == "FILE"
-
-
-def test_the_resolved_config_composes_to_the_same(tmp_path):
-    cfg = compose_run("evaluate", [*MODEL, *JUDGE, "generation=vllm"])
-    (tmp_path / "config.yaml").write_text(resolved_yaml(cfg))
-    assert compose_run("config", [], tmp_path) == cfg
+    assert (cfg.data.test, cfg.data.train, cfg.data.is_built_in) == ("FILE", None, False)
+    assert cfg.rewards.judge.url is None  # not needed where the judge is not asked
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    ([*MODEL, "sft.steps=3"], "sft.steps is 3, expected 0 with algorithm none: nothing is trained"),
-    ([*MODEL, "arms.a.alpha=1"], r"arms is \['a'\], expected none with algorithm none"),
-    ([*MODEL, "algorithm=nothing"], "algorithm is 'nothing', expected one of none, sft, grpo, idpo"),
-    ([*MODEL, "algorithm=grpo"], "data.train and data.test: give both, or neither for the built-in task"),
+    ([*MODEL, "sft.steps=3"], "sft.steps is 3, expected 0 with algorithm none"),
+    ([*MODEL, "+arms.a.alpha=1"], r"arms is \['a'\], expected none with algorithm none"),
+    ([*MODEL, "algorithm=grpo"], "data.train and data.test: give both"),
     ([*MODEL, "generation=vllm", "generation.placement=shared"], "generation.placement is 'shared', expected apart"),
     (["model.path=DIR", "data.test=null", "data.train=FILE"], "data.train and data.test: give both"),
     ([*MODEL, "evaluation.aggregation=best"], "evaluation.aggregation is 'best', expected one of last, min, product"),
-    ([*MODEL, "rewards.verifier=judge"], "rewards.judge.url is None, expected a value with rewards.verifier judge"),
-    ([*MODEL, *JUDGE, "rewards.judge.model=null"], "rewards.judge.model is None, expected a value"),
-    ([*MODEL, *JUDGE, "rewards.judge.url=node7"], "rewards.judge.url is 'node7', expected a URL such as"),
-    ([*MODEL, *JUDGE, "rewards.judge.prompt='{question} {answer}'"], "expected a text with {reference}, and with"),
-    ([*MODEL, *JUDGE, "rewards.judge.prompt='{reference}'"], "expected a text with {reference}, and with {answer} or"),
-    ([*MODEL, *JUDGE, "rewards.judge.max_abstained=1.5"], "rewards.judge.max_abstained is 1.5, expected a number in"),
-    ([*MODEL, *JUDGE, "rewards.judge.attempts=0"], "rewards.judge.attempts is 0, expected a number above 0"),
-    ([*MODEL, *JUDGE, "rewards.judge.temperature=-1"], "rewards.judge.temperature is -1.0, expected a number of at"),
-    ([*MODEL, *JUDGE, "rewards.judge.prompt_price=1"], "rewards.judge.prompt_price and .*completion_price: give both"),
-    ([*MODEL, *JUDGE, "rewards.judge.structured_output=json"], "expected one of none, choice, json_schema"),
-    ([*MODEL, *JUDGE, "rewards.judge.key=abc"], "unknown key rewards.judge.key"),
-])  # fmt: skip
+    ([*MODEL, "rewards.judge.key=abc"], "unknown key rewards.judge.key"),
+])
 def test_what_does_not_fit_is_an_error(overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         compose_run("evaluate", overrides)
 
 
-def test_a_judge_needs_nothing_where_it_is_not_asked():
-    assert compose_run("quickstart", []).rewards.judge.url is None
+def test_a_finished_search_may_be_repeated_with_other_settings(tmp_path):
+    first = compose_run("search", [*MODEL, "search.reward_model=PRM"])
+    assert (first.algorithm, first.search.reward_model, first.data.train) == ("none", "PRM", None)
+    folder = RunFolder(tmp_path / "run")
+    folder.open(resolved_yaml(first))
+    folder.close()
+    folder.check_free(resolved_yaml(compose_run("search", [*MODEL, "search.reward_model=PRM", "search.width=7"])))

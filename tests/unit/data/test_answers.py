@@ -1,4 +1,3 @@
-import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -22,105 +21,65 @@ DECIMALS = st.decimals(min_value=-(10**12), max_value=10**12, places=3, allow_na
     ("1,234", "1234"), ("$5", "5"), ("-3", "-3"), ("18.00", "18"), ("3.5", "3.5"), ("3.50", "3.5"), ("7.", "7"),
     (" 42 \t", "42"), ("-$1,000.50", "-1000.5"), ("$-2", "-2"), (".5", "0.5"), ("007", "7"), ("-0.0", "0"), ("+4", "4"),
     ("3.5.", "3.5"), ("1,234,567.", "1234567"), ("0", "0"), ("100", "100"),
+    *((text, None) for text in ("", ".", "$", "-", "$.", "twelve", "12 apples", "1,23", "12,34,567", ",123", "1.2.3",
+                                "--3", "5%", "1e3", "1/2", "٣", "3 4", "NaN", "0x1f")),
 ])
-def test_canonical_number_of_known_spellings(text, expected):
+def test_canonical_number_of_known_spellings_and_none_for_other_texts(text, expected):
     assert canonical_number(text) == expected
 
 
-@pytest.mark.parametrize("text", [
-    "", ".", "$", "-", "$.", "twelve", "12 apples", "1,23", "12,34,567", ",123", "1.2.3", "--3", "5%", "1e3", "1/2",
-    "٣", "3 4", "NaN", "0x1f",
-])
-def test_text_that_is_no_number_has_no_canonical_form(text):
-    assert canonical_number(text) is None
-
-
-@given(DECIMALS)
-def test_canonical_number_keeps_the_value_and_is_idempotent(number):
+@given(DECIMALS, DECIMALS)
+def test_canonical_numbers_keep_the_value_and_are_the_same_exactly_if_they_are_equal(number, other):
     for text in (f"{number:f}", f"{number:,f}", f"${number:f}"):
         canonical = canonical_number(text)
         assert Decimal(canonical) == number
         assert canonical_number(canonical) == canonical
+    assert (canonical_number(f"{number:,f}") == canonical_number(f"{other:f}")) == (number == other)
 
 
-@given(DECIMALS, DECIMALS)
-def test_numbers_share_a_canonical_form_exactly_if_they_are_equal(first, second):
-    assert (canonical_number(f"{first:,f}") == canonical_number(f"{second:f}")) == (first == second)
-
-
-@given(st.text())
-def test_any_text_has_a_canonical_form_that_is_a_number_or_none(text):
-    canonical = canonical_number(text)
-    assert canonical is None or canonical_number(canonical) == canonical
-
-
-def test_final_answer_is_the_number_of_the_last_marker_line():
-    assert final_answer("1 + 1 = 2\n#### 2") == "2"
-    assert final_answer("#### 2\nno, wait\n#### 1,003\nthat is it") == "1003"
-    assert final_answer("a\r\n  #### $5.00  \r\n") == "5"
-
-
-def test_final_answer_is_none_without_a_number_on_the_last_marker_line():
-    assert final_answer("the answer is 12") is None
-    assert final_answer("") is None
-    assert final_answer("the answer is #### 12") is None
-    assert final_answer("#### 12\n#### twelve") is None
-
-
-def test_well_formed_is_one_answer_line_at_the_end():
-    assert is_well_formed("1 + 1 = 2\n#### 2")
-    assert is_well_formed("#### 2\n\n")
-    assert not is_well_formed("#### 2\nmore")
-    assert not is_well_formed("#### 2\n#### 2")
-    assert not is_well_formed("1 + 1 = 2")
-    assert not is_well_formed("1 + 1 = 2\n#### two")
-    assert not is_well_formed("")
-
-
-@given(st.lists(st.sampled_from(["#### 3", "#### x", "####", "words", "", "12"])).map("\n".join))
-def test_well_formed_text_has_a_final_answer(text):
-    if is_well_formed(text):
-        assert final_answer(text) == "3"
-        assert text.count("#### 3") == 1
+@pytest.mark.parametrize(("text", "answer", "well_formed"), [
+    ("1 + 1 = 2\n#### 2", "2", True), ("#### 2\n\n", "2", True), ("a\r\n  #### $5.00  \r\n", "5", True),
+    ("#### 2\nno, wait\n#### 1,003\nthat is it", "1003", False), ("#### 2\nmore", "2", False),
+    ("#### 2\n#### 2", "2", False), ("#### 12\n#### twelve", None, False), ("1 + 1 = 2\n#### two", None, False),
+    ("the answer is 12", None, False), ("the answer is #### 12", None, False), ("", None, False),
+])
+def test_final_answer_is_the_number_of_the_last_marker_line_and_well_formed_if_it_is_the_only_one_at_the_end(
+    text, answer, well_formed
+):
+    assert (final_answer(text), is_well_formed(text)) == (answer, well_formed)
 
 
 BOXED, FINAL, SO = (answer_format(name) for name in ("boxed", "final_answer_is", "so_the_answer_is"))
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    (r"so $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
-    (r"\boxed{1}, no, \boxed{\sqrt{\frac{a}{b}} + \{1\}}", r"\sqrt{\frac{a}{b}} + \{1\}"),
-    (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
-    (r"\boxed{\boxed{7}}", "7"),
-    (r"\fbox{7} it is", "7"),
-    (r"it is \boxed 5$", "5"),
-    (r"\boxed{ 3", None),
-    (r"\boxed{3} and \boxed{4", "3"),
-    (r"\boxed{}", None),
-    ("5", None),
+@pytest.mark.parametrize(("form", "text", "answer"), [
+    (BOXED, r"so $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+    (BOXED, r"\boxed{1}, no, \boxed{\sqrt{\frac{a}{b}} + \{1\}}", r"\sqrt{\frac{a}{b}} + \{1\}"),
+    (BOXED, r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
+    (BOXED, r"\boxed{\boxed{7}}", "7"),
+    (BOXED, r"\fbox{7} it is", "7"),
+    (BOXED, r"it is \boxed 5$", "5"),
+    (BOXED, r"\boxed{ 3", None),
+    (BOXED, r"\boxed{3} and \boxed{4", "3"),
+    (BOXED, r"\boxed{}", None),
+    (BOXED, "5", None),
+    (FINAL, "The final answer is 5.", "5"),
+    (FINAL, "The final answer is: $5.25$. I hope it is right.", "5.25"),
+    (FINAL, "the Final Answer is\n\\[\n x^2 \n\\]", "x^2"),
+    (FINAL, "The final answer is $\\boxed{(1,2)}$, as was asked.", "(1,2)"),
+    (FINAL, "The final answer is 3? No. The final answer is 4", "4"),
+    (FINAL, "**The final answer is** **12**", "12"),
+    (FINAL, "The final answer is (A).\nGood bye", "(A)"),
+    (FINAL, "So the answer is 5.", None),
+    (FINAL, r"It is \boxed{5}", None),
+    (SO, "5. So the answer is 32.", "32"),
+    (SO, "So the answer is $1,200.00.", "1,200.00"),
+    (answer_format("pattern", r"<a>(.*?)</a>"), "<a>1</a> <a> $2$ </a>", "2"),
+    (answer_format("pattern", r"(x)=(?P<answer>\d)"), "x=3", "3"),
+    (answer_format("pattern", r"\d+"), "12 of 15", "15"),
 ])
-def test_boxed_answer_is_the_last_box_whose_braces_close(text, answer):
-    assert BOXED.extract(text) == answer
-
-
-@pytest.mark.parametrize(("text", "answer"), [
-    ("The final answer is 5.", "5"),
-    ("The final answer is: $5.25$. I hope it is right.", "5.25"),
-    ("the Final Answer is\n\\[\n x^2 \n\\]", "x^2"),
-    ("The final answer is $\\boxed{(1,2)}$, as was asked.", "(1,2)"),
-    ("The final answer is 3? No. The final answer is 4", "4"),
-    ("**The final answer is** **12**", "12"),
-    ("The final answer is (A).\nGood bye", "(A)"),
-    ("So the answer is 5.", None),
-    (r"It is \boxed{5}", None),
-])
-def test_stated_answer_is_what_follows_the_last_phrase(text, answer):
-    assert FINAL.extract(text) == answer
-
-
-def test_gsm8k_answer_of_the_paper_follows_its_own_phrase():
-    assert SO.extract("5. So the answer is 32.") == "32"
-    assert SO.extract("So the answer is $1,200.00.") == "1,200.00"
+def test_the_answer_is_in_the_last_closed_box_or_after_the_last_phrase_or_the_last_match(form, text, answer):
+    assert form.extract(text) == answer
 
 
 @pytest.mark.parametrize(("form", "text", "good"), [
@@ -134,12 +93,6 @@ def test_gsm8k_answer_of_the_paper_follows_its_own_phrase():
 ])
 def test_well_formed_is_one_answer_on_the_last_line(form, text, good):
     assert form.is_well_formed(text) is good
-
-
-def test_pattern_takes_its_named_or_first_group_of_the_last_match():
-    assert answer_format("pattern", r"<a>(.*?)</a>").extract("<a>1</a> <a> $2$ </a>") == "2"
-    assert answer_format("pattern", r"(x)=(?P<answer>\d)").extract("x=3") == "3"
-    assert answer_format("pattern", r"\d+").extract("12 of 15") == "15"
 
 
 @pytest.mark.parametrize(("text", "clean"), [
@@ -173,7 +126,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("form", [BOXED, FINAL], ids=["boxed", "final"])
-def test_answer_is_searched_for_in_a_megabyte_in_seconds(form, text):
-    begun = time.process_time()
+def test_a_megabyte_takes_no_longer_than_its_length_asks_for(form, text):
+    """A search whose time is the square of the length would take hours: it would run into the suite's time limit."""
     form.extract(text), form.is_well_formed(text)
-    assert time.process_time() - begun < 10

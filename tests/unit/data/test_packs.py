@@ -1,5 +1,6 @@
-"""Which rows stand behind each other in packs, and what they share there."""
+"""Which rows are packed together, and which prompts they share."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,11 +10,10 @@ from nemo_edo.data.packs import COPIES, Prompts
 
 
 def test_rows_share_a_prompt_where_all_its_tokens_are_the_same():
-    """The prompt's last token is no row's to share: from it a response's own first token is predicted."""
+    """The prompt's last token is not shared: from it a response's own first token is predicted."""
     batch = build_batch([([5, 6, 7], [8]), ([5, 6, 9], [8]), ([5, 6, 7], [1, 2]), ([5, 6], [7, 8])], pad_id=0)
-    prompts = Prompts.of(batch)
-    assert prompts.lengths == [2, 2, 2, 1]
-    assert prompts.groups == [0, 1, 0, 2]
+    padded = batch.with_fields(tokens=torch.cat([batch.tokens, torch.zeros(4, 3, dtype=torch.int64)], dim=1))
+    assert Prompts.of(padded) == Prompts.of(batch) == Prompts([2, 2, 2, 1], [0, 1, 0, 2])
 
 
 def test_what_is_saved_is_each_further_rows_prompt_within_a_run():
@@ -30,9 +30,9 @@ GROUPS = st.lists(st.tuples(st.integers(1, 9), SIZES), min_size=1, max_size=6)
 
 @given(GROUPS, st.integers(1, 3), st.integers(0, 80), st.sampled_from([1, 2]), st.randoms())
 def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copies(groups, ranks, spare, unit, random):
-    drawn = [(prompt, [number] * size, size) for number, (prompt, sizes) in enumerate(groups) for size in sizes
+    sampled = [(prompt, [number] * size, size) for number, (prompt, sizes) in enumerate(groups) for size in sizes
              for _ in range(unit)]
-    units = [drawn[start : start + unit] for start in range(0, len(drawn), unit)]
+    units = [sampled[start : start + unit] for start in range(0, len(sampled), unit)]
     random.shuffle(units)
     rows = [row for rows in units for row in rows]
     lengths = [prompt + size for prompt, _, size in rows]
@@ -50,26 +50,17 @@ def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copi
         assert pack == [start + k for start in pack[::unit] for k in range(unit)]
 
 
-def test_rows_of_a_prompt_come_together_wherever_they_stand():
-    prompts = Prompts([3, 3, 3, 3], [0, 1, 0, 1])
-    plan = plan_micro_batches([5] * 4, ranks=1, rows=1, tokens=100, packing=True, prompts=prompts)
-    assert plan == [[[0, 2, 1, 3]]]
+@pytest.mark.parametrize(("groups", "ranks", "expected"), [
+    ([0, 1, 0, 1], 1, [[[0, 2, 1, 3]]]),
+    ([0] * 4, 2, [[[0, 1]], [[2, 3]]]),  # otherwise a rank would have nothing to do
+])
+def test_rows_of_a_prompt_come_together_unless_ranks_need_them(groups, ranks: int, expected):
+    plans = plan_micro_batches([5] * 4, ranks=ranks, rows=1, tokens=100, packing=True, prompts=Prompts([3] * 4, groups))
+    assert plans == expected
 
 
-def test_a_group_is_cut_where_a_rank_would_have_nothing_to_do():
-    prompts = Prompts([3] * 8, [0] * 8)
-    plans = plan_micro_batches([5] * 8, ranks=2, rows=1, tokens=100, packing=True, prompts=prompts)
-    assert plans == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-
-
-def test_a_long_prompt_is_held_again_before_its_copies_take_too_much_room():
+def test_a_long_prompt_is_stored_again_before_its_copies_take_too_much_room():
     """Twelve rows of 11 tokens, of which 10 are shared: 22 tokens, but 132 of them in attention."""
     prompts = Prompts([10] * 12, [0] * 12)
     plan = plan_micro_batches([11] * 12, ranks=1, rows=1, tokens=22, packing=True, prompts=prompts)
     assert sorted(len(pack) for pack in plan[0]) == [4, 8]
-
-
-def test_groups_are_of_whole_prompts_however_far_rows_reach():
-    batch = build_batch([([1, 2], [3] * 9), ([1, 2], [4])], pad_id=0)
-    padded = batch.with_fields(tokens=torch.cat([batch.tokens, torch.zeros(2, 3, dtype=torch.int64)], dim=1))
-    assert Prompts.of(padded) == Prompts.of(batch) == Prompts([1, 1], [0, 0])

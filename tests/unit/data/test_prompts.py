@@ -1,7 +1,7 @@
 import pytest
 
+from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config import ArithmeticConfig
-from nemo_edo.data.arithmetic_model import write_tokenizer
 from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, prompt_style, render_prompt
 from nemo_edo.types import Problem
 
@@ -26,18 +26,23 @@ def test_template_replaces_the_question_and_leaves_other_braces():
 
 def test_prompts_are_the_encoded_template_by_id(tokenizer):
     prompts = encode_prompts([SHORT, LONG], tokenizer, TEMPLATE, max_prompt_tokens=6)
-    assert list(prompts) == ["train-1", "train-2"]
-    assert tokenizer.decode(prompts["train-1"]) == "1 + 2\n"
-    assert len(prompts["train-2"]) == 6
+    assert {name: tokenizer.decode(ids) for name, ids in prompts.items()} == {
+        "train-1": "1 + 2\n", "train-2": "1 + 2 + 3\n"}
 
 
-def test_special_tokens_of_the_tokenizer_lead_the_prompt_but_not_the_response(tmp_path):
+@pytest.fixture
+def leading(tmp_path):
+    """A tokenizer that puts <pad> in front of a text."""
     from tokenizers.processors import TemplateProcessing
 
     leading = write_tokenizer(tmp_path, ArithmeticConfig())
     leading.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A", special_tokens=[("<pad>", leading.pad_token_id)]
     )
+    return leading
+
+
+def test_special_tokens_of_the_tokenizer_lead_the_prompt_but_not_the_response(leading):
     prompt = encode_prompts([SHORT], leading, TEMPLATE, max_prompt_tokens=9)["train-1"]
     pair = encode_solutions([SHORT], leading, TEMPLATE, 99)[0]
     assert prompt == pair[0]
@@ -52,52 +57,34 @@ def test_too_long_prompts_name_the_longest_row_the_limit_and_the_keys(tokenizer)
         assert part in str(error.value)
 
 
-def test_solutions_end_in_the_end_of_sequence_token(tokenizer):
-    [(prompt, response)] = encode_solutions([SHORT], tokenizer, TEMPLATE, 99)
+def test_solutions_end_in_the_end_of_sequence_token_and_may_fill_the_sequence_length_exactly(tokenizer):
+    [(prompt, response)] = encode_solutions([SHORT], tokenizer, TEMPLATE, 13)
     assert tokenizer.decode(prompt) == "1 + 2\n"
     assert tokenizer.decode(response) == "1 + 2 = 3\n#### 3<eos>"
-    assert len(prompt) + len(response) == 4 + 9
-
-
-def test_solution_fits_exactly_at_the_sequence_length_and_not_one_below(tokenizer):
-    assert len(encode_solutions([SHORT], tokenizer, TEMPLATE, 13)) == 1
+    assert len(prompt) + len(response) == 13
     with pytest.raises(ValueError, match=r"prompt with its solution has 13 tokens, more than the 12"):
         encode_solutions([SHORT], tokenizer, TEMPLATE, 12)
 
 
-def test_text_unknown_to_the_tokenizer_is_an_error_that_names_the_row(tokenizer):
-    with pytest.raises(ValueError, match=r"train.jsonl:7: the tokenizer .* does not know .*model.path"):
+def test_unknown_text_names_its_row_and_a_tokenizer_without_an_end_token_is_an_error(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"train.jsonl:7: the tokenizer .*model.path"):
         encode_prompts([problem(7, "How many?")], tokenizer, TEMPLATE, max_prompt_tokens=99)
     with pytest.raises(ValueError, match=r"train.jsonl:8: the tokenizer"):
         encode_solutions([problem(8, "1 + 2", "It is 3.\n#### 3")], tokenizer, TEMPLATE, 99)
-
-
-def test_tokenizer_without_an_end_token_is_an_error(tmp_path):
     endless = write_tokenizer(tmp_path, ArithmeticConfig())
     endless.eos_token = None
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         encode_solutions([SHORT], endless, TEMPLATE, 99)
 
 
-def test_no_problems_are_no_prompts(tokenizer):
-    assert encode_prompts([], tokenizer, TEMPLATE, max_prompt_tokens=1) == {}
-    assert encode_solutions([], tokenizer, TEMPLATE, 1) == []
-
-
 CHAT = "<eos>{% for m in messages %}{{ m['content'] }} + {% endfor %}{% if add_generation_prompt %}7 + {% endif %}"
 
 
 @pytest.fixture
-def chatty(tmp_path):
-    """A tokenizer that puts <pad> in front of a text, and whose chat template begins with <eos>."""
-    from tokenizers.processors import TemplateProcessing
-
-    chatty = write_tokenizer(tmp_path, ArithmeticConfig())
-    chatty.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", chatty.pad_token_id)]
-    )
-    chatty.chat_template = CHAT
-    return chatty
+def chatty(leading):
+    """One whose chat template begins with <eos>, too."""
+    leading.chat_template = CHAT
+    return leading
 
 
 def test_chat_template_wraps_the_prompt_begins_the_answer_and_adds_no_second_special_token(chatty):

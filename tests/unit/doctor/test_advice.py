@@ -1,17 +1,21 @@
 """What is proposed to a config that does not fit: enough together, the cheapest kinds first, settings that exist."""
 
+import math
+
 import pytest
 
 from nemo_edo.config import RunConfig
-from nemo_edo.configuration import compose_incomplete
+from nemo_edo.config.compose import compose_incomplete
+from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.advice import advise, fullest
-from nemo_edo.doctor.workload import micro_batch_tokens, model_shape, trainings, workloads
+from nemo_edo.doctor.workload import for_estimate, micro_batch_tokens, model_shape, problems, workloads
 
 GB = 10**9
 
 
 def config(*overrides: str, name: str = "grpo_gsm8k") -> RunConfig:
-    return compose_incomplete(name, list(overrides))[0]
+    base = [] if name == "quickstart" else ["parallelism=tp4", "model.seq_length=4096"]
+    return compose_incomplete(name, [*base, *overrides])[0]
 
 
 def advice_for(*overrides: str, gpus: int, limit: int = 80 * GB, name: str = "grpo_gsm8k"):
@@ -21,11 +25,6 @@ def advice_for(*overrides: str, gpus: int, limit: int = 80 * GB, name: str = "gr
 
 def overrides_of(advice) -> list[str]:
     return [override for change in advice.changes for override in change.overrides]
-
-
-def test_nothing_is_proposed_to_what_fits():
-    advice = advice_for("model=qwen2_5_0_5b", "parallelism=dp_sharded", "generation.max_batch_size=64", gpus=8)
-    assert advice.changes == [] and advice.bytes < 80 * GB
 
 
 @pytest.mark.parametrize(("model", "gpus", "name"), [
@@ -38,22 +37,17 @@ def test_the_overrides_compose_and_give_the_memory_that_is_promised(model: str, 
     assert fullest(changed, model_shape(changed), gpus).total == advice.bytes
 
 
-def test_free_changes_stand_before_expensive_ones_and_expensive_ones_only_where_needed():
+def test_free_changes_come_before_expensive_ones_expensive_ones_only_where_needed_and_adapters_last():
+    fits = advice_for("model=qwen2_5_0_5b", "parallelism=dp_sharded", "generation.max_batch_size=64", gpus=8)
+    assert fits.changes == [] and fits.bytes < 80 * GB
     some = overrides_of(advice_for("model=qwen2_5_7b", gpus=8))
     assert some == ["parallelism.use_distributed_optimizer=true", "parallelism.sequence_parallel=true"]
     more = overrides_of(advice_for("model=llama3_1_70b", gpus=8))
     assert more[:2] == some
     assert {"parallelism.recompute_granularity=full", "parallelism.optimizer_offload_fraction=1.0"} <= set(more)
-
-
-def test_adapters_are_the_last_resort():
-    advice = advice_for("model=qwen2_5_7b", "parallelism=single", gpus=1, limit=24 * GB)
-    assert overrides_of(advice)[-1] == "lora.rank=16"
-
-
-def test_what_cannot_fit_is_said_with_the_best_that_can_be_had():
-    advice = advice_for("model=llama3_1_70b", "parallelism=single", gpus=1, limit=24 * GB)
-    assert advice.bytes > 24 * GB
+    little = advice_for("model=qwen2_5_7b", "parallelism=single", gpus=1, limit=24 * GB)
+    assert overrides_of(little)[-1] == "lora.rank=16"
+    assert advice_for("model=llama3_1_70b", "parallelism=single", gpus=1, limit=24 * GB).bytes > 24 * GB
 
 
 def test_micro_batches_of_pairs_keep_room_for_a_pair():
@@ -61,12 +55,58 @@ def test_micro_batches_of_pairs_keep_room_for_a_pair():
     assert "idpo.micro_batch_tokens=8192" in overrides_of(advice)
 
 
-# --- the trainings of a config --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("settings", "processes", "train", "test", "rows"), [
+    ([], 1, 1280, 256, 640),  # as many as may be: an evaluation has 30 responses to each problem
+    ([], 1, 1280, 4, 640),  # a collection has 128 problems, 10 responses to each
+    (["grpo.problems_per_iteration=5"], 1, 1280, 4, 120), (["grpo.problems_per_iteration=5"], 8, 1280, 4, 15),
+    ([], 1, 4, 1, 40), (["generation.part_size=100"], 2, 1280, 256, 50), ([], 1, math.inf, math.inf, 640),
+])
+def test_no_more_sequences_are_decoded_at_a_time_than_there_are_responses_to_generate(
+        settings, processes, train, test, rows):
+    found = for_estimate(config(*settings, name="quickstart"), processes, train=train, test=test)
+    assert found.generation.max_batch_size == rows
 
 
-def test_trainings_are_the_warm_up_and_every_arm():
-    assert list(trainings(config(name="quickstart"))) == ["sft", "grpo", "ed_grpo", "ed_grpo_floor", "entropy_bonus"]
-    assert list(trainings(config("sft.steps=0", "~arms", name="quickstart"))) == ["policy"]
+@pytest.mark.parametrize(("settings", "cpu", "processes", "tested", "positions"), [
+    ([], False, 1, 256, 640 * 64), (["model.attention=local"], True, 1, 256, 640 * 64),
+    ([], True, 1, 256, 640 * 32 + 64 * 32),  # ten responses to each of 64 prompts; fewer greedy responses than that
+    ([], True, 1, 500, 500 * 64), ([], True, 1, math.inf, 640 * 64), ([], True, 4, 1280, 640 * 32 + 320 * 32),
+    (["sampling.samples_per_prompt=2"], True, 2, 4, 640 * 64),  # a rank has one response to each prompt
+])
+def test_on_a_cpu_the_responses_to_a_prompt_share_its_place_in_the_cache(settings, cpu, processes, tested, positions):
+    cfg = config(*settings, name="quickstart")
+    shape = model_shape(cfg)
+    found = {load.cached_positions for load in workloads(cfg, shape, processes, cpu=cpu, tested=tested).values()}
+    assert found == {positions}
+
+
+SMOLLM2 = {"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+           "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(("group", "response", "longest", "settings", "measured"), [
+    (4, 128, 202, ["grpo.micro_batch_size=4", "model.seq_length=256"], 5.18),
+    (8, 256, 330, ["grpo.problems_per_iteration=2"], 6.95),
+    (4, 128, 202, ["grpo.micro_batch_tokens=1024"], 5.08),
+    (16, 64, 138, ["grpo.micro_batch_size=2", "grpo.problems_per_iteration=8"], 4.20),
+])
+def test_a_real_models_estimate_is_within_a_third_of_the_peak_that_was_measured_on_a_cpu(
+        group, response, longest, settings, measured):
+    """GRPO on SmolLM2-135M-Instruct in fp32, 16 training problems, 4 test problems with 2 responses to each."""
+    shape = ModelShape.from_hf(SMOLLM2, "SmolLM2")
+    cfg = config("~arms", "parallelism=single", "precision=fp32", "model.seq_length=null", "evaluation.samples=2",
+                 "grpo.problems_per_iteration=4", "evaluation.rollouts=1", f"sampling.samples_per_prompt={group}",
+                 f"sampling.max_new_tokens={response}", *settings)
+    cfg = for_estimate(cfg, 1, longest=longest, train=16, test=4)
+    assert measured / 1.1 < fullest(cfg, shape, 1, cpu=True, tested=4).total / GB < 1.3 * measured
+
+
+def test_the_problems_of_a_file_are_its_lines_and_of_the_built_in_task_those_of_the_config(tmp_path, monkeypatch):
+    (tmp_path / "train.jsonl").write_text("{}\n\n{}\n{}\n")
+    monkeypatch.chdir(tmp_path)
+    own = config("data.train=train.jsonl", "data.test=none.jsonl", name="quickstart")
+    assert [problems(cfg, split) for cfg in (own, config(name="quickstart")) for split in ("train", "test")] == [
+        3, math.inf, 1280, 256]
 
 
 @pytest.mark.parametrize(("settings", "tokens"), [

@@ -1,6 +1,4 @@
-"""What is computed from stored responses is what the evaluation computed from the same ones, and curves besides."""
-
-from __future__ import annotations
+"""Metrics computed from stored responses equal those of the evaluation that generated them; curves match theirs."""
 
 import random
 from dataclasses import replace
@@ -8,19 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nemo_edo.algorithms.sampling import sampling_requests
+from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
-from nemo_edo.data.rollout_store import RolloutStore
-from nemo_edo.data.stored_samples import read_samples
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.run import Evaluator
+from nemo_edo.evaluation.evaluator import Evaluator
 from nemo_edo.evaluation.stored import aggregated, analyse
 from nemo_edo.evaluation.stored_table import differences, families, kappa, shown_sizes, table
 from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.metrics import majority_at_k, pass_at_k
-from nemo_edo.metrics.agreement import cohen_kappa
-from nemo_edo.metrics.paired import holm, mcnemar, paired_permutation_test
+from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
 from nemo_edo.rewards.verifier import ExactAnswerScorer
+from nemo_edo.rollouts.arrays import read_samples
+from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.test_time.curves import best_of_curve
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem
 
@@ -37,17 +34,6 @@ def script(request, sampling) -> str:
     return rng.choice([f"{rng.randint(1, 3)} + 1\n#### {right}", f"#### {right}", "#### 77", "#### 88", "none"])
 
 
-class Scorer(ExactAnswerScorer):
-    """Changes what the rule says, by the response's place."""
-
-    def __init__(self, change) -> None:
-        super().__init__()
-        self._change = change
-
-    def score(self, rollouts, problems):
-        return [self._change(place, one) for place, one in enumerate(super().score(rollouts, problems))]
-
-
 def unchanged(place, one):
     """But for log-probabilities, which the scripted engine has none of."""
     rng = random.Random(place)
@@ -56,21 +42,27 @@ def unchanged(place, one):
 
 
 def evaluate(folder, change=unchanged, rollouts: int = ROLLOUTS):
-    """The evaluation of a run, and the responses that it stored, greedy and sampled."""
+    """The evaluation of a run, and the responses that it stored, greedy and sampled; ``change``, of a response's place
+    and what the rule says of it."""
+
+    class Scorer(ExactAnswerScorer):
+        def score(self, rollouts, problems):
+            return [change(place, one) for place, one in enumerate(super().score(rollouts, problems))]
+
     engine = ScriptedEngine(script, encode=lambda text: [ord(c) for c in text],
                             decode=lambda ids: "".join(map(chr, ids)), stop_id=1)  # fmt: skip
     stores = {kind: RolloutStore(folder / kind) for kind in ("greedy", "sampled")}
 
-    def keeping(kind, draw):
-        def drawn(requests):
-            scored = draw(requests)
+    def keeping(kind, answer):
+        def stored_answer(requests):
+            scored = answer(requests)
             stores[kind].write(0, scored, rank=0, world_size=1)
             return scored
 
-        return drawn
+        return stored_answer
 
     evaluator = Evaluator(
-        policy=None, engine=engine, scorer=Scorer(change), problems=PROBLEMS, prompts=PROMPTS,
+        policy=None, engine=engine, scorer=Scorer(), problems=PROBLEMS, prompts=PROMPTS,
         config=EvaluationConfig(samples=SAMPLES), max_new_tokens=40, pad_id=0, keeping=keeping,
     )  # fmt: skip
     requests = sampling_requests(PROBLEMS, PROMPTS, rollouts * SAMPLES, 42, "evaluate")
@@ -93,7 +85,7 @@ def means(evaluation, metric: str) -> np.ndarray:
     return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
 
 
-def test_every_metric_of_the_evaluation_comes_out_of_its_stored_responses(evaluated):
+def test_every_metric_of_the_evaluation_comes_out_of_its_stored_responses(evaluated, tmp_path):
     evaluation, greedy, sampled = evaluated
     found = stored(greedy, sampled)
     shared = evaluation.metrics.keys() - {f"vote@{SAMPLES}"}
@@ -101,6 +93,14 @@ def test_every_metric_of_the_evaluation_comes_out_of_its_stored_responses(evalua
     for name in shared:
         np.testing.assert_allclose(means(found, name), means(evaluation, name), rtol=1e-6, err_msg=name)
     assert found.problems == evaluation.problems
+    for one in (found, evaluation):
+        assert not {"abstained", "judge_agreement"} & one.metrics.keys()
+    evaluation, greedy, sampled = evaluate(tmp_path, rollouts=1)
+    first, again, other = (stored(greedy, sampled, seed=seed) for seed in (0, 0, 1))
+    votes = means(first, f"majority@{SAMPLES}")
+    np.testing.assert_allclose(votes, means(evaluation, f"vote@{SAMPLES}"))
+    votes, same, different = (means(one, "majority@4").tolist() for one in (first, again, other))
+    assert votes == same != different  # the seed fixes the subsets
 
 
 def test_the_entropy_from_samples_is_minus_the_mean_log_probability_of_their_tokens(tmp_path):
@@ -112,31 +112,21 @@ def test_the_entropy_from_samples_is_minus_the_mean_log_probability_of_their_tok
     assert np.mean(logprobs) < -1
 
 
-def test_the_vote_of_one_rollouts_responses_is_the_evaluations(tmp_path):
-    evaluation, greedy, sampled = evaluate(tmp_path, rollouts=1)
-    votes = means(stored(greedy, sampled), f"majority@{SAMPLES}")
-    np.testing.assert_allclose(votes, means(evaluation, f"vote@{SAMPLES}"))
-
-
 def test_curves_are_measured_at_every_k_and_are_the_librarys(evaluated):
     _, greedy, sampled = evaluated
     scores = np.random.default_rng(0).normal(size=sampled.rewards.shape)
     found = stored(greedy, sampled, {"prm": scores})
-    assert families(found) == {f: list(range(1, N + 1)) for f in families(found)}
-    assert set(families(found)) == {"tokens@{}", "pass@{}", "majority@{}", "best_of@{}/oracle", "best_of@{}/prm"}
+    measured = {"tokens@{}", "pass@{}", "majority@{}", "best_of@{}/oracle", "best_of@{}/prm"}
+    assert families(found) == {family: list(range(1, N + 1)) for family in measured}
     for place, problem in enumerate(PROBLEMS):
         rewards, answers = sampled.rewards[place], sampled.answers[place].tolist()
         best = best_of_curve(scores[place], rewards)
         for k in range(1, N + 1):
-            assert means(found, f"pass@{k}")[place] == pass_at_k(N, int(rewards.sum()), k)
-            assert means(found, f"best_of@{k}/prm")[place] == best[k - 1]
-            exact = majority_at_k(answers, problem.answer, k)
-            assert means(found, f"majority@{k}")[place] == pytest.approx(exact, abs=0.06)
-            assert means(found, f"tokens@{k}")[place] == pytest.approx(k * sampled.lengths[place].mean())
-        np.testing.assert_allclose(
-            [means(found, f"best_of@{k}/oracle")[place] for k in range(1, N + 1)],
-            [means(found, f"pass@{k}")[place] for k in range(1, N + 1)],
-        )
+            at_k = {family: means(found, family.format(k))[place] for family in measured}
+            assert at_k["pass@{}"] == pass_at_k(N, int(rewards.sum()), k) == pytest.approx(at_k["best_of@{}/oracle"])
+            assert at_k["best_of@{}/prm"] == best[k - 1]
+            assert at_k["majority@{}"] == pytest.approx(majority_at_k(answers, problem.answer, k), abs=0.06)
+            assert at_k["tokens@{}"] == pytest.approx(k * sampled.lengths[place].mean())
 
 
 def test_scores_below_zero_weigh_no_votes_and_others_do(evaluated):
@@ -151,12 +141,6 @@ def test_scores_below_zero_weigh_no_votes_and_others_do(evaluated):
     np.testing.assert_allclose(means(found, f"weighted@{N}/knows"), means(found, f"pass@{N}"))
 
 
-def test_one_seed_draws_the_same_subsets_and_another_others(evaluated):
-    _, greedy, sampled = evaluated
-    first, again, other = (stored(greedy, sampled, seed=seed).metrics["majority@4"][0] for seed in (0, 0, 1))
-    assert first.tolist() == again.tolist() != other.tolist()
-
-
 def abstains(place: int, one):
     """On every third response, right or wrong, and on all of the first problem."""
     abstained = place % 3 == 0 or one.rollout.problem_id == "test-1"
@@ -166,37 +150,30 @@ def abstains(place: int, one):
 def test_responses_without_a_verdict_are_left_out_of_what_verdicts_are_counted_in(tmp_path):
     evaluation, greedy, sampled = evaluate(tmp_path, change=abstains)
     found = stored(greedy, sampled, {"prm": sampled.lengths.astype(float)})
-    judged = sampled.judged.sum(axis=1)
+    judged = sampled.has_verdict.sum(axis=1)
     assert judged.tolist() == [0, *[8] * 6]
     for one in (found, evaluation):
         sums, counts = one.metrics["accuracy"]
         assert counts.tolist() == judged.tolist() and sums.tolist() == sampled.rewards.sum(axis=1).tolist()
-        assert one.metrics["greedy_accuracy"][1].tolist() == greedy.judged[:, 0].tolist()
+        assert one.metrics["greedy_accuracy"][1].tolist() == greedy.has_verdict[:, 0].tolist()
         assert one.metrics["pass@3"][1].tolist() == [0, *[1] * 6]
-        assert one.metrics["abstained"][0].sum() == (~sampled.judged).sum() + (~greedy.judged).sum()
+        assert one.metrics["abstained"][0].sum() == (~sampled.has_verdict).sum() + (~greedy.has_verdict).sum()
         assert one.metrics["abstained"][1].sum() == (N + 1) * len(PROBLEMS)
     for family in ("pass@{}", "majority@{}", "best_of@{}/oracle", "best_of@{}/prm"):
         assert found.metrics[family.format(8)][1].tolist() == [0, *[1] * 6]
         assert not found.has(family.format(9))
-    answers = sampled.answers[1, sampled.judged[1]].tolist()
+    answers = sampled.answers[1, sampled.has_verdict[1]].tolist()
     assert means(found, "majority@8")[1] == pytest.approx(majority_at_k(answers, "2", 8))
     np.testing.assert_allclose(means(found, "response_length"), sampled.lengths.mean(axis=1))  # they cost tokens
     assert "without a verdict" in table({"arm": found}, **BOOTSTRAP)
 
 
-def test_without_abstentions_nothing_is_said_of_them(evaluated):
-    evaluation, greedy, sampled = evaluated
-    found = stored(greedy, sampled)
-    assert "abstained" not in found.metrics and "abstained" not in evaluation.metrics
-    assert "judge_agreement" not in found.metrics
-
-
-def test_a_judges_agreement_with_the_rules_is_counted_and_its_kappa_told(tmp_path):
-    def beside(place, one):
+def test_a_judges_agreement_with_the_rules_is_counted_and_its_kappa_is_shown(tmp_path):
+    def compared(place, one):
         end = RULES_DISAGREE if place % 5 == 0 else RULES_AGREE if place % 2 else ""
         return replace(one, reason=one.reason + end)
 
-    _, greedy, sampled = evaluate(tmp_path, change=beside)
+    _, greedy, sampled = evaluate(tmp_path, change=compared)
     found = stored(greedy, sampled)
     judge, rules = (sampled.rewards == 1)[sampled.rules >= 0], (sampled.rules == 1)[sampled.rules >= 0]
     sums, counts = found.metrics["judge_agreement"]
@@ -206,23 +183,21 @@ def test_a_judges_agreement_with_the_rules_is_counted_and_its_kappa_told(tmp_pat
     assert f"{kappa(found):.3f}" in table({"arm": found}, **BOOTSTRAP)
 
 
-def test_aggregation_takes_the_rule_and_names_scores_that_it_does_not_fit():
-    steps = [[(0.5, 2.0), (1.0,)], [(0.1, 0.2, 0.3), (0.9, 0.0)]]
-    assert aggregated("prm", steps, "last").tolist() == [[2.0, 1.0], [0.3, 0.0]]
-    assert aggregated("prm", steps, "min").tolist() == [[0.5, 1.0], [0.1, 0.0]]
-    with pytest.raises(UserError, match="evaluation.aggregation is product, which the scores prm do not fit"):
-        aggregated("prm", steps, "product")
-
-
-def test_sets_that_do_not_fit_the_stored_number_are_an_error(evaluated):
+def test_what_does_not_fit_the_stored_responses_is_an_error(evaluated):
     _, greedy, sampled = evaluated
+    base = stored(greedy, sampled)
+    reverse = tuple(reversed(greedy.problems))
     with pytest.raises(UserError, match="12 responses to each problem are stored, which evaluation.samples=5 does not"):
         stored(greedy, sampled, each=5)
     with pytest.raises(UserError, match="answer different problems"):
-        stored(replace(greedy, problems=tuple(reversed(greedy.problems))), sampled)
-
-
-# --- the table ----------------------------------------------------------------------------------------------------
+        stored(replace(greedy, problems=reverse), sampled)
+    with pytest.raises(UserError, match="two and one were evaluated on different problems"):
+        differences({"one": base, "two": replace(base, problems=reverse)}, "one", **BOOTSTRAP)
+    steps = [[(0.5, 2.0), (1.0,)], [(0.1, 0.2, 0.3), (0.9, 0.0)]]
+    assert aggregated("prm", steps, "last").tolist() == [[2.0, 1.0], [0.3, 0.0]]
+    assert aggregated("prm", steps, "min").tolist() == [[0.5, 1.0], [0.1, 0.0]]
+    with pytest.raises(UserError, match="evaluation.aggregation is product.* prm "):
+        aggregated("prm", steps, "product")
 
 
 def test_the_table_shows_powers_of_two_and_the_largest_k_within_100_columns(evaluated):
@@ -245,10 +220,8 @@ def test_differences_are_paired_and_adjusted_together(evaluated, tmp_path):
 
     base, other = stored(greedy, sampled), stored(*evaluate(tmp_path, change=worse)[1:])
     found = differences({"base": base, "other": other}, "base", **BOOTSTRAP)
-    assert {one.metric for one in found} == {
-        "greedy_accuracy", "accuracy", "distinct_4", "entropy_sampled", f"pass@{N}", f"majority@{N}",
-    }  # fmt: skip
-    assert {one.arm for one in found} == {"other"}
+    compared = {"greedy_accuracy", "accuracy", "distinct_4", "entropy_sampled", f"pass@{N}", f"majority@{N}"}
+    assert {one.metric for one in found} == compared and {one.arm for one in found} == {"other"}
     by_metric = {one.metric: one for one in found}
     change = means(other, "accuracy").mean() - means(base, "accuracy").mean()
     assert by_metric["accuracy"].interval.mean == pytest.approx(change) and change < 0
@@ -259,11 +232,3 @@ def test_differences_are_paired_and_adjusted_together(evaluated, tmp_path):
         for m in by_metric
     ]  # fmt: skip
     assert [one.p for one in found] == holm(raw).tolist()
-
-
-def test_arms_on_other_problems_are_not_compared(evaluated):
-    _, greedy, sampled = evaluated
-    base = stored(greedy, sampled)
-    other = replace(base, problems=tuple(reversed(base.problems)))
-    with pytest.raises(UserError, match="two and one were evaluated on different problems"):
-        differences({"one": base, "two": other}, "one", **BOOTSTRAP)

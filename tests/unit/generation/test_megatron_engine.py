@@ -10,13 +10,8 @@ from nemo_edo.generation import megatron_engine
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 STOPS = range(1, 12)
-"""So many that some responses end by themselves and others do not."""
+"""So many that some responses finish and others do not."""
 LENGTH = 8
-
-
-@pytest.fixture(scope="module")
-def policy(tiny, tiny_qwen2):
-    return tiny.build_policy(tiny_qwen2)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +27,8 @@ def engine(tiny, policy):
 @pytest.fixture(scope="module")
 def requests() -> list[GenerationRequest]:
     """Three samples each of nine prompts of one to eleven tokens, two of which begin with another prompt."""
-    draw = random.Random(0)
-    prompts = [tuple(draw.choices(range(12, 128), k=k)) for k in (11, 4, 1, 7, 2, 4, 5)]
+    rng = random.Random(0)
+    prompts = [tuple(rng.choices(range(12, 128), k=k)) for k in (11, 4, 1, 7, 2, 4, 5)]
     prompts += [prompts[1] + (20,), prompts[4] + (30, 40, 50)]
     return [
         GenerationRequest(f"problem-{number}", sample, prompt, seed=100 * number + sample)
@@ -50,21 +45,18 @@ def responses(rollouts) -> list[tuple[int, ...]]:
     return [rollout.response_ids for rollout in rollouts]
 
 
-# --- log-probabilities --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_a_full_forward_pass(engine, dense, tiny, requests, temperature, top_p):
+def test_logprobs_are_those_of_a_full_forward_pass(engine, dense, tiny, requests, temperature, top_p):
     rollouts = engine.generate(requests, params(temperature, top_p))
     for rollout in rollouts:
         tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
         with torch.no_grad():
-            expected = tiny.dense_log_probs(dense, tokens, temperature)[0][0, len(rollout.prompt_ids) - 1 :]
+            expected = tiny.dense_logprobs(dense, tokens, temperature)[0][0, len(rollout.prompt_ids) - 1 :]
         torch.testing.assert_close(torch.tensor(rollout.response_logprobs), expected, rtol=0, atol=1e-4)
 
 
-def test_the_engine_samples_from_the_weights_that_training_has_reached(tiny, policy, engine, requests, tmp_path):
+def test_the_engine_samples_from_the_current_weights(tiny, policy, engine, requests, tmp_path):
     own = policy.snapshot()
     other = tiny.write_tiny_model(tmp_path / "other", seed=1)
     tokens_before = responses(engine.generate(requests[:6], params(0.0)))
@@ -75,9 +67,6 @@ def test_the_engine_samples_from_the_weights_that_training_has_reached(tiny, pol
         policy.load(own)
     assert responses(found) == [greedy(tiny.load_dense(other), request.prompt_ids) for request in requests[:6]]
     assert responses(found) != tokens_before
-
-
-# --- which response -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -106,38 +95,25 @@ def test_a_response_does_not_depend_on_the_batch_size(tiny, policy, engine, requ
         assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
 
 
-def test_a_response_depends_on_neither_order_nor_company(engine, requests):
+def test_a_response_depends_on_its_prompt_and_seed_and_not_on_order_or_other_requests(engine, requests):
     expected = dict(zip(requests, responses(engine.generate(requests, params())), strict=True))
-    shuffled = random.Random(1).sample(requests, len(requests))
-    assert responses(engine.generate(shuffled, params())) == [expected[request] for request in shuffled]
-    few = requests[1::5]
-    assert responses(engine.generate(few, params())) == [expected[request] for request in few]
-
-
-def test_a_response_depends_on_its_seed_alone_among_requests_of_one_prompt(engine, requests):
-    seeds = [5, 6, 5, 7, 8, 9]
-    same = [GenerationRequest("problem", index, requests[0].prompt_ids, seed) for index, seed in enumerate(seeds)]
+    for others in (random.Random(1).sample(requests, len(requests)), requests[1::5]):
+        assert responses(engine.generate(others, params())) == [expected[request] for request in others]
+    same = [replace(requests[0], sample_index=index, seed=seed) for index, seed in enumerate([5, 6, 5, 7, 8, 9])]
     found = responses(engine.generate(same, params()))
-    assert found[0] == found[2]
-    assert len(set(found)) == 5
+    assert found[0] == found[2] and len(set(found)) == 5
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.1], ids=["never", "at every step"])
-def test_taking_ended_rows_out_of_the_batch_changes_no_result(engine, requests, monkeypatch, threshold):
-    expected = engine.generate(requests, params())
-    kept = []
-    compact = megatron_engine._Decoding.compact
+def test_removing_ended_rows_from_the_batch_changes_no_result(engine, requests, monkeypatch, threshold):
+    expected, kept, compact = engine.generate(requests, params()), [], megatron_engine._Decoding.compact
     monkeypatch.setattr(megatron_engine, "COMPACT_BELOW", threshold)
     monkeypatch.setattr(
         megatron_engine._Decoding, "compact", lambda self: (compact(self), kept.append(len(self.rows)))[0]
     )
-    found = engine.generate(requests, params())
-    assert responses(found) == responses(expected)
+    assert responses(engine.generate(requests, params())) == responses(expected)
     assert bool(kept) == (threshold > 1)
     assert not kept or min(kept) < len(requests) / 2, "too few responses ended early for this test"
-
-
-# --- where it ends ------------------------------------------------------------------------------------------------
 
 
 def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_tokens(engine, requests):
@@ -151,47 +127,21 @@ def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_t
     assert {rollout.finished for rollout in rollouts} == {True, False}, "both kinds are to be tested"
 
 
-def test_a_stop_token_at_the_last_possible_place_finishes_the_response(engine, requests):
-    long = next(r for r in engine.generate(requests, params()) if r.finished and len(r.response_ids) > 1)
-    request = GenerationRequest("problem", 0, long.prompt_ids, long.seed)
-    (exact,) = engine.generate([request], params(max_new_tokens=len(long.response_ids)))
-    (short,) = engine.generate([request], params(max_new_tokens=len(long.response_ids) - 1))
-    assert (exact.response_ids, exact.finished) == (long.response_ids, True)
-    assert (short.response_ids, short.finished) == (long.response_ids[:-1], False)
+def test_a_stop_token_in_a_prompt_ends_nothing(engine):
+    one, longer = (GenerationRequest("p", 0, prompt, seed=0) for prompt in ((12, 1, 13), (14, 1, 2, 3, 15, 16)))
+    found = responses(engine.generate([one, longer], params(0.0)))
+    assert all(found) and found[1:] == responses(engine.generate([longer], params(0.0)))
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 3])
-def test_fewer_new_tokens_give_the_beginning_of_the_same_responses(engine, requests, max_new_tokens):
-    whole = responses(engine.generate(requests, params()))
-    found = responses(engine.generate(requests, params(max_new_tokens=max_new_tokens)))
-    assert found == [response[:max_new_tokens] for response in whole]
-
-
-def test_a_stop_token_in_a_prompt_ends_nothing(engine, requests):
-    prompt = (12, 1, 13)
-    company = GenerationRequest("longer", 0, (14, 1, 2, 3, 15, 16), seed=1)
-    found = engine.generate([GenerationRequest("problem", 0, prompt, seed=0), company], params(0.0))
-    assert all(len(rollout.response_ids) >= 1 for rollout in found)
-    alone = engine.generate([company], params(0.0))
-    assert found[1].response_ids == alone[0].response_ids
-
-
-# --- what a rollout says ------------------------------------------------------------------------------------------
-
-
-def test_a_rollout_has_its_request_and_the_text_without_the_stop_token(engine, requests):
+def test_a_rollout_has_its_request_its_version_and_the_text_without_the_stop_token(engine, requests):
+    engine.policy_version = 3
     rollouts = engine.generate(requests, params())
+    assert {rollout.policy_version for rollout in rollouts} == {3} and engine.generate([], params()) == []
     for request, rollout in zip(requests, rollouts, strict=True):
         assert (rollout.problem_id, rollout.sample_index, rollout.prompt_ids, rollout.seed) == (
             request.problem_id, request.sample_index, request.prompt_ids, request.seed)
         spoken = rollout.response_ids[:-1] if rollout.finished else rollout.response_ids
         assert rollout.text == " ".join(map(str, spoken))
-
-
-def test_rollouts_carry_the_engines_policy_version(engine, requests):
-    assert {rollout.policy_version for rollout in engine.generate(requests[:2], params())} == {0}
-    engine.policy_version = 3
-    assert {rollout.policy_version for rollout in engine.generate(requests[:2], params())} == {3}
 
 
 def test_padding_of_the_vocabulary_is_never_sampled(tiny, policy, requests):
@@ -202,24 +152,17 @@ def test_padding_of_the_vocabulary_is_never_sampled(tiny, policy, requests):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_generation_leaves_the_model_in_the_mode_that_it_found(engine, policy, requests, training):
+def test_generation_restores_the_models_mode(engine, policy, requests, training):
     policy.chunks[0].train(training)
     engine.generate(requests[:2], params(max_new_tokens=2))
     assert policy.chunks[0].training == training
 
 
-def test_no_requests_give_no_rollouts(engine):
-    assert engine.generate([], params()) == []
-
-
 @pytest.mark.parametrize("size", ["context_parallel_size", "expert_model_parallel_size"])
-def test_splits_whose_ranks_would_wait_for_each_other_are_an_error(tiny, policy, monkeypatch, size):
+def test_context_and_expert_parallelism_are_refused(tiny, policy, monkeypatch, size):
     monkeypatch.setattr(get_model_config(policy.chunks[0]), size, 2)
-    with pytest.raises(ValueError, match="neither context nor expert parallelism"):
+    with pytest.raises(ValueError, match="context nor expert"):
         tiny.build_engine(policy)
-
-
-# --- stop strings and limits of single requests ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [("7",), ("3 1", "00"), ("5 ",)])
@@ -242,7 +185,7 @@ def test_stop_strings_cut_the_same_responses(tiny, policy, engine, requests, sto
     assert {(False, True), (True, False)} <= ended, "both kinds are to be tested"
 
 
-def test_a_stop_string_at_the_last_possible_place_is_told(engine, requests):
+def test_a_stop_string_at_the_limit_ends_the_response(engine, requests):
     cut = next(r for r in engine.generate(requests, replace(params(), stop=("7",))) if r.stop)
     request = GenerationRequest("problem", 0, cut.prompt_ids, cut.seed, max_new_tokens=len(cut.response_ids))
     (exact,) = engine.generate([request], replace(params(), stop=("7",)))
@@ -253,8 +196,9 @@ def test_a_requests_own_limit_cuts_its_response_and_no_other(engine, requests):
     whole = responses(engine.generate(requests, params()))
     limits = [1 + place % 11 for place in range(len(requests))]  # some of them above the common one
     own = [replace(request, max_new_tokens=limit) for request, limit in zip(requests, limits, strict=True)]
-    longer = responses(engine.generate(requests, params(max_new_tokens=11)))
-    found = engine.generate(own, params())
-    assert responses(found) == [ids[:limit] for ids, limit in zip(longer, limits, strict=True)]
+    longer, found = engine.generate(requests, params(max_new_tokens=11)), engine.generate(own, params())
+    for one, other, limit in zip(found, longer, limits, strict=True):
+        assert one.response_ids == other.response_ids[:limit]
+        assert one.finished == (other.finished and len(other.response_ids) <= limit)
     mixed = engine.generate([own[0], *requests[1:]], params())
     assert responses(mixed) == [whole[0][: limits[0]], *whole[1:]]

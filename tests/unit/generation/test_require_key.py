@@ -1,20 +1,14 @@
-"""A server that the run starts asks for its key everywhere but at the look at its health."""
-
-from __future__ import annotations
+"""A managed server asks for its key everywhere except at the health check."""
 
 import asyncio
-import runpy
-from pathlib import Path
 
 import pytest
 
-import nemo_edo.generation
-
-MIDDLEWARE = Path(nemo_edo.generation.__file__).parent / "inside_server" / "require_key.py"
+from nemo_edo.generation.inside_server.require_key import RequireKey
 
 
 def status(monkeypatch, path: str, key: str | None, kind: str = "http") -> object:
-    """What the server says; "passed" where the request has reached it."""
+    """The server's status; "passed" where the request has reached it."""
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     told: list = []
@@ -25,8 +19,7 @@ def status(monkeypatch, path: str, key: str | None, kind: str = "http") -> objec
     async def send(message: dict) -> None:
         told.append(message.get("status", message["type"]))
 
-    require_key = runpy.run_path(str(MIDDLEWARE))["RequireKey"](app)
-    asyncio.run(require_key({"type": kind, "path": path, "headers": headers}, None, send))
+    asyncio.run(RequireKey(app)({"type": kind, "path": path, "headers": headers}, None, send))
     return told[0]
 
 
@@ -34,14 +27,12 @@ PATHS = ["/v1/completions", "/collective_rpc", "/sleep", "/metrics", "/", "/heal
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_not_health_needs_the_key(monkeypatch, path: str):
-    assert status(monkeypatch, path, None) == 401
-    assert status(monkeypatch, path, "another") == 401
-    assert status(monkeypatch, path, "") == 401
+def test_every_other_path_needs_the_key(monkeypatch, path: str):
+    assert [status(monkeypatch, path, key) for key in (None, "another", "")] == [401] * 3
     assert status(monkeypatch, path, "the key") == "passed"
     assert status(monkeypatch, path, None, "websocket") == "websocket.close"
 
 
-def test_health_needs_none_nor_does_the_servers_own_start(monkeypatch):
+def test_health_checks_and_the_servers_start_need_no_key(monkeypatch):
     assert status(monkeypatch, "/health", None) == "passed"
     assert status(monkeypatch, "/collective_rpc", None, "lifespan") == "passed"

@@ -18,7 +18,7 @@ def random_logits(rows: int, columns: int, seed: int = 0, scale: float = 3.0) ->
     return scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(logits: torch.Tensor, uniforms, params: SamplingParams) -> torch.Tensor:
+def sampled(logits: torch.Tensor, uniforms, params: SamplingParams) -> torch.Tensor:
     """Tokens for one row of logits at many uniforms."""
     uniforms = torch.as_tensor(uniforms, dtype=torch.float32)
     return choose_tokens(logits.expand(len(uniforms), -1), uniforms, params)[0]
@@ -35,64 +35,48 @@ def nucleus(probs: torch.Tensor, top_p: float) -> set[int]:
     return kept
 
 
-# --- frequencies --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_frequencies_are_the_probabilities(temperature, top_p):
     logits = random_logits(1, 12, scale=1.5)
-    draws = request_uniforms([42], 50_000)[0]
-    found = torch.bincount(draw(logits, draws, sampling(temperature, top_p)), minlength=12)
+    uniforms = request_uniforms([42], 50_000)[0]
+    found = torch.bincount(sampled(logits, uniforms, sampling(temperature, top_p)), minlength=12)
     probs = (logits[0].double() / temperature).softmax(-1)
     kept = sorted(nucleus(probs, top_p))
     assert found.sum() == found[kept].sum()
-    expected = probs[kept] / probs[kept].sum() * len(draws)
+    expected = probs[kept] / probs[kept].sum() * len(uniforms)
     assert chisquare(found[kept].numpy(), expected.numpy()).pvalue > 0.01
 
 
-def test_each_row_is_drawn_from_its_own_logits():
+def test_each_row_is_sampled_from_its_logits():
     """Tokens follow the inverse of the cumulative distribution, computed here with NumPy row by row."""
     logits = random_logits(200, 30)
     uniforms = request_uniforms([1], 200)[0]
     tokens, _ = choose_tokens(logits, uniforms, sampling())
     for row in range(200):
         cumulative = np.cumsum(logits[row].double().softmax(-1).numpy())
-        if np.abs(cumulative - uniforms[row].item()).min() > 1e-6:  # else rounding may decide
+        if np.abs(cumulative - uniforms[row].item()).min() > 1e-6:  # otherwise rounding may decide
             assert tokens[row] == np.searchsorted(cumulative, uniforms[row].item(), side="right")
 
 
-def test_temperature_zero_takes_the_most_likely_token_and_the_first_of_equals():
-    logits = random_logits(50, 30)
-    tokens, _ = choose_tokens(logits, torch.rand(50), sampling(0.0))
-    assert torch.equal(tokens, logits.argmax(-1))
-    assert draw(torch.tensor([[1.0, 5.0, 0.0, 5.0]]), [LOWEST, 0.7, HIGHEST], sampling(0.0)).tolist() == [1, 1, 1]
-
-
-# --- top-p --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_top_p_keeps_exactly_the_nucleus(top_p, seed):
     logits = random_logits(1, 20, seed=seed)
     uniforms = torch.linspace(0, HIGHEST, 200_000)
-    drawn = set(draw(logits, uniforms, sampling(1.0, top_p)).tolist())
+    found = set(sampled(logits, uniforms, sampling(1.0, top_p)).tolist())
     probs = logits[0].softmax(-1)
     expected = nucleus(probs, top_p)
-    assert drawn <= expected
+    assert found <= expected
     share = {token: float(probs[token] / probs[list(expected)].sum()) for token in expected}
-    assert {token for token in expected if share[token] > 1e-5} <= drawn  # rarer ones lie between the uniforms
+    assert {token for token in expected if share[token] > 1e-5} <= found  # rarer ones fall between the uniforms
 
 
-def test_top_p_is_taken_of_the_temperature_scaled_probabilities():
+def test_top_p_cuts_the_temperature_scaled_probabilities():
     logits = torch.log(torch.tensor([[0.6, 0.3, 0.1]]))
     uniforms = torch.linspace(0, HIGHEST, 1000)
-    assert set(draw(logits, uniforms, sampling(1.0, 0.7)).tolist()) == {0, 1}
-    assert set(draw(logits, uniforms, sampling(0.5, 0.7)).tolist()) == {0}  # 0.36 : 0.09 : 0.01
-
-
-# --- probability zero ---------------------------------------------------------------------------------------------
+    assert set(sampled(logits, uniforms, sampling(1.0, 0.7)).tolist()) == {0, 1}
+    assert set(sampled(logits, uniforms, sampling(0.5, 0.7)).tolist()) == {0}  # 0.36 : 0.09 : 0.01
 
 
 @pytest.mark.parametrize("params", [sampling(), sampling(0.5), sampling(1.0, 0.9)], ids=str)
@@ -106,18 +90,10 @@ def test_tokens_of_probability_zero_are_never_chosen(params, columns):
     logits[0, columns // 2] = 0.0
     possible = (logits / params.temperature).softmax(-1) > 0
     for uniform in (LOWEST, 1e-30, 0.5, 1 - 2.0**-20, HIGHEST):
-        tokens, log_probs = choose_tokens(logits, torch.full((16,), uniform), params)
+        tokens, logprobs = choose_tokens(logits, torch.full((16,), uniform), params)
         assert possible.gather(1, tokens[:, None]).all()
-        assert torch.isfinite(log_probs).all()
+        assert torch.isfinite(logprobs).all()
         assert tokens[0] == columns // 2
-
-
-def test_the_lowest_uniform_takes_the_first_possible_token_and_the_highest_the_last():
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf, 0.0, -torch.inf]])
-    assert draw(logits, [LOWEST, HIGHEST], sampling()).tolist() == [1, 4]
-
-
-# --- log-probabilities --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,34 +101,17 @@ def test_the_lowest_uniform_takes_the_first_possible_token_and_the_highest_the_l
     ("params", "scale"), [(sampling(), 1.0), (sampling(0.7), 0.7), (sampling(0.7, 0.5), 0.7), (sampling(0.0), 1.0)],
     ids=str,
 )
-def test_log_probs_are_those_of_the_temperature_scaled_softmax_before_any_cut(params, scale, dtype):
+def test_logprobs_are_those_of_the_temperature_scaled_softmax_before_any_cut(params, scale, dtype):
     logits = random_logits(40, 25).to(dtype)
-    tokens, log_probs = choose_tokens(logits, request_uniforms([3], 40)[0], params)
+    tokens, logprobs = choose_tokens(logits, request_uniforms([3], 40)[0], params)
     expected = torch.log_softmax(logits.double() / scale, dim=-1).gather(1, tokens[:, None]).squeeze(1)
-    assert (tokens.dtype, log_probs.dtype) == (torch.int64, torch.float32)
-    torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=1e-5)
-
-
-# --- uniforms -----------------------------------------------------------------------------------------------------
-
-
-def test_uniforms_depend_on_the_seed_alone():
-    alone, together = request_uniforms([7], 5), request_uniforms([3, 7, 11], 9)
-    assert torch.equal(alone[0], together[1, :5])
-    assert not torch.equal(together[0], together[2])
+    assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [1, 28, 29])
-def test_uniforms_are_those_of_a_generator_of_each_seeds_own(length):
+def test_uniforms_are_those_of_a_separate_generator_per_seed_whatever_the_other_seeds(length):
     seeds = [0, 7, 2**63, 2**64 - 1, 2**64, 2**100 + 5]
     own = [np.random.Generator(np.random.Philox(key=seed)).random(length, dtype=np.float32) for seed in seeds]
     assert request_uniforms(seeds, length).tolist() == np.stack(own).tolist()
-
-
-def test_uniforms_of_neighbouring_seeds_are_uniform_and_uncorrelated():
-    uniforms = request_uniforms(range(1000), 20)
-    assert uniforms.min() >= 0 and uniforms.max() < 1
-    counts = torch.histc(uniforms, 50, 0, 1)
-    assert chisquare(counts.numpy()).pvalue > 0.01
-    correlation = torch.corrcoef(torch.stack([uniforms[:-1].flatten(), uniforms[1:].flatten()]))[0, 1]
-    assert abs(correlation) < 0.03
+    assert len({tuple(row) for row in np.stack(own).tolist()}) == len(seeds)

@@ -1,6 +1,4 @@
-"""An answer of a server is taken for one only where it can be one."""
-
-from __future__ import annotations
+"""A server's answer is used only where it fits its request."""
 
 import copy
 import math
@@ -10,18 +8,20 @@ import pytest
 from nemo_edo.generation.server_api import completion_body, read_answer
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.generation.vllm_server import VLLM
-from nemo_edo.http_client import Fault
 from nemo_edo.types import GenerationRequest, SamplingParams
+from nemo_edo.utils.http import Fault
 
-STOP, VOCABULARY = 1, 50
+STOP, OTHER_STOP, VOCABULARY = 1, 2, 50
+STOPS = (STOP, OTHER_STOP)
 REQUEST = GenerationRequest("p-0", 3, (5, 6), seed=2**62)
 SAMPLING = SamplingParams(0.7, 1.0, 4)
-BODY = {"choices": [{"token_ids": [7, 8, STOP], "logprobs": {"token_logprobs": [-0.1, 0, -2.5]},
+MODEL = "policy"
+BODY = {"model": MODEL, "choices": [{"token_ids": [7, 8, STOP], "logprobs": {"token_logprobs": [-0.1, 0, -2.5]},
                      "finish_reason": "stop", "prompt_token_ids": [5, 6]}]}
 
 
 def read(body: object):
-    return read_answer(body, REQUEST, SAMPLING, STOP, VOCABULARY)
+    return read_answer(body, MODEL, REQUEST, SAMPLING, STOPS, VOCABULARY)
 
 
 def changed(**fields) -> dict:
@@ -34,15 +34,25 @@ def changed(**fields) -> dict:
     return body
 
 
+@pytest.mark.parametrize(("body", "said"), [
+    ({**BODY, "model": "another"}, "of the model 'another', expected 'policy'"),
+    ({**BODY, "model": ["policy"]}, "of the model"),
+    (changed(logprobs=None), "without log-probabilities"), (changed(logprobs={}), "without log-probabilities"),
+    (changed(token_logprobs=None), "without log-probabilities"), (changed(logprobs=[-1]), "without log-probabilities"),
+])  # fmt: skip
+def test_another_models_answer_and_one_without_log_probabilities_are_named(body: dict, said: str):
+    with pytest.raises(Fault, match=said):
+        read(body)
+    assert read({name: value for name, value in BODY.items() if name != "model"}).ids == (7, 8, STOP)
+
+
 def test_an_answer_ends_by_its_stop_token_or_by_its_length():
     ended = read(BODY)
     assert (ended.ids, ended.logprobs, ended.finished) == ((7, 8, STOP), (-0.1, 0, -2.5), True)
     cut = read(changed(token_ids=[7, 8, 9, 7], token_logprobs=[-0.1] * 4, finish_reason="length"))
     assert (cut.ids, cut.finished) == ((7, 8, 9, 7), False)
-
-
-def test_a_stop_token_in_the_last_place_ends_an_answer():
-    assert read(changed(token_ids=[7, 8, 9, STOP], token_logprobs=[-0.1] * 4)).finished
+    assert read(changed(token_ids=[7, 8, 9, STOP], token_logprobs=[-0.1] * 4)).finished  # at the limit
+    assert read(changed(token_ids=[7, 8, OTHER_STOP])).finished
 
 
 @pytest.mark.parametrize("body", [
@@ -51,63 +61,51 @@ def test_a_stop_token_in_the_last_place_ends_an_answer():
     changed(token_ids=[7, True, STOP]), changed(token_ids=[7, VOCABULARY, STOP]), changed(token_ids=[7, -1, STOP]),
     changed(token_ids=[7, 8, 9, 7, STOP], token_logprobs=[-0.1] * 5),
     changed(token_ids=[7, STOP, 8, STOP], token_logprobs=[-0.1] * 4),
+    changed(token_ids=[OTHER_STOP, 8, STOP]),
     changed(token_logprobs=[-0.1, -0.2]), changed(token_logprobs=[-0.1, None, -0.2]), changed(logprobs=None),
     changed(token_logprobs=[-0.1, math.nan, -0.2]), changed(token_logprobs=[-0.1, -math.inf, -0.2]),
+    changed(token_logprobs=[-0.1, -(10**400), -0.2]),
     changed(token_logprobs=[-0.1, 0.5, -0.2]), changed(token_logprobs=[-0.1, "-0.2", -0.2]),
     changed(finish_reason="length"), changed(finish_reason="abort"), changed(finish_reason=None),
     changed(token_ids=[7, 8, 9]), changed(token_ids=[7, 8, 9], finish_reason="length"),
-    changed(prompt_token_ids=[5, 7]), changed(prompt_token_ids=7),
+    changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2]),
+    changed(prompt_token_ids=[5, 7]), changed(prompt_token_ids=7), {"choices": [[]]}, {"choices": ["text"]},
 ])  # fmt: skip
-def test_what_is_no_answer_is_a_fault(body: object):
+def test_any_other_answer_is_a_fault(body: object):
     with pytest.raises(Fault):
         read(body)
 
 
 @pytest.mark.parametrize("api", [VLLM(), TRTLLM()], ids=lambda api: api.backend)
-def test_a_request_names_its_prompt_seed_and_its_only_end(api):
-    body = completion_body(api, "policy", REQUEST, SamplingParams(0.7, 0.9, 4), STOP)
+def test_a_request_has_its_prompt_seed_sampling_and_its_only_ends(api):
+    body = completion_body(api, "policy", REQUEST, SamplingParams(0.7, 0.9, 4, stop=("x", "y")), STOPS)
     assert (body["prompt"], body["seed"], body["max_tokens"]) == ([5, 6], 2**62, 4)
     assert (body["temperature"], body["top_p"]) == (0.7, 0.9)
-    assert (body["ignore_eos"], body["stop_token_ids"]) == (True, [STOP])
+    assert (body["ignore_eos"], body["stop_token_ids"]) == (True, list(STOPS))
+    assert (body["stop"], body["include_stop_str_in_output"]) == (["x", "y"], True)
+    greedy = completion_body(api, "policy", REQUEST, SamplingParams(0.0, 0.9, 4), STOPS)
+    assert "stop" not in greedy and greedy["top_p"] == 1.0
 
-
-def test_greedy_decoding_cuts_nothing_from_the_distribution():
-    assert completion_body(VLLM(), "policy", REQUEST, SamplingParams(0.0, 0.9, 4), STOP)["top_p"] == 1.0
-
-
-# --- stop strings ---------------------------------------------------------------------------------------------------
 
 STOPPED = SamplingParams(0.7, 1.0, 4, stop=("x", "y"))
 
 
-def test_an_answer_may_end_at_a_stop_string_where_one_was_asked_for():
+def test_an_answer_may_end_at_a_stop_string_only_where_one_was_requested_or_otherwise():
     body = changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2])
-    ended = read_answer(body, REQUEST, STOPPED, STOP, VOCABULARY)
+    ended = read_answer(body, MODEL, REQUEST, STOPPED, STOPS, VOCABULARY)
     assert (ended.ids, ended.finished, ended.at_string) == ((7, 8), False, True)
-    with pytest.raises(Fault):
-        read(body)
-
-
-def test_an_answer_to_stop_strings_may_end_otherwise():
-    assert not read_answer(BODY, REQUEST, STOPPED, STOP, VOCABULARY).at_string
     cut = changed(token_ids=[7, 8, 9, 7], token_logprobs=[-0.1] * 4, finish_reason="length")
-    assert not read_answer(cut, REQUEST, STOPPED, STOP, VOCABULARY).at_string
+    for other in (BODY, cut):
+        assert not read_answer(other, MODEL, REQUEST, STOPPED, STOPS, VOCABULARY).at_string
+    body["choices"][0]["finish_reason"] = "length"
     with pytest.raises(Fault):
-        read_answer(changed(token_ids=[7, 8], token_logprobs=[-0.1] * 2, finish_reason="length"), REQUEST, STOPPED,
-                    STOP, VOCABULARY)
+        read_answer(body, MODEL, REQUEST, STOPPED, STOPS, VOCABULARY)
 
 
-@pytest.mark.parametrize("api", [VLLM(), TRTLLM()], ids=lambda api: api.backend)
-def test_stop_strings_are_asked_for_with_themselves_in_the_output(api):
-    body = completion_body(api, "policy", REQUEST, STOPPED, STOP)
-    assert (body["stop"], body["include_stop_str_in_output"]) == (["x", "y"], True)
-    assert "stop" not in completion_body(api, "policy", REQUEST, SAMPLING, STOP)
-
-
-def test_a_requests_own_limit_is_asked_for_and_checked():
+def test_a_requests_own_limit_is_sent_and_checked():
     own = GenerationRequest("p-0", 3, (5, 6), seed=1, max_new_tokens=2)
-    assert completion_body(VLLM(), "policy", own, SAMPLING, STOP)["max_tokens"] == 2
+    assert completion_body(VLLM(), "policy", own, SAMPLING, STOPS)["max_tokens"] == 2
     cut = changed(token_ids=[7, 8], token_logprobs=[-0.1] * 2, finish_reason="length")
-    assert read_answer(cut, own, SAMPLING, STOP, VOCABULARY).ids == (7, 8)
+    assert read_answer(cut, MODEL, own, SAMPLING, STOPS, VOCABULARY).ids == (7, 8)
     with pytest.raises(Fault):
-        read_answer(BODY, own, SAMPLING, STOP, VOCABULARY)
+        read_answer(BODY, MODEL, own, SAMPLING, STOPS, VOCABULARY)

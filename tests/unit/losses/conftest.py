@@ -6,14 +6,16 @@ import torch
 
 
 def _random_batch(seed: int, sequences: int = 6, tokens: int = 5) -> SimpleNamespace:
-    """Float64 log-probabilities, advantages and masks of random lengths, some of them 0; the first row is full."""
+    """Float64 log-probabilities, advantages and masks of random lengths.
+
+    The first three rows are full, of one token, and empty."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     lengths = torch.randint(0, tokens + 1, (sequences,), generator=generator)
-    lengths[0] = tokens
+    lengths[:3] = torch.tensor([tokens, 1, 0])
     old = -normal(sequences, tokens).abs() - 0.1
     return SimpleNamespace(
         old=old,
@@ -31,7 +33,9 @@ def random_batch():
 
 
 class EnumerablePolicy:
-    """All responses over tokens {0, 1, end} of at most three tokens, with a logit row for each prefix."""
+    """A softmax at every node of a prefix tree, float64: all responses over {0, 1, end} of at most three tokens.
+
+    Expectations over its responses are exact sums, so what is checked is the theory, signs included, and not luck."""
 
     LENGTH, VOCABULARY, END = 3, 3, 2
 
@@ -61,15 +65,10 @@ class EnumerablePolicy:
         ]
         return torch.stack([torch.stack(row) for row in rows])
 
-    def position_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[responses, LENGTH, VOCABULARY]: the row of each token's prefix, with NaN in the padding."""
-        rows = [[self.row[y[:t]] if t < len(y) else 0 for t in range(self.LENGTH)] for y in self.responses]
-        return torch.where(self.mask[..., None] == 1, logits[torch.tensor(rows)], torch.nan)
-
     def probabilities(self, logprobs: torch.Tensor) -> torch.Tensor:
         return torch.where(self.mask == 1, logprobs, 0.0).sum(1).exp()
 
 
 @pytest.fixture(scope="session")
-def enumerable_policy():
+def policy():
     return EnumerablePolicy()

@@ -1,5 +1,6 @@
 import math
-from itertools import combinations
+from functools import partial
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -7,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_edo.losses import (
-    exploration_term,
     group_advantages,
     informative_groups,
     pass_at_k_advantages,
     positive_downweighted_advantages,
+    soft_overlong_penalty,
 )
 
 few = settings(max_examples=30, deadline=None, derandomize=True)
@@ -33,9 +34,9 @@ def rewards_in_groups(draw):
 @every_kind
 @every_baseline
 @few
-@given(data=rewards_in_groups())
-def test_each_group_agrees_with_the_formula_written_out(scale, baseline, data):
-    rewards, ids = data
+@given(data=rewards_in_groups(), eighths=st.integers(-40, 40))
+def test_each_group_agrees_with_the_formula_sums_to_zero_and_ignores_a_shift(scale, baseline, data, eighths):
+    rewards, ids = (data[0] * 8).round() / 8, data[1]  # so that the shift rounds nothing
     found = group_advantages(rewards, ids, scale=scale, baseline=baseline)
     for group in ids.unique():
         r = rewards[ids == group]
@@ -44,44 +45,9 @@ def test_each_group_agrees_with_the_formula_written_out(scale, baseline, data):
         if scale == "std":
             expected = expected / (r.std(correction=0) + 1e-6)
         torch.testing.assert_close(found[ids == group], expected, rtol=1e-9, atol=1e-9)
-
-
-@every_kind
-@every_baseline
-@few
-@given(data=rewards_in_groups(), shift=st.floats(-5, 5))
-def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(scale, baseline, data, shift):
-    rewards, ids = data
-    found = group_advantages(rewards, ids, scale=scale, baseline=baseline)
-    for group in ids.unique():
         assert found[ids == group].sum().item() == pytest.approx(0, abs=1e-9)
-    rounded = (rewards * 8).round() / 8  # a group that is equal but for the shift's rounding is another matter
-    shift = round(shift * 8) / 8
-    torch.testing.assert_close(
-        group_advantages(rounded + shift, ids, scale=scale, baseline=baseline),
-        group_advantages(rounded, ids, scale=scale, baseline=baseline),
-        rtol=0, atol=1e-9,
-    )
-
-
-@few
-@given(data=rewards_in_groups(), factor=st.floats(0.1, 10))
-def test_with_std_the_scale_of_the_rewards_does_not_matter(data, factor):
-    rewards, ids = data
-    plain, scaled = (group_advantages(r, ids, scale="std", epsilon=0.0) for r in (rewards, factor * rewards))
-    torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-6)
-
-
-@every_kind
-@every_baseline
-@few
-@given(data=rewards_in_groups(), random=st.randoms(use_true_random=False))
-def test_a_permutation_of_the_responses_permutes_their_advantages(scale, baseline, data, random):
-    rewards, ids = data
-    order = torch.tensor(random.sample(range(len(ids)), len(ids)))
-    found = group_advantages(rewards[order], ids[order], scale=scale, baseline=baseline)
-    expected = group_advantages(rewards, ids, scale=scale, baseline=baseline)[order]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    shifted = group_advantages(rewards + eighths / 8, ids, scale=scale, baseline=baseline)
+    torch.testing.assert_close(shifted, found, rtol=0, atol=1e-9)
 
 
 @every_kind
@@ -91,36 +57,6 @@ def test_a_permutation_of_the_responses_permutes_their_advantages(scale, baselin
 def test_equal_rewards_give_exact_zeros(scale, baseline, reward, size):
     rewards = torch.full((size,), reward, dtype=torch.float32)
     assert torch.equal(group_advantages(rewards, [4] * size, scale=scale, baseline=baseline), torch.zeros(size))
-
-
-def test_binary_rewards_give_the_textbook_values():
-    found = group_advantages(torch.tensor([1, 0, 0, 0]), [7, 7, 7, 7])
-    expected = torch.tensor([3.0, -1.0, -1.0, -1.0]) / 3**0.5
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert found.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("rewards", "ids", "options", "message"),
-    [
-        ([1.0, 0.0, 1.0], [1, 1, 2], {}, r"groups \[2\] have one response each"),
-        ([1.0, torch.nan], [1, 1], {}, r"not finite at rows \[1\]"),
-        ([torch.inf, 0.0], [1, 1], {}, r"not finite at rows \[0\]"),
-        ([1.0, 0.0], [1, 1, 1], {}, r"rewards \(2,\) and group_ids \(3,\)"),
-        ([[1.0, 0.0]], [[1, 1]], {}, r"must both be \[B\]"),
-        ([1.0, 0.0], [1, 1], {"scale": "max"}, "scale is 'max'"),
-        ([1.0, 0.0], [1, 1], {"baseline": "none"}, "baseline is 'none'"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_errors(rewards, ids, options, message):
-    with pytest.raises(ValueError, match=message):
-        group_advantages(torch.tensor(rewards), ids, **options)
-
-
-def test_ids_that_are_no_integers_are_an_error_for_every_function_of_groups():
-    for function in (group_advantages, informative_groups, lambda r, ids: pass_at_k_advantages(r, ids, 2)):
-        with pytest.raises(ValueError, match="group_ids are of type torch.float32, expected integers"):
-            function(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5]))
 
 
 def test_rewards_as_a_list_give_what_a_tensor_gives_and_no_rewards_give_no_advantages():
@@ -145,37 +81,14 @@ def test_informative_groups_keeps_whole_groups_whose_rewards_differ_and_whose_me
             assert bounded[ids == group].tolist() == [differ and low <= mean <= low + width] * len(r)
 
 
-@few
-@given(data=rewards_in_groups())
-def test_the_groups_left_out_are_those_without_any_advantage(data):
-    rewards, ids = data
-    kept, advantages = informative_groups(rewards, ids), group_advantages(rewards, ids)
-    assert kept.dtype == torch.bool
-    assert (advantages[~kept] == 0).all()
-    for group in ids[kept].unique():
-        assert (advantages[ids == group] != 0).any()
-
-
-def test_the_bounds_of_the_difficulty_filter_are_included_and_each_may_be_left_out():
-    rewards = torch.tensor([1.0] * 1 + [0.0] * 4 + [1.0] * 3 + [0.0] * 2 + [1.0] * 4 + [0.0])
-    ids = [0] * 5 + [1] * 5 + [2] * 5
-
-    def kept(**bounds):
-        return informative_groups(rewards, ids, **bounds)[::5].tolist()
-
-    assert kept(low=0.2, high=0.6) == [True, True, False]
-    assert kept(low=0.6) == [False, True, True]
-    assert kept(high=0.2) == [True, False, False]
-    assert kept(low=0.21, high=0.59) == [False, False, False]
-
-
-def test_informative_groups_as_exploration_weights_leave_out_equal_groups_and_keep_the_count(random_batch):
-    batch = random_batch(3)
-    kept = informative_groups(torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), [0, 0, 1, 1, 2, 2])
-    term = exploration_term(batch.logprobs, batch.old, batch.mask, reduction="seq-sum", weights=kept)
-    alone = exploration_term(batch.logprobs[:2], batch.old[:2], batch.mask[:2], reduction="seq-sum")
-    torch.testing.assert_close(term.sum, alone.sum)
-    assert term.count == (batch.lengths > 0).sum()
+@pytest.mark.parametrize(("bounds", "kept"), [
+    ({"low": 0.2, "high": 0.6}, [True, True, False]), ({"low": 0.6}, [False, True, True]),
+    ({"high": 0.2}, [True, False, False]), ({"low": 0.2, "high": 0.2}, [True, False, False]),
+    ({"low": 0.21, "high": 0.59}, [False, False, False]),
+])
+def test_the_bounds_of_the_difficulty_filter_are_included_and_each_may_be_left_out(bounds, kept):
+    rewards = [1.0] * 1 + [0.0] * 4 + [1.0] * 3 + [0.0] * 2 + [1.0] * 4 + [0.0]
+    assert informative_groups(rewards, [0] * 5 + [1] * 5 + [2] * 5, **bounds)[::5].tolist() == kept
 
 
 def best_of_subsets_advantages(rewards: list[int], k: int) -> list[float]:
@@ -192,36 +105,19 @@ def best_of_subsets_advantages(rewards: list[int], k: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
-def test_pass_at_k_advantages_are_the_mean_over_all_k_subsets(size):
-    for k in range(1, size + 1):
-        for correct in range(size + 1):
-            rewards = [0] * (size - correct) + [1] * correct
-            found = pass_at_k_advantages(torch.tensor(rewards, dtype=torch.float64), [5] * size, k)
-            expected = torch.tensor(best_of_subsets_advantages(rewards, k), dtype=torch.float64)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@few
-@given(data=rewards_in_groups(), k=st.integers(1, 2))
-def test_pass_at_k_advantages_of_shuffled_groups_of_any_size_are_those_of_each_group_alone(data, k):
-    rewards, ids = (data[0] > 0).double(), data[1]
-    found = pass_at_k_advantages(rewards, ids, k)
-    assert found.sum().item() == pytest.approx(0, abs=1e-9)
-    for group in ids.unique():
-        expected = torch.tensor(best_of_subsets_advantages(rewards[ids == group].int().tolist(), k))
-        torch.testing.assert_close(found[ids == group], expected.double(), rtol=1e-6, atol=1e-6)
-
-
-@few
-@given(data=rewards_in_groups())
-def test_pass_at_1_advantages_are_the_group_advantages(data):
-    rewards, ids = (data[0] > 0).double(), data[1]
-    expected = group_advantages(rewards, ids, epsilon=0.0)
-    torch.testing.assert_close(pass_at_k_advantages(rewards, ids, 1), expected, rtol=1e-12, atol=1e-12)
+def test_pass_at_k_advantages_are_the_mean_over_all_k_subsets_of_each_group(size):
+    ids = torch.tensor([5] * size + [-3] * (size + 1))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(size))
+    for k, correct in product(range(1, size + 1), range(size + 1)):
+        groups = [[0] * (size - correct) + [1] * correct, [1] * (size + 1 - correct) + [0] * correct]
+        found = pass_at_k_advantages(torch.tensor(sum(groups, []), dtype=torch.float64)[order], ids[order], k)
+        expected = [x for group in groups for x in best_of_subsets_advantages(group, k)]
+        expected = torch.tensor(expected, dtype=torch.float64)[order]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_pass_at_k_advantages_are_exact_zeros_where_every_subset_does_equally_well():
-    for rewards in ([0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]):  # with k = 2 one wrong response never stands alone
+    for rewards in ([0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]):  # k = 2: one wrong response is no subset
         assert torch.equal(pass_at_k_advantages(torch.tensor(rewards), [0] * 4, 2), torch.zeros(4))
 
 
@@ -233,37 +129,6 @@ def test_pass_at_k_advantages_of_a_large_group_do_not_overflow():
     assert found[1].item() == pytest.approx(-math.sqrt((1 - rate) / rate) / wrong, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "ids", "k", "message"),
-    [
-        ([1.0, 0.0, 1.0, 1.0, 0.0], [4, 4, 9, 9, 9], 3, r"k is 3, but groups \[4\] have fewer responses"),
-        ([1.0, 0.0], [0, 0], 0, "k is 0, expected at least 1"),
-        ([1.0, 0.5, -1.0], [0, 0, 0], 2, r"rewards has values \[0.5, -1.0\] at rows \[1, 2\], expected 0 or 1"),
-        ([1.0, torch.nan], [0, 0], 2, r"rewards are not finite at rows \[1\]"),
-        ([1.0, 0.0, 1.0], [0, 0, 1], 1, r"groups \[1\] have one response each"),
-        ([1.0, 0.0], [0, 0, 0], 2, r"rewards \(2,\) and group_ids \(3,\)"),
-    ],
-)
-def test_pass_at_k_arguments_that_do_not_fit_are_errors(rewards, ids, k, message):
-    with pytest.raises(ValueError, match=message):
-        pass_at_k_advantages(torch.tensor(rewards), ids, k)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "ids", "bounds", "message"),
-    [
-        ([1.0, 0.0, 1.0], [1, 1, 2], {}, r"groups \[2\] have one response each"),
-        ([1.0, torch.inf], [1, 1], {}, r"rewards are not finite at rows \[1\]"),
-        ([1.0, 0.0], [1], {}, r"rewards \(2,\) and group_ids \(1,\)"),
-        ([1.0, 0.0], [1, 1], {"low": 0.8, "high": 0.2}, "low is 0.8 and high is 0.2"),
-        ([1.0, 0.0], [1, 1], {"low": math.nan}, "low is nan"),
-    ],
-)
-def test_filter_arguments_that_do_not_fit_are_errors(rewards, ids, bounds, message):
-    with pytest.raises(ValueError, match=message):
-        informative_groups(torch.tensor(rewards), ids, **bounds)
-
-
 @pytest.mark.parametrize("wrong", [0.0, -1.0])
 def test_correct_responses_weigh_a_tenth_of_wrong_ones(wrong):
     rewards = torch.tensor([1.0, wrong, wrong], dtype=torch.float64)
@@ -271,26 +136,74 @@ def test_correct_responses_weigh_a_tenth_of_wrong_ones(wrong):
     assert positive_downweighted_advantages(rewards, positive=1, negative=0.5).tolist() == [1.0, -0.5, -0.5]
 
 
-def test_downweighted_positives_refuse_rewards_that_are_not_right_or_wrong_and_weights_below_zero():
-    with pytest.raises(ValueError, match=r"rewards has values \[0.5\] at rows \[1\], expected -1 or 0 or 1"):
-        positive_downweighted_advantages(torch.tensor([1.0, 0.5]))
-    with pytest.raises(ValueError, match=r"rewards has values \[nan\] at rows \[0\]"):
-        positive_downweighted_advantages(torch.tensor([torch.nan, 1.0]))
-    with pytest.raises(ValueError, match=r"rewards has shape \(1, 2\), expected \[B\]"):
-        positive_downweighted_advantages(torch.ones(1, 2))
-    with pytest.raises(ValueError, match="negative is -1.0, expected a finite number of at least 0"):
-        positive_downweighted_advantages(torch.ones(2), negative=-1.0)
-    with pytest.raises(ValueError, match="positive is nan"):
-        positive_downweighted_advantages(torch.ones(2), positive=math.nan)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64, torch.bool])
-def test_advantages_have_the_rewards_floating_type_and_no_gradient(dtype):
-    rewards = torch.tensor([1, 0, 0, 1]).to(dtype)
-    if rewards.is_floating_point():
-        rewards.requires_grad_()
-    expected = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    ids = [1, 1, 1, 1]
-    for found in (group_advantages(rewards, ids), pass_at_k_advantages(rewards, ids, 2),
-                  positive_downweighted_advantages(rewards)):
-        assert found.dtype == expected and not found.requires_grad
+@pytest.mark.parametrize("function", [
+    lambda r: group_advantages(r, [1] * 4), lambda r: pass_at_2(r, [1] * 4), positive_downweighted_advantages])
+def test_advantages_have_the_rewards_floating_type_and_no_gradient(dtype, function):
+    rewards = torch.tensor([1, 0, 0, 1]).to(dtype).requires_grad_(dtype.is_floating_point)
+    found = function(rewards)
+    assert found.dtype == (dtype if dtype.is_floating_point else torch.get_default_dtype())
+    assert not found.requires_grad
+
+
+pass_at_2 = partial(pass_at_k_advantages, k=2)
+
+
+@pytest.mark.parametrize("function", [group_advantages, informative_groups, pass_at_2])
+@pytest.mark.parametrize(("rewards", "ids", "message"), [
+    ([1.0, 0.0, 1.0], [1, 1, 2], r"groups \[2\] have one response each"),
+    ([1.0, torch.nan], [1, 1], r"not finite at rows \[1\]"), ([torch.inf, 0.0], [1, 1], r"not finite at rows \[0\]"),
+    ([1.0, 0.0], [1, 1, 1], r"rewards \(2,\) and group_ids \(3,\)"), ([[1.0, 0.0]], [[1, 1]], r"rewards \(1, 2\)"),
+    ([0.0, 1.0], [0.5, 0.5], "group_ids are of type torch.float32"),
+])
+def test_groups_that_do_not_fit_are_errors(function, rewards, ids, message):
+    with pytest.raises(ValueError, match=message):
+        function(torch.tensor(rewards), torch.tensor(ids))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (partial(group_advantages, scale="max"), "scale is 'max'"),
+    (partial(group_advantages, baseline="none"), "baseline is 'none'"),
+    (partial(informative_groups, low=0.8, high=0.2), "low is 0.8 and high is 0.2"),
+    (partial(informative_groups, low=math.nan), "low is nan"),
+    (partial(pass_at_k_advantages, k=0), "k is 0"),
+    (lambda r, ids: pass_at_k_advantages(r, [4, 4, 9, 9, 9], 3), r"k is 3, but groups \[4\] have fewer"),
+    (lambda r, ids: pass_at_2(r - 0.5, ids), r"rewards has values \[0.5, -0.5, .*\] at rows \[0, 1, 2, 3, 4\]"),
+    (lambda r, _: positive_downweighted_advantages(r / 2), r"rewards has values \[0.5, .*\] at rows \[0, 2, 3\]"),
+    (lambda r, _: positive_downweighted_advantages(r / 0), r"rewards has values .*nan"),
+    (lambda r, _: positive_downweighted_advantages(r[None]), r"rewards has shape \(1, 5\)"),
+    (lambda r, _: positive_downweighted_advantages(r, negative=-1.0), "negative is -1.0"),
+    (lambda r, _: positive_downweighted_advantages(r, positive=math.nan), "positive is nan"),
+])
+def test_settings_of_advantages_that_do_not_fit_are_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]), [0] * 5)
+
+
+def written_out(length: int, max_length: int, cache_length: int) -> float:
+    if length <= max_length - cache_length:
+        return 0.0
+    if length <= max_length:
+        return ((max_length - cache_length) - length) / cache_length
+    return -1.0
+
+
+@few
+@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=20), sizes=st.tuples(*[st.integers(1, 40)] * 2))
+def test_the_penalty_is_the_three_cases_of_its_equation(lengths, sizes):
+    cache_length, max_length = sorted(sizes)
+    found = soft_overlong_penalty(torch.tensor(lengths), max_length=max_length, cache_length=cache_length)
+    expected = torch.tensor([written_out(length, max_length, cache_length) for length in lengths])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("lengths", "max_length", "cache_length", "message"), [
+    ([1], 10, 0, "cache_length is 0"), ([1], 10, -1, "cache_length is -1"),
+    ([1], 10, 11, "cache_length is 11 and max_length 10"),
+    ([1], float("nan"), 1, "cache_length is 1 and max_length nan"),
+    ([1], float("inf"), 1, "cache_length is 1 and max_length inf"), ([3, -2], 10, 5, r"lengths has \[-2\]"),
+    ([1.0, torch.nan], 10, 5, r"lengths has \[nan\]"), ([torch.inf], 10, 5, r"lengths has \[inf\]"),
+])
+def test_lengths_and_sizes_that_do_not_fit_are_named(lengths, max_length, cache_length, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        soft_overlong_penalty(torch.tensor(lengths), max_length=max_length, cache_length=cache_length)

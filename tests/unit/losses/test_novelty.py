@@ -6,12 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.data.arithmetic import solution_path
+from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.losses import (
     NgramPaths,
     each_path,
-    exploration_term,
-    group_advantages,
     novelty_advantages,
     redundancy_shares,
 )
@@ -46,23 +44,6 @@ def test_the_share_is_that_of_the_other_correct_responses_on_the_same_path(data)
         assert share == (len(same) / len(others) if correct[i] and others else 0.0)
 
 
-def test_shares_of_one_group_written_out():
-    paths = ["p", "p", "p", "q", "p", None, None]
-    correct = [True, True, True, True, False, True, True]
-    expected = torch.tensor([2 / 5, 2 / 5, 2 / 5, 0, 0, 1 / 5, 1 / 5])
-    assert torch.equal(redundancy_shares(paths, correct, [0] * 7), expected)
-
-
-def test_unreadable_paths_are_one_path_and_no_discovery():
-    shares = redundancy_shares([None, None, None, "p"], [True] * 4, [0] * 4)
-    assert shares[0] > shares[3] == 0
-
-
-def test_equal_labels_in_different_groups_are_different_paths():
-    shares = redundancy_shares(["p", "q", "p", "q"], torch.ones(4), [1, 1, 2, 2])
-    assert torch.equal(shares, torch.zeros(4))
-
-
 def test_labels_in_a_tensor_are_compared_by_value():
     labels = torch.tensor([3, 3, 8])
     assert redundancy_shares(labels, [True] * 3, [0] * 3).tolist() == [0.5, 0.5, 0.0]
@@ -86,54 +67,15 @@ def test_novelty_moves_advantage_between_correct_responses_and_keeps_each_groups
             torch.testing.assert_close(after[right], expected, rtol=1e-12, atol=1e-12)
 
 
-@few
-@given(data=labelled_groups(), random=st.randoms(use_true_random=False))
-def test_a_permutation_of_the_responses_permutes_shares_and_advantages(data, random):
-    paths, correct, ids = data
-    order = random.sample(range(len(ids)), len(ids))
-    before = torch.linspace(-1, 1, len(ids), dtype=torch.float64)
-    shares = redundancy_shares(paths, correct.double(), ids)
-    shuffled = redundancy_shares([paths[i] for i in order], correct.double()[order], ids[order])
-    assert torch.equal(shuffled, shares[order])
-    torch.testing.assert_close(
-        novelty_advantages(before[order], shuffled, correct[order], ids[order], strength=0.5),
-        novelty_advantages(before, shares, correct, ids, strength=0.5)[order],
-        rtol=0, atol=1e-14,
-    )
-
-
-def test_a_rare_correct_solution_gains_what_the_repeated_ones_lose():
-    correct, ids = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64), [0] * 4
-    before = group_advantages(correct, ids)
-    shares = redundancy_shares(["p", "p", "q", "p"], correct, ids)
-    change = novelty_advantages(before, shares, correct, ids, strength=0.6) - before
-    torch.testing.assert_close(change, torch.tensor([-0.1, -0.1, 0.2, 0.0], dtype=torch.float64))
-
-
-def test_equally_redundant_solutions_keep_their_advantages_bit_for_bit():
+def test_equally_redundant_solutions_keep_their_advantages_bit_for_bit_and_so_does_strength_zero():
     correct, ids = torch.ones(6), [0] * 6
     shares = redundancy_shares(["p", "p", "p", "q", "q", "q"], correct.double(), ids)
     before = torch.zeros(6, dtype=torch.float64)  # as a group of correct responses has them: any rounding would show
     assert torch.equal(novelty_advantages(before, shares, correct, ids, strength=1.0), before)
-
-
-def test_strength_zero_changes_nothing_and_the_advantages_type_is_kept():
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         before = torch.tensor([0.3, -0.7, 1.1], dtype=dtype)
         after = novelty_advantages(before, torch.tensor([1.0, 1.0, 0.0]), [1, 1, 1], [0] * 3, strength=0.0)
         assert after.dtype == dtype and torch.equal(after, before)
-
-
-def test_shares_as_exploration_weights_push_down_repeated_correct_paths_alone(random_batch):
-    batch = random_batch(5)
-    mask = torch.ones_like(batch.mask)
-    paths, correct = ["p", "p", "q", "p", "r", "r"], torch.tensor([1.0, 1, 1, 0, 1, 0], dtype=torch.float64)
-    shares = redundancy_shares(paths, correct, [0] * 6)
-    term = exploration_term(batch.logprobs, batch.old, mask, reduction="seq-mean-token-mean", weights=shares)
-    (gradient,) = torch.autograd.grad(term.sum, batch.logprobs)
-    expected = torch.tensor([1 / 3, 1 / 3, 0, 0, 0, 0], dtype=torch.float64)  # a positive gradient lowers a log-prob
-    torch.testing.assert_close(gradient.sum(dim=1), expected)
-    assert term.count == 6
 
 
 def test_each_path_adapts_the_built_in_tasks_parser():
@@ -149,24 +91,6 @@ def test_each_path_adapts_the_built_in_tasks_parser():
     assert paths[2] is not None and paths[3] is None
     shares = redundancy_shares(paths, [True] * 4, [0] * 4)
     torch.testing.assert_close(shares, torch.tensor([1 / 3, 1 / 3, 0.0, 0.0]))
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "overlap"),
-    [("abcde", "abcdf", 1 / 3), ("abcdef", "abcdeg", 2 / 4), ("abcdefg", "abcdefh", 3 / 5), ("abcd", "efgh", 0.0)],
-)
-def test_texts_are_linked_from_the_threshold_on(first, second, overlap):
-    texts = [words(first), words(second)]
-    if overlap:
-        assert len(set(NgramPaths(n=4, threshold=overlap)("", texts))) == 1
-    assert len(set(NgramPaths(n=4, threshold=math.nextafter(overlap, 1))("", texts))) == 2
-
-
-def test_a_chain_of_similar_texts_is_one_path():
-    chain = [words("abcdefgh"), words("cdefghij"), words("efghijkl")]
-    paths = NgramPaths(n=2, threshold=0.5)
-    assert len(set(paths("", chain))) == 1
-    assert len(set(paths("", chain[::2]))) == 2  # its ends alone are not similar
 
 
 def test_short_texts_are_one_gram_and_blank_ones_have_no_path():
@@ -218,42 +142,27 @@ def test_a_group_of_one_and_no_responses_are_fine():
     assert novelty_advantages(torch.zeros(0), torch.zeros(0), [], [], strength=1.0).shape == (0,)
 
 
-def test_bad_clustering_settings_are_errors():
-    with pytest.raises(ValueError, match="n is 0"):
-        NgramPaths(n=0)
-    for threshold in (0.0, 1.1, math.nan):
-        with pytest.raises(ValueError, match=f"threshold is {threshold}"):
-            NgramPaths(threshold=threshold)
+@pytest.mark.parametrize(("name", "value"), [("n", 0), *(("threshold", x) for x in (0.0, 1.1, math.nan))])
+def test_clustering_settings_out_of_range_are_errors(name, value):
+    with pytest.raises(ValueError, match=f"{name} is"):
+        NgramPaths(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("paths", "correct", "ids", "message"),
-    [
-        (["p"], [True, True], [0, 0], "paths has 1 labels, but correct has 2 values"),
-        (["p", "q"], [True, True], [0], r"correct \(2,\) and group_ids \(1,\)"),
-        (["p", "q"], [1, 2], [0, 0], r"correct has values \[2\] at rows \[1\], expected 0 or 1"),
-        (["p", "q"], [1.0, math.nan], [0, 0], r"correct are not finite at rows \[1\]"),
-    ],
-)
-def test_shares_of_arguments_that_do_not_fit_are_errors(paths, correct, ids, message):
-    with pytest.raises(ValueError, match=message):
-        redundancy_shares(paths, correct, ids)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"advantages": torch.tensor([1.0, math.inf])}, r"advantages are not finite at rows \[1\]"),
-        ({"advantages": torch.zeros(2, 3)}, r"advantages \(2, 3\) and group_ids \(2,\)"),
-        ({"shares": torch.tensor([math.nan, 0.0])}, r"shares are not finite at rows \[0\]"),
-        ({"shares": torch.zeros(3)}, r"shares \(3,\) and group_ids \(2,\)"),
-        ({"correct": [0.5, 1.0]}, r"correct has values \[0.5\] at rows \[0\]"),
-        ({"group_ids": [0, 0, 0]}, r"advantages \(2,\) and group_ids \(3,\)"),
-        ({"strength": -0.1}, "strength is -0.1"),
-        ({"strength": math.nan}, "strength is nan"),
-    ],
-)
-def test_novelty_of_arguments_that_do_not_fit_is_an_error(changed, message):
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"advantages": torch.tensor([1.0, math.inf])}, r"advantages are not finite at rows \[1\]"),
+    ({"advantages": torch.zeros(2, 3)}, r"advantages \(2, 3\) and group_ids \(2,\)"),
+    ({"shares": torch.tensor([math.nan, 0.0])}, r"shares are not finite at rows \[0\]"),
+    ({"shares": torch.zeros(3)}, r"shares \(3,\) and group_ids \(2,\)"),
+    ({"correct": [0.5, 1.0]}, r"correct has values \[0.5\] at rows \[0\]"), ({"strength": -0.1}, "strength is -0.1"),
+    ({"strength": math.nan}, "strength is nan"),
+    ({"paths": ["p"], "correct": [1, 1]}, "paths has 1 labels, but correct has 2 values"),
+    ({"paths": ["p", "q"], "correct": [1, 2]}, r"correct has values \[2\] at rows \[1\], expected 0 or 1"),
+    ({"paths": ["p", "q"], "correct": [1.0, math.nan]}, r"correct are not finite at rows \[1\]"),
+])
+def test_arguments_that_do_not_fit_are_named(changed, message):
     fitting = {"advantages": torch.zeros(2), "shares": torch.zeros(2), "correct": [1, 1], "group_ids": [0, 0]}
     with pytest.raises(ValueError, match=message):
-        novelty_advantages(**{"strength": 1.0, **fitting, **changed})
+        if "paths" in changed:
+            redundancy_shares(**changed, group_ids=[0, 0])
+        else:
+            novelty_advantages(**{"strength": 1.0, **fitting, **changed})

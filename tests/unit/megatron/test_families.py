@@ -11,7 +11,7 @@ LLAMA = {"rope_theta": 500000.0, "num_hidden_layers": 1, "max_position_embedding
 FAMILIES = {
     "qwen2.5, biases": ("qwen2", {}, 48),
     "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}, 48),
-    "qwen3, head size of its own": ("qwen3", {"head_dim": 32}, 48),
+    "qwen3, separate head size": ("qwen3", {"head_dim": 32}, 48),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}, 48),
     "llama 3": ("llama", LLAMA, 48),
     "llama 3.1, scaled positions": ("llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 8.0}}, ORIGINAL + 32),

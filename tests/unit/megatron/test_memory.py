@@ -1,14 +1,13 @@
 """The memory estimates against the tensors of real models, in one process."""
 
-import runpy
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import memory_worker
 
-from nemo_edo.config import LoRAConfig, ParallelismConfig
+from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.batching import build_batch, sequence_lengths
 from nemo_edo.data.packs import Prompts
 from nemo_edo.doctor import memory
@@ -29,19 +28,12 @@ FIELDS = {"qwen2": SHAPE, "qwen3": SHAPE, "llama": SHAPE, "qwen3_moe": {**SHAPE,
 TOKENS = 48
 
 
-@pytest.fixture(scope="module")
-def worker(helpers_folder):
-    sys.path.insert(0, str(helpers_folder))
-    yield SimpleNamespace(**runpy.run_path(str(helpers_folder / "memory_worker.py")))
-    sys.path.remove(str(helpers_folder))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_weights_gradients_and_optimizer_state_are_the_estimated_ones_to_the_byte(case, tiny, worker, tmp_path):
+def test_weights_gradients_and_optimizer_state_are_the_estimated_ones_to_the_byte(case, tiny, tmp_path):
     model_type, fields, dtype, lora = CASES[case]
     folder = tiny.write_tiny_model(tmp_path / "model", model_type, **fields)
-    found = worker.measured(tiny.build_policy(folder, dtype=dtype, lora=lora))
-    assert found == worker.estimated(folder, ParallelismConfig(), dtype, lora, 1, 0)
+    found = memory_worker.measured(tiny.build_policy(folder, dtype=dtype, lora=lora))
+    assert found == memory_worker.estimated(folder, ParallelismConfig(), dtype, lora, 1, 0)
 
 
 def saved_bytes(policy, tokens: int, pack: SharedPrompts | None = None) -> int:
@@ -52,7 +44,7 @@ def saved_bytes(policy, tokens: int, pack: SharedPrompts | None = None) -> int:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own and not (pack and tensor.dtype == torch.int64):
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor: so that its address is not given anew
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor: so that its address is not reused
         return tensor
 
     inputs = torch.randint(2, 120, (1, tokens))
@@ -71,13 +63,12 @@ def saved_of_a_layer(tiny, folder, model_type: str, pack: SharedPrompts | None =
     return (saved[1] - saved[0]) / 2
 
 
-def workload(worker, model_type: str, **parallelism) -> memory.Workload:
+def workload(model_type: str, **parallelism) -> memory.Workload:
     tiny_shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     fields = {"model_type": model_type, "vocab_size": 130, **tiny_shape, **FIELDS[model_type]}
-    make = worker.memory
-    return make.Workload(
-        shape=worker.ModelShape.from_hf(fields, "test"), parallelism=ParallelismConfig(**parallelism),
-        precision=worker.PrecisionConfig("fp32"), lora=LoRAConfig(), data_parallel=1, tokens=TOKENS,
+    return memory.Workload(
+        shape=ModelShape.from_hf(fields, "test"), parallelism=ParallelismConfig(**parallelism),
+        precision=PrecisionConfig("fp32"), lora=LoRAConfig(), data_parallel=1, tokens=TOKENS,
     )
 
 
@@ -85,7 +76,7 @@ def kept_by_unfused_kernels(shape) -> int:
     """A CPU's, fp32: the reciprocals that norms scale by; the cosines and sines of positions. Of experts, whose units
     are Megatron's own, the activated gate and a copy of what it multiplies, the product before it is weighted, and what
     routing keeps: the probabilities and places of a token's choices, and a byte for each expert. Less is kept of keys
-    with a norm of their own: it reads them where the projection has put them."""
+    with a separate norm: it reads them where the projection has put them."""
     norms = 2
     if shape.qk_norm:
         norms += shape.num_attention_heads + shape.num_query_groups - shape.key_width
@@ -97,25 +88,25 @@ def kept_by_unfused_kernels(shape) -> int:
 
 
 @pytest.mark.parametrize("model_type", FIELDS)
-def test_activations_of_a_layer_are_those_that_autograd_keeps_to_the_byte(tiny, worker, tmp_path, model_type):
-    load = workload(worker, model_type)
+def test_activations_of_a_layer_are_those_that_autograd_keeps_to_the_byte(tiny, tmp_path, model_type):
+    load = workload(model_type)
     found = saved_of_a_layer(tiny, tmp_path, model_type) - kept_by_unfused_kernels(load.shape)
     assert found == memory.layer_activation_bytes(load)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
-def test_activations_of_shared_prompts_are_those_that_autograd_keeps_to_the_byte(tiny, worker, tmp_path, model_type):
+def test_activations_of_shared_prompts_are_those_that_autograd_keeps_to_the_byte(tiny, tmp_path, model_type):
     """Four responses of 9 tokens to a prompt of 13: 48 tokens, and 84 with the prompt counted for each."""
     sequences = [([*range(2, 15)], [20 + row] * 9) for row in range(4)]
     micro = build_batch(sequences, pad_id=0)
     inputs = shared_inputs(micro, sequence_lengths(micro), Prompts.of(micro), (1, TOKENS))
-    load = replace(workload(worker, model_type), copies=84 / TOKENS)
+    load = replace(workload(model_type), copies=84 / TOKENS)
     found = saved_of_a_layer(tiny, tmp_path, model_type, inputs.packed) - kept_by_unfused_kernels(load.shape)
     assert found == memory.layer_activation_bytes(load) > memory.layer_activation_bytes(replace(load, copies=None))
 
 
-def test_a_recomputed_layer_keeps_its_input_and_nothing_else(tiny, worker, tmp_path):
+def test_a_recomputed_layer_keeps_its_input_and_nothing_else(tiny, tmp_path):
     full = {"recompute_granularity": "full"}
     found = saved_of_a_layer(tiny, tmp_path, "qwen2", parallelism=ParallelismConfig(**full))
-    load = workload(worker, "qwen2", **full)
+    load = workload("qwen2", **full)
     assert found == memory.kept_of_layers(load) / 4

@@ -14,25 +14,21 @@ def config(**fields) -> SimpleNamespace:
     return SimpleNamespace(**{**plain, **fields})
 
 
-@pytest.mark.parametrize(
-    ("fields", "multiple"),
-    [
-        ({}, 1),
-        ({"tensor_model_parallel_size": 4}, 1),
-        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, 4),
-        ({"context_parallel_size": 3}, 6),
-        ({"tensor_model_parallel_size": 4, "sequence_parallel": True, "context_parallel_size": 2}, 8),
-        ({"fp8": "hybrid"}, 16),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "tensor_model_parallel_size": 2, "sequence_parallel": True}, 64),
-        ({"fp8": "hybrid", "context_parallel_size": 2}, 32),
-    ],
-)
+TP4_SP = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(("fields", "multiple"), [
+    ({}, 1),
+    ({"tensor_model_parallel_size": 4}, 1),
+    (TP4_SP, 4),
+    ({"context_parallel_size": 3}, 6),
+    (TP4_SP | {"context_parallel_size": 2}, 8),
+    ({"fp8": "hybrid"}, 16),
+    (TP4_SP | {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 128),
+    ({"fp8": "hybrid", "context_parallel_size": 2}, 32),
+])
 def test_every_rank_gets_whole_shares_of_a_sequence(fields, multiple):
     assert input_shapes(config(**fields)).multiple == multiple
-
-
-def test_lengths_are_rounded_up_and_rows_stay():
-    assert InputShapes(multiple=4).fit([(2, 8), (3, 9)]) == [(2, 8), (3, 12)]
 
 
 def test_interleaved_stages_exchange_tensors_of_one_shape():
@@ -41,5 +37,6 @@ def test_interleaved_stages_exchange_tensors_of_one_shape():
     assert shapes.fit([(2, 8), (3, 5)]) == [(3, 8), (3, 8)]
 
 
-def test_padding_stands_behind_and_below():
+def test_lengths_are_rounded_up_and_padding_comes_last():
+    assert InputShapes(multiple=4).fit([(2, 8), (3, 9)]) == [(2, 8), (3, 12)]
     assert pad_to(torch.tensor([[1, 2], [3, 4]]), (3, 3)).tolist() == [[1, 2, 0], [3, 4, 0], [0, 0, 0]]

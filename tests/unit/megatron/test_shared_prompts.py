@@ -1,6 +1,5 @@
 """What the model sees of rows that share prompts, and what attention does."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,38 +9,11 @@ from nemo_edo.data.packs import Prompts
 from nemo_edo.megatron.shared_prompts import shared_inputs
 
 
-@pytest.fixture
-def micro():
-    """Three rows with one prompt, and one with another."""
-    return build_batch([([5, 6, 7], [1, 2]), ([5, 6, 7], [3]), ([5, 6, 7], [4, 4, 4]), ([8, 9], [2, 2])], pad_id=0)
-
-
-def inputs_of(micro, length: int):
-    return shared_inputs(micro, sequence_lengths(micro), Prompts.of(micro), (1, length))
-
-
-def test_a_prompt_stands_once_in_front_of_what_its_rows_do_not_share(micro):
-    inputs = inputs_of(micro, 11)
-    assert inputs.tokens.tolist() == [[5, 6, 7, 1, 7, 7, 4, 4, 8, 9, 2]]
-    assert inputs.targets.tolist() == [[6, 7, 1, 2, 3, 4, 4, 4, 9, 2, 2]]
-    assert inputs.positions.tolist() == [[0, 1, 2, 3, 2, 2, 3, 4, 0, 1, 2]]
-    assert inputs.packed.max_seqlen_q == 5
-
-
-@pytest.mark.parametrize("length", [11, 16])
-def test_values_go_back_to_the_rows_and_gradients_of_shared_ones_add_up(micro, length):
-    inputs = inputs_of(micro, length)
-    assert torch.equal(inputs.to_rows(inputs.targets), micro.tokens[:, 1:] * inputs.kept)
-    values = torch.zeros(1, length, requires_grad=True)
-    (inputs.to_rows(values) * torch.tensor([[1.0, 2, 3, 4, 0], [10, 20, 30, 0, 0], [5, 6, 7, 8, 9], [1, 1, 1, 0, 0]])
-     ).sum().backward()
-    assert values.grad.tolist() == [[16, 28, 3, 4, 30, 7, 8, 9, 1, 1, 1] + [0] * (length - 11)]
-
-
 def test_attention_has_blocks_of_sequences_of_like_length():
     lengths = [20, 4, 19, 5, 20]
     micro = build_batch([([1, 2], [3] * (length - 2)) for length in lengths], pad_id=0)
-    assert inputs_of(micro, 68 - 5 - 4).packed.blocks == ((3, 19), (2, 4))
+    inputs = shared_inputs(micro, sequence_lengths(micro), Prompts.of(micro), (1, 68 - 5 - 4))
+    assert inputs.packed.blocks == ((3, 19), (2, 4))
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=8)

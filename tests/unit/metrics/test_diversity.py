@@ -1,16 +1,17 @@
 import argparse
-import runpy
+import math
 import sys
 from collections import Counter
-from pathlib import Path
 
+import distinct_n as benchmark
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import entropy
 
-from nemo_edo.metrics import distinct_counts, distinct_n, self_bleu
+from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_counts, distinct_n, self_bleu
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 samples = st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=6)
@@ -19,32 +20,12 @@ orders = st.integers(1, 5)
 
 @few
 @given(corpus=samples, n=orders)
-def test_distinct_n_lies_in_zero_to_one_and_is_one_iff_no_ngram_repeats(corpus, n):
-    ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y)) if i + n <= len(y)]
-    value = distinct_n(corpus, n)
-    if not ngrams:
-        assert value == 0.0
-    else:
-        assert 0 < value <= 1
-        assert (value == 1) == (max(map(ngrams.count, ngrams)) == 1)
-
-
-@few
-@given(corpus=samples, n=orders)
-def test_doubling_the_corpus_halves_distinct_n(corpus, n):
-    assert distinct_n(corpus + corpus, n) == distinct_n(corpus, n) / 2
-
-
-@few
-@given(corpus=samples, n=orders)
-def test_texts_and_token_ids_that_correspond_have_the_same_counts(corpus, n):
+def test_texts_and_token_ids_that_correspond_have_the_same_counts_whose_quotient_is_distinct_n(corpus, n):
     texts = ["  ".join(map(str, y)) + "\n" for y in corpus]
-    assert distinct_counts(texts, n) == distinct_counts(corpus, n)
-
-
-def test_ngrams_never_cross_responses():
-    assert distinct_counts([[1, 2], [3, 4]], 2) == (2, 2)
-    assert distinct_counts(["a b", "c d"], 3) == (0, 0)
+    ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]  # none crosses responses
+    counts = len(set(ngrams)), len(ngrams)
+    assert distinct_counts(texts, n) == distinct_counts(corpus, n) == distinct_counts(iter(corpus), n) == counts
+    assert distinct_n(corpus, n) == (counts[0] / counts[1] if ngrams else 0.0)
 
 
 def test_the_default_order_is_four():
@@ -64,28 +45,11 @@ def test_counts_agree_with_sets_of_tuples_for_ids_of_any_width(data, n):
     assert distinct_counts(corpus, n) == (len(set(ngrams)), len(ngrams))
 
 
-@pytest.mark.parametrize("vocabulary", [3, 152_000, 2**62])
-@pytest.mark.parametrize("n", [2, 4, 9])
-def test_counts_of_a_larger_corpus_agree_with_sets_of_tuples(vocabulary, n):
-    rng = np.random.default_rng(0)
-    pool = rng.integers(vocabulary, size=300)
-    corpus = [rng.choice(pool, size=50) for _ in range(100)]
-    corpus += corpus[:30]
-    ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]
-    assert distinct_counts(corpus, n) == (len(set(ngrams)), len(ngrams))
-
-
 def test_ids_that_agree_in_their_low_bits_are_told_apart():
     assert distinct_counts([[0, 2**32, 0, -(2**32)]], 1) == (3, 4)
     assert distinct_counts([[2**63 - 1, -(2**63)]], 1) == (2, 2)
     for n in (1, 2, 3):
         assert distinct_counts([[k << 58 for k in range(32)]], n) == (33 - n, 33 - n)
-
-
-def test_samples_are_read_once_from_any_iterable():
-    texts = ["a b a b", "b a", ""]
-    assert distinct_counts((text for text in texts), 2) == distinct_counts(texts, 2) == (2, 4)
-    assert distinct_counts(iter(torch.tensor([[1, 2], [1, 2]])), 2) == (1, 2)
 
 
 def test_no_samples_have_no_ngrams():
@@ -102,37 +66,27 @@ def test_token_ids_count_by_value_whatever_holds_them(convert):
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, "4"])
-def test_an_order_that_is_no_positive_integer_is_an_error(n):
+def test_an_order_that_is_not_a_positive_integer_is_an_error(n):
     with pytest.raises(ValueError, match="n is "):
         distinct_n(["a"], n)
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        (["a b", [1, 2]], r"samples mix texts and token ids: sample 1 is \[1, 2\]"),
-        ([[1], "a b"], "samples mix texts and token ids: sample 1 is 'a b'"),
-        ("one text", "samples are one text, 'one text'"),
-        ([1, 2, 3], "sample 0 is 1, expected a text or a one-dim"),
-        ([[1], [1.0, 2.0]], "sample 1 is"),
-        ([[True, False]], "sample 0 is"),
-        ([torch.ones(3, dtype=torch.bfloat16)], "sample 0 is"),
-        ([torch.ones(2, 2, dtype=torch.long)], "sample 0 is"),
-        ([[2**63]], "sample 0 is"),
-        ([[2**64]], "sample 0 is"),
-        ([None], "sample 0 is None"),
-        ([b"bytes"], "sample 0 is"),
-    ],
-)
+@pytest.mark.parametrize(("samples", "message"), [
+    (["a b", [1, 2]], r"samples mix texts and token ids: sample 1 is \[1, 2\]"),
+    ([[1], "a b"], "samples mix texts and token ids: sample 1 is 'a b'"),
+    ("one text", "samples are one text, 'one text'"), ([1, 2, 3], "sample 0 is 1, expected a text or a one-dim"),
+    ([[1], [1.0, 2.0]], "sample 1 is"), ([[True, False]], "sample 0 is"),
+    ([torch.ones(3, dtype=torch.bfloat16)], "sample 0 is"), ([torch.ones(2, 2, dtype=torch.long)], "sample 0 is"),
+    ([[2**63]], "sample 0 is"), ([[2**64]], "sample 0 is"), ([None], "sample 0 is None"), ([b"bytes"], "sample 0 is"),
+])
 def test_samples_that_are_neither_all_texts_nor_all_token_ids_are_errors(samples, message):
     with pytest.raises(ValueError, match=message):
         distinct_counts(samples, 1)
 
 
 def test_every_kind_of_the_benchmark_counts_the_same_ngrams():
-    benchmark = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "benchmarks" / "distinct_n.py"))
     args = argparse.Namespace(responses=20, tokens=10, vocabulary=2, n=3)
-    lines = [benchmark["measure"](kind, args) for kind in benchmark["KINDS"]]
+    lines = [benchmark.measure(kind, args) for kind in benchmark.KINDS]
     assert len(lines) == 3 and all(line.endswith("; 8 distinct of 160") for line in lines)
 
 
@@ -159,18 +113,11 @@ def bleu(hypothesis: list[str], references: list[list[str]], n: int) -> float:
     corpus=st.lists(st.lists(st.sampled_from("abcd"), max_size=9), min_size=2, max_size=5),
     n=st.integers(1, 5),
 )
-def test_self_bleu_agrees_with_its_definition_and_lies_in_zero_to_one(corpus, n):
+def test_self_bleu_agrees_with_its_definition_and_is_in_zero_to_one(corpus, n):
     expected = np.mean([bleu(y, corpus[:i] + corpus[i + 1 :], n) for i, y in enumerate(corpus)])
     value = self_bleu([" ".join(y) for y in corpus], n)
     assert value == pytest.approx(expected, abs=1e-12)
     assert 0 <= value <= 1
-
-
-def test_self_bleu_is_one_for_equal_texts_and_zero_without_a_common_word():
-    assert self_bleu(["the same five words here"] * 3) == pytest.approx(1)
-    assert self_bleu(["short text"] * 2) == pytest.approx(1)
-    assert self_bleu(["a b c d", "e f g h"]) == 0
-    assert self_bleu(["", ""]) == 0
 
 
 def test_self_bleu_with_few_references_is_fixed_by_its_seed():
@@ -192,3 +139,32 @@ def test_self_bleu_says_how_to_get_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "nltk.translate.bleu_score", None)
     with pytest.raises(ImportError, match="pip install nltk"):
         self_bleu(["a", "b"])
+
+
+votes = st.lists(st.sampled_from(["1", "2", "3", 4, None]), max_size=12)
+
+
+@few
+@given(answers=votes)
+def test_answer_entropy_agrees_with_scipy_and_is_in_zero_to_the_log_of_the_distinct_answers(answers):
+    given_answers = [answer for answer in answers if answer is not None]
+    shares = [given_answers.count(answer) for answer in set(given_answers)]
+    value = answer_entropy(answers)
+    assert value == pytest.approx(entropy(shares) if shares else 0.0, abs=1e-14)
+    assert 0 <= value <= math.log(max(len(shares), 1)) + 1e-14
+    assert distinct_answers(answers) == len(shares)
+
+
+@pytest.mark.parametrize("answers", [[], [None], ["1"], ["1", "1", None]])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_without_disagreement_the_entropy_is_exactly_zero(answers, normalized):
+    assert answer_entropy(answers, normalized=normalized) == 0.0
+
+
+@pytest.mark.parametrize(("answers", "nats", "share"), [
+    *((range(different), math.log(different), 1.0) for different in (2, 3, 7, 10, 49)),
+    (["1", "1", "2", "2"], math.log(2), math.log(2) / math.log(4)),  # of what four answers could have
+])
+def test_the_normalized_entropy_is_a_share_of_that_of_answers_that_all_differ(answers, nats, share):
+    assert answer_entropy(answers) == pytest.approx(nats)
+    assert answer_entropy([*answers, None], normalized=True) == pytest.approx(share, abs=1e-15)

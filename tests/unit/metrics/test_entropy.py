@@ -3,8 +3,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_edo.metrics import entropy_from_logits
 
@@ -12,16 +10,6 @@ from nemo_edo.metrics import entropy_from_logits
 def dense(logits, temperature=1.0):
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     return -torch.where(log_p.isneginf(), 0.0, log_p.exp() * log_p).sum(dim=-1)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1), scale=st.floats(0, 50), chunk=st.integers(1, 13))
-def test_entropy_agrees_with_torchs_categorical_and_lies_in_zero_to_log_v(seed, scale, chunk):
-    logits = scale * torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(seed))
-    entropies = entropy_from_logits(logits, chunk=chunk)
-    expected = torch.distributions.Categorical(logits=logits.double()).entropy().float()
-    torch.testing.assert_close(entropies, expected, rtol=1e-5, atol=1e-6)
-    assert (entropies >= 0).all() and (entropies <= math.log(11) + 1e-6).all()
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 4096])
@@ -41,31 +29,19 @@ def test_value_and_gradient_are_those_of_the_dense_formula(chunk, temperature):
                        torch.tensor(0.0, dtype=torch.float64))
 
 
-def test_the_gradient_agrees_with_finite_differences():
-    logits = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, temperature=0.7, chunk=3), logits)
-
-
 def test_bfloat16_logits_of_a_real_vocabulary_are_exact_to_a_millionth():
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([[0.01], [1.0], [3.0], [10.0]])
     logits = (scales * torch.randn(4, 152_000, generator=generator)).bfloat16()
     entropies = entropy_from_logits(logits)
     torch.testing.assert_close(entropies.double(), dense(logits.double()), rtol=0, atol=1e-6)
+    assert (entropies >= 0).all() and (entropies <= math.log(152_000) + 1e-6).all()
 
 
 def test_an_entropy_near_zero_keeps_its_digits():
     p = math.exp(-20)
     expected = math.log1p(p) + 20 * p / (1 + p)
     assert entropy_from_logits(torch.tensor([0.0, -20.0])).item() == pytest.approx(expected, rel=1e-6, abs=0)
-
-
-def test_impossible_outcomes_leave_the_entropy_of_the_others():
-    logits = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf], requires_grad=True)
-    entropy = entropy_from_logits(logits, chunk=1)
-    entropy.backward()
-    assert entropy.item() == pytest.approx(math.log(2))
-    assert torch.equal(logits.grad, torch.zeros(4))
 
 
 def test_half_precision_logits_are_computed_in_single_precision():
@@ -84,11 +60,7 @@ def test_large_logits_and_extreme_temperatures_stay_finite():
     assert entropy_from_logits(torch.tensor([1.0, 0.0, 2.0]), temperature=1e30).item() == pytest.approx(math.log(3))
 
 
-def test_no_positions_have_no_entropies():
-    assert entropy_from_logits(torch.zeros(0, 5)).shape == (0,)
-
-
-def test_the_largest_block_that_is_held_beside_the_logits_is_one_chunk(monkeypatch):
+def test_no_block_larger_than_a_chunk_is_made(monkeypatch):
     sizes = []
     original = torch.Tensor.to
 
@@ -103,17 +75,13 @@ def test_the_largest_block_that_is_held_beside_the_logits_is_one_chunk(monkeypat
     assert len(sizes) >= 200 and max(sizes) == 30
 
 
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [
-        (torch.full((2, 3), -torch.inf), "logits hold nothing but -inf; 2 of 2 positions"),
-        (torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), "logits hold NaN; 1 of 2 positions"),
-        (torch.tensor([0.0, torch.inf]), r"logits hold \+inf; 1 of 1 positions"),
-        (torch.zeros(2, 0), r"logits are torch.float32 of shape \(2, 0\)"),
-        (torch.tensor(1.0), "logits are torch.float32"),
-        (torch.zeros(2, 3, dtype=torch.long), "logits are torch.int64"),
-    ],
-)
+@pytest.mark.parametrize(("logits", "message"), [
+    (torch.full((2, 3), -torch.inf), "logits hold nothing but -inf; 2 of 2 positions"),
+    (torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), "logits hold NaN; 1 of 2 positions"),
+    (torch.tensor([0.0, torch.inf]), r"logits hold \+inf; 1 of 1 positions"),
+    (torch.zeros(2, 0), r"logits are torch.float32 of shape \(2, 0\)"), (torch.tensor(1.0), "logits are torch.float32"),
+    (torch.zeros(2, 3, dtype=torch.long), "logits are torch.int64"),
+])
 def test_logits_without_a_distribution_are_errors(logits, message):
     with pytest.raises(ValueError, match=message):
         entropy_from_logits(logits)

@@ -7,21 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, false_discovery_control, permutation_test
+from sklearn.metrics import cohen_kappa_score
 
 from nemo_edo.metrics import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
+from nemo_edo.metrics.paired import cohen_kappa
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
 pairs = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
 
 
-def test_each_problem_is_newly_solved_lost_kept_or_unsolved():
+def test_each_problem_is_newly_solved_lost_kept_or_unsolved_matched_by_place_or_by_id():
     changed = solved_and_lost([False, True, True, False, False], [True, False, True, False, True])
     assert changed == SolvedAndLost(newly_solved=(0, 4), lost=(1,), kept=(2,), unsolved=(3,))
-
-
-def test_results_by_problem_id_are_matched_by_id_and_reported_by_id():
     changed = solved_and_lost({"p": 0, "q": 1, "r": 1, "s": 0}, {"s": False, "q": False, "p": True, "r": True})
     assert changed == SolvedAndLost(newly_solved=("p",), lost=("q",), kept=("r",), unsolved=("s",))
+    ids = range(20)  # McNemar's test in closed form
+    assert mcnemar({i: i < 8 for i in ids}, {i: i >= 18 for i in ids}) == 2 * (1 + 10 + 45) / 2**10
 
 
 @pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda y: np.array(y, dtype=float)])
@@ -38,14 +39,6 @@ def test_mcnemar_agrees_with_scipys_binomial_test_and_does_not_know_which_run_ca
     expected = binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
     assert mcnemar(a, b) == pytest.approx(expected, rel=1e-12)
     assert mcnemar(a, b) == mcnemar(b, a)
-
-
-def test_mcnemar_in_closed_form():
-    ids = range(20)
-    assert mcnemar({i: i < 8 for i in ids}, {i: i >= 18 for i in ids}) == 2 * (1 + 10 + 45) / 2**10
-    assert mcnemar([1] * 6, [0] * 6) == 2 / 2**6
-    assert mcnemar([1, 0], [0, 1]) == 1.0
-    assert mcnemar([1, 0], [1, 0]) == 1.0
 
 
 def test_mcnemar_of_thousands_of_changed_problems_neither_overflows_nor_loses_its_tail():
@@ -84,51 +77,27 @@ def test_estimated_p_values_count_the_observed_pattern_and_are_fixed_by_the_seed
     assert first == again != other
 
 
-def test_p_values_are_uniform_where_the_runs_do_not_differ():
-    rng = np.random.default_rng(0)
-    values = [paired_permutation_test(*rng.normal(size=(2, 30)), resamples=99, seed=seed) for seed in range(300)]
-    for level in (0.1, 0.5):
-        assert np.mean(np.array(values) <= level) == pytest.approx(level, abs=4 * math.sqrt(level * (1 - level) / 300))
-
-
-def test_sums_that_differ_by_rounding_alone_count_as_equal():
-    assert paired_permutation_test([0.1, 0.1, 0.1, 0.4], np.zeros(4), resamples=16) == 2 / 16
-    assert paired_permutation_test([0.1, 0.2, -0.3], np.zeros(3), resamples=8) == 1.0
-
-
-def test_equal_runs_give_a_p_value_of_one():
-    assert paired_permutation_test([1.5, 2.0], [1.5, 2.0]) == 1.0
-
-
-def test_problems_without_a_difference_change_nothing():
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 7))
-    padded = paired_permutation_test([*a, *np.arange(50)], [*b, *np.arange(50)])
-    assert padded == paired_permutation_test(a, b)
-
-
-def test_ids_match_values_of_the_permutation_test():
-    a, b = {"p": 10.0, "q": 1.0, "r": 2.0}, {"r": 1.0, "q": 0.5, "p": 9.0}
-    assert paired_permutation_test(a, b) == 2 / 8  # all differences are positive
-    assert paired_permutation_test(list(a.values()), list(b.values())) == 6 / 8
+@pytest.mark.parametrize(("a", "b", "p"), [
+    ([0.1, 0.1, 0.1, 0.4], [0.0] * 4, 2 / 16), ([0.1, 0.2, -0.3], [0.0] * 3, 1.0),  # but for rounding, equal sums
+    ([1.5, 2.0], [1.5, 2.0], 1.0),
+    ({"p": 10.0, "q": 1.0, "r": 2.0}, {"r": 1.0, "q": 0.5, "p": 9.0}, 2 / 8),  # by id, all differences are positive
+    ([10.0, 1.0, 2.0], [1.0, 0.5, 9.0], 6 / 8),
+    ([3.0, 2.0, *range(50)], [1.0, 1.0, *range(50)], 2 / 4),  # problems without a difference change nothing
+])
+def test_the_permutation_test_in_closed_form(a, b, p):
+    assert paired_permutation_test(a, b) == p
 
 
 @pytest.mark.parametrize("test", [solved_and_lost, mcnemar, paired_permutation_test])
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
-        ([1, 0], [1], r"\w+ \(2,\) and \w+ \(1,\) must both have one entry for each problem"),
-        ([], [], r"\(0,\) and \w+ \(0,\)"),
-        ({}, {}, r"\(0,\) and \w+ \(0,\)"),
-        ([[1, 0]], [[1, 0]], r"\(1, 2\)"),
-        (1, 1, r"\(\) and"),
-        ([1, math.nan], [1, 0], "is nan at problem 1"),
-        ({"p": 1}, {"p": math.inf}, "(after|correct_b|values_b) is inf at problem 'p'"),
-        ({"p": 1}, [1], "is a mapping by problem id, expected both or neither"),
-        ({"p": 1, "q": 0, "r": 1}, {"p": 1}, "has 2 problems that (after|correct_b|values_b) has not: 'q', 'r'"),
-        ({"p": 1}, {"p": 1, "q": 0}, "(after|correct_b|values_b) has 1 problems that (before|correct_a|values_a)"),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "message"), [
+    ([1, 0], [1], r"\w+ \(2,\) and \w+ \(1,\) must both have one entry for each problem"),
+    ([], [], r"\(0,\) and \w+ \(0,\)"), ({}, {}, r"\(0,\) and \w+ \(0,\)"), ([[1, 0]], [[1, 0]], r"\(1, 2\)"),
+    (1, 1, r"\(\) and"), ([1, math.nan], [1, 0], "is nan at problem 1"),
+    ({"p": 1}, {"p": math.inf}, "(after|correct_b|values_b) is inf at problem 'p'"),
+    ({"p": 1}, [1], "is a mapping by problem id, expected both or neither"),
+    ({"p": 1, "q": 0, "r": 1}, {"p": 1}, "has 2 problems that (after|correct_b|values_b) lacks: 'q', 'r'"),
+    ({"p": 1}, {"p": 1, "q": 0}, "(after|correct_b|values_b) has 1 problems that (before|correct_a|values_a)"),
+])
 def test_results_that_do_not_pair_are_errors(test, a, b, message):
     with pytest.raises(ValueError, match=message):
         test(a, b)
@@ -154,7 +123,7 @@ def test_holm_in_closed_form():
 
 @few
 @given(p=st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_lies_between_no_correction_and_bonferronis(p):
+def test_holm_is_between_no_correction_and_bonferronis(p):
     adjusted = holm(p)
     assert (adjusted >= p).all() and (adjusted <= np.minimum(np.array(p) * len(p), 1)).all()
     assert (adjusted >= false_discovery_control(p) - 1e-12).all()  # it controls more than Benjamini and Hochberg
@@ -163,6 +132,30 @@ def test_holm_lies_between_no_correction_and_bonferronis(p):
 
 
 @pytest.mark.parametrize("p", [[0.5, 1.5], [-0.1], [math.nan], [[0.5]], 0.5])
-def test_what_is_no_list_of_p_values_is_an_error(p):
+def test_values_that_are_not_a_list_of_p_values_are_errors(p):
     with pytest.raises(ValueError, match="p_values are"):
         holm(p)
+
+
+COUNTS = st.tuples(*[st.integers(0, 30)] * 4)
+
+
+@given(COUNTS.filter(lambda counts: len([count for count in counts if count]) > 1))
+def test_kappa_is_scikit_learns(counts):
+    pairs = [(True, True), (True, False), (False, True), (False, False)]
+    first, second = zip(*[pair for pair, count in zip(pairs, counts, strict=True) for _ in range(count)], strict=True)
+    assert cohen_kappa(*counts) == pytest.approx(cohen_kappa_score(first, second), abs=1e-12)
+
+
+@pytest.mark.parametrize(("counts", "kappa"), [
+    ((7, 0, 0, 0), 1.0), ((0, 0, 0, 3), 1.0),  # one and the same verdict throughout
+    ((25, 25, 25, 25), 0.0), ((0, 5, 5, 0), -1.0),
+])
+def test_kappa_in_closed_form(counts, kappa):
+    assert cohen_kappa(*counts) == kappa
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (-1, 2, 3, 4), (1.5, 2, 3, 4)])
+def test_counts_of_nothing_are_refused(counts):
+    with pytest.raises(ValueError, match="count"):
+        cohen_kappa(*counts)

@@ -1,4 +1,3 @@
-import math
 import sys
 from fractions import Fraction
 from itertools import combinations
@@ -28,16 +27,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(case):
     subsets = list(combinations(range(n), k))
     hits = sum(min(subset) < correct for subset in subsets)
     assert pass_at_k(n, correct, k) == float(Fraction(hits, len(subsets)))
-
-
-@few
-@given(n=st.integers(1, 2000), share=st.floats(0, 1))
-def test_pass_at_k_never_falls_with_k_and_ends_at_any_correct(n, share):
-    correct = round(share * n)
-    values = [pass_at_k(n, correct, k) for k in sorted({1, 2, 3, n // 3 + 1, n // 2 + 1, n}) if k <= n]
-    assert values == sorted(values)
-    assert values[0] == correct / n
-    assert values[-1] == float(correct > 0)
 
 
 def test_pass_at_k_of_thousands_of_samples_is_right_to_the_last_digit():
@@ -77,14 +66,6 @@ def test_majority_at_k_is_the_mean_score_of_all_subsets(answers, data):
     assert majority_at_k(answers, "a", k) == float(sum(scores) / len(scores))
 
 
-def test_majority_at_k_of_many_answers_agrees_with_its_own_estimate():
-    answers = ["a"] * 60 + ["b"] * 60 + ["c"] * 40 + [None] * 40 + list(range(30))
-    exact = majority_at_k(answers, "a", 40)
-    drawn = np.random.default_rng(0)
-    scores = [expected_vote_score([answers[i] for i in drawn.choice(230, 40, replace=False)], "a") for _ in range(4000)]
-    assert exact == pytest.approx(np.mean(scores), abs=4 * np.std(scores) / math.sqrt(4000))
-
-
 def test_beyond_the_exact_form_an_estimate_converges_to_it_and_its_seed_fixes_it(monkeypatch):
     answers = ["a"] * 4 + ["b"] * 3 + ["c"] * 2 + [None]
     exact = majority_at_k(answers, "a", 5)
@@ -101,25 +82,10 @@ def test_votes_over_ten_thousand_answers_are_estimated_near_their_limit():
     assert majority_at_k(answers, "a", 101) == pytest.approx(binom.sf(50, 101, 0.6), abs=0.03)
 
 
-def test_no_draws_are_an_error():
-    with pytest.raises(ValueError, match="draws is 0"):
-        majority_at_k(["a", "b"], "a", 1, draws=0)
-
-
-def test_majority_at_k_rises_to_the_vote_of_all_for_a_frequent_answer():
-    answers = ["a"] * 6 + ["b"] * 4
-    values = [majority_at_k(answers, "a", k) for k in (1, 3, 5, 7, 10)]
-    assert values == sorted(set(values))
-    assert (values[0], values[-1]) == (0.6, 1.0)
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_more_votes_than_answers_are_an_error(k):
-    with pytest.raises(ValueError, match=f"k is {k}, expected 1 to the number of samples, 3"):
-        majority_at_k(["a", "b", None], "a", k)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_a_reference_of_none_is_an_error(k):
-    with pytest.raises(ValueError, match="reference is None"):
-        majority_at_k(["a", "b", None], None, k)
+@pytest.mark.parametrize(("reference", "options", "message"), [
+    ("a", {"k": 0}, "k is 0, .* number of samples, 3"), ("a", {"k": 4}, "k is 4, .* number of samples, 3"),
+    *((None, {"k": k}, "reference is None") for k in (1, 2, 3)), ("a", {"k": 1, "draws": 0}, "draws is 0"),
+])
+def test_votes_that_do_not_fit_the_answers_are_errors(reference, options, message):
+    with pytest.raises(ValueError, match=message):
+        majority_at_k(["a", "b", None], reference, **options)

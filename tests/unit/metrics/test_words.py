@@ -48,16 +48,6 @@ def test_one_other_byte_anywhere_makes_another_word(numpy_table, length):
         assert ids(words_in_order[::-1]).tolist() == first[::-1]
 
 
-def test_few_and_many_words_get_the_same_ids():
-    vocabulary = [f"word{i}" for i in range(3000)]
-    many = [vocabulary[i] for i in np.random.default_rng(0).integers(3000, size=2 * words.FEW_WORDS)]
-    few_first, many_first = WordIds(), WordIds()
-    by_hundreds = [many[start : start + 100] for start in range(0, len(many), 100)]
-    assert np.array_equal(np.concatenate([few_first(hundred) for hundred in by_hundreds]), few_first(many))
-    assert np.array_equal(many_first(many), np.concatenate([many_first(hundred) for hundred in by_hundreds]))
-    assert len(np.unique(many_first(many))) == len(set(many))
-
-
 def test_distinct_n_of_texts_longer_than_a_batch_agrees_with_sets_of_words():
     rng = np.random.default_rng(0)
     vocabulary = [f"{'long' * (i % 5)}{i}" for i in range(5000)]

@@ -1,7 +1,5 @@
-import runpy
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,19 +9,19 @@ from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronG
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel, model_config
 from nemo_edo.types import TrainingBatch
 
-HELPER = Path(__file__).parents[2] / "helpers" / "tiny_models.py"
 TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="session")
-def tiny():
-    """tests/helpers/tiny_models.py; tests are no package, hence not imported."""
-    return SimpleNamespace(**runpy.run_path(str(HELPER)))
+def as_collected():
+    """as_collected(model, batch): with the trainer's own log-probabilities before the first step, as an iteration has
+    them."""
 
+    def collect(model, batch):
+        model.freeze_reference()
+        return replace(batch, old_logprobs=model.logprobs(batch)[0], ref_logprobs=model.reference_logprobs(batch))
 
-@pytest.fixture(scope="session")
-def tiny_qwen2(tiny, tmp_path_factory) -> Path:
-    return tiny.write_tiny_model(tmp_path_factory.mktemp("qwen2"))
+    return collect
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +32,7 @@ def pairs(tiny) -> TrainingBatch:
     batch.mask[7] = 0.0
     return batch.with_fields(
         pair_role=torch.tensor([1, -1, 0, 0, 1, -1, 0, 0]),
-        exploration_weights=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]),
+        exploration_factors=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]),
     )
 
 

@@ -47,49 +47,27 @@ def arm(request, make_model, warmed_up):
 
 
 def collected(model, batch):
-    return batch.with_fields(old_logprobs=model.log_probs(batch)[0], ref_logprobs=model.reference_log_probs(batch))
-
-
-@pytest.mark.parametrize("config", [SFT, *EXPLORING], ids=name)
-def test_training_moves_the_adapters_and_no_frozen_weight(make_model, tiny, pairs, config):
-    model = make_model(config, LORA)
-    if config is not SFT:
-        model.freeze_reference()
-    base, start = tiny.exported(model.policy, merged=False), model.policy.snapshot()
-    trained(model, pairs)
-    after = tiny.exported(model.policy, merged=False)
-    assert [key for key in base if not torch.equal(base[key], after[key])] == []
-    assert not any(torch.equal(old, new) for old, new in zip(start, model.policy.snapshot(), strict=True))
+    return batch.with_fields(old_logprobs=model.logprobs(batch)[0], ref_logprobs=model.reference_logprobs(batch))
 
 
 def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters(arm, warmed_up, make_model, pairs):
-    from megatron.bridge.peft.lora import LoRA
-
     model = arm()
-    after_warm_up = warmed_up.policy.log_probs(pairs, micro_batching=model.micro_batching, temperature=0.7)[0]
-    before = make_model(SFT).policy.log_probs(pairs, micro_batching=model.micro_batching, temperature=0.7)[0]
+    assert model.reference is None, "a reference that stays needs no copy of the weights"
+    settings = {"micro_batching": model.micro_batching, "temperature": 0.7}
+    after_warm_up, before = (policy.logprobs(pairs, **settings)[0] for policy in (warmed_up.policy,
+                                                                                 make_model(SFT).policy))
     assert (after_warm_up - before).abs().max() > 0.1, "the warm-up has changed nothing"
-    reference = model.reference_log_probs(pairs)
+    reference = model.reference_logprobs(pairs)
     torch.testing.assert_close(reference, after_warm_up, rtol=0, atol=2e-5)
-    assert torch.equal(model.log_probs(pairs)[0], reference)
+    assert torch.equal(model.logprobs(pairs)[0], reference)
     trained(model, collected(model, pairs))
-    assert torch.equal(model.reference_log_probs(pairs), reference)
-    assert (model.log_probs(pairs)[0] - reference).abs().max() > 1e-2
-    with LoRA().disable_adapter(model.built.chunks):
-        assert torch.equal(model.log_probs(pairs)[0], reference)
-
-
-def test_a_reference_that_stays_is_no_copy_of_the_weights(arm):
-    assert arm().reference is None
-
-
-def test_adapters_are_on_again_after_an_error_under_the_reference(arm, pairs):
-    model = trained(arm(), pairs)
-    own = model.log_probs(pairs)[0]
+    assert torch.equal(model.reference_logprobs(pairs), reference)
+    own = model.logprobs(pairs)[0]
+    assert (own - reference).abs().max() > 1e-2
     with pytest.raises(KeyError), model.policy.without_adapters():
-        assert not torch.equal(model.log_probs(pairs)[0], own)
+        assert torch.equal(model.logprobs(pairs)[0], reference)
         raise KeyError
-    assert torch.equal(model.log_probs(pairs)[0], own)
+    assert torch.equal(model.logprobs(pairs)[0], own), "adapters stay off after an error"
 
 
 @pytest.mark.parametrize(("kind", "share"), [("previous", 0.0), ("ema", 0.75)])
@@ -97,7 +75,7 @@ def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, kind,
     model = arm(reference=kind)
     start, base = model.policy.snapshot(), tiny.exported(model.policy, merged=False)
     trained(model, collected(model, pairs))
-    now, own = model.policy.snapshot(), model.log_probs(pairs)[0]
+    now, own = model.policy.snapshot(), model.logprobs(pairs)[0]
     model.move_reference(kind, 0.75)
     for reference, old, new in zip(model.reference, start, now, strict=True):
         torch.testing.assert_close(reference, share * old + (1 - share) * new, rtol=0, atol=1e-6)
@@ -105,7 +83,7 @@ def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, kind,
     after = tiny.exported(model.policy, merged=False)
     assert all(torch.equal(base[key], after[key]) for key in base), "moving a reference has merged adapters"
     if kind == "previous":
-        assert torch.equal(model.reference_log_probs(pairs), own)
+        assert torch.equal(model.reference_logprobs(pairs), own)
 
 
 @pytest.mark.parametrize("config", [SFT, *EXPLORING], ids=name)

@@ -1,13 +1,11 @@
 """What a config says about refits is checked before anything is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
-from nemo_edo.configuration import ConfigError, arm_configs, compose_run
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.refit import setup
 
@@ -19,14 +17,14 @@ def config(*overrides: str):
     return compose_run("quickstart", [*VLLM, "~arms", *overrides])
 
 
-@pytest.mark.parametrize(("overrides", "told"), [
-    (["generation.placement=shared"], "placement is shared, and there is no GPU to share.*placement=apart"),
-    (["generation.refit.transport=nccl"], "transport is nccl, which joins GPUs.*disk"),
-    (["generation.refit.lora=adapter"], "refit.lora is adapter, and lora.rank is 0"),
+@pytest.mark.parametrize(("overrides", "named"), [
+    (["generation.placement=shared"], "placement is shared.*placement=apart"),
+    (["generation.refit.transport=nccl"], "transport is nccl.*disk"),
+    (["generation.refit.lora=adapter"], "refit.lora is adapter.* lora.rank"),
 ])
-def test_what_this_machine_or_model_cannot_do_is_refused(overrides, told, monkeypatch):
+def test_what_this_machine_or_model_cannot_do_is_refused(overrides, named, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=named):
         setup.check_refit(config(*overrides), Path("run"))
 
 
@@ -36,13 +34,13 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
     files = sum(file.stat().st_size for file in tiny_qwen2.glob("*.safetensors"))
     assert size == pytest.approx(files, rel=0.05)
     monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size - 1)
-    with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}.* GiB free, and a refit needs"):
+    with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}"):
         setup.check_refit(cfg, tmp_path / "run")
     monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size)
     setup.check_refit(cfg, tmp_path / "run")
 
 
-def test_weights_stand_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):
+def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):
     own, other = (setup.refit_root(config(), tmp_path / name) for name in ("a", "b"))
     assert own.parent == other.parent == Path("/dev/shm") and own != other
     urls = "generation.servers.urls=[http://node7:8000]"
@@ -50,23 +48,21 @@ def test_weights_stand_in_shared_memory_for_servers_of_this_machine_and_in_the_r
     assert setup.refit_root(config(urls, "generation.refit.folder=weights"), tmp_path / "a").is_absolute()
 
 
-@pytest.mark.parametrize(("overrides", "told"), [
-    (["generation.one_step_off=true"], "grpo.sampler_correction is 'none', expected tis or icepop with "
-                                       "generation.one_step_off"),
-    (["generation.stale=correct"], "grpo.sampler_correction is 'none', expected tis or icepop with generation.stale"),
+@pytest.mark.parametrize(("overrides", "named"), [
+    (["generation.one_step_off=true"], "grpo.sampler_correction .* generation.one_step_off"),
+    (["generation.stale=correct"], "grpo.sampler_correction .* generation.stale"),
     (["generation.one_step_off=true", CORRECTED, "algorithm=idpo"], "iterative DPO"),
-    (["generation.one_step_off=true", CORRECTED, "generation.backend=megatron"],
-     "generation.one_step_off is True, expected false with generation.backend megatron"),
-    (["generation.placement=shared", "generation.backend=megatron"], "placement is 'shared', expected apart with"),
-    (["generation.one_step_off=true", CORRECTED, "generation.placement=shared"], "the servers sleep"),
-    (["generation.one_step_off=true", CORRECTED, "train.rollouts=somewhere"], "nothing is drawn"),
+    (["generation.one_step_off=true", CORRECTED, "generation.backend=megatron"], "one_step_off .*backend megatron"),
+    (["generation.placement=shared", "generation.backend=megatron"], "placement is 'shared', expected apart"),
+    (["generation.one_step_off=true", CORRECTED, "generation.placement=shared"], "sleep"),
+    (["generation.one_step_off=true", CORRECTED, "train.rollouts=somewhere"], "nothing is generated"),
     (["generation.stale=perhaps"], "generation.stale is 'perhaps', expected one of refuse, correct"),
     (["generation.refit.transport=pigeon"], "generation.refit.transport is 'pigeon', expected one of disk, nccl"),
     (["generation.backend=trtllm", "generation.refit.transport=nccl"], "disk with generation.backend trtllm"),
-    (["generation.backend=trtllm", "generation.servers.urls=[http://a:1]"], "take new weights by a restart"),
+    (["generation.backend=trtllm", "generation.servers.urls=[http://a:1]"], "restart"),
 ])
-def test_settings_that_do_not_go_together_are_refused_with_their_names(overrides, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_do_not_go_together_are_refused_with_their_names(overrides, named):
+    with pytest.raises(ConfigError, match=named):
         config(*overrides)
 
 

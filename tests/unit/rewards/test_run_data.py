@@ -1,4 +1,4 @@
-"""What a run makes of its problems: the scorer of their answers, or an error before any work."""
+"""The scorer of a run's problems, or an error before any work."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_edo import factory
-from nemo_edo.configuration import compose_run
-from nemo_edo.data.arithmetic_model import write_tokenizer
+from nemo_edo.builtin_task.model import write_tokenizer
+from nemo_edo.config.compose import compose_run
 from nemo_edo.rewards.math_verifier import MathScorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.run import inputs
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Rollout
 
 
@@ -25,7 +25,7 @@ def one_rank():
         torch.distributed.destroy_process_group()
 
 
-def load(folder: Path, train: list[tuple[str, str]], *overrides: str, boxed: bool = True) -> factory.Data:
+def load(folder: Path, train: list[tuple[str, str]], *overrides: str, boxed: bool = True) -> inputs.Data:
     """Of a run on these questions and answers, in MATH's format or GSM8K's."""
     for name, rows in (("train", train), ("test", [("2 + 2", "4")])):
         texts = [
@@ -36,7 +36,7 @@ def load(folder: Path, train: list[tuple[str, str]], *overrides: str, boxed: boo
     files = [f"data.{name}={folder / name}.jsonl" for name in ("train", "test")]
     cfg = compose_run("quickstart", [*files, "sft.steps=0", "rewards.time_limit_s=60", "rewards.workers=1", *overrides])
     write_tokenizer(RunFolder(folder).base, cfg.data.arithmetic)
-    return factory.load_data(cfg, RunFolder(folder))
+    return inputs.load_data(cfg, RunFolder(folder))
 
 
 MATH = ("data.benchmark=math", "data.check_rows=false", "data.answer_format=boxed")

@@ -14,21 +14,9 @@ score_lists = st.lists(st.integers(-5, 5), min_size=1, max_size=9)
 
 @few
 @given(scores=score_lists)
-def test_the_best_is_the_first_of_the_highest_scores(scores):
-    assert best_of_n(list(range(len(scores))), scores) == np.argmax(scores)
-
-
-@few
-@given(scores=score_lists)
-def test_a_strictly_increasing_transform_keeps_the_choice(scores):
-    candidates = list(range(len(scores)))
-    chosen = best_of_n(candidates, scores)
-    for transform in (math.exp, math.atan, lambda score: 3 * score - 7, lambda score: score**3):
-        assert best_of_n(candidates, [transform(score) for score in scores]) == chosen
-
-
-def test_one_candidate_is_chosen_whatever_its_score():
-    assert best_of_n(["only"], [-1e300]) == "only"
+def test_the_best_is_the_first_of_the_highest_scores_whatever_increasing_transform_they_have(scores):
+    for transform in (float, math.exp, math.atan, lambda score: 3 * score - 7, lambda score: score**3):
+        assert best_of_n(range(len(scores)), [transform(score) for score in scores]) == np.argmax(scores)
 
 
 def test_scores_may_be_tensors_and_arrays():
@@ -53,12 +41,6 @@ def test_aggregations_equal_their_definitions():
     assert aggregate_steps([-3.0, 2.0], "mean") == -0.5 and aggregate_steps([-3.0, 2.0], "min") == -3.0
 
 
-@few
-@given(score=st.floats(0, 1), how=st.sampled_from(["last", "min", "product", "mean"]))
-def test_one_step_is_its_own_aggregate(score, how):
-    assert aggregate_steps([score], how) == score
-
-
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_is_an_error_that_names_its_index(score):
     with pytest.raises(ValueError, match=r"scores\[1\]"):
@@ -69,14 +51,13 @@ def test_a_score_that_is_not_finite_is_an_error_that_names_its_index(score):
         aggregate_steps([1.0, score, 0.0], "last")
 
 
-@pytest.mark.parametrize(
-    ("candidates", "scores", "aggregation", "message"),
-    [("", [], None, "candidates is empty"), ("ab", [1.0], None, "1 scores for 2 candidates"),
-     ("a", [1.0, 2.0], None, "2 scores for 1 candidates"), ("ab", [[1.0], [2.0]], None, r"scores\[0\].*a number"),
-     ("ab", torch.ones(2, 2), None, r"scores\[0\].*a number"), ("ab", [[1.0], 2.0], "min", r"scores\[1\].*its steps"),
-     ("ab", [[1.0], []], "min", r"scores\[1\]: step_scores"), ("a", [[1.0]], "max", "'max', expected one of last"),
-     ("a", [[1.5]], "product", r"\[0, 1\]"), ("a", [[-0.5, -0.5]], "product", r"\[0, 1\]")],
-)
+@pytest.mark.parametrize(("candidates", "scores", "aggregation", "message"), [
+    ("", [], None, "candidates is empty"), ("ab", [1.0], None, "1 scores for 2 candidates"),
+    ("a", [1.0, 2.0], None, "2 scores for 1 candidates"), ("ab", [[1.0], [2.0]], None, r"scores\[0\].*a number"),
+    ("ab", torch.ones(2, 2), None, r"scores\[0\].*a number"), ("ab", [[1.0], 2.0], "min", r"scores\[1\].*its steps"),
+    ("ab", [[1.0], []], "min", r"scores\[1\]: step_scores"), ("a", [[1.0]], "max", "'max'"),
+    ("a", [[1.5]], "product", r"\[0, 1\]"), ("a", [[-0.5, -0.5]], "product", r"\[0, 1\]"),
+])
 def test_scores_that_do_not_fit_are_errors(candidates, scores, aggregation, message):
     with pytest.raises(ValueError, match=message):
         best_of_n(candidates, scores, aggregation=aggregation)

@@ -2,6 +2,7 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,19 +21,23 @@ def digest(*parts):
 
 
 class RandomProposer:
-    """Draws from a few step texts, so that siblings repeat, by the path's seed; counts its calls."""
+    """Samples a few step texts, so that siblings repeat, by the path's seed; counts its calls."""
 
     def __init__(self, end_one_in=4, texts=6):
-        self.calls, self.paths = [], []
-        self.end_one_in, self.texts = end_one_in, texts
+        self.calls, self.end_one_in, self.texts = [], end_one_in, texts
 
     def propose(self, paths, count, seeds):
-        self.calls.append([(path, seed) for path, seed in zip(paths, seeds, strict=True)])
+        self.calls.append(list(zip(paths, seeds, strict=True)))
         return [[self.step(path, seed, i) for i in range(count)] for path, seed in zip(paths, seeds, strict=True)]
 
     def step(self, path, seed, i):
         number = digest(seed, i) % self.texts
         return Step(f"step {number}", digest(path, number) % self.end_one_in == 0, tokens=1 + number)
+
+
+def proposing(step):
+    """A proposer with the given method for one step."""
+    return type("Proposer", (RandomProposer,), {"step": lambda self, path, seed, i: step(path, i)})()
 
 
 class RandomScorer:
@@ -122,44 +127,23 @@ def test_without_exploration_it_is_best_first_search(seed, steps, branches, widt
     assert {node.path.steps for node in result.nodes if node.expanded_at is not None} == opened
 
 
-def test_the_frontier_is_the_top_s_children_that_are_not_finished():
-    tree = {"": 0.0, "a": 0.9, "B": 0.8, "c": 0.7, "ad": 0.5, "ae": 0.6, "af": 0.1, "aeG": 0.3, "aeh": 0.3, "aei": 0.3,
-            "adj": 0.4, "adk": 0.2, "adl": 0.2}
-    # B takes one of the two places and is not expanded; c is left behind for good.
-    result = run(tree, steps=3, branches=3, width=2, exploration=0.0)
-    assert expanded(result) == ["", "a", "ad", "ae"] and answer(result) == "B"
-    assert ["".join(node.path.steps) for node in result.nodes[7:]] == ["aeG", "aeh", "aei", "adj", "adk", "adl"]
-    assert expanded(run(tree, steps=3, branches=3, width=1, exploration=0.0)) == ["", "a", "ae"]
+# N is in a direction that nobody has looked into, so that f puts it first; O's reward is higher.
+BONUS = {"": (0.0, [1.0, 0.0]), "O": (0.6, [1.0, 0.0]), "N": (0.5, [0.0, 1.0])}
+UNLIKE = {"": (0.0, [1.0, 0.0]), "a": (0.6, [1.0, 0.0]), "b": (0.5, [0.0, 1.0]),
+          "ac": 0.1, "ad": 0.1, "be": 0.1, "bf": 0.1}
 
 
-def test_it_stops_when_the_added_children_are_all_finished():
-    tree = {"": 0.0, "a": 0.5, "B": 0.4, "aC": 0.3, "ad": 0.2, "adE": 0.9, "adF": 0.9}
-    result = run(tree, steps=9, branches=2, width=1, exploration=0.0)
-    assert (result.iterations, result.samples) == (2, 4)
-    # The answer is the best finished node of the tree: B, which was not in the top 1 of its siblings.
-    assert answer(result) == "B" and result.finished and result.nodes[result.best].reward == 0.4
-    assert [node.depth for node in result.nodes] == [0, 1, 1, 2, 2]
-
-
-def test_without_a_finished_node_the_best_leaf_is_returned():
-    tree = {"": 5.0, "a": 0.9, "b": 0.8, "ac": 0.3, "ad": 0.2}
-    result = run(tree, steps=2, branches=2, width=1, exploration=0.0)
-    assert answer(result) == "b" and not result.finished  # neither the question nor a, which are no leaves
-
-
-def test_the_reward_and_not_the_bonus_decides_the_answer():
-    # N is in a direction that nobody has looked into, so that f puts it first; O's reward is higher.
-    tree = {"": (0.0, [1.0, 0.0]), "O": (0.6, [1.0, 0.0]), "N": (0.5, [0.0, 1.0])}
-    result = run(tree, steps=1, branches=2, width=1, exploration=10.0)
-    root, o, n = result.nodes
-    assert n.value > o.value and answer(result) == "O"
-
-
-def test_exploration_turns_the_search_to_embeddings_unlike_those_expanded():
-    tree = {"": (0.0, [1.0, 0.0]), "a": (0.6, [1.0, 0.0]), "b": (0.5, [0.0, 1.0])}
-    tree |= {"ac": 0.1, "ad": 0.1, "be": 0.1, "bf": 0.1}
-    assert expanded(run(tree, steps=2, branches=2, width=1, exploration=0.0)) == ["", "a"]
-    assert expanded(run(tree, steps=2, branches=2, width=1, exploration=1.0)) == ["", "b"]
+@pytest.mark.parametrize(("tree", "steps", "exploration", "order", "chosen"), [
+    (BONUS, 1, 10.0, [""], "O"),  # the reward and not the bonus decides the answer
+    (UNLIKE, 2, 0.0, ["", "a"], "b"), (UNLIKE, 2, 1.0, ["", "b"], "a"),
+])
+def test_exploration_turns_the_search_and_not_the_answer_to_embeddings_unlike_those_expanded(
+    tree, steps, exploration, order, chosen
+):
+    result = run(tree, steps=steps, branches=2, width=1, exploration=exploration)
+    assert (expanded(result), answer(result)) == (order, chosen)
+    if tree is BONUS:
+        assert result.nodes[2].value > result.nodes[1].value
 
 
 @pytest.mark.parametrize(("kind", "seen", "new"), [("sd", math.sqrt(2 / 3 + 2), 2.0), ("variance", 2 / 3, 2.0)])
@@ -206,12 +190,8 @@ def test_ties_go_to_the_node_made_first():
 
 
 def test_a_step_sampled_twice_is_one_node_that_counts_both():
-    class Repeating(RandomProposer):
-        def step(self, path, seed, i):
-            return Step("AAB"[i], finished=i == 2, tokens=i)
-
-    scorer = RandomScorer()
-    (result,) = SearchLLM(Repeating(), scorer, replace(BASIC, steps=1)).search(["q"], 0)
+    proposer, scorer = proposing(lambda _, i: Step("AAB"[i], finished=i == 2, tokens=i)), RandomScorer()
+    (result,) = SearchLLM(proposer, scorer, replace(BASIC, steps=1)).search(["q"], 0)
     assert [(node.path.steps, node.samples) for node in result.nodes] == [((), 0), (("A",), 2), (("B",), 1)]
     assert (result.samples, result.tokens) == (3, 3)
     assert len(scorer.calls[1]) == 2  # and it is scored once
@@ -254,7 +234,7 @@ def test_a_result_depends_on_its_question_and_the_seed_alone(seed, mean):
     assert together[0] == together[3]
 
 
-def test_another_seed_or_question_draws_other_samples():
+def test_another_seed_or_question_has_other_seeds():
     proposer = RandomProposer()
     search = SearchLLM(proposer, RandomScorer(), replace(BASIC, steps=2))
     search.search(["one", "two"], 0)
@@ -265,11 +245,8 @@ def test_another_seed_or_question_draws_other_samples():
 
 
 def test_an_iteration_is_one_call_of_each_for_all_questions_that_are_not_done():
-    class EndsEarly(RandomProposer):
-        def step(self, path, seed, i):
-            return Step(f"step {i}", finished=path.question == "short")
-
-    proposer, scorer = EndsEarly(), RandomScorer()
+    proposer = proposing(lambda path, i: Step(f"step {i}", finished=path.question == "short"))
+    scorer = RandomScorer()
     results = SearchLLM(proposer, scorer, BASIC).search(["long", "short", "longer"], 0)
     assert [result.iterations for result in results] == [4, 1, 4]
     assert [[path.question for path, _ in call] for call in proposer.calls] == [
@@ -279,87 +256,49 @@ def test_an_iteration_is_one_call_of_each_for_all_questions_that_are_not_done():
     assert [result.path.question for result in results] == ["long", "short", "longer"]
 
 
-def test_tokens_are_added_up_unless_some_are_unknown():
-    tree = {"": 0.0, "a": 0.1, "B": 0.2}
-    assert run(tree, steps=1, branches=2, width=1, exploration=0.0).tokens is None
-    proposer = RandomProposer()
-    (result,) = SearchLLM(proposer, RandomScorer(), BASIC).search(["q"], 3)
-    seeds = [seed for call in proposer.calls for _, seed in call]
-    assert result.tokens == sum(1 + digest(seed, i) % 6 for seed in seeds for i in range(3))
+def test_the_number_of_tokens_is_unknown_if_that_of_a_step_is():
+    assert run({"": 0.0, "a": 0.1, "B": 0.2}, steps=1, branches=2, width=1, exploration=0.0).tokens is None
 
 
-def test_no_questions_ask_nobody():
-    assert SearchLLM(None, None, BASIC).search([], 0) == []
-
-
-def test_one_string_is_not_a_list_of_questions():
-    with pytest.raises(ValueError, match="questions is the string"):
-        SearchLLM(RandomProposer(), RandomScorer(), BASIC).search("why", 0)
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [([], "0 lists of steps for 1 paths"), ([[Step("a", False)] * 2], "2 steps of 3 for StepPath"),
-     ([[Step("a", False)] * 4], "4 steps of 3"), ([[Step("a", False)] * 2 + [Step(" ", False)]], "empty step")],
-)
+@pytest.mark.parametrize(("returned", "message"), [
+    ([], "0 lists of steps for 1 paths"), ([[Step("a", False)] * 2], "2 steps of 3 for StepPath"),
+    ([[Step("a", False)] * 4], "4 steps of 3"), ([[Step("a", False)] * 2 + [Step(" ", False)]], "empty step"),
+])
 def test_a_proposer_that_breaks_its_contract_is_an_error(returned, message):
-    class Broken:
-        def propose(self, paths, count, seeds):
-            return returned
-
     with pytest.raises(ValueError, match=message):
-        SearchLLM(Broken(), RandomScorer(), BASIC).search(["q"], 0)
+        SearchLLM(SimpleNamespace(propose=lambda *_: returned), RandomScorer(), BASIC).search(["q"], 0)
 
 
 def test_a_solution_may_end_without_another_word():
-    class Silent(RandomProposer):
-        def step(self, path, seed, i):
-            return Step("", finished=True)
-
-    (result,) = SearchLLM(Silent(), RandomScorer(), BASIC).search(["q"], 0)
+    (result,) = SearchLLM(proposing(lambda *_: Step("", finished=True)), RandomScorer(), BASIC).search(["q"], 0)
     assert result.path == StepPath("q", ("",)) and result.finished
 
 
-@pytest.mark.parametrize(
-    ("score", "message"),
-    [(lambda: [], "0 scores for"), (lambda: [StepScore(math.nan, torch.zeros(2))], "reward of nan"),
-     (lambda: [StepScore(math.inf, torch.zeros(2))], "reward of inf"),
-     (lambda: [StepScore(0.0, torch.zeros(1, 2))], "embedding of shape"),
-     (lambda: [StepScore(0.0, torch.tensor([0.0, math.nan]))], "embedding of shape")],
-)
-def test_a_scorer_that_breaks_its_contract_is_an_error(score, message):
-    class Broken:
-        def score(self, paths):
-            return score()
-
-    with pytest.raises(ValueError, match=message):
-        SearchLLM(RandomProposer(), Broken(), BASIC).search(["q"], 0)
-
-
-def test_embeddings_of_different_lengths_are_an_error():
-    class Growing(RandomScorer):
-        def score(self, paths):
-            return [StepScore(0.0, torch.zeros(2 + len(path.steps))) for path in paths]
-
-    with pytest.raises(ValueError, match="shape"):
-        SearchLLM(RandomProposer(), Growing(), BASIC).search(["q"], 0)
-
-
-def test_embeddings_of_different_lengths_in_one_call_are_an_error():
-    class Uneven(RandomScorer):
-        def score(self, paths):
-            return [StepScore(0.0, torch.zeros(1 + position)) for position, _ in enumerate(paths)]
-
-    with pytest.raises(ValueError, match="the same D"):
-        SearchLLM(RandomProposer(), Uneven(), BASIC).search(["q", "p"], 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("steps", 0), ("steps", 2.5), ("branches", 0), ("width", -1), ("exploration", -0.1), ("exploration", math.nan),
-     ("exploration", math.inf), ("prior_precision", 0.0), ("noise_variance", -1.0), ("noise_variance", math.nan),
-     ("width_kind", "std"), ("mean", "model")],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("steps", 0), ("steps", 2.5), ("branches", 0), ("width", -1), ("exploration", -0.1), ("exploration", math.nan),
+    ("exploration", math.inf), ("prior_precision", 0.0), ("noise_variance", -1.0), ("noise_variance", math.nan),
+    ("width_kind", "std"), ("mean", "model"),
+])
 def test_settings_out_of_range_are_errors(name, value):
     with pytest.raises(ValueError, match=f"^{name} is"):
         replace(BASIC, **{name: value})
+
+
+@pytest.mark.parametrize(("score", "message"), [
+    (lambda paths: [], "0 scores for 2"),
+    (lambda paths: [StepScore(math.nan, torch.zeros(2))] * 2, "reward of nan"),
+    (lambda paths: [StepScore(math.inf, torch.zeros(2))] * 2, "reward of inf"),
+    (lambda paths: [StepScore(0.0, torch.zeros(1, 2))] * 2, "embedding of shape"),
+    (lambda paths: [StepScore(0.0, torch.tensor([0.0, math.nan]))] * 2, "embedding of shape"),
+    (lambda paths: [StepScore(0.0, torch.zeros(1 + i)) for i, _ in enumerate(paths)], "the same D"),
+    (lambda paths: [StepScore(0.0, torch.zeros(2 + len(path.steps))) for path in paths], "shape"),
+])
+def test_a_scorer_that_breaks_its_contract_is_an_error(score, message):
+    with pytest.raises(ValueError, match=message):
+        SearchLLM(RandomProposer(), SimpleNamespace(score=score), BASIC).search(["q", "p"], 0)
+
+
+def test_a_string_is_not_a_list_of_questions_and_no_questions_ask_nobody():
+    assert SearchLLM(None, None, BASIC).search([], 0) == []
+    with pytest.raises(ValueError, match="questions is the string"):
+        SearchLLM(RandomProposer(), RandomScorer(), BASIC).search("why", 0)

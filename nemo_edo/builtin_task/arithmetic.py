@@ -1,0 +1,203 @@
+"""The built-in task: sum a few numbers, merging any two of those left in each step.
+
+    question  6 + 1 + 3 + 1
+    solution  6 + 3 = 9
+              1 + 1 = 2
+              9 + 2 = 11
+              #### 11
+
+Every order of merging leads to the answer, so that diversity can be counted. The supervised warm-up learns from
+solutions with mistakes: some addition facts ("weak" ones) are mostly wrong there, each in its own way, and every
+other step now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+
+from nemo_edo.config import ArithmeticConfig
+from nemo_edo.errors import UserError
+
+STEP_ERRORS = (-2, -1, 1, 2)
+"""How far off the result of a wrong step is."""
+_MAX_POOL = 1_000_000
+"""At most this many question strings are candidates: memory and time stay small for large operands."""
+_STEP = re.compile(r"(0|[1-9][0-9]{0,8}) \+ (0|[1-9][0-9]{0,8}) = (0|[1-9][0-9]{0,8})")
+
+Operands = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ArithmeticFiles:
+    warmup: Path
+    train: Path
+    test: Path
+
+
+def write_dataset(folder: str | Path, config: ArithmeticConfig) -> ArithmeticFiles:
+    """Writes warmup.jsonl, train.jsonl and test.jsonl in GSM8K's format; config alone fixes their bytes.
+
+    Operands are integers from 0 to ``max_operand``. No question occurs twice, and no test question is a permutation
+    of another one or of a train or warm-up question. Answers of train and test are right. In warm-up solutions, a
+    step that adds a weak fact is right with probability ``weak_fact_accuracy`` and otherwise gives the fact's fixed
+    wrong sum; any other is right with probability 1 - ``step_noise`` and otherwise gives a random wrong one. Later
+    steps use the wrong result, and the final answer agrees with the chain.
+
+    Raises UserError (a ValueError) if there are not enough questions for the sizes asked.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    test, train, warmup = _sample_questions(config)
+    files = ArithmeticFiles(folder / "warmup.jsonl", folder / "train.jsonl", folder / "test.jsonl")
+    rng = random.Random(f"arithmetic solutions {config.seed}")
+
+    def noisy_sum(first: int, second: int) -> int:
+        return _noisy_sum(first, second, config, rng)
+
+    _write_rows(files.test, [(operands, _derive(operands, int.__add__, rng)) for operands in test])
+    _write_rows(files.train, [(operands, _derive(operands, int.__add__, rng)) for operands in train])
+    _write_rows(files.warmup, [(operands, _derive(operands, noisy_sum, rng)) for operands in warmup])
+    return files
+
+
+def is_weak_fact(first: int, second: int, config: ArithmeticConfig) -> bool:
+    """Whether the warm-up data mostly gets ``first + second`` wrong: so for a share of the unordered pairs."""
+    fact = f"arithmetic fact {config.seed} {min(first, second)} {max(first, second)}"
+    return random.Random(fact).random() < config.weak_fact_share
+
+
+def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | None:
+    """Which numbers were merged: the sorted merges, each the sorted pair of its summands.
+
+    So neither the order of independent lines nor that of summands makes another path: n distinct operands have at
+    most (2n - 3)!! paths, 15 for n = 4. None unless each line merges two numbers that are left and the final answer
+    is the last result; whether the sums are right is not asked.
+    """
+    steps = _parse_steps(question, text)
+    return None if steps is None else tuple(sorted((min(a, b), max(a, b)) for a, b, _ in steps))
+
+
+def is_valid_derivation(*, question: str, text: str) -> bool:
+    """True if each line merges two numbers that are left, every sum is right, and the answer is the last result."""
+    steps = _parse_steps(question, text)
+    return steps is not None and all(a + b == total for a, b, total in steps)
+
+
+def first_wrong_step(*, question: str, steps: Sequence[str]) -> int | None:
+    """The index of the first step that is wrong; None where all are right, whether or not they lead to the end.
+
+    A step is right if it adds two remaining numbers correctly, or if it states the only remaining number as the answer
+    and nothing follows.
+    """
+    left, ended = Counter(int(operand) for operand in question.split(" + ")), False
+    for index, step in enumerate(steps):
+        match = None if ended else _STEP.fullmatch(step)
+        if match is None:
+            ended = not ended and left.total() == 1 and step == f"#### {next(left.elements())}"
+            if not ended:
+                return index
+            continue
+        first, second, total = (int(number) for number in match.groups())
+        left.subtract((first, second))
+        if min(left.values()) < 0 or first + second != total:
+            return index
+        left[total] += 1
+    return None
+
+
+def max_number(config: ArithmeticConfig) -> int:
+    """The largest number that the data can hold: every operand at its largest, every step wrong upwards."""
+    return config.num_operands * config.max_operand + max(STEP_ERRORS) * (config.num_operands - 1)
+
+
+def _sample_questions(config: ArithmeticConfig) -> tuple[list[Operands], list[Operands], list[Operands]]:
+    """Operands of the test, train and warm-up questions.
+
+    The first ``test_problems`` distinct multisets of a random order of all questions are the test's, and with them
+    every permutation; train and warm-up divide what is left.
+    """
+    base = config.max_operand + 1
+    total = base**config.num_operands
+    rng = random.Random(f"arithmetic questions {config.seed}")
+    pool = [_digits(code, base, config.num_operands) for code in rng.sample(range(total), min(total, _MAX_POOL))]
+    test: dict[Operands, Operands] = {}
+    for operands in pool:
+        if len(test) == config.test_problems:
+            break
+        test.setdefault(tuple(sorted(operands)), operands)
+    rest = [operands for operands in pool if tuple(sorted(operands)) not in test]
+    needed = config.train_problems + config.warmup_problems
+    if len(test) < config.test_problems or len(rest) < needed:
+        multisets = comb(config.max_operand + config.num_operands, config.num_operands)
+        raise UserError(
+            f"data.arithmetic asks for {config.test_problems} test problems and {config.train_problems} train + "
+            f"{config.warmup_problems} warm-up problems, but {config.num_operands} operands from 0 to "
+            f"{config.max_operand} make {multisets} multisets ({total} questions), of which the test leaves "
+            f"{len(rest)} questions; raise num_operands or max_operand, or ask for fewer problems"
+        )
+    return list(test.values()), rest[: config.train_problems], rest[config.train_problems : needed]
+
+
+def _digits(code: int, base: int, count: int) -> Operands:
+    return tuple(code // base**place % base for place in range(count))
+
+
+def _noisy_sum(first: int, second: int, config: ArithmeticConfig, rng: random.Random) -> int:
+    total = first + second
+    if is_weak_fact(first, second, config):
+        return total if rng.random() < config.weak_fact_accuracy else total + _misconception(first, second, config)
+    return total if rng.random() < 1 - config.step_noise else total + rng.choice(_possible_errors(total))
+
+
+def _misconception(first: int, second: int, config: ArithmeticConfig) -> int:
+    """How far off a weak fact is whenever it is wrong: always the same, so that a greedy answer has it wrong too and
+    only sampling finds the right sum."""
+    fact = f"arithmetic misconception {config.seed} {min(first, second)} {max(first, second)}"
+    return random.Random(fact).choice(_possible_errors(first + second))
+
+
+def _possible_errors(total: int) -> list[int]:
+    return [error for error in STEP_ERRORS if total + error >= 0]
+
+
+def _derive(operands: Operands, add: Callable[[int, int], int], rng: random.Random) -> str:
+    """A derivation that merges random pairs, in random order of summands."""
+    left = list(operands)
+    lines = []
+    while len(left) > 1:
+        rng.shuffle(left)
+        first, second = left.pop(), left.pop()
+        left.append(add(first, second))
+        lines.append(f"{first} + {second} = {left[-1]}")
+    return "\n".join([*lines, f"#### {left[0]}"])
+
+
+def _write_rows(path: Path, rows: list[tuple[Operands, str]]) -> None:
+    records = [{"question": " + ".join(map(str, operands)), "answer": solution} for operands, solution in rows]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _parse_steps(question: str, text: str) -> list[tuple[int, int, int]] | None:
+    """(summand, summand, result) of each line; None if the text is not a derivation from the question's operands."""
+    left = Counter(int(operand) for operand in question.split(" + "))
+    *lines, last = text.strip().split("\n")
+    steps = []
+    for line in lines:
+        match = _STEP.fullmatch(line)
+        if match is None:
+            return None
+        first, second, total = (int(number) for number in match.groups())
+        left.subtract((first, second))
+        if min(left.values()) < 0:
+            return None
+        left[total] += 1
+        steps.append((first, second, total))
+    results = list(left.elements())
+    return steps if len(results) == 1 and last == f"#### {results[0]}" else None

@@ -1,0 +1,221 @@
+"""Composes the files of ``conf/`` and a command line's overrides by Hydra, and knows where each value comes from."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_edo.errors import UserError
+
+DEFAULT = "a default of nemo_edo/config/"
+EXPERIMENT = "experiment"
+"""A setting, and a folder of complete configs that Hydra would take for a group to choose from."""
+_OF_PASSWORDS = re.compile(r"(?<=://)[^\s'\",\]]*[@?#][^\s'\",\]]*")
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be run, in one line: the key, where it is set, and what would be right. What may be a
+    password in a URL is not shown."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_OF_PASSWORDS.sub("***", message))
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a configuration was composed from, to tell where a key was set."""
+
+    overrides: list[Override]
+    """Overrides that set values, in the order of the command line."""
+    find_files: Callable[[], list[tuple[Path, str]]]
+
+    @cached_property
+    def files(self) -> list[tuple[Path, str]]:
+        """Each file with its package (the key that its content is under), in the order in which they were merged:
+        found only for an error, since Hydra takes a third of the composition's time for it."""
+        return self.find_files()
+
+    def place(self, key: str) -> str:
+        """``command line: OVERRIDE`` or ``FILE:LINE``, whichever set the key last; otherwise that it is a default."""
+        for override in reversed(self.overrides):
+            if f"{key}.".startswith(f"{override.key_or_group}."):
+                return f"command line: {override.input_line}"
+        for path, package in reversed(self.files):
+            line = _line_of(path, key, package)
+            if line:
+                return f"{_shown(path)}:{line}"
+        return DEFAULT
+
+
+def compose_values(config_name: str, overrides: list[str], folders: list[Path]) -> tuple[DictConfig, Sources]:
+    """The composed values, not yet typed, and their sources."""
+    parsed, searchpath = _parse(overrides), f"hydra.searchpath=[file://{folders[1]}]"
+    try:
+        with initialize_config_dir(str(folders[0]), version_base="1.3"):
+            parsed = _arms_by_name(parsed, config_name, searchpath)
+            setters = [override for override in parsed if not _is_choice(override, folders)]
+            of_arms = [override for override in setters if _changes_arms(override)]
+            for_hydra = [override for override in parsed
+                         if override.key_or_group != EXPERIMENT and override not in of_arms]
+            lines = [_line(override, override in setters) for override in for_hydra] + [searchpath]
+            values = compose(config_name, lines)
+            for override in parsed:
+                if override.key_or_group == EXPERIMENT:
+                    OmegaConf.update(values, EXPERIMENT, override.value(), force_add=True)
+            for override in of_arms:
+                _change_arms(values, override)
+    except (MissingConfigException, yaml.MarkedYAMLError, HydraException, OmegaConfBaseException) as error:
+        raise _failed_composition(error, overrides, folders) from error
+    kept = [override for override in setters if override.type is not OverrideType.DEL]
+    return values, Sources(kept, partial(_files, config_name, lines, folders))
+
+
+def _files(config_name: str, lines: list[str], folders: list[Path]) -> list[tuple[Path, str]]:
+    with initialize_config_dir(str(folders[0]), version_base="1.3"):
+        defaults = _defaults(config_name, lines)
+    return [_file_of(default, folders) for default in defaults if default.config_path.partition("/")[0] != "hydra"]
+
+
+def _failed_composition(error: Exception, overrides: list[str], folders: list[Path]) -> ConfigError:
+    if isinstance(error, MissingConfigException):
+        return ConfigError(_missing_choice(error, overrides, folders))
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        return ConfigError(f"{_shown(Path(mark.name))}:{mark.line + 1}: invalid YAML: {error.problem}")
+    return ConfigError(" ".join(str(error).split()))
+
+
+def _line(override: Override, sets_a_value: bool) -> str:
+    """++ sets a key whether or not a file has it: the files have differences from config/ only."""
+    add = sets_a_value and override.type is OverrideType.CHANGE
+    return f"++{override.input_line}" if add else override.input_line
+
+
+def _defaults(config_name: str, lines: list[str]) -> list[ResultDefault]:
+    """The files that the config is composed from, in the order in which they are merged."""
+    return GlobalHydra.instance().config_loader().compute_defaults_list(config_name, lines, RunMode.RUN).defaults
+
+
+def _arms_by_name(parsed: list[Override], config_name: str, searchpath: str) -> list[Override]:
+    """``arms=NAME`` and ``arms=[NAME,NAME]`` in Hydra's words: choices of the group ``arm``, put under ``arms``.
+
+    They replace the names that the config's defaults list chooses; where it chooses none, they are appended to it.
+    """
+    named = [override.key_or_group == "arms" and isinstance(override.value(), str | list) for override in parsed]
+    if not any(named):
+        return parsed
+    lines = [override.input_line for override in parsed]
+    try:
+        _defaults(config_name, [searchpath, "arm@arms=[]"])
+        choice = "arm@arms"
+    except ConfigCompositionException:  # no such choice to override; what else is wrong, the composition will say
+        choice = "+arm@arms"
+    return _parse(
+        [
+            f"{choice}={line.partition('=')[2]}" if is_named else line
+            for line, is_named in zip(lines, named, strict=True)
+        ]
+    )
+
+
+def _changes_arms(override: Override) -> bool:
+    """``arms={...}`` and ``arms.NAME.KEY=VALUE``, and with ``+``. Hydra would merge the first into the arms that are
+    there, and make a new arm of a misspelled name."""
+    return override.key_or_group.partition(".")[0] == "arms" and override.type is not OverrideType.DEL
+
+
+def _change_arms(values: DictConfig, override: Override) -> None:
+    """Raises ConfigError for an arm that the config does not have."""
+    _, _, path = override.key_or_group.partition(".")
+    arms, changes = values.get("arms") or {}, override.type is OverrideType.CHANGE
+    name = path.partition(".")[0]
+    if name and name not in arms and changes:
+        raise ConfigError(
+            f"command line: {override.input_line}: the config has no arm {name}{_choices(name, sorted(arms))}; "
+            f"+{override.input_line} adds one"
+        )
+    OmegaConf.update(values, override.key_or_group, override.value(), merge=bool(name) or not changes, force_add=True)
+
+
+def _parse(overrides: list[str]) -> list[Override]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except OverrideParseException as error:
+        raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE") from error
+    for override in parsed:
+        if override.is_sweep_override():
+            hint = "write a list as [a,b], quote a text with commas, or add -m for a sweep"
+            raise ConfigError(f"command line: {override.input_line}: {hint}")
+        if override.key_or_group.partition(".")[0] in ("", "hydra"):
+            raise ConfigError(f"command line: {override.input_line}: names no setting of a run")
+    return parsed
+
+
+def _is_choice(override: Override, folders: list[Path]) -> bool:
+    """Whether the override chooses a group's file (``data=gsm8k``), as Hydra tells them apart."""
+    is_group = any((folder / override.key_or_group).is_dir() for folder in folders)
+    return is_group and override.key_or_group != EXPERIMENT and not isinstance(override.value(), dict)
+
+
+def _file_of(default: ResultDefault, folders: list[Path]) -> tuple[Path, str]:
+    candidates = [folder / f"{default.config_path}.yaml" for folder in folders]
+    return next(path for path in candidates if path.is_file()), default.package
+
+
+def require_config(config_name: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"no config named {config_name}: {_shown(folder)} is not a folder")
+    group, slash, _ = config_name.rpartition("/")
+    if not (folder / group).is_dir():
+        raise ConfigError(f"no config named {config_name}: {_shown(folder)} has no folder {group}")
+    names = sorted(f"{group}{slash}{path.stem}" for path in (folder / group).glob("*.yaml"))
+    if config_name not in names:
+        raise ConfigError(f"no config named {config_name} in {_shown(folder)}{_choices(config_name, names)}")
+
+
+def _missing_choice(error: MissingConfigException, overrides: list[str], folders: list[Path]) -> str:
+    group, _, choice = error.missing_cfg_file.rpartition("/")
+    names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    keys = (group, "arms") if group == "arm" else (group,)
+    words = {line: re.split(r"[=,\s\[\]]+", line.lstrip("+")) for line in overrides}
+    place = next(
+        (f"command line: {line}" for line in overrides if words[line][0] in keys and choice in words[line]), ""
+    )
+    return f"{place or 'defaults'}: no config {choice} in group {group}{_choices(choice, names)}"
+
+
+def _choices(name: str, names: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"{hint} (there are: {', '.join(names)})"
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _line_of(path: Path, key: str, package: str) -> int | None:
+    """The line of a YAML file that sets the key, if the file does."""
+    if package and not key.startswith(f"{package}."):
+        return None
+    node, line = yaml.compose(path.read_text(encoding="utf-8")), None
+    for part in key[len(package) :].lstrip(".").split("."):
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        found = ((name.start_mark.line + 1, value) for name, value in entries if name.value == part)
+        line, node = next(found, (None, None))
+    return line

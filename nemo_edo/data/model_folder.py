@@ -1,0 +1,115 @@
+"""The Hugging Face folder that ``model.path`` names, and what can be checked of its files without loading a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from nemo_edo.data.tokenizer import check_tokenizer_file
+from nemo_edo.errors import UserError
+from nemo_edo.utils.files import read_object
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""OWNER/NAME. A relative path of two parts has the same form, and a folder that exists comes first."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+DOWNLOADED = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
+"""Of a hub's model: what a folder needs, and no second copy of the weights in another format."""
+
+
+def find_model(path: str, *, download: bool = True) -> Path:
+    """The folder of ``path``: a folder's path, or OWNER/NAME on the Hugging Face hub. Of the latter, the snapshot in
+    huggingface_hub's cache counts first; where it has none, or only a part, the model is downloaded.
+
+    Raises UserError for a hub's model that is not in the cache and cannot be downloaded, or may not (``download``). Any
+    other path is returned as it is, whether or not there is a folder.
+    """
+    if Path(path).exists() or not HUB_ID.fullmatch(path):
+        return Path(path)
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    lacks = f"huggingface_hub's cache ({constants.HF_HUB_CACHE}) has no complete model of that name"
+    for local in (True, False) if download else (True,):
+        try:
+            snapshot = Path(
+                snapshot_download(path, local_files_only=local, allow_patterns=DOWNLOADED, ignore_patterns=["*/*"])
+            )
+        except (OSError, HFValidationError) as error:
+            why = f"a download fails ({type(error.__cause__ or error).__name__})"
+        else:
+            missing = _what_is_missing(snapshot, weights=True)  # without a network, the hub's client returns a part
+            if missing is None:
+                return snapshot
+            why = missing
+    why = "HF_HUB_OFFLINE forbids a download" if constants.HF_HUB_OFFLINE else why
+    raise UserError(
+        f"model.path is {path!r}: there is no such folder, {lacks}, and {why}; check the name, or copy the model's "
+        "folder here"
+    )
+
+
+def check_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
+    """The fields of a model folder's config.json. Raises UserError where a file is missing or damaged; of weights, the
+    headers are read. weights: whether there have to be any."""
+    missing = _what_is_missing(folder, weights=weights)
+    if missing is not None:
+        raise UserError(missing)
+    fields = read_fields(folder)
+    check_tokenizer_file(folder)
+    if weights:
+        _check_weights(folder)
+    return fields
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a model folder's config.json. Raises UserError where they cannot be read."""
+    return read_object(folder / "config.json", ())
+
+
+def check_context(folder: Path, fields: dict[str, Any], seq_length: int, *, given: bool) -> None:
+    """Raises UserError where sequences would be longer than the model's positions. given: whether ``seq_length`` is a
+    setting, and not what the problems need."""
+    context = fields.get("max_position_embeddings")
+    if context is None or context >= seq_length:
+        return
+    has = f"{folder / 'config.json'} has max_position_embeddings {context}"
+    if given:
+        raise UserError(f"model.seq_length is {seq_length}, but {has}: set model.seq_length to at most that")
+    raise UserError(
+        f"the longest prompt and sampling.max_new_tokens need {seq_length} tokens, but {has}: lower "
+        "sampling.max_new_tokens, or leave out the longest problems"
+    )
+
+
+def _what_is_missing(folder: Path, *, weights: bool) -> str | None:
+    if not folder.is_dir():
+        return f"{folder} is not a Hugging Face model folder: there is no such folder"
+    if not (folder / "config.json").is_file():
+        return f"{folder} is not a Hugging Face model folder: it has no config.json"
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); copy the model's own there"
+    if weights and not any(folder.glob("*.safetensors")):
+        return f"{folder} has no *.safetensors weights"
+    absent = [name for name in _weight_files(folder) if not (folder / name).is_file()] if weights else []
+    return f"{folder / absent[0]} cannot be read (No such file or directory); download it again" if absent else None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Those that are there, and those that the index names."""
+    names, index = {file.name for file in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
+    if index.is_file():
+        names |= set(read_object(index, ("weight_map",))["weight_map"].values())
+    return sorted(names)
+
+
+def _check_weights(folder: Path) -> None:
+    """Finds an incomplete download, or a Git LFS pointer in place of a file, before the run and not in its middle."""
+    from safetensors import SafetensorError, safe_open
+
+    for name in _weight_files(folder):
+        try:
+            with safe_open(folder / name, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{folder / name} cannot be read ({error}); download it again") from error

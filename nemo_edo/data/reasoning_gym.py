@@ -1,0 +1,121 @@
+"""reasoning-gym's tasks (the extra ``reasoning-gym``) as a source of problems, and their reward.
+
+A problem is an item of a task's data set; an item's seed is the data set's plus its place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from nemo_edo.errors import UserError
+from nemo_edo.types import Problem
+
+try:
+    import reasoning_gym
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
+except ModuleNotFoundError as error:
+    raise UserError(
+        f"data=reasoning_gym needs a package that is not installed ({error.name}): pip install "
+        "'nemo-edo[reasoning-gym]'"
+    ) from error
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+"""What some tasks' scores raise at an answer of another form: prime_factorization at "139 = 1", boxnet at a list."""
+ITEMS_PER_PROBLEM = 10
+"""Items that are made for each problem, at most: small tasks repeat themselves."""
+
+
+def make(
+    name: str, train_problems: int = 1024, test_problems: int = 128, seed: int = 0, **settings: Any
+) -> dict[str, list[Problem]]:
+    """Problems of the task ``name``, whose own settings are ``settings``. No question occurs twice.
+
+    Raises UserError where reasoning-gym is missing, for an unknown task or setting, and where the task has too few
+    different questions.
+    """
+    wanted = train_problems + test_problems
+    if train_problems < 0 or test_problems < 1:
+        raise UserError(f"data.source_args: {train_problems=} and {test_problems=}, expected at least 0 and 1")
+    settings = {"seed": seed, "size": ITEMS_PER_PROBLEM * wanted, **settings}
+    problems = []
+    for problem in _different(name, settings):
+        problems.append(problem)
+        if len(problems) == wanted:
+            return {"train": problems[:train_problems], "test": problems[train_problems:]}
+    raise UserError(
+        f"data.source_args: {name} has {len(problems)} different questions among {settings['size']}, fewer than "
+        f"train_problems + test_problems = {wanted}"
+    )
+
+
+def score(*, final_answer: str | None, metadata: dict[str, Any]) -> float:
+    """The task's own score of the answer, 1 where it is right; 0 without an answer, or with one it cannot read."""
+    if final_answer is None:
+        return 0.0
+    dataset = _dataset(metadata["task"], json.dumps(metadata["settings"]))
+    item = _restored(metadata["item"])
+    try:
+        found = float(dataset.score_answer(final_answer, item))
+    except UNREADABLE:
+        return 0.0
+    return found if math.isfinite(found) else 0.0
+
+
+def _different(name: str, settings: dict[str, Any]) -> Iterator[Problem]:
+    dataset, seen = _new_dataset(name, settings), set()
+    for index in range(settings["size"]):
+        item = dataset[index]
+        if item["question"] in seen:
+            continue
+        seen.add(item["question"])
+        answer = "" if item["answer"] is None else str(item["answer"])
+        metadata = {"task": name, "settings": settings, "item": _kept(item)}
+        problem_id = f"{name}-{index}"
+        yield Problem(problem_id, item["question"], _solution(item), answer, problem_id, metadata=metadata)
+
+
+def _solution(item: dict[str, Any]) -> str:
+    """The task's worked solution, if it has one, and its answer after ``####``; empty where it gives no answer."""
+    worked = item["metadata"].get("answer_cot", "").partition("####")[0].strip()
+    return "" if item["answer"] is None else f"{worked}\n#### {item['answer']}".lstrip()
+
+
+@cache
+def _dataset(name: str, settings: str) -> ProceduralDataset:
+    return _new_dataset(name, json.loads(settings))
+
+
+def _new_dataset(name: str, settings: dict[str, Any]) -> ProceduralDataset:
+    if name not in DATASETS:
+        raise UserError(f"data.source_args.name is {name!r}, expected one of {', '.join(sorted(DATASETS))}")
+    try:
+        return reasoning_gym.create_dataset(name, **settings)
+    except (TypeError, ValueError, AssertionError) as error:  # what its settings raise where they do not fit
+        raise UserError(f"data.source_args: the task {name} does not take them: {error}") from error
+
+
+def _kept(value: Any) -> Any:
+    """An item as JSON keeps it: scores tell tuples from lists, and 1 from "1" as a key. Numbers that JSON does not have
+    (fractions) become texts, which no task's score reads."""
+    if isinstance(value, dict):
+        return {"dict": [[_kept(key), _kept(one)] for key, one in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_kept(one) for one in value]}
+    if isinstance(value, list):
+        return [_kept(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_restored(value["tuple"]))
+    return {_restored(key): _restored(one) for key, one in value["dict"]}

@@ -1,0 +1,96 @@
+"""Which tokens end a response. A model's files name them in up to three places, which need not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_edo.errors import UserError
+from nemo_edo.utils.files import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "eos_token_id"
+SETTING = "sampling.stop_token_ids"
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """The union of what every source names."""
+
+    named_by: Mapping[str, tuple[int, ...]]
+    """The ids that a source names; sources that name none are left out."""
+    texts: Mapping[int, str]
+    """Each token as the vocabulary writes it."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(self.texts))
+
+    def lines(self) -> list[str]:
+        """What a person should know of them: all of them, and a disagreement between the files."""
+        tokens = ", ".join(f"{token} {text!r}" for token, text in sorted(self.texts.items()))
+        said = [f"a response ends with {'any of ' if len(self.texts) > 1 else ''}{tokens}"]
+        files = {source: ids for source, ids in self.named_by.items() if source != SETTING}
+        if any(not set(one) & set(other) for one in files.values() for other in files.values()):
+            each = "; ".join(f"{source} has {', '.join(map(str, ids))}" for source, ids in files.items())
+            said.append(
+                f"warning: the model's files disagree about the end token ({each}); all of them end a response here. "
+                "If one is wrong, correct that file"
+            )
+        return said
+
+
+def read_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, more: Iterable[int] = ()) -> StopTokens:
+    """The end tokens of the tokenizer, of ``generation_config.json`` and of ``config.json``, and ``more``
+    (``sampling.stop_token_ids``).
+
+    Raises UserError where no source names one, and for an id that is not in the vocabulary, naming its source.
+    """
+    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    sources: dict[str, list[int]] = {"the tokenizer": of_tokenizer}
+    for name in ("generation_config.json", "config.json"):
+        sources[name] = _named_in(folder / name)
+    sources[SETTING] = list(more)
+    size = _vocabulary_size(folder, tokenizer)
+    for source, ids in sources.items():
+        for token in ids:
+            if not 0 <= token < size:
+                where = source if source in (SETTING, "the tokenizer") else f"{folder / source}: {KEY}"
+                raise UserError(f"{where} names the end token {token}; the model's vocabulary has 0 to {size - 1}")
+    named_by = {source: tuple(ids) for source, ids in sources.items() if ids}
+    if not named_by:
+        raise UserError(
+            f"nothing in {folder} names an end token, so responses could not end: set eos_token in "
+            f"tokenizer_config.json, {KEY} in generation_config.json, or {SETTING}"
+        )
+    found = sorted({token for ids in named_by.values() for token in ids})
+    return StopTokens(named_by, {token: _text(tokenizer, token) for token in found})
+
+
+def _named_in(path: Path) -> list[int]:
+    """``eos_token_id`` of a file that may be absent: a number, a list of numbers, or null."""
+    fields = _fields(path)
+    value = fields.get(KEY)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise UserError(f"{path}: {KEY} is {value!r}, expected a token id or a list of token ids")
+    return ids
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    return read_object(path, ()) if path.is_file() else {}
+
+
+def _vocabulary_size(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The model's, which may be larger than the tokenizer's."""
+    size = _fields(folder / "config.json").get("vocab_size")
+    return max(size if isinstance(size, int) else 0, len(tokenizer))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    return tokenizer.convert_ids_to_tokens(token) or "(not in the tokenizer)"

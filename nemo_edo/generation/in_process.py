@@ -1,0 +1,18 @@
+"""The refit of an engine whose weights are the trainer's own."""
+
+from __future__ import annotations
+
+from nemo_edo.interfaces import GenerationEngine
+
+
+class InProcessSync:
+    """A WeightSync that moves no weights: it only sets the version of the engine's rollouts."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+
+    def push(self, version: int) -> None:
+        self.engine.policy_version = version
+
+    def release(self) -> None:
+        """Does nothing: the weights are the trainer's, and the KV cache is freed after each batch."""

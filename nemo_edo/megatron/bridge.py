@@ -1,0 +1,230 @@
+"""A Hugging Face folder to a Megatron-core model, through Megatron-Bridge (``hf_export.py`` goes back)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config.model_shape import check_convertible
+from nemo_edo.data.model_folder import check_files
+from nemo_edo.errors import UserError
+from nemo_edo.megatron import lora as adapters
+from nemo_edo.megatron.layer_spec import set_layer_spec
+from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_machine, dimensions, this_machine
+from nemo_edo.megatron.precision import configure as configure_precision
+from nemo_edo.megatron.splits import check_adapters, check_device, check_splits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BuiltModel:
+    """A Megatron model (one chunk for each virtual pipeline stage) and the bridge that it came through."""
+
+    training_chunks: list[MegatronModule]
+    """What training passes go through. With overlap_param_gather these gather the last step's weights as they go."""
+    bridge: object
+    vocab_size: int
+    """Rows of the output layer that are tokens; further rows are padding."""
+    lora: LoRAConfig | None
+    """Config of its adapters; None where all weights are trained."""
+    seed: int
+    """Seed of the adapters' initial weights."""
+    stale: bool = False
+    """Whether an optimizer step has changed weights that other ranks may not have gathered yet."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole model, on all pipeline stages."""
+        return get_model_config(self.training_chunks[0]).num_layers
+
+    @property
+    def chunks(self) -> list[MegatronModule]:
+        """The chunks for all other uses: their weights are up to date."""
+        if self.stale:
+            for chunk in self.training_chunks:
+                chunk.start_param_sync(force_sync=True)
+            self.stale = False
+        return self.training_chunks
+
+    def weights_have_changed(self) -> None:
+        """Call after each optimizer step."""
+        config = getattr(self.training_chunks[0], "ddp_config", None)
+        self.stale = config is not None and config.overlap_param_gather
+
+
+def check_model_folder(folder: Path) -> dict[str, Any]:
+    """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained, before any time
+    is spent on it."""
+    from megatron.bridge import AutoBridge
+
+    fields, config_file = check_files(folder), folder / "config.json"
+    supported = AutoBridge.list_supported_models()
+    architectures = fields.get("architectures") or []
+    if not set(architectures) & set(supported):
+        raise UserError(
+            f"{config_file}: architectures {architectures} are not supported by Megatron-Bridge; "
+            f"supported are {', '.join(supported)}"
+        )
+    check_convertible(fields, str(config_file))
+    return fields
+
+
+def build_model(
+    folder: Path,
+    parallelism: ParallelismConfig,
+    precision: PrecisionConfig,
+    device: torch.device,
+    *,
+    train: bool = True,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+    attention: str = ModelConfig.attention,
+) -> BuiltModel:
+    """The model of a Hugging Face folder with its weights, split as Megatron's process groups say.
+
+    train: wrap it in Megatron's DistributedDataParallel, as its optimizer needs.
+    lora: where its rank is not 0, weights are frozen and adapters are trained. seed: of their initial weights.
+    attention: as in ``ModelConfig``.
+    """
+    from megatron.bridge import AutoBridge
+
+    machine = this_machine(device)
+    check_device(parallelism, precision, machine)
+    check_machine(precision, machine)
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
+    provider = _provider(bridge, parallelism, precision)
+    set_layer_spec(provider, attention, device)
+    lora = lora if lora and lora.rank else None
+    if lora:
+        check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
+        provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
+    provider.finalize()
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
+        chunks = provider.provide_distributed_model(
+            ddp_config=_ddp_config(parallelism, precision),
+            wrap_with_ddp=train,
+            bf16=precision.dtype == "bf16",
+            use_cpu_initialization=device.type == "cpu",
+            data_parallel_random_init=False,
+        )
+    logger.debug("Megatron-Bridge: %s", said.getvalue())
+    if train:
+        _let_schedules_reduce(chunks, parallelism)
+    return BuiltModel(chunks, bridge, vocab_size=bridge.hf_pretrained.config.vocab_size, lora=lora, seed=seed)
+
+
+def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig):
+    """Bridge's provider of the model, that is Megatron's config of it and a recipe to make it, checked and set up."""
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.register_pre_wrap_hook(partial(_load_weights, bridge))
+    check_splits(provider, parallelism, provider.vocab_size)
+    check_dimensions(precision, dimensions(provider, parallelism))
+    configure_precision(provider, precision)
+    _configure_parallelism(provider, parallelism)
+    _configure_training(provider, parallelism)
+    return provider
+
+
+def _load_weights(bridge, chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """Bridge 0.3 looks for the weights that the embedding and the output layer share in a process's first chunk; of
+    several virtual stages, the last pipeline stage has them in its last."""
+    loader = bridge._model_bridge
+    share = loader._broadcast_shared_embeddings
+    holding = chunks[-1:] if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else chunks[:1]
+    loader._broadcast_shared_embeddings = lambda _: share(holding)
+    return loader.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
+
+
+def _configure_training(provider, parallelism: ParallelismConfig) -> None:
+    provider.attention_dropout = provider.hidden_dropout = 0.0
+    # Without it, Megatron leaves split weights unmarked, and the gradient norm counts those of one rank only.
+    provider.perform_initialization = True
+    # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
+    # micro-batches and data-parallel ranks, and divides by nothing.
+    provider.calculate_per_token_loss = True
+    # Its loss is a mean over a micro-batch: it would depend on how a batch is cut.
+    provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
+    if parallelism.recompute_granularity is not None:
+        provider.recompute_granularity = parallelism.recompute_granularity
+        if parallelism.recompute_granularity == "full":
+            provider.recompute_method = parallelism.recompute_method
+            provider.recompute_num_layers = parallelism.recompute_num_layers
+
+
+def _configure_parallelism(provider, parallelism: ParallelismConfig) -> None:
+    for name in (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        setattr(provider, name, getattr(parallelism, name))
+    interleaved = parallelism.virtual_pipeline_model_parallel_size is not None
+    if interleaved:
+        # A batch of sends and receives pairs them by order, which two stages that are each other's neighbours on both
+        # sides do not share; these are sent over separate groups.
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+    elif parallelism.pipeline_model_parallel_size > 1:
+        provider.variable_seq_lengths = True  # micro-batches differ in width
+        if provider.moe_token_dispatcher_type == "allgather":  # it cannot, which is checked without experts too
+            provider.moe_token_dispatcher_type = "alltoall"
+
+
+def _ddp_config(parallelism: ParallelismConfig, precision: PrecisionConfig) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallelism.use_distributed_optimizer,
+        overlap_grad_reduce=parallelism.overlap_grad_reduce,
+        overlap_param_gather=parallelism.overlap_param_gather,
+        fp8_param_gather=precision.fp8_param_gather,
+        reuse_grad_buf_for_mxfp8_param_ag=_shares_mxfp8_buffer(precision),
+        check_for_nan_in_grad=False,  # its check reads a CUDA flag; policy.py checks loss and norm instead
+    )
+
+
+def optimizer_storage(parallelism: ParallelismConfig, precision: PrecisionConfig) -> dict[str, object]:
+    """The precision and place of the optimizer's state: fields of Megatron's OptimizerConfig."""
+    offload = parallelism.optimizer_offload_fraction
+    return {
+        "bf16": precision.dtype == "bf16",
+        "params_dtype": DTYPES[precision.dtype],
+        "use_distributed_optimizer": parallelism.use_distributed_optimizer,
+        "overlap_param_gather": parallelism.overlap_param_gather,
+        "fp8_recipe": precision.fp8_recipe if precision.fp8 else None,
+        "reuse_grad_buf_for_mxfp8_param_ag": _shares_mxfp8_buffer(precision),
+        "optimizer_cpu_offload": offload > 0,
+        "optimizer_offload_fraction": offload,
+        "use_precision_aware_optimizer": offload > 0,  # Megatron offloads along its path only
+    }
+
+
+def _shares_mxfp8_buffer(precision: PrecisionConfig) -> bool:
+    """Gathered MXFP8 weights arrive in the gradients' memory: Megatron asks for it."""
+    return precision.fp8_param_gather and precision.fp8_recipe == "mxfp8"
+
+
+def _let_schedules_reduce(chunks: list[MegatronModule], parallelism: ParallelismConfig) -> None:
+    """Tells Megatron's schedules how to hold back the overlapped reduction until the last micro-batch; steps may differ
+    in their number of micro-batches."""
+    if not parallelism.overlap_grad_reduce:
+        return
+    config = get_model_config(chunks[0])
+    held_back = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = held_back if len(chunks) > 1 else held_back[0]

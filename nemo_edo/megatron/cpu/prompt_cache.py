@@ -1,0 +1,103 @@
+"""A decoding cache that stores a prompt once, however many responses follow it.
+
+At each new token attention reads all keys and values of a row, and for rows of one prompt most of them are the same.
+Here the prompt's are read once for all of its rows, as one product of matrices (Juravsky et al. 2024, "Hydragen"); the
+softmax is over both parts at once, so nothing is approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_edo.megatron.decoding_cache import CacheContext, empty_rows
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Which rows follow which prompt; converts to and from [prompts, most, ...], where a prompt's rows come first and
+    arbitrary padding follows."""
+
+    owner: Tensor
+    """[rows] int64: each row's prompt."""
+    prompts: int
+    most: int
+    """Rows of the prompt that has the most of them."""
+    places: Tensor | None
+    """[rows] int64: each row's index among prompts x most; None: the identity, with no padding."""
+
+    @classmethod
+    def of(cls, owner: Tensor, prompts: int) -> PromptRows:
+        counts = torch.bincount(owner, minlength=prompts)
+        order = owner.argsort(stable=True)
+        begins = counts.cumsum(0) - counts
+        within = torch.empty_like(owner)
+        within[order] = torch.arange(len(owner), device=owner.device) - begins[owner[order]]
+        most = int(counts.max())
+        places = owner * most + within
+        everywhere = torch.arange(prompts * most, device=owner.device)
+        return cls(owner, prompts, most, None if torch.equal(places, everywhere) else places)
+
+    def by_prompt(self, rows: Tensor) -> Tensor:
+        """[prompts, most, ...] of [rows, ...]."""
+        if self.places is not None:
+            padded = rows.new_zeros(self.prompts * self.most, *rows.shape[1:])
+            rows = padded.index_copy_(0, self.places, rows)
+        return rows.unflatten(0, (self.prompts, self.most))
+
+    def by_row(self, rows: Tensor) -> Tensor:
+        """[rows, ...] of [prompts, most, ...]."""
+        rows = rows.flatten(0, 1)
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+
+@dataclass(frozen=True)
+class CachedPrompts:
+    """One layer's keys and values of the prompts, each [prompts, groups, length, width]."""
+
+    keys: Tensor
+    values: Tensor
+    rows: PromptRows
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """[rows, groups, n, length] of scaled queries [rows, groups, n, width]."""
+        return self._for_prompts(queries, lambda grouped: grouped @ self.keys.transpose(-1, -2))
+
+    def context(self, weights: Tensor) -> Tensor:
+        """[rows, groups, n, width] of weights [rows, groups, n, length]."""
+        return self._for_prompts(weights, lambda grouped: grouped @ self.values)
+
+    def _for_prompts(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """A product [prompts, groups, most n, ...] of rows [rows, groups, n, ...], as [rows, groups, n, ...]."""
+        by_prompt = self.rows.by_prompt(rows).transpose(1, 2)
+        result = product(by_prompt.flatten(2, 3)).unflatten(2, by_prompt.shape[2:4])
+        return self.rows.by_row(result.transpose(1, 2))
+
+
+class PromptCacheContext(CacheContext):
+    """A cache for what follows the prompts alone; ``RotatingSelfAttention`` hands the prompts' part to the
+    core of the attention. Positions in the cache count from the prompts' end."""
+
+    def __init__(self, prompts: CacheContext, owner: Tensor, length: int) -> None:
+        """prompts: the cache of a forward pass over the prompts, of one length. owner: [rows] each row's prompt.
+        length: tokens that a row has at most, those of its prompt among them."""
+        super().__init__(max_batch_size=len(owner), max_sequence_length=length)
+        self.prefix = prompts.sequence_len_offset
+        self._rows = PromptRows.of(owner, prompts.max_batch_size)
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, parts in prompts.key_value_memory_dict.items():
+            self._prompts[layer] = tuple(part[: self.prefix].permute(1, 2, 0, 3).contiguous() for part in parts)
+            self.key_value_memory_dict[layer] = tuple(
+                empty_rows(part, len(owner), length - self.prefix) for part in parts
+            )
+
+    def cached_prompts(self, layer: int) -> CachedPrompts:
+        """The part of the layer that Megatron gives this number."""
+        return CachedPrompts(*self._prompts[layer], self._rows)
+
+    def keep(self, rows: Tensor) -> None:
+        super().keep(rows)
+        self._rows = PromptRows.of(self._rows.owner[rows], self._rows.prompts)

@@ -1,0 +1,216 @@
+"""What answers on a machine without CUDA where megatron-core 0.16 and Megatron-Bridge 0.3 assume it.
+
+They do so in about ten places. For each there is one adaptation below, which replaces a function of torch or of
+Megatron in this process. ``adapt`` is called once, by ``platform.enter``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CONFIG = {
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "cross_entropy_loss_fusion": False,
+    "moe_permute_fusion": False,
+    "deallocate_pipeline_outputs": False,  # gloo may still be sending them
+}
+"""Fields of a model's TransformerConfig that choose kernels which exist for CUDA only."""
+
+
+def configure(config: Any) -> None:
+    """Chooses, in Megatron's config of a model, torch's operations in place of CUDA's fused kernels."""
+    for name, value in CONFIG.items():
+        setattr(config, name, value)
+
+
+def adapt() -> None:
+    """Applies every adaptation; none can be taken back."""
+    for apply in ADAPTATIONS.values():
+        apply()
+
+
+def _current_device() -> None:
+    """Megatron allocates on ``torch.cuda.current_device()``, an index that only CUDA knows."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.set_device = lambda device: None
+
+
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "triu", "zeros",
+             "zeros_like")  # fmt: skip
+"""What Megatron and Bridge make tensors with."""
+
+
+def _device_argument() -> None:
+    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``.
+
+    The functions themselves are replaced: a TorchFunctionMode would cost every call of torch, 4 microseconds each."""
+    # Private, but without it ``with torch.device(...)`` would no longer know these functions: torch lists them, by
+    # identity, on first use, which has to happen before they are replaced.
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def made(*args, **kwargs) -> torch.Tensor:
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs["device"] = torch.device("cpu")
+            return factory(*args, **kwargs)
+
+        return made
+
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _tensor_type() -> None:
+    """The fp32 and mixed-precision optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'."""
+    type_of = torch.Tensor.type
+    names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+
+    def named(self: torch.Tensor, *args, **kwargs) -> str | torch.Tensor:
+        result = type_of(self, *args, **kwargs)
+        return names.get(result, result) if isinstance(result, str) else result
+
+    torch.Tensor.type = named
+
+
+def _synchronize() -> None:
+    """Checkpoints and point-to-point communication wait for the GPU."""
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _random_state() -> None:
+    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it."""
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+class _NoStream:
+    """Stands in for a CUDA stream where there is only one order of execution."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event=None) -> _NoStream:
+        return self  # all that came before it is done, as a stream's own ``synchronize`` says
+
+
+def _streams() -> None:
+    """Bridge wraps models for data parallelism on a side stream; experts are told apart on another."""
+    torch.cuda.Stream = _NoStream
+    torch.cuda.current_stream = lambda device=None: _NoStream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _contiguous_scatter() -> None:
+    """gloo's scatter sends the wrong memory, without an error, for chunks that are not contiguous; Bridge scatters
+    column chunks of row-parallel weights so."""
+    scatter = torch.distributed.scatter
+
+    def contiguous_scatter(tensor, scatter_list=None, *args, **kwargs):
+        chunks = scatter_list and [chunk.contiguous() for chunk in scatter_list]
+        return scatter(tensor, chunks, *args, **kwargs)
+
+    torch.distributed.scatter = contiguous_scatter
+
+
+def _router_product() -> None:
+    """The router of experts looks for a product of Transformer Engine's under a name that only its presence defines."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+
+
+def _expert_counts() -> None:
+    """Experts' tokens are exchanged by counts that become plain numbers on their way from the GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_numbers(tensor, as_numpy: bool = False, record_stream: bool = False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_numbers
+
+
+class _StandIn(types.ModuleType):
+    """A module whose lower-case attributes are modules and whose others are layers, none of which is ever used."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _StandIn(f"{self.__name__}.{name}") if name.islower() else type(name, (torch.nn.Module,), {})
+        setattr(self, name, value)
+        return value
+
+
+LOOK_FOR_TRANSFORMER_ENGINE = (
+    "gpt.gpt_layer_specs",
+    "gpt.experimental_attention_variant_module_specs",
+    "gpt.heterogeneous.heterogeneous_layer_specs",
+    "mamba.mamba_layer_specs",
+    "multimodal.llava_model",
+)
+"""What Megatron-Bridge imports of megatron-core's models, and what looks for Transformer Engine when imported."""
+
+
+def _bridge_import() -> None:
+    """Megatron-Bridge imports Transformer Engine at import, for LoRA layers of a kind that only GPUs have.
+
+    Stand-in modules serve that one import and are taken out again. megatron-core's modules look for Transformer
+    Engine when they are imported: they come first, so that they see that it is absent. Bridge's LoRA would take the
+    mock layers that megatron-core then defines for real ones.
+    """
+    for module in LOOK_FOR_TRANSFORMER_ENGINE:
+        importlib.import_module(f"megatron.core.models.{module}")
+
+    if "transformer_engine" in sys.modules:
+        return
+    stand_ins = {"transformer_engine": _StandIn("transformer_engine")}
+    stand_ins["transformer_engine.pytorch"] = stand_ins["transformer_engine"].pytorch
+    sys.modules.update(stand_ins)
+    try:
+        import megatron.bridge  # noqa: F401
+        from megatron.bridge.peft import utils
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+    utils.HAVE_TE = False
+
+
+ADAPTATIONS: dict[str, Callable[[], None]] = {
+    "current_device": _current_device,
+    "device_argument": _device_argument,
+    "tensor_type": _tensor_type,
+    "synchronize": _synchronize,
+    "random_state": _random_state,
+    "streams": _streams,
+    "contiguous_scatter": _contiguous_scatter,
+    "router_product": _router_product,
+    "expert_counts": _expert_counts,
+    "bridge_import": _bridge_import,
+}

@@ -1,0 +1,397 @@
+"""The charts of a report. One without values is left out, and the page names it.
+
+A line is the mean over seeds with a band from the lowest to the highest; with one run it is that run's, with the
+interval over problems where there is one.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, metric_order
+from nemo_edo.metrics.intervals import Interval
+from nemo_edo.report.comparison import Comparison, Estimate
+from nemo_edo.report.plotting import (
+    START_COLOR,
+    ArmStyle,
+    Chart,
+    Point,
+    Series,
+    arm_styles,
+    bar_chart,
+    chart_html,
+    interval_series,
+    line_chart,
+    over_seeds,
+)
+from nemo_edo.report.run_record import START_LABEL, RunRecord, number, read_test_time, setting
+from nemo_edo.report.run_set import Trained
+from nemo_edo.report.scaling_charts import scaling_charts
+
+Styles = Mapping[str, ArmStyle]
+Draw = Callable[[Comparison, Styles], Chart | None]
+SEEDS_BAND = " The line is the mean over seeds, the band reaches from the lowest to the highest seed."
+PROBLEMS_BAND = " With 95 % bands over the test problems."
+FEWEST_ALPHAS = 3
+"""The fewest alphas of a family that make a curve."""
+ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}
+"""Family of arms that differ in alpha -> the label of the same arm without exploration."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A line for each arm, of a value that lines of metrics.jsonl of one kind have."""
+
+    key: str
+    title: str
+    caption: str
+    kind: str
+    x: str
+    y: str
+    y_title: str
+
+    def __call__(self, comparison: Comparison, styles: Styles) -> Chart | None:
+        if self.kind == "sft_step":
+            records = {record.seed: record for record in comparison.runs.records}.values()
+            curves = {START: [_points(record, START, self.kind, self.x, self.y) for record in records]}
+        else:
+            curves = {
+                arm: [_points(t.record, t.name, self.kind, self.x, self.y) for t in by_seed.values()]
+                for arm, by_seed in comparison.arms.items()
+            }
+        series = {arm: over_seeds(found) for arm, found in curves.items()}
+        x_title = "optimizer step" if self.x == "step" else "iteration"
+        caption = self.caption + ("" if comparison.is_one else SEEDS_BAND)
+        return line_chart(self.key, self.title, caption, series, styles, x_title=x_title, y_title=self.y_title)
+
+
+def all_charts(comparison: Comparison) -> tuple[list[Chart], list[str]]:
+    """The charts that have something to draw, and the titles of those that have not. Charts of what only some runs
+    have, responses stored for more compute at test time or several alphas, are not missed."""
+    styles = arm_styles({START: START_LABEL} | comparison.labels)
+    found = {title: draw(comparison, styles) for title, draw in {**_frontiers(comparison), **_CHARTS}.items()}
+    charts = [chart for chart in found.values() if chart]
+    charts += scaling_charts(
+        _test_time(comparison),
+        styles,
+        bands=SEEDS_BAND if not comparison.is_one else PROBLEMS_BAND,
+        resamples=setting(comparison.runs.records[0], "evaluation.bootstrap") if comparison.is_one else None,
+        seed=comparison.seeds[0],
+    )
+    charts += alpha_charts(comparison)
+    return charts, [title for title, chart in found.items() if not chart]
+
+
+def _points(record: RunRecord, arm: str, kind: str, x: str, y: str) -> list[Point]:
+    return [(number(line.get(x)), number(line.get(y))) for line in record.of(kind, arm)]
+
+
+def _test_time(comparison: Comparison) -> dict[str, list[Evaluation]]:
+    """Each policy's test-time evaluations, one for each seed that has any."""
+    stored = {record.folder: read_test_time(record) for record in comparison.runs.records}
+    names = {START: [(record, START) for record in {r.seed: r for r in comparison.runs.records}.values()]}
+    names |= {arm: [(t.record, t.name) for t in by_seed.values()] for arm, by_seed in comparison.arms.items()}
+    found = {
+        arm: [stored[record.folder][name] for record, name in policies if name in stored[record.folder]]
+        for arm, policies in names.items()
+    }
+    return {arm: evaluations for arm, evaluations in found.items() if evaluations}
+
+
+def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
+    matched = comparison.matched
+    caption = (
+        "Each mark is one collection on the training problems; the policy moves right as it learns. Compare arms where "
+        "their accuracy is the same."
+    )
+    if not comparison.is_one:
+        caption += " Marks are means over seeds."
+    level = sum(matched.accuracies.values()) / len(matched.accuracies) if matched.accuracies else None
+    if level is not None:
+        caption += (
+            f" The dashed line is the matched accuracy {level:.3f}, large marks are the interpolated values there."
+        )
+    marks = [
+        go.Scatter(
+            x=[level],
+            y=[value.interval.mean],
+            mode="markers",
+            name=html.escape(styles[arm].label),
+            marker={
+                "symbol": styles[arm].symbol,
+                "size": 13,
+                "color": styles[arm].color,
+                "line": {"width": 1.5, "color": "white"},
+            },
+            hovertemplate="matched: %{y:.4g}",
+        )
+        for arm, value in matched.values.get("entropy", {}).items()
+    ]
+    series = {arm: _path(list(by_seed.values())) for arm, by_seed in comparison.arms.items()}
+    axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
+    return line_chart(
+        "matched", "Entropy against accuracy", caption, series, styles, marks=marks, level=level, **axes
+    )
+
+
+def _path(seeds: Sequence[Trained]) -> Series:
+    """The entropy of each collection against its accuracy, both as means over seeds."""
+    rewards, entropies = (
+        over_seeds([_points(t.record, t.name, "collection", "iteration", key) for t in seeds])
+        for key in ("reward", "entropy")
+    )
+    return Series(rewards.y, entropies.y)
+
+
+def _accuracy_bars(comparison: Comparison, styles: Styles) -> Chart | None:
+    metrics = [m for m in ("greedy_accuracy", largest(comparison.metrics, "vote@")) if m in comparison.metrics]
+    caption = f"Bars are in the order of the legend, with 95 % intervals over {_chance(comparison)}."
+    title, cells = "Test accuracy, greedy and voted", _named_cells(comparison, metrics)
+    return bar_chart("accuracy", title, caption, cells, styles, y_title="share of test problems")
+
+
+def _distinct_bars(comparison: Comparison, styles: Styles) -> Chart | None:
+    caption = (
+        "Share of distinct 4-grams among a problem's responses, with 95 % intervals over "
+        f"{_chance(comparison)}. Read it with the accuracy: a policy that has broken down is diverse, too."
+    )
+    title, cells = "Distinct-4 on the test problems", _named_cells(comparison, ["distinct_4"])
+    return bar_chart("distinct-bars", title, caption, cells, styles, y_title="Distinct-4")
+
+
+def _chance(comparison: Comparison) -> str:
+    return "the test problems" if comparison.is_one else "seeds where an arm has several"
+
+
+def _named_cells(comparison: Comparison, metrics: list[str]) -> dict[str, dict[str, Interval]]:
+    """arm -> the metric's name -> its interval, of those that were measured."""
+    return {
+        arm: {metric_name(metric): row[metric].interval for metric in metrics if row.get(metric) is not None}
+        for arm, row in comparison.table.items()
+    }
+
+
+def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
+    metrics = sorted((m for m in comparison.metrics if m.startswith("pass@")), key=metric_order)
+    ks = [metric_order(metric)[1] for metric in metrics]
+    series = {arm: _estimates(ks, [row[m] for m in metrics]) for arm, row in comparison.table.items()}
+    caption = "Chance that at least one of k responses is correct (unbiased estimate)."
+    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+    return line_chart("pass", "pass@k", caption, series, styles, x_title="k", y_title="pass@k")
+
+
+def _estimates(x: Sequence[float], cells: Sequence[Estimate | None]) -> Series:
+    return interval_series(x, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
+
+
+def _interim_chart(key: str, metric: str, title: str) -> Draw:
+    """Evaluations during training; without any there is no curve, and the final ones have their own charts."""
+
+    def draw(comparison: Comparison, styles: Styles) -> Chart | None:
+        series = {
+            arm: _interim_series([_interim(t, metric) for t in by_seed.values()], comparison.is_one)
+            for arm, by_seed in comparison.arms.items()
+        }
+        caption = "Test problems, at each evaluation during training and at the end."
+        caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+        return line_chart(key, title, caption, series, styles, x_title="iteration", y_title=metric_name(metric))
+
+    return draw
+
+
+def _interim(trained: Trained, metric: str) -> dict[float, Interval]:
+    """The metric by iteration; an evaluation that was repeated replaces the one before."""
+    lines = trained.record.of("evaluation", trained.name)
+    if all(line.get("final") for line in lines):
+        return {}
+    cells = {line["iteration"]: line["metrics"].get(metric) for line in lines}
+    return {
+        iteration: Interval(*(number(cell.get(key)) for key in ("mean", "low", "high")))
+        for iteration, cell in cells.items()
+        if cell
+    }
+
+
+def _interim_series(seeds: Sequence[Mapping[float, Interval]], is_one: bool) -> Series:
+    if is_one:
+        return interval_series(list(seeds[0]), list(seeds[0].values()))
+    return over_seeds([[(x, cell.mean) for x, cell in found.items()] for found in seeds])
+
+
+# --- the frontier -----------------------------------------------------------------------------------------------------
+
+
+def _frontiers(comparison: Comparison) -> dict[str, Draw]:
+    """The frontier charts by title."""
+    metrics = ("greedy_accuracy", largest(comparison.metrics, "vote@"), largest(comparison.metrics, "pass@"))
+    titles = {metric: f"Frontier: {metric_name(metric)} against Distinct-4" for metric in metrics if metric}
+    return {
+        title: lambda comparison, styles, metric=metric, title=title: frontier_chart(comparison, styles, metric, title)
+        for metric, title in titles.items()
+    }
+
+
+def frontier_chart(comparison: Comparison, styles: Styles, metric: str, title: str) -> Chart | None:
+    """Each trained arm at its means with its intervals; a line joins those that no other beats."""
+    rows = {arm: comparison.table[arm] for arm in comparison.arms}
+    cells = {
+        arm: (row["distinct_4"], row[metric]) for arm, row in rows.items() if row.get("distinct_4") and row.get(metric)
+    }
+    if not cells:
+        return None
+    means = {arm: (x.interval.mean, y.interval.mean) for arm, (x, y) in cells.items()}
+    front = [means[arm] for arm in pareto_front(means)]
+    figure = go.Figure()
+    xs, ys = zip(*front, strict=True)
+    line = {"color": START_COLOR, "width": 1, "dash": "dash"}
+    figure.add_trace(go.Scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip"))
+    for arm, (x, y) in cells.items():
+        figure.add_trace(_mark(x, y, styles[arm]))
+    figure.update_xaxes(title_text="Distinct-4")
+    figure.update_yaxes(title_text=metric_name(metric))
+    key = f"frontier-{metric.replace('@', '-')}"
+    caption = (
+        f"Means with 95 % intervals over {_chance(comparison)}. The dashed line joins the arms that no other arm beats "
+        "in both means; differences along it that are smaller than the intervals are not evidence."
+    )
+    return Chart(key, title, caption, tuple(styles[arm] for arm in cells), chart_html(figure, key))
+
+
+def pareto_front(points: Mapping[str, Point]) -> list[str]:
+    """The names of the points that no other beats in one coordinate without losing in the other, by rising x."""
+    return sorted(
+        (
+            name
+            for name, (x, y) in points.items()
+            if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points.values())
+        ),
+        key=lambda name: points[name],
+    )
+
+
+def _mark(x: Estimate, y: Estimate, style: ArmStyle) -> go.Scatter:
+    def bars(cell: Estimate) -> dict | None:
+        if not cell.known:
+            return None
+        above, below = cell.interval.high - cell.interval.mean, cell.interval.mean - cell.interval.low
+        return {"array": [above], "arrayminus": [below], "thickness": 1, "width": 3, "color": style.faded(0.5)}
+
+    return go.Scatter(
+        x=[x.interval.mean],
+        y=[y.interval.mean],
+        mode="markers",
+        name=html.escape(style.label),
+        marker={"symbol": style.symbol, "size": 11, "color": style.color},
+        error_x=bars(x),
+        error_y=bars(y),
+        hovertemplate="%{x:.3f}, %{y:.3f}",
+    )
+
+
+# --- sensitivity to alpha ---------------------------------------------------------------------------------------------
+
+
+def alpha_charts(comparison: Comparison) -> list[Chart]:
+    """The voted accuracy and Distinct-4 against alpha, a line for each family of arms that differ in alpha alone."""
+    families = _alpha_families(comparison)
+    alphas = sorted({alpha for arms in families.values() for alpha in arms})
+    charts = []
+    for metric in (largest(comparison.metrics, "vote@"), "distinct_4"):
+        if metric not in comparison.metrics:
+            continue
+        series = {
+            family: interval_series(
+                [float(alphas.index(alpha)) for alpha in sorted(arms)],
+                [(cell := comparison.table[arms[alpha]][metric]) and cell.interval for alpha in sorted(arms)],
+            )
+            for family, arms in families.items()
+        }
+        chart = line_chart(
+            f"alpha-{metric.replace('@', '-')}",
+            f"Sensitivity to alpha: {metric_name(metric)}",
+            "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
+            "exploration.",
+            series,
+            arm_styles({family: family for family in families}),
+            x_title="alpha",
+            y_title=metric_name(metric),
+            ticks=[f"{alpha:g}" for alpha in alphas],
+        )
+        charts += [chart] if chart else []
+    return charts
+
+
+def _alpha_families(comparison: Comparison) -> dict[str, dict[float, str]]:
+    """family -> alpha -> arm, of the arms whose labels say that alpha is all that sets them apart."""
+    found: dict[str, dict[float, str]] = {family: {} for family in ALPHA_FAMILIES}
+    for arm, by_seed in comparison.arms.items():
+        settings = next(iter(by_seed.values())).settings
+        for family, plain in ALPHA_FAMILIES.items():
+            if settings.alpha is not None and settings.label in (plain, f"{family} α={settings.alpha:g}"):
+                found[family][settings.alpha] = arm
+    return {family: arms for family, arms in found.items() if len(arms) >= FEWEST_ALPHAS}
+
+
+# --- the charts of every report ---------------------------------------------------------------------------------------
+
+_TRAIN = "Training problems, sampled at temperature 1 from the policy at the start of each iteration."
+_INTERIM = (
+    ("test", "greedy_accuracy", "Greedy test accuracy over iterations"),
+    ("test-distinct", "distinct_4", "Distinct-4 on test problems over iterations"),
+)
+_ROWS = (
+    ("Entropy against accuracy", _matched_chart),
+    Curves(
+        "entropy",
+        "Entropy over training",
+        "Mean over sampled response tokens of the policy's entropy, at each optimizer step.",
+        *("train_step", "step", "entropy", "entropy (nats)"),
+    ),
+    Curves(
+        *("entropy-collected", "Entropy over iterations", _TRAIN),
+        *("collection", "iteration", "entropy", "entropy (nats)"),
+    ),
+    ("Test accuracy, greedy and voted", _accuracy_bars),
+    ("pass@k", _pass_chart),
+    ("Distinct-4 on the test problems", _distinct_bars),
+    Curves("reward", "Reward over iterations", _TRAIN, "collection", "iteration", "reward", "mean reward"),
+    Curves(
+        "distinct",
+        "Distinct-4 over iterations",
+        f"Share of distinct 4-grams among a problem's responses. {_TRAIN}",
+        *("collection", "iteration", "distinct_4", "Distinct-4"),
+    ),
+    Curves("kl", "KL to the reference policy", _TRAIN, "collection", "iteration", "kl", "KL (nats)"),
+    Curves(
+        "well-formed",
+        "Well-formed answers",
+        f"Share of responses that end by themselves with one final answer. {_TRAIN}",
+        *("collection", "iteration", "well_formed", "share"),
+    ),
+    *((title, _interim_chart(key, metric, title)) for key, metric, title in _INTERIM),
+    Curves(
+        "exploration",
+        "Exploration term",
+        "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: zero at an iteration's first step, "
+        "negative once the policy has moved away.",
+        *("train_step", "step", "exploration", "value (nats)"),
+    ),
+    Curves(
+        "floor",
+        "Floored tokens",
+        "Share of response tokens whose log-ratio is at the floor, where the exploration term has no gradient.",
+        *("train_step", "step", "floor_fraction", "share of tokens"),
+    ),
+    Curves(
+        "warm-up",
+        "Warm-up loss",
+        "Supervised loss of the start that all arms share.",
+        *("sft_step", "step", "loss", "loss (nats per token)"),
+    ),
+)
+_CHARTS: dict[str, Draw] = dict((row.title, row) if isinstance(row, Curves) else row for row in _ROWS)
+"""The charts by title, in the order of the page."""

@@ -1,0 +1,300 @@
+"""The arms of a set of runs compared: estimates, differences from a baseline, and readings at matched accuracy.
+
+Two kinds of chance are kept apart. The bootstrap and the permutation test over problems cover the choice of test
+problems, for the very policies that were trained; Student's t interval over seeds covers the luck of training. One run
+has the first only; with several runs the second decides what a difference shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START, Evaluation, main_metrics, metric_order, newly_solved_and_lost
+from nemo_edo.metrics import Interval, holm, mean_interval, paired_bootstrap, paired_permutation_test
+from nemo_edo.report.matching import MATCHED_MEASURES, curve, match_accuracy
+from nemo_edo.report.run_record import PLAIN_LABELS, setting
+from nemo_edo.report.run_set import RunSet, Trained
+
+SOLVED_METRIC = "greedy_accuracy"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval."""
+
+    by_seed: dict[int, float]
+    interval: Interval
+    """Over problems in a set of one run, over seeds (Student's t) in a set of several; its ends are NaN where one seed
+    of several runs leaves them open."""
+
+    @classmethod
+    def over_seeds(cls, by_seed: Mapping[int, float]) -> Estimate | None:
+        """None where there is no seed."""
+        return cls(dict(by_seed), mean_interval(list(by_seed.values()))) if by_seed else None
+
+    @property
+    def known(self) -> bool:
+        """Whether it has an interval."""
+        return math.isfinite(self.interval.low)
+
+    @property
+    def exceeds_interval(self) -> bool:
+        """Whether the interval leaves zero out; never where there is none."""
+        return self.interval.low > 0 or self.interval.high < 0
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """What a chart shades: from the lowest to the highest seed, or one run's interval."""
+        values = self.by_seed.values()
+        return (min(values), max(values)) if len(values) > 1 else (self.interval.low, self.interval.high)
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """arm - baseline, in the seeds that both were trained with."""
+
+    arm: str
+    metric: str
+    over_problems: Interval
+    """Over all seeds together, with its paired bootstrap interval over problems."""
+    p_value: float
+    """Two-sided, of a permutation test over problems."""
+    p_adjusted: float
+    """The same by Holm's method for all the differences of the report."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Test problems, greedy, on average over seeds: wrong before and right after, and the other way round."""
+
+    newly_solved: float
+    lost: float
+    seeds: int
+
+
+@dataclass(frozen=True)
+class MatchedArms:
+    """Every arm read at one sampled training accuracy, separately in each seed (``matching.match_accuracy``)."""
+
+    accuracies: dict[int, float]
+    """The common accuracy by seed; seeds in which fewer than two arms can be matched are left out."""
+    values: dict[str, dict[str, Estimate]]
+    """measure -> arm -> its values."""
+    differences: dict[str, dict[str, Estimate]]
+    """measure -> arm -> its values minus the baseline's in the same seeds."""
+    last: dict[str, dict[str, Estimate]]
+    """measure -> arm -> its values at its last collection, at whatever accuracy that had."""
+    left_out: dict[str, dict[int, str]]
+    """arm -> seed -> why it has no value there."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a report says in numbers."""
+
+    runs: RunSet
+    labels: dict[str, str]
+    """Arm -> label of everything in the table: the start, where it was evaluated, and the trained arms."""
+    metrics: tuple[str, ...]
+    table: dict[str, dict[str, Estimate | None]]
+    """arm -> metric -> estimate."""
+    baseline: str | None
+    differences: tuple[Difference, ...]
+    from_start: dict[str, Changes]
+    from_baseline: dict[str, Changes]
+    matched: MatchedArms
+    problems: int
+
+    @property
+    def arms(self) -> dict[str, dict[int, Trained]]:
+        """The trained arms (``RunSet.arms``)."""
+        return self.runs.arms
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.runs.seeds
+
+    @property
+    def is_one(self) -> bool:
+        """Whether intervals are over problems, as those of one run are."""
+        return self.runs.is_one
+
+    def difference(self, arm: str, metric: str) -> Difference | None:
+        return next((d for d in self.differences if (d.arm, d.metric) == (arm, metric)), None)
+
+    def seeds_of(self, arm: str) -> list[int]:
+        return sorted(self.arms[arm] if arm in self.arms else self.runs.starts)
+
+
+BySeed = Mapping[int, Evaluation]
+Values = dict[str, dict[str, dict[int, float]]]
+"""measure -> arm -> seed -> value."""
+
+
+def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
+    """Compares every arm with the baseline.
+
+    baseline: the label (in one run also the name) of an arm; None: one run's own baseline, and of several runs the
+    first arm that is plain GRPO or ETO, or the first arm where none is. An arm alone is compared with its start, where
+    that was evaluated. Raises UserError for a baseline that is not an arm.
+    """
+    evaluations = {START: runs.starts} if runs.starts else {}
+    evaluations |= {arm: {seed: t.evaluation for seed, t in by_seed.items()} for arm, by_seed in runs.arms.items()}
+    labels = {arm: runs.labels.get(arm) or runs.records[0].label(arm) for arm in evaluations}
+    baseline = _baseline(runs, baseline)
+    found = {name for by_seed in evaluations.values() for one in by_seed.values() for name in one.metrics}
+    metrics = tuple(sorted(found, key=metric_order))
+    first = next(iter(evaluations.values()))
+    return Comparison(
+        runs=runs,
+        labels=labels,
+        metrics=metrics,
+        table={
+            arm: {metric: _estimate(runs, by_seed, metric) for metric in metrics}
+            for arm, by_seed in evaluations.items()
+        },
+        baseline=baseline,
+        differences=_differences(runs, evaluations, baseline, main_metrics(metrics)),
+        from_start={arm: one for arm in runs.arms if (one := _changes(evaluations, START, arm))},
+        from_baseline={
+            arm: one
+            for arm in runs.arms
+            if baseline in runs.arms and arm != baseline and (one := _changes(evaluations, baseline, arm))
+        },
+        matched=_matched(runs, baseline),
+        problems=len(next(iter(first.values())).problems),
+    )
+
+
+def _baseline(runs: RunSet, wanted: str | None) -> str | None:
+    if wanted is not None:
+        named = [arm for arm, label in runs.labels.items() if wanted in (arm, label)]
+        if not named:
+            raise UserError(f"--baseline: there is no arm {wanted!r}; the arms are {'; '.join(runs.labels.values())}")
+        return named[0]
+    if len(runs.arms) < 2:
+        return START if runs.starts and runs.arms else None
+    if runs.is_one:
+        own = runs.records[0].summary["baseline"]
+        if own is not None and own not in runs.arms:
+            raise UserError(
+                f"{runs.records[0].folder / 'summary.json'}: the baseline {own!r} is not an arm; the arms are "
+                f"{', '.join(runs.arms)}"
+            )
+        return own
+    plain = [arm for arm, by_seed in runs.arms.items() if next(iter(by_seed.values())).settings.label in PLAIN_LABELS]
+    return (plain or list(runs.arms))[0]
+
+
+def _bootstrap(runs: RunSet) -> dict[str, Any]:
+    """The settings of the bootstrap over problems."""
+    return {
+        "resamples": setting(runs.records[0], "evaluation.bootstrap"),
+        "seed": runs.seeds[0] if runs.is_one else 0,
+    }
+
+
+def _values(by_seed: BySeed, metric: str) -> dict[int, float]:
+    return {seed: found.mean(metric) for seed, found in sorted(by_seed.items()) if found.has(metric)}
+
+
+def _estimate(runs: RunSet, by_seed: BySeed, metric: str) -> Estimate | None:
+    values = _values(by_seed, metric)
+    if not values or not runs.is_one:
+        return Estimate.over_seeds(values)
+    [found] = by_seed.values()
+    return Estimate(values, found.interval(metric, **_bootstrap(runs)))
+
+
+def _differences(
+    runs: RunSet, evaluations: Mapping[str, BySeed], baseline: str | None, metrics: Sequence[str]
+) -> tuple[Difference, ...]:
+    found = [
+        difference
+        for arm in runs.arms
+        if baseline not in (None, arm)
+        for metric in metrics
+        if (difference := _difference(runs, arm, metric, evaluations[arm], evaluations[baseline]))
+    ]
+    adjusted = holm([difference.p_value for difference in found]) if found else []
+    return tuple(replace(difference, p_adjusted=float(p)) for difference, p in zip(found, adjusted, strict=True))
+
+
+def _difference(runs: RunSet, arm: str, metric: str, ours: BySeed, theirs: BySeed) -> Difference | None:
+    values, base = _values(ours, metric), _values(theirs, metric)
+    by_seed = {seed: value - base[seed] for seed, value in values.items() if seed in base}
+    if not by_seed:
+        return None
+    a, b = (_pooled(evaluations, metric, list(by_seed)) for evaluations in (ours, theirs))
+    over_problems = paired_bootstrap(*a, *b, **_bootstrap(runs))
+    measured_P = (a[1] > 0) & (b[1] > 0)
+    means_a, means_b = (sums_P[measured_P] / counts_P[measured_P] for sums_P, counts_P in (a, b))
+    return Difference(
+        by_seed,
+        over_problems if runs.is_one else mean_interval(list(by_seed.values())),
+        arm,
+        metric,
+        over_problems,
+        p_value=paired_permutation_test(means_a, means_b) if measured_P.any() else 1.0,
+        p_adjusted=math.nan,
+    )
+
+
+def _pooled(by_seed: BySeed, metric: str, seeds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(sums [P], counts [P]) of the seeds together."""
+    sums, counts = zip(*(by_seed[seed].metrics[metric] for seed in seeds), strict=True)
+    return np.sum(sums, axis=0), np.sum(counts, axis=0)
+
+
+def _changes(evaluations: Mapping[str, BySeed], before: str, after: str) -> Changes | None:
+    old, new = evaluations.get(before, {}), evaluations[after]
+    seeds = [seed for seed in new if seed in old and old[seed].has(SOLVED_METRIC) and new[seed].has(SOLVED_METRIC)]
+    if not seeds:
+        return None
+    found = [newly_solved_and_lost(old[seed], new[seed]) for seed in seeds]
+    newly_solved, lost = (sum(change[key] for change in found) / len(seeds) for key in ("newly_solved", "lost"))
+    return Changes(newly_solved, lost, len(seeds))
+
+
+def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
+    accuracies: dict[int, float] = {}
+    left_out: dict[str, dict[int, str]] = {}
+    values, last = ({measure: {arm: {} for arm in runs.arms} for measure in MATCHED_MEASURES} for _ in range(2))
+    for seed in runs.seeds:
+        curves = {arm: curve(found[seed].record, found[seed].name) for arm, found in runs.arms.items() if seed in found}
+        matched = match_accuracy(curves)
+        for arm, reason in matched.reasons.items():
+            left_out.setdefault(arm, {})[seed] = reason
+        _add(last, matched.last, seed)
+        if matched.accuracy is not None:
+            accuracies[seed] = matched.accuracy
+            _add(values, matched.values, seed)
+    differences = {
+        measure: {
+            arm: {seed: value - by_arm[baseline][seed] for seed, value in by_seed.items() if seed in by_arm[baseline]}
+            for arm, by_seed in by_arm.items()
+            if arm != baseline and baseline in by_arm
+        }
+        for measure, by_arm in values.items()
+    }
+    return MatchedArms(accuracies, *map(_over_seeds, (values, differences, last)), left_out)
+
+
+def _add(values: Values, found: Mapping[str, Mapping[str, float]], seed: int) -> None:
+    for measure, by_arm in found.items():
+        for arm, value in by_arm.items():
+            if math.isfinite(value):
+                values[measure][arm][seed] = value
+
+
+def _over_seeds(values: Values) -> dict[str, dict[str, Estimate]]:
+    return {
+        measure: {arm: found for arm, by_seed in by_arm.items() if (found := Estimate.over_seeds(by_seed))}
+        for measure, by_arm in values.items()
+    }

@@ -1,0 +1,319 @@
+"""A comparison in words and as a plain-text table: what exceeds its interval, what does not, and what that can mean.
+
+The sentences claim no gain where an interval includes zero, and say "worse" where something is worse.
+"""
+
+from __future__ import annotations
+
+import json
+
+from nemo_edo.evaluation.results import START, largest, main_metrics, metric_name
+from nemo_edo.metrics.intervals import Interval
+from nemo_edo.report.comparison import Comparison, Difference, Estimate
+from nemo_edo.report.run_set import arm_settings
+
+LEVEL = 0.05
+MALFORMED_BELOW = 0.5
+"""An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
+LABEL_WIDTH, CELL_WIDTH = 22, 11
+"""Seven cells and a label fit into 100 columns."""
+_SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "entropy": "entropy", "well_formed": "wellformed"}
+
+
+def conclusions(comparison: Comparison) -> list[str]:
+    """What the runs show and do not show, one paragraph per string, the scope first."""
+    return [
+        _scope(comparison),
+        *_left_out(comparison),
+        *_one_seed(comparison),
+        *_breakdowns(comparison),
+        *_by_arm(comparison),
+        *_exploration(comparison),
+        *_alpha(comparison),
+        *_matched(comparison),
+        *_multiplicity(comparison),
+    ]
+
+
+def count(number: int, noun: str) -> str:
+    """``1 run``, ``3 runs``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def signed(interval: Interval) -> str:
+    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+def direction(difference: Difference) -> str:
+    """The difference in one or two words; accuracies are better or worse, diversity is only higher or lower."""
+    if not difference.exceeds_interval:
+        return "no difference shown"
+    is_accuracy = "@" in difference.metric or "accuracy" in difference.metric
+    above, below = ("better", "worse") if is_accuracy else ("higher", "lower")
+    return above if difference.interval.low > 0 else below
+
+
+def _scope(comparison: Comparison) -> str:
+    if comparison.is_one:
+        return (
+            f"This is one seed ({comparison.seeds[0]}) on {comparison.problems} test problems. The 95 % intervals "
+            "cover the choice of test problems only, not the luck of training: the same arm trained with another seed "
+            "may differ by more than its interval. A claim about an arm needs several seeds."
+        )
+    seeds = ", ".join(map(str, comparison.seeds))
+    return (
+        f"{count(len(comparison.runs.records), 'run')} with {count(len(comparison.seeds), 'seed')} ({seeds}) and "
+        f"{count(len(comparison.arms), 'trained arm')}, on {comparison.problems} test problems. Intervals over seeds "
+        "are Student's t: with few seeds they are wide, but they cover the luck of training. Intervals over problems "
+        "cover the choice of test problems only."
+    )
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    named = "; ".join(f"{folder}: {reason}" for folder, reason in comparison.runs.left_out.items())
+    return [f"Left out, because incomplete: {named}."] if named else []
+
+
+def _one_seed(comparison: Comparison) -> list[str]:
+    single = [comparison.labels[arm] for arm, by_seed in comparison.arms.items() if len(by_seed) == 1]
+    if comparison.is_one or not single:
+        return []
+    has = "has" if len(single) == 1 else "have"
+    which = "Every arm has" if len(single) == len(comparison.arms) else f"{' and '.join(single)} {has}"
+    return [f"{which} one seed only, so nothing is claimed there: a difference may be the luck of one training."]
+
+
+def _breakdowns(comparison: Comparison) -> list[str]:
+    """Arms whose answers lost their form; one whose start had none has not broken down."""
+    start = comparison.table.get(START, {}).get("well_formed")
+    if start and start.interval.mean < MALFORMED_BELOW:
+        return []
+    cells = {arm: comparison.table[arm].get("well_formed") for arm in comparison.arms}
+    return [
+        f"{comparison.labels[arm]} broke down: only {cell.interval.mean:.0%} of its answers are well-formed. Read its "
+        "entropy and diversity as noise, not as exploration."
+        for arm, cell in cells.items()
+        if cell and cell.interval.mean < MALFORMED_BELOW
+    ]
+
+
+def _by_arm(comparison: Comparison) -> list[str]:
+    paragraphs = []
+    for arm in comparison.arms:
+        found = [difference for difference in _tested(comparison) if difference.arm == arm]
+        if not found:
+            continue
+        shown = [_in_words(difference) for difference in found if difference.exceeds_interval]
+        unclear = [f"{_word(d.metric)} ({d.interval.mean:+.3f})" for d in found if not d.exceeds_interval]
+        words = ", ".join(shown) or f"nothing differs by more than its interval{_over_seeds(comparison)}"
+        rest = f"; no difference shown in {', '.join(unclear)}" if unclear else ""
+        paragraphs.append(f"{_against(comparison, found[0])}: {words}{rest}.")
+    return paragraphs
+
+
+def _exploration(comparison: Comparison) -> list[str]:
+    """Whether exploration paid off at test time, with the baselines that do not explore named alongside."""
+    if comparison.baseline in (None, START):
+        return []
+    baseline = comparison.labels[comparison.baseline]
+    metrics = [metric for family in ("vote@", "pass@") if (metric := largest(comparison.metrics, family))]
+    paragraphs = []
+    for arm in comparison.arms:
+        found = [d for d in _tested(comparison) if d.arm == arm and d.metric in metrics]
+        if not _explores(comparison, arm) or not found:
+            continue
+        label, gains = comparison.labels[arm], [d.metric for d in found if direction(d) == "better"]
+        if gains:
+            where = "on this seed" if comparison.is_one else f"over {count(len(found[0].by_seed), 'seed')}"
+            names = " and ".join(metric_name(metric) for metric in gains)
+            plainer = _without_exploration(comparison, gains)
+            paragraphs.append(f"{label} exceeds {baseline} in {names} {where}. {plainer}")
+        else:
+            names = " or ".join(metric_name(d.metric) for d in found)
+            paragraphs.append(
+                f"{label} shows no gain over {baseline}: in {names} it does not exceed {baseline} by more than the "
+                "interval."
+            )
+    return paragraphs
+
+
+def _without_exploration(comparison: Comparison, metrics: list[str]) -> str:
+    """What the arms that neither explore nor are the baseline reach."""
+    found = [
+        f"{comparison.labels[arm]} {_signed(difference)} in {metric_name(metric)}"
+        for arm in comparison.arms
+        if not _explores(comparison, arm) and arm != comparison.baseline
+        for metric in metrics
+        if (difference := comparison.difference(arm, metric))
+    ]
+    if not found:
+        return "No other arm without exploration was run, so it is open whether a plainer method does as well."
+    return f"The other arms without exploration, for comparison: {', '.join(found)}."
+
+
+def _explores(comparison: Comparison, arm: str) -> bool:
+    return next(iter(comparison.arms[arm].values())).settings.exploration_weight != 0
+
+
+def _alpha(comparison: Comparison) -> list[str]:
+    """For arms that differ only in alpha: whether it makes a measurable difference against alpha = 0. One run cannot
+    say."""
+    paragraphs = []
+    for family in [] if comparison.is_one else _alpha_families(comparison):
+        base = next((arm for alpha, arm in family if alpha == 0), None)
+        others = {arm: alpha for alpha, arm in family if alpha}
+        if base is None or base != comparison.baseline or not others:
+            continue
+        found = [d for d in _tested(comparison) if d.arm in others]
+        if not found:
+            paragraphs.append("Whether alpha matters cannot be said from one seed.")
+            continue
+        exceeding = [d for d in found if d.exceeds_interval]
+        values = ", ".join(f"{alpha:g}" for alpha in others.values())
+        if exceeding:
+            names = "; ".join(f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in exceeding)
+            outcome = f"{len(exceeding)} of {len(found)} differences exceed their interval over seeds ({names})"
+        else:
+            metrics = ", ".join(dict.fromkeys(_word(d.metric) for d in found))
+            outcome = (
+                f"alpha makes no measurable difference here: none of {len(found)} differences in {metrics} exceeds its "
+                "interval over seeds"
+            )
+        paragraphs.append(f"Alpha {values} against 0: {outcome}.")
+    return paragraphs
+
+
+def _alpha_families(comparison: Comparison) -> list[list[tuple[float, str]]]:
+    """(alpha, arm) of the arms that share every setting but the strength of exploration, by rising alpha."""
+    families: dict[str, list[tuple[float, str]]] = {}
+    for arm, by_seed in comparison.arms.items():
+        trained = next(iter(by_seed.values()))
+        if trained.settings.alpha is None:
+            continue
+        settings = arm_settings(trained.record, trained.name)
+        rest = {key: value for key, value in settings.items() if key not in ("alpha", "exploration_coefficient")}
+        families.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append((trained.settings.alpha, arm))
+    return [sorted(family) for family in families.values() if len(family) > 1]
+
+
+def _matched(comparison: Comparison) -> list[str]:
+    matched = comparison.matched
+    if len(comparison.arms) < 2:
+        return []
+    left_out = []
+    for arm, reasons in matched.left_out.items():
+        seeds = "" if comparison.is_one else f" in {count(len(reasons), 'seed')}"
+        reason = next(iter(reasons.values()))
+        left_out.append(f"{comparison.labels[arm]} is left out of the matched comparison{seeds}: {reason}.")
+    if not matched.accuracies:
+        return ["No comparison at matched accuracy is possible.", *left_out]
+    levels = ", ".join(
+        f"{accuracy:.3f}" if comparison.is_one else f"{accuracy:.3f} (seed {seed})"
+        for seed, accuracy in matched.accuracies.items()
+    )
+    measures = [measure for measure, by_arm in matched.values.items() if by_arm]
+    readings = [f"{_word(measure)}: {_readings(comparison, measure)}." for measure in measures]
+    caution = (
+        " The values are interpolated points of one run each and carry no interval: small differences between them are "
+        "no evidence."
+    )
+    paragraph = (
+        f"At matched accuracy on the training problems, {levels} (the highest level that the compared arms all "
+        f"reached): {' '.join(readings) or 'nothing was measured.'} Arms learn at different speeds, so this is the "
+        f"fairer view of diversity.{caution if comparison.is_one else ''}"
+    )
+    return [paragraph, *left_out]
+
+
+def _readings(comparison: Comparison, measure: str) -> str:
+    """Each arm's matched value, with its difference from the baseline there."""
+    matched, readings = comparison.matched, []
+    for arm in comparison.arms:
+        value, apart = matched.values[measure].get(arm), matched.differences[measure].get(arm)
+        if value is not None:
+            unclear = ", no difference shown" if apart and apart.known and not apart.exceeds_interval else ""
+            distance = f" ({_signed(apart)}{unclear})" if apart else ""
+            readings.append(f"{comparison.labels[arm]} {value.interval.mean:.3f}{distance}")
+        elif len(matched.left_out.get(arm, ())) < len(comparison.seeds):
+            readings.append(f"{comparison.labels[arm]} not measured")
+    return "; ".join(readings)
+
+
+def _multiplicity(comparison: Comparison) -> list[str]:
+    if not comparison.differences:
+        missing = "second arm to compare with" if len(comparison.arms) == 1 else "common metric with a baseline arm"
+        return [f"There is no {missing}, so nothing is said about differences."]
+    tested = _tested(comparison)
+    if not tested:
+        return []
+    exceeding = sum(d.exceeds_interval for d in tested)
+    surviving = sum(d.p_adjusted < LEVEL for d in comparison.differences)
+    return [
+        f"{len(tested)} differences were tested against {comparison.labels[comparison.baseline]}, and {exceeding} "
+        f"exceed their interval{_over_seeds(comparison)}; with no difference at all about {LEVEL * len(tested):.1f} of "
+        f"{len(tested)} would be expected to, as the intervals are not corrected for their number. Over problems, "
+        f"{surviving} of {len(comparison.differences)} have a p-value below {LEVEL:g} after Holm's correction; that "
+        "says the trained policies differ, not that the methods do."
+    ]
+
+
+def _tested(comparison: Comparison) -> list[Difference]:
+    """The differences that have an interval to exceed."""
+    return [difference for difference in comparison.differences if difference.known]
+
+
+def _against(comparison: Comparison, difference: Difference) -> str:
+    seeds = "" if comparison.is_one else f", {count(len(difference.by_seed), 'seed')}"
+    return f"{comparison.labels[difference.arm]} against {comparison.labels[comparison.baseline]}{seeds}"
+
+
+def _over_seeds(comparison: Comparison) -> str:
+    return "" if comparison.is_one else " over seeds"
+
+
+def _in_words(difference: Difference) -> str:
+    return f"{direction(difference)} {_word(difference.metric)} ({signed(difference.interval)})"
+
+
+def _signed(estimate: Estimate) -> str:
+    return signed(estimate.interval) if estimate.known else f"{estimate.interval.mean:+.3f}"
+
+
+def _word(metric: str) -> str:
+    return metric_name(metric).removesuffix(" (nats)")
+
+
+def terminal_table(comparison: Comparison) -> str:
+    """The main metrics in at most 100 columns: a line of means for each arm, and its 95 % intervals under it.
+
+    A star marks a mean whose paired difference from the baseline exceeds its interval.
+    """
+    metrics = [*main_metrics(comparison.metrics), *(m for m in comparison.metrics if m == "well_formed")]
+    names = [_SHORT_NAMES.get(metric, metric_name(metric)) for metric in metrics]
+    lines = [_line("arm", names), "-" * (LABEL_WIDTH + CELL_WIDTH * len(metrics))]
+    for arm, label in comparison.labels.items():
+        cells = [comparison.table[arm][metric] for metric in metrics]
+        found = [comparison.difference(arm, metric) for metric in metrics]
+        stars = ["*" if difference and difference.exceeds_interval else " " for difference in found]
+        means = ["-" if c is None else f"{c.interval.mean:.3f}{star}" for c, star in zip(cells, stars, strict=True)]
+        bounds = [f"{_short(c.interval.low)}-{_short(c.interval.high)}" if c and c.known else "" for c in cells]
+        lines += [_line(label, means), _line("", bounds)]
+    seeds = f"one seed ({comparison.seeds[0]})" if comparison.is_one else count(len(comparison.seeds), "seed")
+    over = "" if comparison.is_one else "seeds; "
+    lines.append(f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
+    if comparison.differences:
+        baseline = _cut(comparison.labels[comparison.baseline], 40)
+        lines.append(f"* differs from {baseline} by more than the paired interval.")
+    return "\n".join(lines)
+
+
+def _line(label: str, cells: list[str]) -> str:
+    return (f"{_cut(label, LABEL_WIDTH - 1):<{LABEL_WIDTH}}" + "".join(f"{c:>{CELL_WIDTH}}" for c in cells)).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0") if value < 1 else f"{value:.2f}"

@@ -1,0 +1,79 @@
+"""Whether a run's numbers can be compared with the paper's: each of its settings that the paper gives another value.
+
+``settings.csv`` has the settings that the paper gives, for the experiments and methods that match its patterns
+(alternatives are split by ``|``; ``[!o]*`` is every experiment but those of ``ood/``, which train nothing). Its beta,
+GRPO's clipping and learning rate, and epochs are not given, so a run may have any.
+"""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nemo_edo.evaluation.results import START
+from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, evaluated_on, experiments, read_csv
+from nemo_edo.report.run_record import RunRecord, setting
+from nemo_edo.report.run_set import arm_settings, flattened
+
+WARM_UP = "sft.steps * sft.batch_size"
+"""Solutions that the warm-up trains on; its last batch may be a part of the next epoch."""
+
+
+def departures(record: RunRecord, arm: str) -> list[str]:
+    """How a run's arm departs from the paper's settings, in words; empty: it is comparable, as far as settings tell."""
+    name = record.config.get("experiment")
+    if name not in experiments():
+        return ["its experiment is not one of the paper's"]
+    if arm not in experiments()[name]:
+        return [f"the paper has no {arm} among this experiment's arms"]
+    row = experiments()[name][arm].row
+    found = {**flattened(record.config), **(arm_settings(record, arm) if arm != START else {})}
+    given = paper_settings(name, row.method)
+    departed = []
+    if "model.architecture" in found:  # not a mapping
+        departed.append("model.architecture is null, so the run does not say which model it trained")
+        given = {key: value for key, value in given.items() if not key.startswith("model.architecture.")}
+    if WARM_UP in given:
+        seen, epoch = found["sft.steps"] * found["sft.batch_size"], given[WARM_UP]
+        found[WARM_UP] = epoch if epoch <= seen < epoch + found["sft.batch_size"] else seen
+    departed += [
+        f"{key} is {_word(found.get(key))}, the paper's {_word(value)}"
+        for key, value in given.items()
+        if found.get(key) != value
+    ]
+    tested = tested_on(record)
+    expected = OUT_OF_DISTRIBUTION if row.evaluated_on == OVERALL else (row.evaluated_on,)
+    if evaluated_on(tested, row.trained_on) not in expected:
+        departed.append(f"it is evaluated on {tested or 'custom problems'}, the paper's on {' or '.join(expected)}")
+    return departed
+
+
+def tested_on(record: RunRecord) -> str | None:
+    """The benchmark that a run is evaluated on, None for custom problems."""
+    data = setting(record, "data")
+    return data.get("test_benchmark") or data.get("benchmark")
+
+
+def paper_settings(experiment: str, method: str) -> dict[str, Any]:
+    """The settings that the paper gives for a method of an experiment, by dotted key; an arm's without a section."""
+    return {
+        line["setting"]: _value(line["value"])
+        for line in read_csv("settings.csv")
+        if _matches(experiment, line["experiments"]) and _matches(method, line["methods"])
+    }
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split("|"))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,241 @@
+"""Drawing for the report: plotly figures as fragments of HTML, one style for each arm throughout.
+
+A value that is missing or not finite leaves a gap; it is never drawn as zero.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from nemo_edo.evaluation.results import START
+from nemo_edo.metrics.intervals import Interval
+
+# Okabe and Ito's palette, told apart by colour-blind readers; those with most contrast first.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+START_COLOR = "#7A7F87"
+DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}
+"""plotly's name -> SVG's dash array, for the legend. Five dashes and six colours repeat only after 30 arms."""
+SYMBOLS = {
+    "circle": "M13 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
+    "square": "M13.5 2.5h7v7h-7z",
+    "diamond": "M17 1l5 5-5 5-5-5z",
+    "triangle-up": "M17 1.5l4.5 8h-9z",
+    "cross": "M15.5 2h3v2.5H21v3h-2.5V10h-3V7.5H13v-3h2.5z",
+}
+"""plotly's name -> an SVG path in a box of 34 x 12, for the legend."""
+MOST_MARKERS = 40
+"""Longer lines are drawn without markers."""
+Point = tuple[float, float]
+"""(x, y) of a curve."""
+FONT = {"family": "system-ui, sans-serif", "size": 12}
+
+
+@dataclass(frozen=True)
+class ArmStyle:
+    label: str
+    color: str
+    dash: str
+    symbol: str
+
+    @property
+    def dash_array(self) -> str:
+        return DASHES[self.dash]
+
+    @property
+    def symbol_path(self) -> str:
+        return SYMBOLS[self.symbol]
+
+    def faded(self, alpha: float) -> str:
+        red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
+        return f"rgba({red},{green},{blue},{alpha})"
+
+
+@dataclass(frozen=True)
+class Chart:
+    key: str
+    title: str
+    caption: str
+    legend: tuple[ArmStyle, ...]
+    """The arms drawn, in order."""
+    html: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One arm's line; x and y of equal length, NaN where there is no value."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """Lower and upper bounds of y."""
+
+    @property
+    def empty(self) -> bool:
+        return not any(math.isfinite(a) and math.isfinite(b) for a, b in zip(self.x, self.y, strict=True))
+
+
+def arm_styles(labels: Mapping[str, str]) -> dict[str, ArmStyle]:
+    """A colour, dash and symbol for each arm; grey dots for the start."""
+    dashes, symbols = list(DASHES), list(SYMBOLS)
+    styles = {START: ArmStyle(labels[START], START_COLOR, "dot", "circle")} if START in labels else {}
+    for index, arm in enumerate(arm for arm in labels if arm != START):
+        styles[arm] = ArmStyle(
+            labels[arm], COLORS[index % len(COLORS)], dashes[index % len(dashes)], symbols[index % len(symbols)]
+        )
+    return styles
+
+
+def line_chart(
+    key: str,
+    title: str,
+    caption: str,
+    series: Mapping[str, Series],
+    styles: Mapping[str, ArmStyle],
+    *,
+    x_title: str,
+    y_title: str,
+    marks: Sequence[go.Scatter] = (),
+    level: float | None = None,
+    ticks: Sequence[str] = (),
+) -> Chart | None:
+    """One line for each arm that has values; None if none has. ``level`` draws a vertical line at that x. ``ticks``:
+    the words at x = 0, 1, 2, ... where x is not a number."""
+    drawn = {arm: line for arm, line in series.items() if not line.empty}
+    if not drawn:
+        return None
+    figure = go.Figure()
+    for arm, line in drawn.items():
+        if line.band:
+            figure.add_traces(_band(line, styles[arm]))
+        figure.add_trace(_line(line, styles[arm]))
+    figure.add_traces(list(marks))
+    if level is not None:
+        figure.add_vline(level, line={"color": START_COLOR, "width": 1, "dash": "dash"})
+    figure.update_xaxes(title_text=x_title)
+    if ticks:
+        figure.update_xaxes(tickvals=list(range(len(ticks))), ticktext=list(ticks))
+    figure.update_yaxes(title_text=y_title)
+    return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
+
+
+def _line(line: Series, style: ArmStyle) -> go.Scatter:
+    mode = "lines+markers" if len(line.x) <= MOST_MARKERS else "lines"
+    return go.Scatter(
+        x=_gaps(line.x),
+        y=_gaps(line.y),
+        name=html.escape(style.label),
+        mode=mode,
+        line={"color": style.color, "dash": style.dash, "width": 2},
+        marker={"symbol": style.symbol, "size": 6},
+        hovertemplate="%{y:.4g}",
+    )
+
+
+def _band(line: Series, style: ArmStyle) -> list[go.Scatter]:
+    low, high = line.band
+    common = {"x": _gaps(line.x), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    return [
+        go.Scatter(y=_gaps(low), **common),
+        go.Scatter(y=_gaps(high), fill="tonexty", fillcolor=style.faded(0.13), **common),
+    ]
+
+
+def _gaps(values: Iterable[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def interval_series(x: Sequence[float], cells: Sequence[Interval | None]) -> Series:
+    """A line of the means with a band of the intervals; without a band where no interval has ends."""
+    known = [cell or Interval(math.nan, math.nan, math.nan) for cell in cells]
+    band = ([c.low for c in known], [c.high for c in known])
+    return Series(x, [c.mean for c in known], band if any(map(math.isfinite, band[0])) else None)
+
+
+def over_seeds(curves: Sequence[Sequence[Point]]) -> Series:
+    """The mean of the seeds' curves, with the band between the lowest and the highest seed where there are several.
+
+    It has the x that all of them have, in order; NaN where a seed has no finite value there. Of two points of one
+    curve with the same x the later counts, such as an evaluation that was repeated.
+    """
+    by_x = [{x: y for x, y in points if math.isfinite(x)} for points in curves]
+    shared = sorted(set.intersection(*map(set, by_x))) if by_x else []
+    values = [[found[x] for found in by_x] for x in shared]
+    known = [found if all(map(math.isfinite, found)) else [math.nan] for found in values]
+    mean = [sum(found) / len(found) for found in known]
+    band = ([min(found) for found in known], [max(found) for found in known]) if len(curves) > 1 else None
+    return Series(shared, mean, band)
+
+
+def bar_chart(
+    key: str,
+    title: str,
+    caption: str,
+    rows: Mapping[str, Mapping[str, Interval]],
+    styles: Mapping[str, ArmStyle],
+    *,
+    y_title: str,
+) -> Chart | None:
+    """Bars with their intervals, side by side: of each arm one for each name (arm -> name -> interval). None where no
+    arm has any."""
+    drawn = {arm: found for arm, found in rows.items() if found}
+    if not drawn:
+        return None
+    figure = go.Figure()
+    for arm, found in drawn.items():
+        figure.add_trace(
+            go.Bar(
+                x=list(found),
+                y=[cell.mean for cell in found.values()],
+                name=html.escape(styles[arm].label),
+                marker_color=styles[arm].color,
+                hovertemplate="%{y:.3f}",
+                error_y={
+                    "array": _gaps(cell.high - cell.mean for cell in found.values()),
+                    "arrayminus": _gaps(cell.mean - cell.low for cell in found.values()),
+                    "thickness": 1.5,
+                    "width": 4,
+                    "color": START_COLOR,
+                },
+            )
+        )
+    figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.12)
+    figure.update_yaxes(title_text=y_title, rangemode="tozero")
+    return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
+
+
+def chart_html(figure: go.Figure, key: str) -> str:
+    """The figure in the report's style, as a fragment without plotly's script."""
+    axis: dict[str, Any] = {
+        "gridcolor": "rgba(128,128,128,0.25)",
+        "zeroline": False,
+        "automargin": True,
+        "linecolor": "rgba(128,128,128,0.6)",
+        "title_standoff": 8,
+        "title_font_size": 12,
+    }
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis)
+    figure.update_layout(
+        template="none",
+        font=FONT,
+        showlegend=False,
+        height=300,
+        hovermode="closest",
+        margin={"l": 8, "r": 12, "t": 8, "b": 8},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        dragmode=False,
+    )
+    return figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        div_id=f"chart-{key}",
+        default_height="300px",
+        config={"responsive": True, "displayModeBar": False},
+    )

@@ -1,0 +1,209 @@
+"""Reads a run folder back, with errors that name the file and the line or key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
+from nemo_edo.utils.files import read_json, read_object, read_text
+
+REQUIRED_KEYS = {
+    "sft_step": ("arm", "step"),
+    "train_step": ("arm", "iteration", "step"),
+    "collection": ("arm", "iteration"),
+    "evaluation": ("arm", "iteration", "metrics"),
+}
+"""Required keys by kind of line in metrics.jsonl; the report ignores lines of other kinds."""
+NUMERIC_KEYS = (
+    "step",
+    "iteration",
+    "loss",
+    "reward",
+    "entropy",
+    "kl",
+    "distinct_4",
+    "well_formed",
+    "exploration",
+    "floor_fraction",
+)
+
+START_LABEL = "Start (before RL)"
+ALONE_LABEL = "SFT"
+"""The label of the same policy in a run without arms, which trains nothing but the warm-up."""
+UNTRAINED_LABEL = "Model as it is"
+"""The label in a run that trains nothing."""
+PLAIN_LABELS = ("GRPO", "ETO")
+"""Arms without exploration or another change: what the others are compared with."""
+SEARCH_EVALUATION = "evaluation.json"
+"""The file in a search's folder with the accuracy of each problem."""
+SEARCH_ACCURACY = "search_accuracy"
+
+
+@dataclass(frozen=True)
+class ArmSettings:
+    """What sets an arm apart, as the run's summary records it."""
+
+    label: str
+    alpha: float | None
+    beta: float
+    exploration_weight: float
+    """alpha * beta, or the coefficient that replaces it."""
+    log_ratio_floor: float | None
+    entropy_coefficient: float
+    iterations: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder in memory."""
+
+    folder: Path
+    config: dict[str, Any]
+    config_text: str
+    summary: dict[str, Any]
+    arms: dict[str, ArmSettings]
+    lines: tuple[dict[str, Any], ...]
+    """metrics.jsonl in order, the kinds of ``REQUIRED_KEYS`` only."""
+    evaluations: dict[str, Evaluation]
+    samples: list[dict[str, Any]]
+
+    @property
+    def seed(self) -> int:
+        return self.summary["seed"]
+
+    def label(self, arm: str) -> str:
+        """The label of an arm, or of the policy that the arms start from."""
+        if arm != START:
+            return self.arms[arm].label
+        if self.arms:
+            return START_LABEL
+        return UNTRAINED_LABEL if self.config.get("algorithm") == "none" else ALONE_LABEL
+
+    def of(self, kind: str, arm: str) -> list[dict[str, Any]]:
+        """The arm's lines of one kind, in order."""
+        return [line for line in self.lines if line["kind"] == kind and line["arm"] == arm]
+
+
+def number(value: float | None) -> float:
+    """The value, or NaN where it is null or not finite."""
+    return float(value) if value is not None and math.isfinite(value) else math.nan
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
+    summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
+    arms = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
+    config_path = folder / "config.yaml"
+    config_text = read_text(config_path)
+    try:
+        config = yaml.safe_load(config_text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{config_path}: not YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}")
+    if not arms and config.get("algorithm") not in ("sft", "none"):
+        raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
+    evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
+    evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in (*evaluated, *arms)}
+    return RunRecord(
+        folder,
+        config,
+        config_text,
+        summary,
+        arms,
+        tuple(_read_lines(folder / "metrics.jsonl")),
+        evaluations,
+        _read_samples(folder / "samples.json"),
+    )
+
+
+def setting(record: RunRecord, key: str) -> Any:
+    """A dotted key of the resolved config, which holds them all. Raises UserError if it is missing."""
+    value: Any = record.config
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
+        value = value[part]
+    return value
+
+
+def read_test_time(record: RunRecord) -> dict[str, Evaluation]:
+    """What ``nemo-edo evaluate --stored`` and ``nemo-edo search`` left in a run, by evaluated policy: the curves of
+    ``test_time/ARM.json``, and ``search_accuracy`` where ``search/ARM`` has exactly one search.
+
+    Raises UserError naming a file that is malformed, or a search of other problems.
+    """
+    found = {}
+    for arm in record.evaluations:
+        path = record.folder / "test_time" / f"{arm}.json"
+        searches = sorted((record.folder / "search" / arm).glob(f"*/{SEARCH_EVALUATION}"))
+        evaluations = [load_evaluation(path)] if path.is_file() else []
+        evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
+        if not evaluations:
+            continue
+        if len({evaluation.problems for evaluation in evaluations}) > 1:
+            raise UserError(f"{searches[0]}: has other problems than {path}, or another order; search them again")
+        metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
+        found[arm] = replace(evaluations[0], metrics=metrics)
+    return found
+
+
+def _arm_settings(path: Path, arm: str, settings: dict[str, Any]) -> ArmSettings:
+    names = [field.name for field in fields(ArmSettings)]
+    missing = [name for name in names if name not in settings]
+    if missing:
+        raise UserError(f"{path}: arms.{arm}.{missing[0]} is missing")
+    return ArmSettings(**{name: settings[name] for name in names})
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for place, text in enumerate(read_text(path).split("\n"), start=1):
+        if not text:
+            continue  # as after the last newline
+        where = f"{path}:{place}"
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not JSON: {error.msg} (a line cut off by a kill may be deleted)") from error
+        if not isinstance(line, dict) or "kind" not in line:
+            raise UserError(f"{where}: expected an object with a kind")
+        if line["kind"] not in REQUIRED_KEYS:
+            continue
+        for key in REQUIRED_KEYS[line["kind"]]:
+            if key not in line:
+                raise UserError(f"{where}: a {line['kind']} line without {key}")
+        for key in NUMERIC_KEYS:
+            value = line.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise UserError(f"{where}: {key} is {value!r}, expected a number or null")
+        yield line
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    samples = read_json(path)
+    if not isinstance(samples, list):
+        raise UserError(f"{path}: expected a list of problems, got {type(samples).__name__}")
+    for place, sample in enumerate(samples):
+        try:
+            responses = [response for found in sample["responses"].values() for response in found]
+            well_typed = (
+                isinstance(sample["question"], str)
+                and sample["answer"] is not None
+                and all(
+                    isinstance(response["text"], str) and isinstance(response["reward"], int | float)
+                    for response in responses
+                )
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: entry {place}: missing or malformed ({error!r})") from error
+        if not well_typed:
+            raise UserError(f"{path}: entry {place}: expected question, answer, and text and reward of each response")
+    return samples

@@ -1,0 +1,244 @@
+"""The runs of one report: which there are, that they can be compared, and which of their arms are the same.
+
+One run is a set of size one. In several, an arm is what is trained: its label and every setting of its algorithm and
+its sampling; runs of other seeds repeat it. Everything else, the data, the model, the warm-up and the evaluation, has
+to be the same, so that a difference in the results is a difference between arms.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START, Evaluation, require_same_problems
+from nemo_edo.report.run_record import ArmSettings, RunRecord, read_run
+
+OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
+SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
+WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement")
+"""Settings of an arm that change memory and speed, never the result."""
+MAY_DIFFER = (
+    *(
+        "name",
+        "experiment",
+        "output_dir",
+        "seed",
+        "threads",
+        "parallelism",
+        "generation",
+        "exp_manager",
+        "checkpoint",
+        "cluster",
+    ),
+    *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
+    *("sft.packing", "sft.share_prompts", "model.attention", "model.loss_head", "model.seq_length"),
+    # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.
+    *(f"guards.{name}" for name in ("kl", "entropy", "truncated", "reward", "max_skipped_steps")),
+    *(f"sampling.{name}" for name in SAMPLING_OF_THE_ARM),
+    *OF_THE_ARM,
+)
+"""Settings in which runs of one report may differ, sections or single keys."""
+
+
+@dataclass(frozen=True)
+class FoundRuns:
+    """What the arguments of ``nemo-edo report`` name."""
+
+    folders: tuple[Path, ...]
+    """The folders of finished runs."""
+    left_out: dict[Path, str]
+    """The folders of unfinished runs, with the reason."""
+    common: Path
+    """Where the report goes by default."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An arm in one run."""
+
+    record: RunRecord
+    name: str
+    """The arm's name in that run."""
+
+    @property
+    def settings(self) -> ArmSettings:
+        return self.record.arms[self.name]
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.record.evaluations[self.name]
+
+
+@dataclass(frozen=True)
+class RunSet:
+    """Finished runs that can be compared, or one run."""
+
+    records: tuple[RunRecord, ...]
+    arms: dict[str, dict[int, Trained]]
+    """arm -> seed -> the arm in the run of that seed, in the order in which the runs have them. Its key is its name in
+    one run; in several, which may name it differently, its label."""
+    labels: dict[str, str]
+    """Each arm's label."""
+    left_out: dict[Path, str]
+    folder: Path
+    """Where the report goes by default."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one run, so that chance enters by the choice of test problems only."""
+        return len(self.records) == 1
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({record.seed for record in self.records})
+
+    @property
+    def starts(self) -> dict[int, Evaluation]:
+        """By seed, the policy that the arms start from, where it was evaluated."""
+        return {record.seed: record.evaluations[START] for record in self.records if START in record.evaluations}
+
+
+def find_runs(arguments: Sequence[str]) -> FoundRuns:
+    """The runs that folders and patterns name: a run's folder, or a folder of runs, such as a sweep's.
+
+    Raises UserError for an argument that names no run, and where none of several runs has finished.
+    """
+    named: list[Path] = []
+    for argument in arguments:
+        path = Path(argument)
+        matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(argument))]
+        runs = [run for match in matches for run in _runs_in(match)]
+        if not runs:
+            raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
+        named += [run for run in runs if run not in named]
+    if len(arguments) == 1 and named == [Path(arguments[0])]:
+        return FoundRuns((named[0],), {}, named[0])
+    left_out = {run: reason for run in named if (reason := _unfinished(run))}
+    finished = tuple(run for run in named if run not in left_out)
+    if not finished:
+        raise UserError(f"none of the {len(named)} runs has finished; {next(iter(left_out))}: {left_out[named[0]]}")
+    alone = len(arguments) == 1 and Path(arguments[0]).is_dir()
+    common = Path(arguments[0]) if alone else Path(os.path.commonpath([run.absolute().parent for run in named]))
+    return FoundRuns(finished, left_out, common)
+
+
+def read_runs(found: FoundRuns) -> RunSet:
+    """Reads the finished runs. Raises UserError where two cannot be compared: the first setting that differs, other
+    test problems, or one arm trained twice with one seed."""
+    records = tuple(read_run(folder) for folder in found.folders)
+    for record in records[1:]:
+        _require_same_settings(records[0], record)
+    require_same_problems({f"{r.folder}: {arm}": e for r in records for arm, e in r.evaluations.items()})
+    if len(records) == 1:
+        arms = {name: {records[0].seed: Trained(records[0], name)} for name in records[0].arms}
+        labels = {name: records[0].label(name) for name in arms}
+    else:
+        arms = _grouped(records)
+        labels = {label: label for label in arms}
+    return RunSet(records, arms, labels, found.left_out, found.common)
+
+
+def one_run(folder: Path) -> RunSet:
+    """The set of one run, for the report in its own folder."""
+    return read_runs(FoundRuns((folder,), {}, folder))
+
+
+def arm_settings(record: RunRecord, name: str) -> dict[str, Any]:
+    """Every setting of a run's arm that can change its result, by dotted key, however they were written."""
+    config, differences = record.config, (record.config.get("arms") or {}).get(name, {})
+    algorithm = differences.get("algorithm", config.get("algorithm", "grpo"))
+    settings = flattened(config.get(algorithm) or {}) | flattened(differences)
+    settings |= {f"sampling.{key}": (config.get("sampling") or {}).get(key) for key in SAMPLING_OF_THE_ARM}
+    known = record.arms[name]  # with alpha's default, and the coefficient whichever way it was given
+    settings |= {"algorithm": algorithm, "alpha": known.alpha, "exploration_coefficient": known.exploration_weight}
+    return {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT}
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def sweep_members(folder: Path) -> dict[str, list[str]]:
+    """The overrides of each member by name, from a sweep's folder. Raises UserError for a ``sweep.yaml`` of others."""
+    path = folder / "sweep.yaml"
+    try:
+        members = yaml.safe_load(path.read_text(encoding="utf-8"))["members"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the list of a sweep's members ({error!r})") from error
+    if not isinstance(members, dict):
+        raise UserError(f"{path}: members is a {type(members).__name__}, expected a mapping from names to overrides")
+    return members
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if (path / "config.yaml").is_file():
+        return [path]
+    if (path / "sweep.yaml").is_file():
+        return [path / name for name in sweep_members(path)]
+    return sorted(config.parent for config in path.glob("*/config.yaml")) if path.is_dir() else []
+
+
+def _unfinished(run: Path) -> str | None:
+    if not (run / "config.yaml").is_file():
+        return "it has not started"
+    return None if (run / "summary.json").is_file() else "it has not finished"
+
+
+def _require_same_settings(first: RunRecord, other: RunRecord) -> None:
+    theirs, ours = flattened(first.config), flattened(other.config)
+    for key in [*theirs, *(key for key in ours if key not in theirs)]:
+        free = any(f"{key}.".startswith(f"{prefix}.") for prefix in MAY_DIFFER)
+        if not free and theirs.get(key) != ours.get(key):
+            raise UserError(
+                f"{first.folder} and {other.folder} cannot be compared: {key} is {theirs.get(key)!r} in the one and "
+                f"{ours.get(key)!r} in the other; runs of one report may differ in their arms and seeds only"
+            )
+
+
+def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, Trained]]:
+    groups: dict[tuple, list[Trained]] = {}
+    for record in records:
+        for name, known in record.arms.items():
+            settings = json.dumps(sorted(arm_settings(record, name).items()), default=str)
+            groups.setdefault((known.label, _plain_numbers(settings)), []).append(Trained(record, name))
+    labels = _labels([found[0] for found in groups.values()])
+    arms: dict[str, dict[int, Trained]] = {}
+    for label, found in zip(labels, groups.values(), strict=True):
+        arms[label] = {}
+        for trained in found:
+            seed = trained.record.seed
+            if seed in arms[label]:
+                raise UserError(
+                    f"{arms[label][seed].record.folder} and {trained.record.folder} both trained {label} with seed "
+                    f"{seed}: a seed counts once, so name one of them only"
+                )
+            arms[label][seed] = trained
+    return arms
+
+
+def _plain_numbers(text: str) -> str:
+    """0 and 0.0 are one setting."""
+    return json.dumps(json.loads(text, parse_int=float))
+
+
+def _labels(arms: Sequence[Trained]) -> list[str]:
+    """Each arm's label; where several arms have the same, with the settings that tell them apart."""
+    labels = []
+    for arm in arms:
+        alike = [arm_settings(other.record, other.name) for other in arms if other.settings.label == arm.settings.label]
+        own = arm_settings(arm.record, arm.name)
+        apart = [key for key in own if any(other.get(key) != own[key] for other in alike)]
+        labels.append(", ".join([arm.settings.label, *(f"{key} {own[key]}" for key in apart)]))
+    return labels

@@ -1,0 +1,205 @@
+"""Step scores of stored responses and of a search's paths, by a process reward model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_edo.errors import UserError
+from nemo_edo.reward_models.formats import Encoded, RewardFormat, load_format, read_reward_folder, too_long
+from nemo_edo.reward_models.steps import split_steps
+from nemo_edo.rollouts.score_store import StepScores
+from nemo_edo.test_time.search_llm import StepPath, StepScore
+from nemo_edo.types import Rollout
+
+EMPTY = ("",)
+"""The steps of a response without any: a single empty one, so that it has a score."""
+
+
+class StepRewards(Protocol):
+    """A process reward model, in this process or on servers."""
+
+    format: RewardFormat
+    max_length: int | None
+    """Tokens of a sequence that it accepts; None: unknown."""
+
+    def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
+        """The scores, in [0, 1], of each path's steps, in order."""
+
+
+class ProcessRewardModel:
+    """A StepRewards and a StepScorer.
+
+    Scores are probabilities that a step is right: sigmoids of log-odds. Paths are computed in order of length, equal
+    ones once; a path's score depends on the others of a call only through the rounding of padded rows. The same call
+    always gives the same numbers.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, device: str = "auto", dtype: str = "auto", batch_tokens: int = 16384
+    ) -> None:
+        """Checks the folder's format, including the tokenizer, before it loads the weights. Raises UserError as
+        ``read_reward_folder``, ``load_format`` and ``load_network`` do, and for a device that does not exist."""
+        from nemo_edo.reward_models.heads import load_network
+
+        about = read_reward_folder(Path(folder))
+        self.format = load_format(about)
+        self.max_length = about.max_length
+        self._device = _device(device)
+        self._network = load_network(about, _dtype(dtype, self._device)).to(self._device)
+        self._batch_tokens = batch_tokens
+        self._pad_id = about.config.get("pad_token_id") or 0  # any id works: padding is masked
+
+    def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
+        found = self._compute(encoded, embeddings=False)
+        return [tuple(torch.sigmoid(margins_).tolist()) for margins_, _ in found]
+
+    def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
+        """For each path, its last step's score and embedding: the input of the model's head there. For a path without
+        steps, those at the end of the question.
+
+        Raises UserError for a path that is longer than the model's context.
+        """
+        encoded = [self.format.encode(path)[-1:] for path in paths]
+        encoded = [[Encoded(part.ids, part.ends[-1:]) for part in parts] for parts in encoded]
+        require_fitting(encoded, self.max_length, "paths of the search")
+        found = self._compute(encoded, embeddings=True)
+        return [StepScore(float(torch.sigmoid(margins_[-1])), embeddings[-1].cpu()) for margins_, embeddings in found]
+
+    @torch.inference_mode()
+    def _compute(self, encoded: Sequence[Sequence[Encoded]], *, embeddings: bool) -> list[tuple[Tensor, Tensor]]:
+        """(margins [steps] float64, embeddings [steps, D], or [steps, 0] without ``embeddings``) for each path."""
+        from nemo_edo.reward_models.heads import margins
+
+        found: dict[Encoded, tuple[Tensor, Tensor]] = {}
+        for batch in batches(list({part for parts in encoded for part in parts}), self._batch_tokens):
+            seen = self._features(batch)
+            scores = margins(self._network, seen).double().cpu()
+            ends = [len(part.ends) for part in batch]
+            kept = seen if embeddings else seen[:, :0]
+            found |= zip(batch, zip(scores.split(ends), kept.split(ends), strict=True), strict=True)
+        return [
+            (torch.cat([found[part][0] for part in parts]), torch.cat([found[part][1] for part in parts]))
+            for parts in encoded
+        ]
+
+    def _features(self, batch: Sequence[Encoded]) -> Tensor:
+        from nemo_edo.reward_models.heads import features
+
+        ids, mask = padded([part.ids for part in batch], self._pad_id)
+        rows = torch.tensor([row for row, part in enumerate(batch) for _ in part.ends])
+        ends = torch.tensor([end for part in batch for end in part.ends])
+        on_device = (tensor.to(self._device) for tensor in (ids, mask, rows, ends))
+        return features(self._network, *on_device)
+
+
+@dataclass(frozen=True)
+class EncodedResponses:
+    """Responses as a reward model's input."""
+
+    parts: list[list[Encoded]]
+    """Sequences of each response."""
+    too_long: frozenset[int]
+    """Indices of responses that do not fit the model's context: their steps get score 0."""
+
+    def scored(self, model: StepRewards, places: Sequence[int]) -> list[StepScores]:
+        """The scores of the responses at these indices."""
+        asked = [place for place in places if place not in self.too_long]
+        found = dict(zip(asked, model.score_encoded([self.parts[place] for place in asked]), strict=True))
+        zeros = {place: (0.0,) * sum(len(part.ends) for part in self.parts[place]) for place in self.too_long}
+        return [StepScores({**zeros, **found}[place]) for place in places]
+
+
+def encode_responses(
+    rollouts: Sequence[Rollout],
+    questions: Mapping[str, str],
+    form: RewardFormat,
+    *,
+    separator: str | None,
+    max_length: int | None,
+    zero_too_long: bool,
+) -> EncodedResponses:
+    """questions: problem id -> text. separator: between two steps; None: the format's. zero_too_long: responses of more
+    than ``max_length`` tokens get score 0; otherwise they raise UserError."""
+    separator = separator or form.separator
+    paths = [StepPath(questions[r.problem_id], split_steps(r.text, separator) or EMPTY) for r in rollouts]
+    encoded = [form.encode(path) for path in paths]
+    if not zero_too_long:
+        require_fitting(encoded, max_length, "responses")
+    return EncodedResponses(encoded, frozenset(too_long(encoded, max_length)))
+
+
+def score_rollouts(
+    model: StepRewards,
+    rollouts: Sequence[Rollout],
+    questions: Mapping[str, str],
+    *,
+    separator: str | None = None,
+    zero_too_long: bool = False,
+) -> list[StepScores]:
+    """The scores of each response's steps, in the order of the rollouts; arguments as for ``encode_responses``."""
+    encoded = encode_responses(
+        rollouts,
+        questions,
+        model.format,
+        separator=separator,
+        max_length=model.max_length,
+        zero_too_long=zero_too_long,
+    )
+    return encoded.scored(model, range(len(rollouts)))
+
+
+def require_fitting(encoded: Sequence[Sequence[Encoded]], limit: int | None, what: str) -> None:
+    """Raises UserError where a path is longer than a context of ``limit`` tokens."""
+    places = too_long(encoded, limit)
+    if places:
+        longest = max(len(part.ids) for place in places for part in encoded[place])
+        raise UserError(
+            f"{len(places)} of {len(encoded)} {what} are longer than the reward model's context of {limit} tokens (the "
+            f"longest has {longest}); use a model with a longer one, or too_long=zero, which scores them 0"
+        )
+
+
+def batches(parts: Sequence[Encoded], batch_tokens: int) -> Iterator[list[Encoded]]:
+    """The sequences, longest first, in batches of at most ``batch_tokens`` with padding; a longer one is a batch."""
+    batch: list[Encoded] = []
+    for part in sorted(parts, key=lambda part: (-len(part.ids), part.ids, part.ends)):
+        if batch and (len(batch) + 1) * len(batch[0].ids) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, each [B, T] int64, padded on the right."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad_id)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, : len(tokens)] = 1
+    return ids, mask
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an unknown name, or CUDA without a GPU
+        raise UserError(f"device is {name!r}, which this machine does not have ({error})") from error
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)

@@ -1,0 +1,308 @@
+"""Trains a process reward model by ranking NCE: ``nemo-edo train --config-name reward_model``.
+
+The folder ``output_dir/name`` gets ``model`` (a Hugging Face folder that ``nemo-edo score`` takes), ``results.json``,
+and, until it is finished, ``checkpoints``, from which a killed training resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from nemo_edo.config import RewardModelRunConfig, RewardTrainConfig
+from nemo_edo.config.compose import resolved_yaml
+from nemo_edo.data.model_folder import find_model
+from nemo_edo.data.tokenizer import load_tokenizer
+from nemo_edo.errors import UserError
+from nemo_edo.losses import ranking_nce_loss
+from nemo_edo.metrics import Interval, bootstrap_ratio
+from nemo_edo.reward_models.formats import Encoded, OwnFormat, OwnSettings, write_own_settings
+from nemo_edo.reward_models.heads import features, margins, own_class, own_config, own_kind
+from nemo_edo.reward_models.process_reward import batches
+from nemo_edo.reward_models.step_data import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    EncodedGroup,
+    StepData,
+    build_step_data,
+    collate,
+    ranked,
+)
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.inputs import model_folder
+from nemo_edo.run.stored_run import StoredRun, open_run
+
+_EVALUATION_TOKENS = 16384
+"""Tokens of a forward pass without gradients, padding included."""
+_CHECKPOINTS_KEPT = 2
+
+
+def train_reward_model(cfg: RewardModelRunConfig) -> Path:
+    """Trains, tests, writes and prints the results; returns the folder. The input is checked before any work on the
+    model. An unfinished training of the same config resumes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("a reward model is trained by one process: start it without torchrun")
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    run = open_run(Path(cfg.data.run))
+    folder, config = RunFolder(Path(cfg.output_dir) / cfg.name), resolved_yaml(cfg)
+    folder.check_free(config)
+    source, tokenizer, network_config = _sources(cfg, run)
+    kind = own_class(network_config, source)
+    settings = OwnSettings(own_kind(kind), cfg.data.step_separator)
+    data = build_step_data(run, cfg.data, OwnFormat(tokenizer, settings), cfg.seed)
+    _check_fit(cfg, network_config, len(data.groups[TRAIN]))
+    earlier = folder.open(config)
+    try:
+        if earlier:
+            print(f"the earlier run of this config is kept as {earlier}")
+        for part, counts in data.counts().items():
+            print(f"{part}: {', '.join(f'{count} {name}' for name, count in counts.items())}".replace("_", " "))
+        network = _new_network(cfg, kind, network_config)
+        results = _train_and_test(cfg, folder, network, data)
+        _write_model(folder.path / "model", network, tokenizer, settings)
+        folder.write_json("results.json", results)
+        folder.write_json("summary.json", {"job": cfg.job, **results})  # marks the training as finished
+        shutil.rmtree(folder.path / "checkpoints")
+    finally:
+        folder.close()
+    for line in _summary(results):
+        print(line)
+    print(f"the reward model is in {folder.path / 'model'}, the results in {folder.path / 'results.json'}")
+    return folder.path
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+
+def _sources(cfg: RewardModelRunConfig, run: StoredRun) -> tuple[str, PreTrainedTokenizerBase, Any]:
+    """A description of the model's source, its tokenizer, and its config."""
+    if cfg.model.path is not None:
+        path = find_model(cfg.model.path)
+        tokenizer = load_tokenizer(path)
+        try:
+            source = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path: {path} has no config.json that transformers knows ({error})") from error
+        where = f"model.path ({path})"
+    else:
+        tokenizer = load_tokenizer(model_folder(run.cfg, run.folder))
+        where, fields = "model.architecture", dict(cfg.model.architecture)
+        try:
+            source = AutoConfig.for_model(fields.pop("model_type", None), **{"vocab_size": len(tokenizer), **fields})
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+    # Padding is masked, so any token works.
+    pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+    return where, tokenizer, own_config(source, pad)
+
+
+def _check_fit(cfg: RewardModelRunConfig, config: Any, groups: int) -> None:
+    if groups < cfg.train.batch_size:
+        raise UserError(f"train.batch_size is {cfg.train.batch_size}, but there are {groups} right steps to train on")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and cfg.data.max_tokens > longest:
+        raise UserError(
+            f"data.max_tokens is {cfg.data.max_tokens}, but the model takes {longest} tokens (max_position_embeddings)"
+        )
+
+
+def _new_network(cfg: RewardModelRunConfig, kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """A network with a new head, and without ``model.path`` new weights, both determined by the seed."""
+    set_seed(cfg.seed)
+    if cfg.model.path is None:
+        return kind._from_config(config)
+    try:
+        network, loaded = kind.from_pretrained(
+            find_model(cfg.model.path), config=config, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model.path: {cfg.model.path} cannot be loaded ({error})") from error
+    missing = [name for name in loaded["missing_keys"] if name.startswith(f"{network.base_model_prefix}.")]
+    if missing:
+        raise UserError(f"model.path: {cfg.model.path} lacks {len(missing)} weights, such as {min(missing)}")
+    return network
+
+
+def _write_model(
+    out: Path, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: OwnSettings
+) -> None:
+    network.save_pretrained(out)
+    tokenizer.save_pretrained(str(out))
+    write_own_settings(out, settings)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+class NCETrainer(Trainer):
+    """transformers' Trainer with the ranking loss, over batches of ``collate``."""
+
+    def __init__(self, settings: RewardTrainConfig, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._settings = settings
+        # The Trainer then divides by the number of a step's micro-batches, which have equal sizes.
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        positives, negatives, mask = ranked(_scores(model, inputs, self._settings.dtype), inputs["sizes"])
+        settings = self._settings
+        term = ranking_nce_loss(
+            positives, negatives, l2=settings.l2, negative_mask=mask.float(), weighting=settings.weighting
+        )
+        return term.mean()
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        accuracy = ranking_accuracy(self.model, self.eval_dataset, self.data_collator, resamples=1, seed=0)
+        found = {f"validation_{kind}": accuracy[kind]["mean"] for kind in accuracy}
+        self.log(dict(found))  # log() modifies its argument
+        print(f"step {self.state.global_step}: {_in_words(found)}")
+        return {}
+
+
+def _scores(network: PreTrainedModel, inputs: dict[str, Tensor], dtype: str) -> Tensor:
+    """[paths] log-odds that the step is right, at each path's last token, float32."""
+    ids, ends = inputs["input_ids"], inputs["ends"]
+    rows = torch.arange(len(ids), device=ids.device)
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+        seen = features(network, ids, inputs["attention_mask"], rows, ends)
+    return margins(network, seen)
+
+
+def _train_and_test(
+    cfg: RewardModelRunConfig, folder: RunFolder, network: PreTrainedModel, data: StepData
+) -> dict[str, Any]:
+    collator = partial(collate, pad_id=network.config.pad_token_id)
+    trainer = NCETrainer(
+        cfg.train,
+        model=network,
+        args=_arguments(cfg, folder.path / "checkpoints"),
+        data_collator=collator,
+        train_dataset=data.groups[TRAIN],
+        eval_dataset=data.groups[VALIDATION],
+    )
+    for callback in (PrinterCallback, ProgressCallback):  # results.json has the log that they would print
+        trainer.remove_callback(callback)
+    measured = partial(ranking_accuracy, network, collator=collator, resamples=cfg.bootstrap, seed=cfg.seed)
+    parts = (VALIDATION, TEST)
+    before = {part: measured(data.groups[part]) for part in parts}  # the Trainer has moved the network to its device
+    trainer.train(resume_from_checkpoint=_last_checkpoint(folder.path / "checkpoints"))
+    return {
+        "data": {"run": cfg.data.run, "too_long": data.too_long, **data.counts()},
+        "parameters": network.num_parameters(),
+        "ranking_accuracy": {part: {"before": before[part], "after": measured(data.groups[part])} for part in parts},
+        "history": [
+            {name: value for name, value in line.items() if name in _KEPT} for line in trainer.state.log_history
+        ],
+    }
+
+
+_KEPT = ("step", "epoch", "loss", "grad_norm", "learning_rate", "validation_all", "validation_one_prefix")
+"""Fields of the Trainer's log that do not depend on the clock."""
+
+
+def _arguments(cfg: RewardModelRunConfig, folder: Path) -> TrainingArguments:
+    train = cfg.train
+    micro = train.micro_batch_size or train.batch_size
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=train.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=train.batch_size // micro,
+        dataloader_drop_last=True,  # so that all micro-batches have equal weight; each epoch drops other groups
+        learning_rate=train.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.clip_grad,
+        logging_steps=max(1, train.steps // 100),
+        eval_strategy="steps" if train.evaluate_every else "no",
+        eval_steps=train.evaluate_every or None,
+        save_steps=train.checkpoint_every,
+        save_total_limit=_CHECKPOINTS_KEPT,
+        seed=cfg.seed,
+        data_seed=cfg.seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        report_to=[],
+    )
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint; removes incomplete ones, which a kill leaves."""
+    complete = []
+    for path in folder.glob("checkpoint-*"):
+        if (path / "trainer_state.json").is_file():  # written last
+            complete.append(path)
+        else:
+            shutil.rmtree(path)
+    return max(map(str, complete), key=lambda name: int(name.rpartition("-")[2]), default=None)
+
+
+# --- how well it ranks ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def ranking_accuracy(
+    network: PreTrainedModel, groups: Sequence[EncodedGroup], collator: Any, *, resamples: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """How often a right step scores above a wrong step of the same question; a tie counts 1/2, chance is 1/2.
+
+    For "all" pairs, and for pairs with "one_prefix" (absent where there are none): the mean over pairs, the 95 %
+    bootstrap interval over questions, and the numbers of pairs and questions.
+    """
+    was_training = network.training
+    network.eval()
+    scores = _path_scores(network, {path for group in groups for path in group.paths}, collator)
+    network.train(was_training)
+    wins: dict[str, dict[str, list[float]]] = {"all": {}, "one_prefix": {}}
+    for group in groups:
+        first, *others = (scores[path] for path in group.paths)
+        for other, shared in zip(others, group.shared, strict=True):
+            win = 1.0 if first > other else 0.5 if first == other else 0.0
+            for name in ("all", "one_prefix") if shared else ("all",):
+                wins[name].setdefault(group.problem_id, []).append(win)
+    return {name: _interval(of_question, resamples, seed) for name, of_question in wins.items() if of_question}
+
+
+def _path_scores(network: PreTrainedModel, paths: set[tuple[int, ...]], collator: Any) -> dict[tuple[int, ...], float]:
+    found = {}
+    for batch in batches([Encoded(path, (len(path) - 1,)) for path in paths], _EVALUATION_TOKENS):
+        inputs = collator([EncodedGroup("", tuple(part.ids for part in batch), ())])
+        inputs = {name: tensor.to(network.device) for name, tensor in inputs.items()}
+        values = _scores(network, inputs, "float32").tolist()
+        found |= dict(zip((part.ids for part in batch), values, strict=True))
+    return found
+
+
+def _in_words(accuracies: dict[str, float]) -> str:
+    return "ranking accuracy " + ", ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
+
+
+def _interval(of_question: dict[str, list[float]], resamples: int, seed: int) -> dict[str, float]:
+    sums, counts = (np.array([measure(wins) for wins in of_question.values()]) for measure in (sum, len))
+    interval: Interval = bootstrap_ratio(sums, counts, resamples=resamples, seed=seed)
+    about = {"pairs": int(counts.sum()), "questions": len(of_question)}
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high, **about}
+
+
+def _summary(results: dict[str, Any]) -> list[str]:
+    lines = ["how often a right step scores above a wrong one of its question (chance: 0.5), with 95 % intervals:"]
+    for part, moments in results["ranking_accuracy"].items():
+        for moment, kinds in moments.items():
+            for kind, one in kinds.items():
+                what = f"{part}, {moment} training, {'all pairs' if kind == 'all' else 'pairs that share their prefix'}"
+                of = f"{one['pairs']} pairs of {one['questions']} questions"
+                lines.append(f"  {what}: {one['mean']:.3f} [{one['low']:.3f}, {one['high']:.3f}] ({of})")
+    return lines

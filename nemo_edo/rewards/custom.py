@@ -1,0 +1,232 @@
+"""Custom rewards: what a user's function may take and return, and the scorer that calls it.
+
+The functions run in a separate process (``function_server``), which is killed where a call exceeds its time limit; only
+the first rank has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nemo_edo.data.answers import AnswerFormat, canonical_number
+from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.rewards.function_server import ARGUMENTS, SCORE, Failure, Result, Signature
+from nemo_edo.rewards.verifier import is_well_formed, with_problems
+from nemo_edo.types import Problem, Rollout, ScoredRollout
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One function and what it counts."""
+
+    name: str
+    key: str
+    """The setting that names it."""
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Item:
+    """A response to score."""
+
+    rollout: Rollout
+    problem: Problem
+    final_answer: str | None
+
+    def arguments(self) -> dict[str, Any]:
+        """What a function can ask for (``ARGUMENTS``)."""
+        problem, rollout = self.problem, self.rollout
+        values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), self.final_answer)
+        return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished), strict=True))
+
+
+@dataclass(frozen=True)
+class Reward:
+    total: float
+    parts: dict[str, float]
+
+
+@dataclass
+class RewardFunctions:
+    """The functions in their process, which starts with the first call of ``check`` or ``rewards``."""
+
+    functions: Sequence[RewardFunction]
+    time_limit_s: float
+    """Wall time for one response; a call with several has the sum of theirs."""
+    failures: Path
+    """The folder that a response is written to whose scoring failed."""
+    _connection: Connection | None = field(default=None, init=False)
+    _signatures: list[Signature] = field(default_factory=list, init=False)
+
+    def check(self) -> None:
+        """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
+        if self._connection is None:
+            self._start()
+
+    def rewards(self, items: Sequence[Item]) -> tuple[list[Reward], str | None]:
+        """The rewards of the items in order, and None; or those before the one whose scoring failed, and why."""
+        self.check()
+        of_functions: list[list[Result]] = []
+        stopped = None
+        for index in range(len(self.functions)):
+            results, reason = self._results(index, items)
+            of_functions.append(results)
+            if reason is not None:
+                items, stopped = items[: len(results)], reason
+        count = min(map(len, of_functions))
+        return [self._combined([results[row] for results in of_functions]) for row in range(count)], stopped
+
+    def close(self) -> None:
+        """Ends the process; also done when this is garbage-collected."""
+        if self._connection is not None:
+            self._finalizer()
+            self._connection = None
+
+    def _results(self, index: int, items: Sequence[Item]) -> tuple[list[Result], str | None]:
+        """One function's results up to the first call that failed, and why it did."""
+        signature, results = self._signatures[index], []
+        size = max(1, len(items)) if signature.batch else 1
+        for start in range(0, len(items), size):
+            rows = items[start : start + size]
+            given = [item.arguments() for item in rows]
+            columns = {name: [one[field] for one in given] for name, field in signature.arguments.items()}
+            arguments = columns if signature.batch else {name: column[0] for name, column in columns.items()}
+            answer = self._call(index, arguments, len(rows))
+            if isinstance(answer, Failure):
+                return results, self._described(index, rows[answer.row], answer)
+            results += answer
+        return results, None
+
+    def _call(self, index: int, arguments: Mapping[str, Any], responses: int) -> list[Result] | Failure:
+        limit = self.time_limit_s * responses
+        try:
+            self._connection.send((index, dict(arguments), responses))
+            if self._connection.poll(limit):
+                return self._connection.recv()
+            self.close()
+            each = f" for each of {responses} responses" if responses > 1 else ""
+            return Failure(f"took longer than rewards.function_time_limit_s = {self.time_limit_s:g}{each}")
+        except (EOFError, OSError):
+            status = self._server.wait()
+            self.close()
+            return Failure(f"ended its process (exit status {status})")
+
+    def _described(self, index: int, item: Item, failure: Failure) -> str:
+        """The failure with its place in words; the response is written to a file."""
+        function, rollout, problem = self.functions[index], item.rollout, item.problem
+        path = self.failures / f"reward_{problem.id.replace('/', '_')}_sample_{rollout.sample_index}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            **item.arguments(), "source": problem.source, "sample_index": rollout.sample_index,
+            "function": function.path, "error": failure.reason, "traceback": failure.traceback,
+        }  # fmt: skip
+        path.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        return (
+            f"{function.key} ({function.path}), response {rollout.sample_index} to problem {problem.id} "
+            f"({problem.source}): {failure.reason}; the response is in {path}"
+        )
+
+    def _combined(self, results: Sequence[Result]) -> Reward:
+        """The weighted sum of the functions' scores. Of several, parts begin with the name."""
+        if len(self.functions) == 1:
+            parts = {name: value for name, value in results[0].items() if name != SCORE}
+        else:
+            parts = {}
+            for function, result in zip(self.functions, results, strict=True):
+                parts[function.name] = result[SCORE]
+                parts |= {f"{function.name}.{name}": value for name, value in result.items() if name != SCORE}
+        scores = (function.weight * result[SCORE] for function, result in zip(self.functions, results, strict=True))
+        return Reward(math.fsum(scores), parts)
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        main = "from nemo_edo.rewards.function_server import main; main()"  # not -m: what it sends is of a module
+        command = [sys.executable, "-c", main, str(theirs.fileno()), str(os.getpid())]
+        # A separate session: only the trainer handles Ctrl-C.
+        self._server = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
+        )  # fmt: skip
+        theirs.close()
+        self._finalizer = weakref.finalize(self, _close, self._connection, self._server)
+        self._connection.send([(function.path, function.key) for function in self.functions])
+        try:
+            signatures = self._connection.recv()
+        except EOFError:
+            signatures = UserError(f"{self.functions[0].key}: importing it ended its process ({self._server.wait()})")
+        if isinstance(signatures, UserError):
+            self.close()
+            raise signatures
+        self._signatures = signatures
+
+
+class CustomScorer:
+    """Scores responses by a user's functions, unfinished ones included. Final answers are only for votes: a success's
+    is the problem's, and no other response's is.
+
+    ``run``: ``RewardFunctions.rewards``, called on one rank for all.
+    """
+
+    def __init__(
+        self,
+        answers: AnswerFormat,
+        run: Callable[[Sequence[Item]], tuple[list[Reward], str | None]],
+        success_at: float = ScoredRollout.success_at,
+    ) -> None:
+        self._answers = answers
+        self._run = run
+        self._success_at = success_at
+
+    def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
+        """One scored rollout for each rollout, in order.
+
+        Raises PartlyGenerated, with those before it, where a function failed, and ValueError for a rollout of an
+        unknown problem.
+        """
+        items = [
+            Item(rollout, problem, self._answers.extract(rollout.text) if rollout.finished else None)
+            for rollout, problem in with_problems(rollouts, problems)
+        ]
+        rewards, stopped = self._run(items)
+        scored = [self._scored(item, reward) for item, reward in zip(items, rewards, strict=stopped is None)]
+        if stopped is not None:
+            raise PartlyGenerated(stopped, scored)
+        return scored
+
+    def _scored(self, item: Item, reward: Reward) -> ScoredRollout:
+        parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
+        scored = ScoredRollout(
+            item.rollout, reward.total, item.final_answer, is_well_formed(item.rollout, self._answers),
+            f"reward {reward.total:g}{f' ({parts})' if parts else ''}", reward.parts, self._success_at,
+        )  # fmt: skip
+        return scored if item.final_answer is None else _with_vote(scored, item)
+
+
+def _with_vote(scored: ScoredRollout, item: Item) -> ScoredRollout:
+    """The answer as votes compare it."""
+    if scored.success:
+        return replace(scored, answer=item.problem.answer)
+    form = canonical_number(item.final_answer) or item.final_answer
+    same = item.problem.answer in (form, item.final_answer)
+    return replace(scored, answer=f"{form} (no success)" if same else form)
+
+
+def _close(connection: Connection, server: subprocess.Popen) -> None:
+    connection.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)  # and what the functions have started
+    server.wait()

@@ -1,0 +1,131 @@
+"""The process that calls a user's reward functions. It imports neither torch nor the trainer.
+
+It gets the import paths, then one call after another, until the trainer closes the connection or has ended.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+from nemo_edo.errors import UserError
+from nemo_edo.utils.import_path import load_function, said, wanted_arguments
+
+ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solution", "problem_id", "finished")
+"""What a function can take by name."""
+_PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "solutions", "problem_ids", "finished")
+"""The same in the batch form, which takes lists: a function with one of ``_MARKS_BATCH`` has it."""
+_MARKS_BATCH = {"responses", "final_answers"}
+SCORE = "score"
+"""The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
+_EXPECTED = "expected a finite number, or a dict of named ones"
+
+Result = dict[str, float]
+"""A response's reward as ``SCORE``, and named parts."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    batch: bool
+    arguments: dict[str, str]
+    """The function's parameters, and which of ``ARGUMENTS`` each gets."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no result."""
+
+    reason: str
+    """What the function did, without its name."""
+    traceback: str = ""
+    row: int = 0
+    """The response among the call's that it is about."""
+
+
+def signature_of(function: Callable[..., Any], where: str) -> Signature:
+    """Raises UserError, which begins with ``where``, for parameters that cannot be given."""
+    batch = bool(_MARKS_BATCH & inspect.signature(function).parameters.keys())
+    names = dict(zip(_PLURAL if batch else ARGUMENTS, ARGUMENTS, strict=True))
+    wanted = wanted_arguments(function, names, where)
+    return Signature(batch, {name: names[name] for name in wanted})
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any], batch: bool, responses: int) -> list | Failure:
+    """The ``Result`` of each response."""
+    try:
+        returned = function(**arguments)
+    except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error
+        return Failure(f"raised {said(error)}", traceback.format_exc())
+    if not batch:
+        returned = [returned]
+    elif hasattr(returned, "tolist"):  # an array or a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple) or len(returned) != responses:
+        size = f"{len(returned)} results" if isinstance(returned, list | tuple) else _shown(returned)
+        return Failure(f"returned {size} for {responses} responses, expected a list with one for each")
+    results = []
+    for row, value in enumerate(returned):
+        try:
+            results.append(as_result(value))
+        except ValueError as error:
+            return Failure(f"returned {error}", row=row)
+    return results
+
+
+def as_result(value: Any) -> Result:
+    """Raises ValueError for what is no reward."""
+    entries = value if isinstance(value, dict) else {SCORE: value}
+    if not entries:
+        raise ValueError(f"an empty dict; {_EXPECTED}")
+    result = {}
+    for name, one in entries.items():
+        number = one.item() if getattr(one, "shape", None) == () else one  # of NumPy and torch
+        if not isinstance(number, Real) or not math.isfinite(number):
+            entry = f"{_shown(one)} as {name!r}" if isinstance(value, dict) else _shown(one)
+            raise ValueError(f"{entry}; {_EXPECTED}")
+        result[str(name)] = float(number)
+    return result if SCORE in result else {SCORE: math.fsum(result.values()), **result}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+def _end_with(parent: int) -> None:
+    """By looking: a signal from the kernel would come when the thread that started this process ends."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main() -> None:
+    number, parent = map(int, sys.argv[1:])
+    trainer = Connection(number)
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the trainer still scores its last responses before it stops
+        signal.signal(ignored, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        try:
+            functions = [(load_function(path, key), f"{key} ({path})") for path, key in trainer.recv()]
+            signatures = [signature_of(function, where) for function, where in functions]
+        except UserError as error:
+            trainer.send(error)
+            return
+        trainer.send(signatures)
+        while True:
+            index, arguments, responses = trainer.recv()
+            trainer.send(call(functions[index][0], arguments, signatures[index].batch, responses))
+    except (EOFError, ConnectionError):
+        return

@@ -1,0 +1,162 @@
+"""Whether all of an answer is mathematics that has a meaning. A parser takes what it understands of a text, such as the
+5 of ``5+``, ``2+2=5`` and ``5 is wrong``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from nemo_edo.data.answers import simple_fraction
+from nemo_edo.rewards.units import FUNCTIONS, TEXT, is_followed_by_words, quantity
+
+MOST_DIGITS = 4300
+"""Of a number: Python prints no more."""
+_RELATION = r"<|>|\\(?:leq?|geq?|neq?|ll|gg|cup|cap|in|equiv)(?![a-zA-Z])"
+_OPERATOR = rf"[*/^_&]|\\(?:times|cdot|div)(?![a-zA-Z])|{_RELATION}"
+_BEGINS = re.compile(_OPERATOR)
+_ENDS = re.compile(rf"(?:{_OPERATOR}|[-+=?]|\\(?:pm|mp|to|implies|approx|sim|setminus)|\d\s*(?:\.\.\.|\\l?dots))$")
+_SUPERSCRIPT_SIGN = re.compile(r"[^\d\s]\s*\^\{?[-+*]\}?$")
+_EMPTY = re.compile(r"\\[dt]?frac\s*\{\s*\}|\\sqrt\s*\{\s*\}|\\[dt]?frac\s*\{[^{}]*\}\s*\{\s*\}")
+_INDEX_OF_A_NUMBER = re.compile(r"(?<![\w}])(?P<digits>\d+)_(?:\{(?P<long>\w+)\}|(?P<short>\w))")
+_LINE_BREAK = re.compile(r"\\\\")
+_NAME_HAS_NO = re.compile(r"[\d+*/^-]|\\(?:[dt]?frac|cdot|times|sqrt)")
+_ARGUMENTS = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w")
+_PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_MATHEMATICAL_TEXT = re.compile(r"[\s,;]*(?:(?:(?:and|or|mod|\(?[A-Za-z]\)?)(?![A-Za-z])|[^A-Za-z]+)[\s,;]*)*")
+
+
+def is_legible(gold: str, answer: str, is_equal: Callable[[str, str], bool], symbols: Callable[[str], int]) -> bool:
+    """Whether an answer, cleaned, may be compared with the gold answer by what a parser reads in it.
+
+    is_equal: whether two formulas are equivalent. symbols: how many variables there are in one.
+    """
+    if _BEGINS.match(answer) or (_ENDS.search(answer) and not _SUPERSCRIPT_SIGN.search(answer)):
+        return False
+    if _EMPTY.search(answer) or (_LINE_BREAK.search(answer) and r"\begin" not in answer):
+        return False
+    if any(not _is_base(match) for match in _INDEX_OF_A_NUMBER.finditer(answer)):
+        return False
+    return not _has_prose(gold, answer) and _equations_hold(gold, answer, is_equal, symbols)
+
+
+def _is_base(number: re.Match[str]) -> bool:
+    """Whether 12_8 is a number in base 8; 12_1, 12_x and 19_8 are not."""
+    base = number["long"] or number["short"]
+    return base.isdigit() and 2 <= int(base) <= 36 and all(int(digit) < int(base) for digit in number["digits"])
+
+
+def _has_prose(gold: str, answer: str) -> bool:
+    """Whether words are left that are neither a unit, nor mathematics, nor in the gold answer too."""
+    if quantity(answer) is not None:
+        return False
+    texts = [match["words"] for match in TEXT.finditer(answer)]
+    known = {match["words"].strip() for match in TEXT.finditer(gold)}
+    if any(not _MATHEMATICAL_TEXT.fullmatch(text) and text.strip() not in known for text in texts):
+        return bool(re.search(r"\d", answer)) and not _is_name(answer)
+    if is_followed_by_words(answer):
+        return True
+    if simple_fraction(gold) is None:
+        return False
+    rest = TEXT.sub(" ", answer).rpartition("=")[2]
+    return any(word not in FUNCTIONS for word in _PLAIN_WORD.findall(rest))
+
+
+def _is_name(answer: str) -> bool:
+    r"""Whether the words are the name of what the answer is: ``\text{Area} = 5``."""
+    name, equals, value = answer.rpartition("=")
+    return bool(equals) and TEXT.search(value) is None and _names(name)
+
+
+def _names(text: str) -> bool:
+    return not _NAME_HAS_NO.search(_ARGUMENTS.sub("", text))
+
+
+def _equations_hold(
+    gold: str, answer: str, is_equal: Callable[[str, str], bool], symbols: Callable[[str], int]
+) -> bool:
+    """Whether what an answer says to be equal is: 2+2=5 is not, and 2x=5 does not state the value of x."""
+    for equation in re.split(r"[,;]|\\text\{\s*(?:and|or)\s*\}", answer):
+        *sides, value = re.split(r"(?<![<>!:\\])=", equation)
+        for side in map(str.strip, sides):
+            if not side or _names(side):
+                continue
+            count = symbols(side)
+            if count == 0 and not symbols(value) and not is_equal(value, side):
+                return False
+            if count == 1 and "=" not in gold and not symbols(value):
+                return False
+    return True
+
+
+# --- numbers that are too large ------------------------------------------------------------------------------------
+
+
+def has_huge_number(answer: str) -> bool:
+    """Whether a number in it may have more than ``MOST_DIGITS`` digits, such as 10^{10^{10}}: estimated from above,
+    without computing any. Variables count as 2."""
+    if _LARGE_EXPONENT.search(answer):
+        return True
+    return ("^" in answer or "!" in answer) and _digits(answer, 0) > MOST_DIGITS
+
+
+_TOKEN = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|\\.|[a-zA-Z]|!!?|\S")
+_LARGE_EXPONENT = re.compile(r"\d[eE][-+]?\d{4}")
+_DEEPEST = 50
+
+
+def _digits(text: str, depth: int) -> float:
+    """An upper bound of the logarithm, to the base 10, of the product of all numbers, of which each counts as 2 at
+    least: then the product is no smaller than the sum."""
+    if depth > _DEEPEST:
+        return math.inf
+    total, last, place = 0.0, 0.0, 0
+    while total < math.inf and (match := _TOKEN.search(text, place)):
+        token, place, before = match[0], match.end(), last
+        if token == "^":
+            exponent, place = _exponent(text, place)
+            last *= _power_of_ten(_digits(exponent, depth + 1))
+            total += last - before
+        elif token.startswith("!"):
+            last *= _power_of_ten(last)
+            total += last - before
+        elif token in "({[":
+            inside, place = _taken(text, match.start())
+            last = _digits(inside, depth + 1)
+            total += last
+        elif token[0].isdigit():
+            last = math.log10(max(float(token), 2.0)) if len(token) < 300 else len(token)
+            total += last
+        elif token.isalpha():
+            last = math.log10(2)
+            total += last
+    return total
+
+
+def _exponent(text: str, place: int) -> tuple[str, int]:
+    """What follows a ^, of a^b^c all of b^c, and the place after it."""
+    exponent, place = _taken(text, place)
+    while text.startswith("^", place):
+        above, place = _taken(text, place + 1)
+        exponent = f"({exponent})^({above})"
+    return exponent, place
+
+
+def _power_of_ten(exponent: float) -> float:
+    return 10.0**exponent if exponent < 300 else math.inf
+
+
+def _taken(text: str, place: int) -> tuple[str, int]:
+    """What a power or a bracket takes, without its brackets, and the place after it."""
+    while place < len(text) and text[place] == " ":
+        place += 1
+    closing = {"(": ")", "{": "}", "[": "]"}.get(text[place : place + 1])
+    if closing is None:
+        match = re.compile(r"-?\d+|\\?[a-zA-Z]+|.?", re.DOTALL).match(text, place)
+        return match[0], max(match.end(), place + 1)
+    opening, level = text[place], 0
+    for end in range(place, len(text)):
+        level += (text[end] == opening) - (text[end] == closing)
+        if level == 0:
+            return text[place + 1 : end], end + 1
+    return text[place + 1 :], len(text)

@@ -1,0 +1,1 @@
+"""Scored responses on disk: written as they are generated, found again on resume. Import from the modules."""

@@ -1,0 +1,245 @@
+"""Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_2.parquet``, one row for each response.
+
+While an iteration's responses are generated, the finished parts are ``iter_00003/parts/part_00000.parquet`` and so on.
+The responses that an engine had when it gave up on a part are in ``iter_00003/parts/unfinished.parquet``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nemo_edo.errors import UserError
+from nemo_edo.rollouts.disk_space import DiskSpaceError
+from nemo_edo.types import Rollout, ScoredRollout
+from nemo_edo.utils.files import replacing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SCHEMA = pa.schema(
+    [
+        ("problem_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("response_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("reason", pa.string()),
+        ("answer", pa.string()),
+        ("well_formed", pa.bool_()),
+        ("finished", pa.bool_()),
+        ("policy_version", pa.int64()),
+        ("seed", pa.int64()),
+        ("parts", pa.map_(pa.string(), pa.float64())),
+        ("success_at", pa.float64()),
+    ]
+)
+_SCORE_FIELDS = ("reward", "answer", "well_formed", "reason", "parts", "success_at")
+_SINCE_CUSTOM_REWARDS = {"parts": [], "success_at": ScoredRollout.success_at}
+"""Columns that files of earlier versions lack, with what a verifier's score has in them."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The device is full, or the user's quota on it."""
+_SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
+_TOKENIZER = b"nemo_edo.tokenizer"
+"""The key of the file's metadata that names the tokenizer of its token ids."""
+
+
+class RolloutStore:
+    """The rollouts of a run, a folder for each iteration and a file (shard) for each data-parallel rank.
+
+    pandas and DuckDB read the shards as they are. Log-probabilities are kept in float32, seeds must fit in int64.
+
+    tokenizer: the identity of the one that the token ids belong to (``tokenizer_identity``). It is written into every
+    file, and a file that names another one is not read.
+    """
+
+    def __init__(self, folder: str | Path, *, tokenizer: str | None = None) -> None:
+        self.folder = Path(folder)
+        self.tokenizer = tokenizer
+
+    def write(self, iteration: int, scored: Sequence[ScoredRollout], *, rank: int, world_size: int) -> Path:
+        """Writes this rank's shard and returns its path; a reader sees the whole file or none.
+
+        Raises DiskSpaceError if the disk or the quota is full, any other OSError as it is, and ValueError for a rank
+        outside the world (``read`` would pass over its shard).
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1} (world_size = {world_size})")
+        folder = self._iteration_folder(iteration)
+        path = folder / f"rank_{rank}_of_{world_size}.parquet"
+        self._write(path, iteration, scored)
+        shutil.rmtree(folder / "parts", ignore_errors=True)  # the shard has them all
+        return path
+
+    def write_part(self, iteration: int, part: int, scored: Sequence[ScoredRollout]) -> Path:
+        """Writes a part of an iteration that is being generated, in whole or not at all; errors as of ``write``."""
+        path = self._iteration_folder(iteration) / "parts" / f"part_{part:05d}.parquet"
+        self._write(path, iteration, scored)
+        return path
+
+    def write_unfinished(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
+        """Writes some responses of the part that is being generated, replacing those written before; errors as of
+        ``write``."""
+        path = self._unfinished(iteration)
+        self._write(path, iteration, scored)
+        return path
+
+    def unfinished(self, iteration: int) -> list[ScoredRollout]:
+        """What ``write_unfinished`` wrote; empty where it did not, and once the iteration is complete."""
+        path = self._unfinished(iteration)
+        return [_from_row(row) for row in self._read_rows(path)] if path.is_file() else []
+
+    def stored(self, iteration: int) -> list[ScoredRollout]:
+        """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
+        parts up to the first that is missing, otherwise nothing. Errors as of ``read``."""
+        folder = self._iteration_folder(iteration)
+        if any(_SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.parquet")):
+            paths = self._shards(iteration)
+        else:
+            numbered = (folder / "parts" / f"part_{part:05d}.parquet" for part in itertools.count())
+            paths = list(itertools.takewhile(Path.is_file, numbered))
+        return [_from_row(row) for path in paths for row in self._read_rows(path)]
+
+    def take_over(self, iteration: int, newer: RolloutStore) -> None:
+        """Moves another store's complete iteration here, in the place of this one's, and removes that store's folder.
+        A shard of the same name is replaced by the new one at once. Raises UserError where the new one is not
+        complete."""
+        folder, shards = self._iteration_folder(iteration), newer._shards(iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in shards:
+            path.replace(folder / path.name)
+        for stale in {path.name for path in folder.glob("*.parquet")} - {path.name for path in shards}:
+            (folder / stale).unlink()
+        shutil.rmtree(newer.folder)
+
+    def require(self, iterations: int) -> None:
+        """Raises UserError unless the shards of iterations 0 to ``iterations`` - 1 are there, with readable metadata
+        and this store's tokenizer."""
+        for iteration in range(iterations):
+            for path in self._shards(iteration):
+                self._open(path)
+
+    def read(self, iteration: int) -> list[ScoredRollout]:
+        """All ranks' rollouts, sorted by (problem_id, sample_index).
+
+        Raises UserError if a shard is missing, damaged or of another tokenizer, if there are shards of several world
+        sizes, or if two rollouts have the same (problem_id, sample_index).
+        """
+        scored = [_from_row(row) for path in self._shards(iteration) for row in self._read_rows(path)]
+        scored.sort(key=_key)
+        for one, following in itertools.pairwise(scored):
+            if _key(one) == _key(following):
+                raise UserError(f"{self._iteration_folder(iteration)}: problem and sample {_key(one)} occur twice")
+        return scored
+
+    def read_table(self, iteration: int, columns: Sequence[str]) -> pa.Table:
+        """Some columns of all ranks' rollouts, in the order in which they were written; errors as of ``read``."""
+        try:
+            tables = [self._open(path).read(list(columns)) for path in self._shards(iteration)]
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(self._iteration_folder(iteration)) from error
+        return pa.concat_tables([_completed(table, columns) for table in tables])
+
+    def _iteration_folder(self, iteration: int) -> Path:
+        return self.folder / f"iter_{iteration:05d}"
+
+    def _unfinished(self, iteration: int) -> Path:
+        return self._iteration_folder(iteration) / "parts" / "unfinished.parquet"
+
+    def _shards(self, iteration: int) -> list[Path]:
+        """The iteration's files in the order of the ranks."""
+        folder = self._iteration_folder(iteration)
+        names = [match for path in folder.glob("*.parquet") if (match := _SHARD_NAME.fullmatch(path.name))]
+        world_sizes = sorted({int(match[2]) for match in names})
+        if not names:
+            raise UserError(f"{folder}: has no rollouts, expected rank_0_of_N.parquet")
+        if len(world_sizes) > 1:
+            raise UserError(f"{folder}: has shards of runs with {world_sizes} ranks; delete the folder's stale ones")
+        missing = sorted(set(range(world_sizes[0])) - {int(match[1]) for match in names})
+        if missing:
+            raise UserError(f"{folder}: the shards of ranks {missing} of {world_sizes[0]} are missing")
+        return [folder / f"rank_{rank}_of_{world_sizes[0]}.parquet" for rank in range(world_sizes[0])]
+
+    def _write(self, path: Path, iteration: int, scored: Sequence[ScoredRollout]) -> None:
+        schema = _SCHEMA if self.tokenizer is None else _SCHEMA.with_metadata({_TOKENIZER: self.tokenizer})
+        table = pa.Table.from_pylist([_to_row(one) for one in scored], schema=schema)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                pq.write_table(table, file, compression="zstd")
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise DiskSpaceError(
+                f"{path.parent}: no space left for {len(scored)} rollouts of iteration {iteration}; "
+                "free some space and resume the run"
+            ) from error
+
+    def _read_rows(self, path: Path) -> list[dict]:
+        file = self._open(path)
+        try:
+            return file.read().to_pylist()
+        except (pa.ArrowException, OSError) as error:  # Arrow tells of damaged content by either
+            raise _damaged(path) from error
+
+    def _open(self, path: Path) -> pq.ParquetFile:
+        try:
+            file = pq.ParquetFile(path)
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(path) from error
+        there = (file.schema_arrow.metadata or {}).get(_TOKENIZER)
+        if there is not None and self.tokenizer is not None and there.decode() != self.tokenizer:
+            raise UserError(
+                f"{path}: has token ids of another tokenizer: {there.decode()}; this run's is {self.tokenizer}"
+            )
+        required = [name for name in _SCHEMA.names if name not in _SINCE_CUSTOM_REWARDS]
+        missing = [name for name in required if name not in file.schema_arrow.names]
+        if missing:
+            raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(file.schema_arrow.names)}")
+        return file
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that give every token the same id, whatever folder they come from."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    digest = hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest()
+    return f"{digest} ({len(tokenizer)} tokens)"
+
+
+def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """The columns, with those that a file of an earlier version lacks."""
+    for name in set(columns) - set(table.column_names):
+        table = table.append_column(_SCHEMA.field(name), [[_SINCE_CUSTOM_REWARDS[name]] * len(table)])
+    return table.select(list(columns))
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path}: is not a readable Parquet file; delete it to generate its rollouts again")
+
+
+def _key(scored: ScoredRollout) -> tuple[str, int]:
+    return scored.rollout.problem_id, scored.rollout.sample_index
+
+
+def _to_row(scored: ScoredRollout) -> dict:
+    return {**vars(scored.rollout), **{name: getattr(scored, name) for name in _SCORE_FIELDS}}
+
+
+def _from_row(row: dict) -> ScoredRollout:
+    scores = {name: row.pop(name, _SINCE_CUSTOM_REWARDS.get(name)) for name in _SCORE_FIELDS}
+    scores["parts"] = dict(scores["parts"])
+    for name in ("prompt_ids", "response_ids", "response_logprobs"):
+        row[name] = tuple(row[name])
+    return ScoredRollout(Rollout(**row), **scores)

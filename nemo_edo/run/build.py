@@ -1,0 +1,188 @@
+"""From a config to the objects of a run. No maths here; heavy packages are imported where they are used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
+from nemo_edo.errors import UserError
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.inputs import Data, model_folder
+
+if TYPE_CHECKING:
+    from nemo_edo.algorithms.collection import Objective
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.generation.server_engine import ServerEngine
+    from nemo_edo.interfaces import GenerationEngine, WeightSync
+    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+
+
+def build_model(
+    cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, trainer=None, *, weights: Path | None = None
+) -> MegatronGPTModel:
+    """The model class that ``training`` is the config of, with the weights of a checkpoint; None: the starting ones."""
+    from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+
+    classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
+    model_class = classes[type(training)]
+    settings = model_config(
+        model_folder(cfg, run),
+        parallelism=cfg.parallelism,
+        precision=cfg.precision,
+        lora=cfg.lora,
+        seed=cfg.seed,
+        threads=cfg.threads,
+        attention=cfg.model.attention,
+        loss_head=cfg.model.loss_head,
+        training=training,
+        temperature=1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
+    )
+    model = model_class(settings, trainer=trainer)
+    if weights is not None:
+        from nemo_edo.megatron import checkpoint
+        from nemo_edo.megatron.checksums import DamagedCheckpoint
+
+        try:
+            checkpoint.load(model.policy, weights)
+        except DamagedCheckpoint as error:
+            advice = "restore it from a copy, or train again under another name=..."
+            raise UserError(f"{error}: {advice}") from error
+    return model
+
+
+def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
+    """What an arm has trained. ARM.best: the policy of it that was kept as the best; the warm-up's name: what the arms
+    start from, with the settings of ``cfg.grpo``."""
+    from nemo_edo.config.compose import arm_configs
+
+    training = arm_configs(cfg).get(arm.removesuffix(".best"), cfg.grpo)
+    return build_model(cfg, run, training, weights=run.checkpoint(arm))
+
+
+def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data) -> Objective:
+    """The objective of Algorithm 1 that ``training`` configures."""
+    from nemo_edo.algorithms.grpo import GRPO
+    from nemo_edo.algorithms.idpo import IDPO
+
+    if isinstance(training, IDPOConfig):
+        return IDPO(training, pad_id=data.pad_id, seed=cfg.seed)
+    questions = {problem.id: problem.question for problem in data.train}
+    if training.advantage is None:
+        return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id)
+    from nemo_edo.run.own_advantages import OwnAdvantages
+
+    own = OwnAdvantages(training.advantage)
+    return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id, own)
+
+
+def build_guards(cfg: RunConfig, layers: int) -> GuardsConfig:
+    """The config's guards; where it leaves the sampler gap's ceiling open, with that of the precision and the depth."""
+    from nemo_edo.algorithms.guards import sampler_gap_ceiling
+
+    gap = cfg.guards.sampler_gap
+    if gap.ceiling is not None:
+        return cfg.guards
+    ceiling = sampler_gap_ceiling(cfg.precision, _engine_precision(cfg), layers)
+    return replace(cfg.guards, sampler_gap=replace(gap, ceiling=ceiling))
+
+
+def _engine_precision(cfg: RunConfig) -> str:
+    """fp32; or bf16, also for a server that computes in float16, or in the type of the model's folder (trtllm)."""
+    dtype = cfg.generation.servers.dtype if cfg.generation.is_served else None
+    if cfg.generation.backend == "trtllm" or dtype in ("bfloat16", "float16"):
+        return "bf16"
+    return cfg.precision.dtype if dtype is None else "fp32"
+
+
+def build_engine(
+    cfg: RunConfig, model: MegatronGPTModel, data: Data, servers: ServerEngine | None
+) -> MegatronEngine | ServerEngine:
+    """The run's servers, or an in-process engine over the model's own weights."""
+    if servers is not None:
+        return servers
+    import torch
+
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+
+    return MegatronEngine(
+        model.built,
+        stop_ids=data.stop.ids,
+        decode=data.decode,
+        max_batch_size=cfg.generation.max_batch_size,
+        device=model.platform_device,
+        progress=torch.distributed.get_rank() == 0,
+    )
+
+
+def check_servers(cfg: RunConfig) -> None:
+    """Raises UserError, on all ranks, where the config's servers could not be started or asked."""
+    if cfg.generation.is_served:
+        import torch
+
+        from nemo_edo.generation import servers
+        from nemo_edo.parallel.main_rank import on_main
+
+        on_main(lambda: servers.check_servers(cfg, torch.cuda.device_count()))
+
+
+def check_refit(cfg: RunConfig, run: RunFolder) -> None:
+    """Raises UserError, on all ranks, where trained weights could not reach the config's servers."""
+    if cfg.generation.is_served:
+        from nemo_edo.parallel.main_rank import on_main
+        from nemo_edo.refit import setup
+
+        on_main(lambda: setup.check_refit(cfg, run.path))
+
+
+def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | None:
+    """Starts the servers of the config, on the first rank, with the weights that the run begins with, and waits until
+    they are ready; None where generation is in process. Raises UserError, on all ranks, where one is not."""
+    if not cfg.generation.is_served:
+        return None
+    import torch
+
+    from nemo_edo.generation import servers
+    from nemo_edo.parallel.main_rank import is_main, on_main_for_long
+
+    folder = model_folder(cfg, run)
+    gpus = torch.cuda.device_count()
+    replicas = servers.build_replicas(cfg, folder, run.path / "servers", gpus) if is_main() else []
+    on_main_for_long(lambda: servers.start(replicas, cfg.model.seq_length))
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    engine = servers.build_server_engine(
+        cfg,
+        replicas,
+        stop_ids=data.stop.ids,
+        vocab_size=fields["vocab_size"],
+        decode=data.decode,
+        model_folder=folder,
+        progress=is_main(),
+    )
+    if cfg.generation.placement == "shared":
+        from nemo_edo.refit.setup import asleep
+
+        asleep(cfg).begin(engine.replicas)
+    return engine
+
+
+def build_weight_sync(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, engine: GenerationEngine) -> WeightSync:
+    """What brings the model's weights to the engine."""
+    from nemo_edo.generation.in_process import InProcessSync
+
+    if not cfg.generation.is_served:
+        return InProcessSync(engine)
+    from nemo_edo.refit.setup import build_server_sync
+
+    return build_server_sync(cfg, run.path, model_folder(cfg, run), model, engine)
+
+
+def connect(
+    cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, data: Data, servers: ServerEngine | None
+) -> None:
+    """Gives the model its generation engine, and what pushes its weights there."""
+    model.engine = build_engine(cfg, model, data, servers)
+    model.weight_sync = build_weight_sync(cfg, run, model, model.engine)

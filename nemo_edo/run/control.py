@@ -1,0 +1,34 @@
+"""What a job and the run in it tell each other, by files in a folder that both see.
+
+Files and not signals or exit codes: torchrun keeps a worker's code to itself and gives it 30 s after a signal, which
+is less than a large checkpoint takes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLE = "NEMO_EDO_CONTROL"
+"""The environment variable that has the folder's path."""
+STOP, OUTCOME = "stop", "outcome"
+FINISHED, STOPPED, STALLED = "finished", "stopped", "stalled"
+
+
+def control_folder() -> Path | None:
+    """The folder of the job that this process belongs to."""
+    path = os.environ.get(VARIABLE)
+    return Path(path) if path else None
+
+
+def stop_is_asked() -> bool:
+    """Whether the job has asked its run to save and end."""
+    folder = control_folder()
+    return folder is not None and (folder / STOP).exists()
+
+
+def tell_outcome(outcome: str) -> None:
+    """Tells the job how its run came out, where there is a job. The first rank does this."""
+    folder = control_folder()
+    if folder is not None and os.environ.get("RANK", "0") == "0":
+        (folder / OUTCOME).write_text(outcome + "\n", encoding="utf-8")

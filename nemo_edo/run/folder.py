@@ -1,0 +1,367 @@
+"""A run's folder: its files, its owner, how far the run came, and the lines of its metrics."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START, Evaluation
+from nemo_edo.utils.files import read_json, replacing, temporary_name
+
+MAY_CHANGE = (
+    *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
+    *("name", "output_dir", "parallelism", "rewards.function_time_limit_s", "search"),
+)
+"""Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
+layout, which rounds differently. Searches keep their own settings."""
+PLACES = ("iteration", "policy_version", "step")
+"""Numbers of a line that say where it belongs, and are not measurements."""
+CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
+_RESTORE = "restore it from a copy, or train again under another name=..."
+LAUNCH = "launch"
+"""The folder of the cluster's job that the run is in."""
+
+
+class RunFolder:
+    """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
+    ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``test_time``, ``scores/ARM/NAME``,
+    ``search/ARM/NAME``, ``samples``, ``data`` and ``base`` (the built-in task's problems and model), ``report.html``,
+    and NeMo's ``logs``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data = path / "data"
+        self.base = path / "base"
+        self.logs = path / "logs"
+        self._lock: IO[str] | None = None
+
+    def checkpoint(self, arm: str) -> Path:
+        """Checkpoint of the policy that a finished arm has trained."""
+        return self.path / "checkpoints" / arm
+
+    def best_checkpoint(self, arm: str) -> Path:
+        """Checkpoint of the arm's best policy by the chosen metric."""
+        return self.path / "checkpoints" / f"{arm}.best"
+
+    def progress(self, arm: str) -> Path:
+        """What an arm in training resumes from."""
+        return self.path / "checkpoints" / f"{arm}.progress"
+
+    def failure(self, arm: str, step: int) -> Path:
+        """The batch of a step that a guard has stopped the arm at; its weights are in the folder of that name."""
+        return self.path / "failures" / f"{arm}_step_{step:08d}.safetensors"
+
+    def rollouts(self, arm: str) -> Path:
+        return self.path / "rollouts" / arm
+
+    def evaluation(self, arm: str, iteration: int | None = None) -> Path:
+        """The arm's results, problem by problem: the final ones, or those before an iteration."""
+        name = arm if iteration is None else f"{arm}/{_iteration_name(iteration)}"
+        return self.path / "evaluations" / f"{name}.json"
+
+    def evaluated(self, arm: str, kind: str) -> Path:
+        """The responses, "greedy" or "sampled", of the arm's evaluations."""
+        return self.path / "evaluations" / arm / kind
+
+    def evaluated_anew(self, arm: str, kind: str) -> Path:
+        """The responses of an evaluation that is to replace the arm's, until it is complete."""
+        return self.path / "evaluations" / arm / f"{kind}.new"
+
+    def scores(self, arm: str, name: str) -> Path:
+        """The scores that a reward model of that name gave to the responses of the arm's evaluations."""
+        return self.path / "scores" / arm / name
+
+    def test_time(self, arm: str) -> Path:
+        """What more compute at test time makes of the arm's sampled responses, problem by problem."""
+        return self.path / "test_time" / f"{arm}.json"
+
+    def evaluation_before(self, arm: str, iteration: int) -> Path:
+        """The arm's last evaluation before the iteration; where it has none, that of the policy it started from."""
+        found = (self.path / "evaluations" / arm).glob("iter_*.json")
+        earlier = [path for path in found if path.stem < _iteration_name(iteration)]
+        return max(earlier, default=self.evaluation(START))
+
+    def require_arm(self, arm: str, known: Iterable[str]) -> None:
+        """Raises UserError unless the run has trained the arm to its end."""
+        if arm not in known:
+            raise UserError(f"{self.path} has no arm {arm!r}; it has {', '.join(known)}")
+        if not self.checkpoint(arm).is_dir():
+            raise UserError(f"{self.checkpoint(arm)} is missing: the run did not finish arm {arm}")
+
+    # --- whose it is -----------------------------------------------------------------------------------------------
+
+    def check_free(self, config: str) -> None:
+        """Raises UserError where the folder belongs to another run; it may be one of the same config, except for
+        settings that may change."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; choose another name=...")
+        if self._is_new():
+            return
+        if not (self.path / CONFIG).is_file():
+            raise UserError(f"{self.path} exists and has no config.yaml of a run; choose another name=...")
+        metrics = self.path / METRICS
+        if not self.is_finished and not self.is_begun and metrics.is_file() and metrics.stat().st_size:
+            raise UserError(f"{self.path / JOURNAL}, which tells what is done, is missing; {_RESTORE}")
+        from nemo_edo.config.compose import default_values
+
+        there, here = _read_mapping(self.path / CONFIG), yaml.safe_load(config)
+        if len(there) < len(here) and list(there) == list(here)[: len(there)]:
+            raise UserError(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}; {_RESTORE}")
+        # An earlier version's config lacks the settings that were added since: their defaults are what it did.
+        there, here = (_completed(one, default_values(here.get("job"))) for one in (there, here))
+        free = tuple(f"{key}." for key in MAY_CHANGE)
+        different = sorted(key for key in _differences(there, here) if not f"{key}.".startswith(free))
+        if different:
+            key = different[0]
+            raise UserError(
+                f"{self.path} exists already with another config: {key} is {_at(there, key)!r} there and "
+                f"{_at(here, key)!r} here ({len(different)} settings differ); choose another name=..., or remove it"
+            )
+
+    def open(self, config: str) -> Path | None:
+        """Takes the folder for this process, until ``close``, and writes the config into it.
+
+        An unfinished run's folder stays as it is: the run resumes. A finished one of the same config is kept under a
+        numbered name, which is returned, and the folder is made anew. Raises UserError where it cannot be made, or
+        another process has it.
+        """
+        earlier = None
+        if self.is_finished:
+            self._take()  # so that no other process is about to do the same
+            earlier = self._numbered()
+            self.path.rename(earlier)
+            self.close()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be made ({error.strerror}); choose another output_dir=...") from error
+        self._take()
+        with replacing(self.path / CONFIG) as file:
+            file.write(config.encode())
+        return earlier
+
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _is_new(self) -> bool:
+        """Whether nothing is there, or only what a process leaves that is killed before it writes the config, and what
+        a job has put there before the run begins."""
+        leftover = {LOCK, LAUNCH, temporary_name(self.path / CONFIG).name}
+        return not self.path.exists() or {path.name for path in self.path.iterdir()} <= leftover
+
+    def _numbered(self) -> Path:
+        number = 1
+        while (earlier := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        return earlier
+
+    def _take(self) -> None:
+        lock = (self.path / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it, however the process ends
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            lock.close()
+            raise UserError(
+                f"{self.path} is in use by {holder or 'another process'}; wait for it, or end it, or choose another "
+                "name=..."
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        os.register_at_fork(after_in_child=lock.close)  # otherwise it would last as long as any forked process
+        self._lock = lock
+
+    # --- how far the run came --------------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a run came to its end here."""
+        return (self.path / "summary.json").is_file() and (
+            not (self.path / JOURNAL).is_file() or "report" in self.journal()
+        )
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is an unfinished run to resume."""
+        return (self.path / JOURNAL).is_file() and not self.is_finished
+
+    def journal(self) -> dict[str, dict[str, Any]]:
+        """The stages that are done, in order: "files", the warm-up, the arms, "report". Of each its "metrics_bytes",
+        the length of metrics.jsonl at its end, and what else was noted."""
+        path = self.path / JOURNAL
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged ({error}); {_RESTORE}") from error
+
+    def note(self, stage: str, **notes: Any) -> None:
+        """Adds a stage that is done."""
+        self.write_json(JOURNAL, {**self.journal(), stage: notes})
+
+    def remove_progress(self, stage: str) -> None:
+        """Removes what the stage resumes from: a finished stage has its final checkpoint."""
+        shutil.rmtree(self.progress(stage), ignore_errors=True)
+
+    # --- its files -------------------------------------------------------------------------------------------------
+
+    def write_json(self, name: str, value: Any) -> None:
+        path = self.path / name
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text.encode())
+
+    def read_json(self, name: str) -> Any:
+        """Raises UserError naming a file that is missing or damaged."""
+        return read_json(self.path / name)
+
+    def write_evaluation(self, evaluation: Evaluation, iteration: int | None = None) -> None:
+        """``iteration``: of an evaluation before one; None: the final one."""
+        self.write_results(self.evaluation(evaluation.arm, iteration), evaluation)
+
+    def write_test_time(self, evaluation: Evaluation) -> None:
+        self.write_results(self.test_time(evaluation.arm), evaluation)
+
+    def write_results(self, path: Path, evaluation: Evaluation) -> None:
+        """Problem by problem, as ``evaluation.results.load_evaluation`` reads them. path: within the folder."""
+        self.write_json(str(path.relative_to(self.path)), evaluation.record())
+
+
+def _iteration_name(iteration: int) -> str:
+    """Names sort by iteration."""
+    return f"iter_{iteration:05d}"
+
+
+def check_arm_names(arms: Iterable[str]) -> None:
+    """Raises UserError for a name that cannot be that of an arm's folders and files."""
+    for arm in arms:
+        if arm == START:
+            raise UserError(f"arms.{arm}: {START} is the name of the start of all arms; choose another name")
+        if "/" in arm or not arm.isprintable() or arm.startswith(".") or arm.endswith((".best", ".progress", ".part")):
+            raise UserError(
+                f"arms.{arm!r}: an arm's name has no / and no line break, no . at its beginning and no .best at its end"
+            )
+
+
+class MetricsLog:
+    """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers. Ranks other than the first write nothing.
+
+    Everything that a clock says is under "time": the rest is the same in every run of a config. The loggers get a
+    line's numbers under ARM/KIND/NAME, those under "time" as well, and of a metric with an interval the mean; at the
+    line's "step", otherwise its "iteration", otherwise the number of such lines before it.
+    """
+
+    def __init__(self, path: Path, log_numbers: Callable[[dict[str, float], int], None], *, writes: bool) -> None:
+        self._file = path.open("a", encoding="utf-8") if writes else None
+        self._log_numbers = log_numbers
+        self._start = time.monotonic()
+        self._lines: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
+        if self._file is None:
+            return
+        clocks = values.pop("time", {})
+        line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": round(self.elapsed, 3), **clocks}}
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except ValueError as error:
+            raise FloatingPointError(f"{kind} of arm {arm} has a number that is not finite: {values}") from error
+        self._file.write(text + "\n")
+        self._file.flush()
+        means = {name: metric["mean"] for name, metric in values.get("metrics", {}).items()}
+        numbers = {name: value for name, value in {**values, **means, **clocks}.items() if _is_measured(name, value)}
+        step = values.get("step", values.get("iteration", self._lines[arm, kind]))
+        self._log_numbers({f"{arm}/{kind}/{name}": value for name, value in numbers.items()}, step)
+        self._lines[arm, kind] += 1
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began, without those between a process that was killed and the next."""
+        return time.monotonic() - self._start
+
+    @property
+    def size(self) -> int:
+        """Bytes that are safely on the disk now; 0 on ranks that write nothing."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def cut(self, size: int) -> None:
+        """Cuts the file to this many bytes: what came later will be logged again.
+
+        Raises UserError where the file is shorter, or no line ends there.
+        """
+        if self._file is None:
+            return
+        path = Path(self._file.name)
+        kept = path.read_bytes()
+        if len(kept) < size or (size and kept[size - 1 : size] != b"\n"):
+            raise UserError(
+                f"{path} has {len(kept)} bytes, but a checkpoint knows lines up to byte {size}: it was changed; "
+                f"{_RESTORE}"
+            )
+        self._file.truncate(size)
+        lines = [_read_line(path, number, line) for number, line in enumerate(kept[:size].splitlines(), start=1)]
+        self._lines = Counter((line["arm"], line["kind"]) for line in lines)
+        self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
+
+
+def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}:{number}: is damaged ({error}); {_RESTORE}") from error
+
+
+def _is_measured(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and name not in PLACES
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())  # YAML's has several lines
+        raise UserError(f"{path} is damaged: it is not YAML ({said}); {_RESTORE}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a config of a run: it is not a mapping; choose another name=...")
+    return config
+
+
+def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The values, and the defaults of keys that they lack."""
+    both = {key: _completed(value, defaults[key])
+            for key, value in values.items() if isinstance(value, dict) and isinstance(defaults.get(key), dict)}
+    return defaults | values | both
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = a.keys() | b.keys()
+        return [path for key in keys for path in _differences(a.get(key), b.get(key), f"{prefix}{key}.")]
+    return [] if a == b else [prefix.rstrip(".")]
+
+
+def _at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config

@@ -1,0 +1,295 @@
+"""The main job: a warm-up, then one training for each arm from the same start, evaluations, and the report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from nemo_edo.config import NONE, LoopConfig, RunConfig
+from nemo_edo.config.compose import arm_configs, resolved_yaml
+from nemo_edo.errors import UserError
+from nemo_edo.parallel.main_rank import is_main, on_main
+from nemo_edo.run import build, inputs
+from nemo_edo.run.control import control_folder
+from nemo_edo.run.evaluate_stored import evaluate_stored
+from nemo_edo.run.folder import METRICS, MetricsLog, RunFolder, check_arm_names
+from nemo_edo.run.policy_evaluation import evaluate_policy
+from nemo_edo.run.replay import replay
+from nemo_edo.run.stages import (
+    WARMUP,
+    Job,
+    collect_arm,
+    evaluate_untrained,
+    stage,
+    train_arm,
+    untrained_model,
+    warm_up,
+)
+from nemo_edo.run.stall import StallWatch
+from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run.stored_run import StoredRun, final_iteration, open_run
+from nemo_edo.run.summary import side_by_side, summary
+from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
+from nemo_edo.utils.files import temporary_name
+from nemo_edo.utils.garbage import free_unused_memory
+
+__all__ = ["collect", "evaluate", "evaluate_model", "export", "replay", "train"]
+
+
+def train(cfg: RunConfig) -> Path:
+    """Runs the config and returns the run's folder. Every check of the input comes before any work on a model.
+
+    An unfinished run of the same config resumes. Raises RunStopped where it is asked to stop (SIGTERM).
+    """
+    with _stop_signal(cfg) as stop:
+        job = _prepare(cfg, stop)
+        try:
+            stage(job, WARMUP, lambda: evaluate_untrained(job) if cfg.algorithm == NONE else warm_up(job))
+            for arm in job.arms:
+                stage(job, arm, lambda arm=arm: train_arm(job, arm))
+            if job.is_main:
+                _write_summary(job)
+                _conclude(job.folder)
+                job.folder.note("report", metrics_bytes=job.log.size)
+            torch.distributed.barrier()
+        finally:
+            _close(job)
+    return job.folder.path
+
+
+def evaluate_model(cfg: RunConfig) -> list[str]:
+    """Evaluates a model that this package need not have trained, as a separate run; returns what there is to print.
+
+    An unfinished run resumes. A finished one generates nothing again: the same seed gives the same responses.
+    """
+    if cfg.algorithm != NONE:
+        raise UserError(
+            f"algorithm is {cfg.algorithm}: this config trains (nemo-edo train); evaluate takes one with algorithm "
+            "none, or the folder of a run"
+        )
+    folder = RunFolder(Path(cfg.output_dir) / cfg.name)
+    folder.check_free(resolved_yaml(cfg))
+    if not folder.is_finished:
+        train(cfg)
+    return evaluate_stored([folder.path], None, []) if "RANK" not in os.environ or is_main() else []
+
+
+def collect(cfg: RunConfig, arm: str | None) -> None:
+    """The warm-up, and then only the responses that the arms (None: all) need next. ``train`` resumes from there, and
+    another run can train on them (``train.rollouts``)."""
+    with _stop_signal(cfg) as stop:
+        job = _prepare(cfg, stop)
+        try:
+            if not job.arms:
+                raise UserError(f"algorithm {cfg.algorithm} trains on no responses: there is nothing to generate")
+            if arm is not None and arm not in job.arms:
+                raise UserError(f"the config has no arm {arm!r}; it has {', '.join(job.arms)}")
+            stage(job, WARMUP, lambda: warm_up(job))
+            for name in [arm] if arm else job.arms:
+                if name not in job.folder.journal():
+                    collect_arm(job, name)
+        finally:
+            _close(job)
+
+
+def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
+    """Evaluates a run's trained arms again (``overrides`` of evaluation.*), and writes its report again. An arm's
+    responses are replaced once the new ones are complete; a killed evaluation of the same settings resumes."""
+    strange = [override for override in overrides if not override.startswith("evaluation.")]
+    if strange:
+        raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
+    opened = open_run(run, overrides)
+    cfg, folder = opened.cfg, opened.folder
+    names = [arm] if arm else opened.policies
+    for name in names if cfg.algorithm != NONE else ():
+        folder.require_arm(name, opened.policies)
+    job = _reopen(opened)
+    try:
+        for name in names:
+            model = untrained_model(job) if cfg.algorithm == NONE else build.load_policy(cfg, folder, name)
+            evaluate_policy(job, model, name, final_iteration(cfg, name), anew=True)
+            del model
+            free_unused_memory()
+    finally:
+        if job.servers is not None:
+            job.servers.close()
+    if job.is_main:
+        _conclude(folder)
+
+
+def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
+    """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``; it appears when it is
+    whole.
+
+    arm: required where the run has several and not exactly one of them is the config's own section unchanged. ARM.best:
+    the policy that was best by ``checkpoint.best``.
+    """
+    from nemo_edo.megatron.hf_export import export_hf_folder
+
+    opened = open_run(run)
+    folder, cfg = opened.folder, opened.cfg
+    arms = arm_configs(cfg)
+    if arm is None:
+        arm = _only_arm(run, cfg, list(arms))
+    best = [f"{name}.best" for name in arms if folder.best_checkpoint(name).is_dir()]
+    folder.require_arm(arm, [*opened.policies, *best])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already and is not an empty folder")
+    if out.is_mount():
+        raise UserError(f"{out} is a mount point, which no folder can replace: name a folder in it")
+    model = build.load_policy(cfg, folder, arm)
+    part = temporary_name(out.resolve())
+    on_main(lambda: shutil.rmtree(part, ignore_errors=True))  # of a killed export
+    export_hf_folder(model.built, part, max_shard_bytes)
+    on_main(lambda: part.replace(out))
+    if is_main():
+        print(f"the policy of arm {arm} is in {out}")
+
+
+def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
+    own = [name for name in arms if not cfg.arms.get(name)] or arms or [WARMUP]
+    if len(own) != 1:
+        raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")
+    return own[0]
+
+
+# --- before the stages --------------------------------------------------------------------------------------------
+
+
+def _stop_signal(cfg: RunConfig) -> StopSignal:
+    limit = cfg.cluster.stalled_after_s
+    folder = control_folder() or Path(cfg.output_dir) / f"{cfg.name}.stalled"
+    return StopSignal(StallWatch(limit, folder) if limit else None)
+
+
+def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
+    """Checks all input, then takes the run's folder, and starts its loggers and its servers."""
+    arms = arm_configs(cfg)
+    check_arm_names(arms)
+    check_settings(cfg.exp_manager)
+    folder = RunFolder(Path(cfg.output_dir) / cfg.name)
+    folder.check_free(resolved_yaml(cfg))
+    _start_processes(cfg)
+    data = _checked_data(cfg, folder, arms)
+    cfg = inputs.with_seq_length(cfg, data)
+    torch.distributed.barrier()  # every rank has looked at the folder before it changes
+    on_main(lambda: _open_folder(folder, resolved_yaml(cfg)))
+    trainer = start_tracking(cfg.exp_manager, folder.logs)
+    on_main(lambda: _write_files(cfg, folder, data))
+    if is_main() and data.skipped_rows:
+        print(f"{data.skipped_rows} bad rows of the problems files were left out")
+    if is_main() and cfg.algorithm != NONE and data.overlap:
+        print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
+    if is_main() and cfg.model.path is not None:
+        print(*data.stop.lines(), sep="\n")
+    log = MetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main())
+    servers = None
+    if any(name not in on_main(folder.journal) for name in (WARMUP, *arms)):
+        servers = build.start_servers(cfg, folder, data)
+    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, servers)
+
+
+def _start_processes(cfg: RunConfig) -> None:
+    """Connects the ranks, and checks the model that they, or the servers alone, load."""
+    if _holds_no_model(cfg):
+        from nemo_edo.megatron import platform
+
+        platform.init_process_group(torch.device("cpu"))  # the servers have the only model
+        inputs.check_served_model(cfg)
+    else:
+        from nemo_edo.megatron.process_groups import device_and_groups
+
+        device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
+        inputs.check_model(cfg)
+    build.check_servers(cfg)
+
+
+def _checked_data(cfg: RunConfig, folder: RunFolder, arms: dict[str, LoopConfig]) -> inputs.Data:
+    data = inputs.load_checked_data(cfg, folder, arms.values())
+    for arm, settings in arms.items():
+        given = inputs.given_rollouts(cfg, arm, data)
+        if given is not None:
+            given.require(settings.iterations)
+    return data
+
+
+def _reopen(opened: StoredRun) -> Job:
+    """A finished run's job, to evaluate its policies again."""
+    from nemo_edo.megatron import platform
+
+    cfg, folder = opened.cfg, opened.folder
+    platform.init_process_group(platform.enter(cfg.threads))
+    data = inputs.load_data(cfg, folder)
+    cfg = inputs.with_seq_length(cfg, data)
+    log = MetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main())
+    build.check_servers(cfg)
+    build.check_refit(cfg, folder)
+    servers = build.start_servers(cfg, folder, data)
+    return Job(cfg, arm_configs(cfg), folder, data, None, log, is_main(), StopSignal(), servers)
+
+
+def _close(job: Job) -> None:
+    if job.servers is not None:
+        job.servers.close()
+    job.folder.close()
+
+
+def _open_folder(folder: RunFolder, config: str) -> None:
+    if folder.is_begun:
+        done = [stage for stage in folder.journal() if stage != "files"]
+        print(f"resuming the unfinished run in {folder.path} (done: {', '.join(done) or 'nothing'})")
+    earlier = folder.open(config)
+    if earlier:
+        print(f"the earlier run of this config is kept as {earlier}")
+
+
+def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
+    """The files that the run makes, again where one of them has changed: a resumed run needs what it began with."""
+    from nemo_edo.megatron.checksums import checksum
+
+    def checksums() -> dict[str, str]:
+        paths = [path for part in (folder.data, folder.base) for path in sorted(part.rglob("*")) if path.is_file()]
+        return {str(path.relative_to(folder.path)): checksum(path) for path in paths}
+
+    noted = folder.journal().get("files")
+    if noted is None or noted.get("checksums", checksums()) != checksums():
+        inputs.write_builtin_files(cfg, folder)
+        if cfg.data.source is not None:
+            inputs.write_made_problems(cfg, folder, {"train": data.train, "test": data.test})
+        folder.note("files", metrics_bytes=0, checksums=checksums())
+
+
+# --- after the stages ---------------------------------------------------------------------------------------------
+
+
+def _write_summary(job: Job) -> None:
+    """samples.json and summary.json."""
+    stages = [WARMUP, *job.arms]
+    journal = job.folder.journal()
+    of_arms = {name: job.folder.read_json(f"samples/{name}.json") for name in stages}
+    job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
+    seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
+    about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds)
+    kernels = {} if _holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
+    job.folder.write_json("summary.json", {**about, "kernels": kernels})
+
+
+def _conclude(folder: RunFolder) -> None:
+    """The table and the conclusions on the terminal, and the report."""
+    from nemo_edo.report.conclusions import terminal_table
+    from nemo_edo.report.page import write_report
+    from nemo_edo.report.run_set import one_run
+
+    report = write_report(one_run(folder.path))
+    print(f"\n{terminal_table(report.comparison)}\n")
+    for sentence in report.conclusions:
+        print(f"- {sentence}")
+    print(f"\nreport: {report.path}")
+
+
+def _holds_no_model(cfg: RunConfig) -> bool:
+    """Whether servers have all that is evaluated, and this process needs neither Megatron nor a GPU."""
+    return cfg.algorithm == NONE and cfg.generation.is_served

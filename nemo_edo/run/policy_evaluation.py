@@ -1,0 +1,181 @@
+"""Evaluates a policy within a run: responses on disk part by part, metrics logged, results and the best policy kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.errors import RunStopped
+from nemo_edo.evaluation.evaluator import Evaluator
+from nemo_edo.evaluation.results import KINDS, Evaluation, load_evaluation, newly_solved_and_lost
+from nemo_edo.evaluation.results import START as WARMUP
+from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.rollouts.resumable import Answer, InParts
+from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
+from nemo_edo.run import build
+from nemo_edo.run.evaluate_stored import analyse_arm
+from nemo_edo.run.on_rank_0 import SharedRolloutStore
+from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
+from nemo_edo.run.tracking import log_table
+from nemo_edo.types import GenerationRequest, ScoredRollout
+
+if TYPE_CHECKING:
+    from nemo_edo.generation.server_engine import ServedModel
+    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+    from nemo_edo.run.stages import Job
+
+
+def evaluate_policy(
+    job: Job,
+    model: MegatronGPTModel | ServedModel,
+    arm: str,
+    iteration: int,
+    *,
+    final: bool = True,
+    anew: bool = False,
+) -> list[ScoredRollout]:
+    """Evaluates the arm's policy on the test problems; returns the responses that the report may show.
+
+    An evaluation within the training (``final`` False) samples one rollout per problem. The final one samples
+    ``evaluation.rollouts`` and also measures test-time methods. anew: the stored responses of an earlier one are kept
+    until the new ones are complete, and then replaced.
+    """
+    if model.engine is None:
+        build.connect(job.cfg, job.folder, model, job.data, job.servers)
+    model.weight_sync.push(iteration)
+    begun = time.monotonic()
+    folder_of = job.folder.evaluated_anew if anew else job.folder.evaluated
+    stores = {kind: _store(job, folder_of(arm, kind)) for kind in KINDS}
+    rollouts = job.cfg.evaluation.rollouts if final else 1
+    evaluation, responses = _measure(job, model, arm, iteration, stores, rollouts=rollouts)
+    seconds = time.monotonic() - begun
+    if final:
+        model.weight_sync.release()
+    if anew:
+        for kind, store in stores.items():
+            on_main(partial(_store(job, job.folder.evaluated(arm, kind)).take_over, iteration, store))
+    _keep_best(job, model, evaluation, iteration)
+    _log_judge(job, arm, iteration)
+    _log_metrics(job, evaluation, iteration, final, seconds)
+    if job.is_main:
+        job.folder.write_evaluation(evaluation, None if final else iteration)
+        if final:
+            _analyse_test_time(job, arm)
+        _show_solutions(job, responses, arm, iteration)
+    return responses
+
+
+def _measure(
+    job: Job,
+    model: MegatronGPTModel | ServedModel,
+    arm: str,
+    iteration: int,
+    stores: Mapping[str, RolloutStore],
+    *,
+    rollouts: int,
+) -> tuple[Evaluation, list[ScoredRollout]]:
+    """The metrics of each test problem, and the first rollout's responses."""
+    from nemo_edo.generation.server_engine import ServedModel
+
+    cfg, data = job.cfg, job.data
+    evaluator = Evaluator(
+        policy=None if isinstance(model, ServedModel) else model,
+        engine=model.engine,
+        scorer=data.scorer,
+        problems=data.test,
+        prompts=data.prompts,
+        config=cfg.evaluation,
+        max_new_tokens=cfg.sampling.max_new_tokens,
+        pad_id=data.pad_id,
+        keeping=partial(_keeping, job, arm, iteration, stores),
+    )
+    # The same random numbers for every arm and iteration: differences between them come from the policies.
+    requests = sampling_requests(data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate")
+    return evaluator.evaluate(arm, requests, rollouts)
+
+
+def _store(job: Job, folder: Path) -> SharedRolloutStore:
+    return SharedRolloutStore(folder, tokenizer=tokenizer_identity(job.data.tokenizer))
+
+
+def _keeping(
+    job: Job, arm: str, iteration: int, stores: Mapping[str, RolloutStore], kind: str, answer: Answer
+) -> Answer:
+    """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
+    store = stores[kind]
+
+    def stop_if_asked() -> None:
+        if job.stop.agreed():
+            raise RunStopped(f"asked to stop: the finished parts of {arm}'s evaluation are saved")
+
+    def answer_and_keep(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
+        size = job.cfg.generation.part_size
+        scored = InParts(store, iteration, answer, part_size=size, before_part=stop_if_asked)(requests)
+        store.write(iteration, scored, rank=0, world_size=1)
+        return scored
+
+    return answer_and_keep
+
+
+def _keep_best(job: Job, model: MegatronGPTModel | ServedModel, evaluation: Evaluation, iteration: int) -> None:
+    """Keeps an arm's policy if it is better than the one that is kept, by ``checkpoint.best``."""
+    metric = job.cfg.checkpoint.best
+    if metric is None or evaluation.arm == WARMUP:
+        return
+    from nemo_edo.megatron import checkpoint
+
+    folder = job.folder.best_checkpoint(evaluation.arm)
+    sums, counts = evaluation.metrics[metric]
+    value = float(sums.sum() / counts.sum())
+    kept = on_main(lambda: checkpoint.load_extra(folder) if folder.is_dir() else None)
+    if kept is None or kept["metric"] != metric or value > kept["value"]:
+        checkpoint.save(model.policy, folder, extra={"metric": metric, "value": value, "iteration": iteration})
+
+
+def _log_judge(job: Job, arm: str, iteration: int) -> None:
+    """What a judge was asked since the last evaluation, and whether rules agree with it."""
+    judge = job.data.judge
+    if judge is None:
+        return
+    report = judge.take_report()
+    print(report.in_words(judge.settings))
+    job.log("judge", arm=arm, iteration=iteration, **report.numbers(judge.settings))
+
+
+def _log_metrics(job: Job, evaluation: Evaluation, iteration: int, final: bool, seconds: float) -> None:
+    """The means with their intervals, and the problems that were newly solved and lost."""
+    arm, clocks = evaluation.arm, {"evaluation_s": seconds}
+    metrics = evaluation.means(resamples=job.cfg.evaluation.bootstrap, seed=job.cfg.seed)
+    changes = _changes(job, evaluation, iteration) if job.is_main else {}
+    job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
+
+
+def _changes(job: Job, evaluation: Evaluation, iteration: int) -> dict[str, float]:
+    """Test problems that an arm has newly solved and lost, since its start and since its last evaluation. The earlier
+    evaluations are read from disk: a resumed run has them, too."""
+    arm = evaluation.arm
+    if arm == WARMUP:
+        return {}
+    earlier = {"": job.folder.evaluation(WARMUP), "_since_last": job.folder.evaluation_before(arm, iteration)}
+    return {
+        name + suffix: number
+        for suffix, path in earlier.items()
+        for name, number in newly_solved_and_lost(load_evaluation(path), evaluation).items()
+    }
+
+
+def _analyse_test_time(job: Job, arm: str) -> None:
+    """What voting, best-of-N and weights make of the stored responses."""
+    _, notes = analyse_arm(job.folder, job.cfg, arm)
+    for note in notes:
+        print(note)
+
+
+def _show_solutions(job: Job, responses: Sequence[ScoredRollout], arm: str, iteration: int) -> None:
+    """A table of some solutions, for the trackers."""
+    rows = solution_rows(job.data.test, responses, arm, iteration)
+    log_table(job.trainer, f"{arm}/evaluation/solutions", SOLUTION_COLUMNS, rows, step=iteration)

@@ -1,0 +1,124 @@
+"""Replays a step that was not taken: its batch, with the weights of that moment, as a whole and row by row."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_edo.config.compose import arm_configs, compose_run
+from nemo_edo.data.batch_file import read_batch
+from nemo_edo.errors import UserError
+from nemo_edo.losses import LossTerm, NotFinite
+from nemo_edo.parallel.main_rank import is_main
+from nemo_edo.run import build
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.types import TrainingBatch
+
+if TYPE_CHECKING:
+    from nemo_edo.megatron.forward_backward import LossFunction
+    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+
+MAY_DIFFER = ("parallelism.", "precision.", "threads=")
+"""Overrides that a replay takes: to see whether the numbers break in another layout or precision, too."""
+
+
+def replay(path: Path, overrides: list[str]) -> None:
+    """Prints what in a kept batch is not finite, row by row.
+
+    path: ``failures/ARM_step_XXXXXXXX.safetensors`` in a run's folder, which a guard has kept. Raises UserError for
+    any other file.
+    """
+    strange = [override for override in overrides if not override.startswith(MAY_DIFFER)]
+    if strange:
+        raise UserError(f"replay takes overrides of parallelism.*, precision.* and threads only: {', '.join(strange)}")
+    arm, _, step = path.stem.rpartition("_step_")
+    run = path.parent.parent
+    if not arm or not (run / "config.yaml").is_file():
+        raise UserError(f"{path} is not a batch that a run has kept: RUN/failures/ARM_step_XXXXXXXX.safetensors")
+    batch, about = read_batch(path)
+    model = _model(run, arm, overrides, path.with_suffix(""))
+    loss = model.loss
+    if (weight := about["metrics"].get("exploration_weight")) is not None:  # SFT has none
+        loss = partial(loss, exploration_weight=weight)
+    _say(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")
+    measured, reasons = measure(model, loss, batch)
+    _say(f"now: {_shown(measured)}")
+    faults = 0
+    for row in range(0, batch.size, batch.unit):
+        rows = batch.rows(slice(row, row + batch.unit))
+        if rows.mask.any() and (fault := _fault(model, loss, rows)):
+            faults += 1
+            _say(f"row {row}{f' and {row + 1}' if batch.unit == 2 else ''}: {fault}")
+    if not faults:
+        whole = ": they overflow together" if reasons or not all(map(math.isfinite, measured.values())) else ""
+        _say(f"each row by itself is finite{whole}")
+
+
+def measure(
+    model: MegatronGPTModel, loss: LossFunction, batch: TrainingBatch
+) -> tuple[dict[str, float], list[str]]:
+    """(The means of the batch's log-probabilities, entropies, loss terms and metrics, and the norm of its gradient;
+    a loss's message about numbers that are not finite.)"""
+    said: list[str] = []
+
+    def observed(logprobs: Tensor, entropies: Tensor, micro: TrainingBatch):
+        seen = {"logprobs": _sum(logprobs, micro), "entropies": _sum(entropies, micro)}
+        try:
+            terms, metrics = loss(logprobs, entropies, micro)
+        except NotFinite as error:
+            said.append(str(error))
+            terms = dict.fromkeys(model.loss_counts(batch), LossTerm(logprobs.sum() * math.nan, math.nan))
+            metrics = {}
+        return terms, {**metrics, **seen, **{f"term {name}": term.detached() for name, term in terms.items()}}
+
+    model.prepare_for_training_step()
+    metrics = model.policy.forward_backward(
+        batch,
+        observed,
+        loss_counts=model.loss_counts(batch),
+        micro_batching=model.micro_batching,
+        temperature=model.temperature,
+    )
+    reasons: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, said)
+    return {**metrics, "grad_norm": model.policy.gradient_norm()}, sorted({r for part in reasons for r in part})
+
+
+def _fault(model: MegatronGPTModel, loss: LossFunction, rows: TrainingBatch) -> str:
+    """What in a row (a pair) is not finite; empty where all is."""
+    measured, reasons = measure(model, loss, rows)
+    given = [name for name, value in rows.tensors().items() if not _finite(value, rows.mask)]
+    computed = [name for name, value in measured.items() if not math.isfinite(value)]
+    parts = {"given": given, "computed": computed, "the loss says": reasons}
+    return "; ".join(f"{words}: {', '.join(found)}" for words, found in parts.items() if found)
+
+
+def _finite(values: Tensor, mask: Tensor) -> bool:
+    """Padding may contain anything."""
+    counted = values[mask != 0] if values.shape == mask.shape else values
+    return bool(torch.isfinite(counted).all())
+
+
+def _sum(values: Tensor, micro: TrainingBatch) -> LossTerm:
+    return LossTerm(values.detach()[micro.mask != 0].sum(), micro.mask.sum())
+
+
+def _model(run: Path, arm: str, overrides: list[str], weights: Path) -> MegatronGPTModel:
+    cfg = compose_run("config", overrides, config_dir=run)
+    model = build.build_model(cfg, RunFolder(run), arm_configs(cfg).get(arm, cfg.sft), weights=weights)
+    model.start_training(1)  # the gradient's norm is checked by the optimizer
+    return model
+
+
+def _shown(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
+
+
+def _say(message: str) -> None:
+    if is_main():
+        print(message)

@@ -1,0 +1,246 @@
+"""Checkpoints that a killed run resumes from."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_edo.algorithms.collection import Collected
+from nemo_edo.algorithms.progress import Position
+from nemo_edo.config import CheckpointConfig
+from nemo_edo.data.batch_file import read_batch, write_batch
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.megatron import checkpoint
+from nemo_edo.megatron.background import Writing
+from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
+from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+from nemo_edo.parallel.main_rank import is_main, on_main
+from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.types import TrainingBatch
+
+DAMAGED = ".damaged"
+"""What the name of a checkpoint ends with that was found damaged."""
+
+
+class SavedProgress:
+    """An ``algorithms.progress.Progress`` in a folder: ``step_00000120`` and so on, each a checkpoint with the
+    optimizer's state, and ``batch_00003.safetensors``, what iteration 3 trains on.
+
+    A checkpoint's name counts the optimizer steps before it. Its notes have the position, the length of metrics.jsonl
+    at that time and, within an iteration, the checksum of the batch.
+    """
+
+    def __init__(
+        self,
+        model: MegatronGPTModel,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        stop: StopSignal,
+        metrics_size: Callable[[], int],
+        failure: Callable[[int], Path],
+        keeps_reference: bool = False,
+        stored: Callable[[int], object] = lambda iteration: None,
+    ) -> None:
+        """failure: the file for a batch that broke the training, from the number of its step.
+        stored: raises UserError, on every rank, where an iteration's rollouts are missing or damaged.
+        keeps_reference: whether the model's reference moves in a way that cannot be recomputed (ema)."""
+        self.folder = folder
+        self.start = Position()
+        self.metrics_bytes: int | None = None
+        """The length of metrics.jsonl at ``start``; None where there was no checkpoint to resume from."""
+        self._model = model
+        self._config = config
+        self._stop = stop
+        self._metrics_size = metrics_size
+        self._failure = failure
+        self._keeps_reference = keeps_reference
+        self._stored = stored
+        self._collected: Collected | None = None
+        self._writing: Writing | None = None
+        """The checkpoint that is being written."""
+        self._batch: dict[str, Any] | None = None
+        """File name and checksum of the current iteration's batch on disk."""
+        self._saved_at = 0
+
+    # --- resuming --------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Loads the newest checkpoint that is whole, with its batch, into the model and sets ``start``. Where all are
+        damaged, model and ``start`` stay at the beginning. Damaged ones are renamed, with a warning, and removed once
+        another is written."""
+        for folder in on_main(self._checkpoints)[::-1]:
+            try:
+                self._load(folder)
+            except DamagedCheckpoint as error:
+                on_main(partial(_put_aside, folder, str(error)))
+            else:
+                return
+
+    def _load(self, folder: Path) -> None:
+        checkpoint.load(self._model.policy, folder, with_optimizer=True, check=self._check_iteration)
+        changed = checkpoint.changed_layout(folder)
+        if changed and is_main():
+            print(f"resuming with another layout than {folder} was saved with: {changed}; sums round differently now")
+        notes = checkpoint.load_extra(folder)
+        if self._keeps_reference:
+            self._model.reference = checkpoint.load_reference(self._model.policy, folder)
+        self.start = Position(**notes["position"])
+        self.metrics_bytes = notes["metrics_bytes"]
+        self._batch, self._saved_at = notes["batch"], self.start.steps_taken
+
+    def _check_iteration(self, notes: dict[str, Any]) -> None:
+        """Within an iteration, its batch and its rollouts: the run would end without noticing that these are gone."""
+        if notes["batch"] is None:
+            return
+        on_main(lambda: _require_unchanged(self.folder / notes["batch"]["file"], notes["batch"]["checksum"]))
+        try:
+            self._stored(notes["position"]["iteration"])
+        except UserError as error:
+            raise DamagedCheckpoint(str(error)) from error
+
+    def kept(self, iteration: int) -> Collected:
+        """``algorithms.progress.Progress``."""
+        return read_collected(self.folder / self._batch["file"])
+
+    # --- keeping ---------------------------------------------------------------------------------------------------
+
+    def keep(self, iteration: int, collected: Collected) -> None:
+        """``algorithms.progress.Progress``. It is written with the first checkpoint that needs it."""
+        self._collected, self._batch = collected, None
+
+    def reached(self, position: Position, *, saves: bool = True) -> None:
+        """``algorithms.progress.Progress``."""
+        self.settle(wait=False)
+        stop = self._stop.agreed()
+        steps = position.steps_taken - self._saved_at
+        begins_iteration = position.step == 0 and steps > 0
+        if saves and (begins_iteration or steps >= self._config.every_steps or (stop and steps > 0)):
+            self._save(position)
+        if stop:
+            self.settle()
+            raise RunStopped(f"asked to stop: everything up to step {self._saved_at} of this stage is saved")
+
+    def save(self, position: Position) -> None:
+        """``algorithms.progress.Progress``. Where no step was taken since the last checkpoint, that one suffices."""
+        if position.steps_taken > self._saved_at:
+            self._save(position)
+        self.settle()
+
+    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
+        """``algorithms.progress.Progress``. The batch in a file, the weights in a folder of the same name."""
+        self.settle()
+        path = self._failure(position.steps_taken - 1)
+        checkpoint.save(self._model.policy, path.with_suffix(""))
+        on_main(lambda: write_batch(batch, {"metrics": about}, path))
+        return str(path)
+
+    def _save(self, position: Position) -> None:
+        self.settle()  # one at a time
+        require_finite(self._model, f"after step {position.steps_taken}", f"resumes from step {self._saved_at}")
+        if position.step and self._collected is not None and self._batch is None:
+            self._batch = on_main(lambda: self._write_batch(position.iteration))
+        notes = {
+            "position": asdict(position),
+            "metrics_bytes": self._metrics_size(),
+            "batch": self._batch if position.step else None,
+        }
+        self._writing = checkpoint.begin_save(
+            self._model.policy,
+            self.folder / f"step_{position.steps_taken:08d}",
+            with_optimizer=True,
+            reference=self._model.reference if self._keeps_reference else None,
+            extra=notes,
+            reshardable=self._config.reshardable,
+        )
+        self._saved_at = position.steps_taken
+        self.settle(wait=not self._config.asynchronous)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Completes a checkpoint that is being written, if all of it is on disk; wait: as soon as it is. Every rank
+        calls it at the same place, and before it leaves the training."""
+        if self._writing is not None and self._writing.is_finished(wait=wait):
+            self._writing = None
+            on_main(self._prune)
+
+    def _write_batch(self, iteration: int) -> dict[str, Any]:
+        path = self.folder / f"batch_{iteration:05d}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_collected(self._collected, path)
+        return {"file": path.name, "checksum": checksum(path)}
+
+    def _checkpoints(self) -> list[Path]:
+        """The checkpoints in the order of their steps."""
+        return sorted(path for path in self.folder.glob("step_*") if not path.suffix)
+
+    def _prune(self) -> None:
+        """Removes all but the newest checkpoints, the newest that can do without the batch that these share, and their
+        batches. Nothing is being written now."""
+        batches = {folder: file for folder in self._checkpoints() for file in _batch_files(folder)}
+        newest = list(batches)[-self._config.keep :]
+        shared = batches[newest[-1]]
+        others = [folder for folder, file in batches.items() if shared is not None and file != shared]
+        kept = {*newest, *others[-1:]}
+        for folder in self.folder.glob("step_*"):
+            if folder not in kept:
+                shutil.rmtree(folder)
+        needed = {batches[folder] for folder in kept}
+        for path in self.folder.glob("batch_*"):
+            if path.name not in needed:
+                path.unlink()
+
+
+def _batch_files(folder: Path) -> list[str | None]:
+    """The name of the batch that a checkpoint needs, or None; nothing for a checkpoint that does not tell."""
+    try:
+        notes = checkpoint.load_extra(folder)
+    except DamagedCheckpoint:
+        return []
+    return [notes["batch"] and notes["batch"]["file"]]
+
+
+def require_finite(model: MegatronGPTModel, when: str, rerun: str = "resumes from the last checkpoint") -> None:
+    """Raises StoppedByGuard, on every rank, where a weight is not finite: saved, it would end each resumed run.
+
+    when, rerun: in words, the place in the training and what the same command does.
+    """
+    if not model.policy.is_finite():
+        raise StoppedByGuard(
+            f"not all weights are finite numbers {when}, so they are not saved: rerun the command, which {rerun}; "
+            "if it ends here again, start another run with a lower optimizer.lr"
+        )
+
+
+def _put_aside(folder: Path, fault: str) -> None:
+    """Renames a damaged checkpoint: otherwise it would pass for the newest again."""
+    warnings.warn(f"{fault}; resuming from before it", stacklevel=2)
+    aside = folder.with_name(folder.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+    folder.rename(aside)
+
+
+def _require_unchanged(path: Path, expected: str) -> None:
+    if not path.is_file() or checksum(path) != expected:
+        state = "has other content than was written" if path.is_file() else "is missing"
+        raise DamagedCheckpoint(f"{path} {state}")
+
+
+# --- an iteration's batch on disk ---------------------------------------------------------------------------------
+
+
+def write_collected(collected: Collected, path: Path) -> None:
+    """All of it in one file, which ``read_collected`` reads back to the last bit."""
+    write_batch(collected.batch, {"items": collected.items, "statistics": collected.statistics}, path)
+
+
+def read_collected(path: Path) -> Collected:
+    """Raises UserError for a file that is not an iteration's batch."""
+    batch, about = read_batch(path)
+    if about.keys() != {"items", "statistics"}:
+        raise UserError(f"{path} is not the batch of an iteration: it has no items and statistics")
+    return Collected(batch, **about)

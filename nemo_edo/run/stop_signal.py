@@ -1,0 +1,75 @@
+"""The signals that ask a run to stop, and make it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+from nemo_edo.parallel.main_rank import any_rank, is_main
+from nemo_edo.run.control import stop_is_asked
+from nemo_edo.run.stall import StallWatch
+
+ONE_REQUEST_S = 1.0
+"""Signals that follow the first within this time belong to it: Slurm and GNU timeout signal whole groups, and torchrun
+hands on what it gets."""
+
+
+class StopSignal:
+    """Inside the block, SIGTERM (from a scheduler whose allocation ends) does not end the process: it is remembered. A
+    second one, or a second Ctrl-C, ends it at once. A job of ``nemo-edo launch`` may ask by a file, too. Asking whether
+    to stop is a sign of life for ``watch``."""
+
+    def __init__(self, watch: StallWatch | None = None) -> None:
+        self._received = False
+        self._watch = watch
+
+    def __enter__(self) -> StopSignal:
+        self._earlier = signal.signal(signal.SIGTERM, self._receive)
+        self._signals = _Signals()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._signals.close()
+        signal.signal(signal.SIGTERM, self._earlier)
+        if self._watch is not None:
+            self._watch.close()
+
+    def _receive(self, *_) -> None:
+        self._received = True
+
+    def agreed(self) -> bool:
+        """Whether any rank has received it. Every rank calls this at the same place."""
+        if self._watch is not None:
+            self._watch.beat()
+        return any_rank(self._received or (is_main() and stop_is_asked()))
+
+
+class _Signals:
+    """Ends the process at its second signal to stop. The interpreter writes each signal's number into a socket as it
+    comes, for a thread to read: the main thread may wait for another rank, and then runs no handler."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        self._writing.setblocking(False)
+        self._earlier = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a checkpoint's writer
+        threading.Thread(target=self._end_at_the_second, daemon=True, name="signals").start()
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._earlier)
+        self._writing.close()  # which ends the thread
+
+    def _end_at_the_second(self) -> None:
+        first = None
+        with self._reading:
+            while number := self._reading.recv(1):
+                if number[0] not in (signal.SIGTERM, signal.SIGINT):
+                    continue
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > ONE_REQUEST_S:
+                    os.write(2, b"nemo-edo: ended at once by a second signal; the same command resumes the run\n")
+                    os._exit(128 + number[0])

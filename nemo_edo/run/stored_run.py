@@ -1,0 +1,95 @@
+"""A run's folder, opened again: its config, its questions, and the responses of its training and its evaluations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_edo.config import RunConfig
+from nemo_edo.config.compose import arm_configs, compose_run
+from nemo_edo.data.problems import load_problems
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.types import ScoredRollout
+
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run's folder with its config."""
+
+    folder: RunFolder
+    cfg: RunConfig
+
+    @property
+    def policies(self) -> list[str]:
+        """The start of the arms, and the arms."""
+        return [START, *arm_configs(self.cfg)]
+
+    def questions(self, split: str) -> dict[str, str]:
+        """The questions of the run's "train" or "test" problems by id; none where it has no such file."""
+        data, own = self.cfg.data, self.folder.data / f"{split}.jsonl"
+        path = getattr(data, split) or (str(own) if own.is_file() else None)
+        if path is None:
+            return {}
+        return {problem.id: problem.question for problem in load_problems(path, **data.reading(split)).problems}
+
+    def evaluated(self, policies: Sequence[str]) -> list[str]:
+        """The given policies, or all if none are given, whose final evaluation has kept its responses. Raises
+        UserError for an unknown one, for one that has none, and where there is none at all."""
+        self._require_known(policies)
+        found = [name for name in policies or self.policies if self.folder.evaluation(name).is_file()]
+        if missing := sorted(set(policies) - set(found)):
+            raise UserError(f"{self.folder.path}: arm {', '.join(missing)} has not been evaluated yet")
+        if not found:
+            raise UserError(f"{self.folder.path}: no arm has been evaluated yet")
+        return found
+
+    def evaluation_responses(self, policy: str, kind: str) -> list[ScoredRollout]:
+        """The "greedy" or "sampled" responses of the policy's final evaluation, sorted by problem and sample."""
+        return RolloutStore(self.folder.evaluated(policy, kind)).read(final_iteration(self.cfg, policy))
+
+    def with_rollouts(self, arms: Sequence[str]) -> list[str]:
+        """The given arms, or all if none are given, that have stored training responses; errors as for
+        ``evaluated``."""
+        self._require_known(arms)
+        found = [name for name in arms or arm_configs(self.cfg) if self._iterations(name)]
+        if missing := sorted(set(arms) - set(found)):
+            raise UserError(f"{self.folder.path}: {', '.join(missing)} has no stored responses")
+        if not found:
+            raise UserError(f"{self.folder.path}: no arm has stored responses; train it, or run nemo-edo collect")
+        return found
+
+    def training_responses(self, arm: str) -> list[ScoredRollout]:
+        """Responses of all the arm's iterations."""
+        store = RolloutStore(self.folder.rollouts(arm))
+        return [response for iteration in self._iterations(arm) for response in store.read(iteration)]
+
+    def _iterations(self, arm: str) -> list[int]:
+        """Iterations whose responses are all there."""
+        found = self.folder.rollouts(arm).glob("iter_*/rank_*.parquet")
+        numbers = {_ITERATION.fullmatch(path.parent.name) for path in found}
+        return sorted(int(match[1]) for match in numbers if match)
+
+    def _require_known(self, names: Sequence[str]) -> None:
+        strange = sorted(set(names) - set(self.policies))
+        if strange:
+            raise UserError(f"{self.folder.path} has no arm {strange[0]!r}; it has {', '.join(self.policies)}")
+
+
+def final_iteration(cfg: RunConfig, policy: str) -> int:
+    """The number under which a policy's final evaluation is kept: the iterations that it was trained for."""
+    trained = arm_configs(cfg)
+    return trained[policy].iterations if policy in trained else 0
+
+
+def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
+    """The run with ``overrides`` of its config. Raises UserError for a folder that is not a run's."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
+    return StoredRun(RunFolder(run), compose_run("config", list(overrides), config_dir=run))

@@ -1,0 +1,137 @@
+"""NeMo's experiment manager (TensorBoard, W&B or MLflow by its own config), and what libraries print."""
+
+from __future__ import annotations
+
+import html
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_edo.errors import UserError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import MLFlowLogger
+
+CHATTY = ("megatron", "nemo_logger", "httpx")
+"""Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
+
+
+def quiet_libraries() -> None:
+    """Leaves the terminal to the run's own lines: called before the libraries are imported."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
+    if not is_main:
+        warnings.simplefilter("ignore")  # the first process says the same
+    logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
+    os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")  # Bridge names a missing CUDA kernel for each model
+    # A dozen on import that Apex and Transformer Engine are absent (``megatron/cpu/`` is for that very case), and what
+    # libraries deprecate of each other.
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raises UserError for what NeMo's exp_manager has no setting for."""
+    from nemo.utils.exp_manager import ExpManagerConfig
+
+    try:
+        OmegaConf.merge(OmegaConf.structured(ExpManagerConfig), settings)
+    except OmegaConfBaseException as error:
+        raise UserError(f"exp_manager.{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
+    """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for. It trains nothing itself.
+
+    ``folder`` is for its files alone: exp_manager moves away all others that it finds there. A resumed run adds to
+    the loggers' files.
+    """
+    import lightning.pytorch as pl
+    from nemo.utils import logging as nemo_logging
+    from nemo.utils.exp_manager import exp_manager
+
+    nemo_logging.captureWarnings(False)  # it swallows Python's warnings, the package's own among them
+    nemo_logging.setLevel(nemo_logging.ERROR)  # among its warnings: that the folder, which is ours, exists
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its import set another level
+    trainer = pl.Trainer(
+        accelerator="auto", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=1
+    )
+    config = {"explicit_log_dir": str(folder), "create_checkpoint_callback": False, **settings}
+    with_mlflow = config.pop("create_mlflow_logger", False)
+    try:
+        exp_manager(trainer, OmegaConf.create(config))
+        if with_mlflow:
+            trainer.loggers = [*trainer.loggers, _mlflow_logger(config, folder)]
+    except (ValueError, ImportError) as error:  # settings that do not go together, or a logger that is not installed
+        raise UserError(f"exp_manager: {error}") from error
+    nemo_logging.setLevel(nemo_logging.WARNING)
+    return trainer
+
+
+def _mlflow_logger(config: dict[str, Any], folder: Path) -> MLFlowLogger:
+    """What exp_manager's settings ask for; without a server (``tracking_uri``, or MLFLOW_TRACKING_URI), a database in
+    the folder. NeMo 3.0 cannot make one itself: it gives Lightning ``run_name`` twice."""
+    from lightning.pytorch.loggers import MLFlowLogger
+    from nemo.utils.loggers.mlflow_logger import MLFlowParams
+
+    server, here = os.environ.get("MLFLOW_TRACKING_URI"), folder.absolute()
+    defaults = {"experiment_name": config.get("name", "nemo_edo"), "tracking_uri": server}
+    if server is None:
+        defaults |= {"tracking_uri": f"sqlite:///{here}/mlflow.db", "artifact_location": f"file://{here}/mlflow"}
+    settings = OmegaConf.merge(OmegaConf.structured(MLFlowParams), defaults, config.get("mlflow_logger_kwargs", {}))
+    return MLFlowLogger(**OmegaConf.to_container(settings))
+
+
+def log_numbers(trainer: pl.Trainer | None) -> Callable[[dict[str, float], int], None]:
+    """A function that hands numbers and their step to every logger of the trainer (None: to no logger).
+
+    An @ in a name becomes _at_: neither TensorBoard nor MLflow takes one.
+    """
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        named = {name.replace("@", "_at_"): value for name, value in numbers.items()}
+        for logger in trainer.loggers if trainer is not None else ():
+            logger.log_metrics(named, step=step)
+
+    return log
+
+
+def log_table(
+    trainer: pl.Trainer | None, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+) -> None:
+    """Hands a table to the trainer's TensorBoard (as text), W&B (as a wandb.Table) and MLflow (as the artifact
+    NAME/step_00000012.json); other loggers have no place for one."""
+    from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+
+    for logger in trainer.loggers if trainer is not None else ():
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text(name, markdown_table(columns, rows), step)
+        elif isinstance(logger, WandbLogger):
+            logger.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=step)
+        elif isinstance(logger, MLFlowLogger):
+            by_column = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+            logger.experiment.log_table(logger.run_id, by_column, artifact_file=f"{name}/step_{step:08d}.json")
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """The table in GitHub's Markdown. What a cell holds is shown as it is, line breaks kept."""
+
+    def line(cells: Iterable[Any]) -> str:
+        return "| " + " | ".join(map(str, cells)) + " |"
+
+    return "\n".join([line(columns), line("---" for _ in columns), *(line(map(_cell, row)) for row in rows)])
+
+
+def _cell(value: Any) -> str:
+    escaped = re.sub(r"([\\`*_{}\[\]()#+.!|-])", r"\\\1", html.escape(str(value), quote=False))
+    return escaped.replace("\n", "<br>")

@@ -1,0 +1,304 @@
+"""SearchLLM on the test problems of a run, with any of its policies: ``nemo-edo search``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_edo.config import NONE, RunConfig, SearchLLMConfig
+from nemo_edo.config.compose import arm_configs
+from nemo_edo.data.answers import answer_format
+from nemo_edo.data.batching import minibatches
+from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.evaluation.results import START, Evaluation
+from nemo_edo.interfaces import GenerationEngine
+from nemo_edo.megatron import platform
+from nemo_edo.parallel.main_rank import is_main, on_main, on_main_for_long
+from nemo_edo.report.page import write_report
+from nemo_edo.report.run_record import SEARCH_ACCURACY, SEARCH_EVALUATION
+from nemo_edo.report.run_set import one_run
+from nemo_edo.report.search_tree import tree_record
+from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_format, read_reward_folder, too_long
+from nemo_edo.reward_models.process_reward import ProcessRewardModel
+from nemo_edo.reward_models.score_run import made_by
+from nemo_edo.run import build, inputs, jobs
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run.stored_run import final_iteration, open_run
+from nemo_edo.search.search_store import SearchRecord, SearchStore
+from nemo_edo.search.step_proposer import EngineStepProposer
+from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath, StepScore
+from nemo_edo.types import Problem, SamplingParams, ScoredRollout
+
+if TYPE_CHECKING:
+    from nemo_edo.generation.server_engine import ServerEngine
+
+ALGORITHM = tuple(field.name for field in fields(SearchConfig))
+"""Settings of the search itself."""
+MEASURED = ("finished", "tokens", "response_tokens", "score", "nodes", "samples", "iterations")
+"""Fields of a record that are averaged over problems in addition to the accuracy."""
+
+
+def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
+    """Searches a run's test problems with the policy of an arm, and keeps the results in RUN/search/ARM/NAME, with
+    those of an earlier, killed command. Returns what there is to print.
+
+    ``overrides``: of search.* and generation.* only. Raises UserError for whatever would stop it later, before any
+    weights are read.
+    """
+    strange = [one for one in overrides if not one.lstrip("+").startswith(("search.", "generation."))]
+    if strange:
+        raise UserError(f"search takes overrides of search.* and generation.* only, not {', '.join(strange)}")
+    opened = open_run(run, overrides)
+    cfg, folder = opened.cfg, opened.folder
+    return _search(cfg, folder, _policy_name(cfg, folder, arm), _reward_model(cfg))
+
+
+def search_model(cfg: RunConfig) -> list[str]:
+    """Evaluates an untrained model as a separate run (``jobs.evaluate_model``), then searches its test problems."""
+    reward_model = _reward_model(cfg)
+    said = jobs.evaluate_model(cfg)
+    return [*said, *_search(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), START, reward_model)]
+
+
+def _policy_name(cfg: RunConfig, folder: RunFolder, arm: str | None) -> str:
+    arms = list(arm_configs(cfg))
+    if arm is None and len(arms) > 1:
+        raise UserError(f"{folder.path} has the arms {', '.join(arms)}: choose one with --arm")
+    name = arm or (arms[0] if arms else START)
+    if cfg.algorithm != NONE:
+        folder.require_arm(name, [START, *arms])
+    elif name != START:
+        raise UserError(f"{folder.path} has no arm {name!r}: its model is evaluated as it is, as {START}")
+    return name
+
+
+# --- the reward model ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RewardModel:
+    """What is known of it before its weights are read."""
+
+    about: RewardFolder
+    form: RewardFormat
+
+
+def _reward_model(cfg: RunConfig) -> _RewardModel:
+    if cfg.search.reward_model is None:
+        raise UserError("search.reward_model: give the folder of a process reward model")
+    about = read_reward_folder(Path(cfg.search.reward_model))
+    return _RewardModel(about, load_format(about))
+
+
+def _require_room(reward_model: _RewardModel, problems: Sequence[Problem], max_new_tokens: int) -> None:
+    """Raises UserError where a solution might not fit the reward model's context, counted in the policy's tokens."""
+    limit = reward_model.about.max_length
+    encoded = [reward_model.form.encode(StepPath(problem.question)) for problem in problems]
+    longest = max(len(part.ids) for parts in encoded for part in parts)
+    if limit is not None and too_long(encoded, limit - max_new_tokens):
+        raise UserError(
+            f"the reward model takes {limit} tokens; the longest question has {longest} and a solution may have "
+            f"sampling.max_new_tokens = {max_new_tokens} more: lower that, or take another reward model"
+        )
+
+
+class _OnMain:
+    """A StepScorer: the first rank computes, and all ranks use the same numbers."""
+
+    def __init__(self, model: ProcessRewardModel | None) -> None:
+        self._model = model
+
+    def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
+        return on_main_for_long(lambda: self._model.score(paths))
+
+
+# --- the search ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every part of a search needs."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    arm: str
+    data: inputs.Data
+    reward_model: _RewardModel
+    store: SearchStore
+
+
+def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: _RewardModel) -> list[str]:
+    platform.init_process_group(platform.enter(cfg.threads))
+    data = inputs.load_data(cfg, folder)
+    cfg = inputs.with_seq_length(cfg, data)
+    _require_room(reward_model, data.test, cfg.sampling.max_new_tokens)
+    build.check_servers(cfg)
+    if cfg.algorithm != NONE:
+        build.check_refit(cfg, folder)
+    store = SearchStore(folder.path / "search" / arm / cfg.search.name, _label(cfg, data, reward_model))
+    job = _Job(cfg, folder, arm, data, reward_model, store)
+    found = on_main(store.found)
+    missing = [problem for problem in data.test if problem.id not in found]
+    if missing:
+        with StopSignal() as stop:
+            found |= _search_missing(job, missing, stop)
+    return on_main(lambda: _conclude(job, [found[problem.id] for problem in data.test]))
+
+
+def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> dict[str, SearchRecord]:
+    """Searches part by part; each part is on disk before the next is begun."""
+    found: dict[str, SearchRecord] = {}
+    total = len(job.data.test)
+    servers = build.start_servers(job.cfg, job.folder, job.data)
+    try:
+        engine = _engine(job, servers)
+        scorer = _OnMain(_load(job.cfg.search) if is_main() else None)
+        for part in minibatches(missing, job.cfg.search.part_size):
+            done = total - len(missing) + len(found)
+            if stop.agreed():
+                raise RunStopped(f"asked to stop: {done} of {total} problems have been searched")
+            try:
+                results, records = _search_part(job, engine, scorer, part)
+            except PartlyGenerated as partly:
+                raise UserError(f"{partly}. {done} of {total} problems have been searched and are kept") from partly
+            found |= {record.problem_id: record for record in records}
+            if is_main():
+                _keep(job, part, results, records)
+                print(f"searched {done + len(part)} of {total} problems", flush=True)
+    finally:
+        if servers is not None:
+            servers.close()
+    return found
+
+
+def _search_part(
+    job: _Job, engine: GenerationEngine, scorer: _OnMain, problems: Sequence[Problem]
+) -> tuple[list[SearchResult], list[SearchRecord]]:
+    cfg, data, settings, seed = job.cfg, job.data, job.cfg.search, _seed(job.cfg)
+    by_pattern = cfg.data.answer_format == "pattern"
+    proposer = EngineStepProposer(
+        engine,
+        {problem.question: (problem.id, data.prompts[problem.id]) for problem in problems},
+        SamplingParams(cfg.sampling.temperature, cfg.sampling.top_p, cfg.sampling.max_new_tokens),
+        separator=_separator(job.cfg, job.reward_model),
+        decode=data.decode,
+        answers=answer_format(cfg.data.answer_format) if settings.end_at_answer and not by_pattern else None,
+    )
+    searching = SearchLLM(proposer, scorer, SearchConfig(**{name: getattr(settings, name) for name in ALGORITHM}))
+    results = searching.search([problem.question for problem in problems], seed)
+    rollouts = [
+        replace(proposer.solution(result.path, result.finished, seed), problem_id=problem.id)
+        for problem, result in zip(problems, results, strict=True)
+    ]
+    scored = data.scorer.score(rollouts, problems)
+    return results, [_record(result, one) for result, one in zip(results, scored, strict=True)]
+
+
+def _engine(job: _Job, servers: ServerEngine | None) -> GenerationEngine:
+    """The policy's engine: servers that have it already or get its weights, or this process."""
+    cfg = job.cfg
+    if cfg.algorithm == NONE and servers is not None:
+        return servers
+    if cfg.algorithm == NONE:
+        model = build.build_model(cfg, job.folder, cfg.sft)
+    else:
+        model = build.load_policy(cfg, job.folder, job.arm)
+    engine = build.build_engine(cfg, model, job.data, servers)
+    sync = build.build_weight_sync(cfg, job.folder, model, engine)
+    sync.push(final_iteration(cfg, job.arm))
+    return engine
+
+
+def _load(settings: SearchLLMConfig) -> ProcessRewardModel:
+    return ProcessRewardModel(
+        settings.reward_model, device=settings.device, dtype=settings.dtype, batch_tokens=settings.batch_tokens
+    )
+
+
+def _separator(cfg: RunConfig, reward_model: _RewardModel) -> str:
+    return cfg.search.step_separator or reward_model.form.separator
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+def _keep(
+    job: _Job, problems: Sequence[Problem], results: Sequence[SearchResult], records: Sequence[SearchRecord]
+) -> None:
+    job.store.write_part(records)
+    shown = {problem.id for problem in job.data.test[: job.cfg.search.trees]}
+    for problem, result in zip(problems, results, strict=True):
+        if problem.id in shown:
+            name = f"search/{job.arm}.{job.cfg.search.name}.{problem.id}.json"
+            job.folder.write_json(name, tree_record(result))
+
+
+def _record(result: SearchResult, scored: ScoredRollout) -> SearchRecord:
+    return SearchRecord(
+        problem_id=scored.rollout.problem_id,
+        reward=float(scored.success),  # graded rewards are no accuracy
+        answer=scored.answer,
+        well_formed=scored.well_formed,
+        reason=scored.reason,
+        finished=scored.rollout.finished,
+        ended=result.finished,
+        score=result.nodes[result.best].reward,
+        text=scored.rollout.text,
+        response_tokens=len(scored.rollout.response_ids),
+        tokens=result.tokens,
+        nodes=len(result.nodes),
+        samples=result.samples,
+        iterations=result.iterations,
+    )
+
+
+def _seed(cfg: RunConfig) -> int:
+    return cfg.seed if cfg.search.seed is None else cfg.search.seed
+
+
+def _label(cfg: RunConfig, data: inputs.Data, reward_model: _RewardModel) -> dict[str, Any]:
+    """What determines the results, except for rounding."""
+    asked = [(problem.id, problem.question, data.prompts[problem.id]) for problem in data.test]
+    return {
+        **{f"search.{name}": getattr(cfg.search, name) for name in (*ALGORITHM, "end_at_answer")},
+        "search.step_separator": _separator(cfg, reward_model),
+        "search.seed": _seed(cfg),
+        **{f"sampling.{name}": getattr(cfg.sampling, name) for name in ("temperature", "top_p", "max_new_tokens")},
+        "reward model": made_by(reward_model.about.path),
+        "set of test problems": hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest(),
+    }
+
+
+def _conclude(job: _Job, records: Sequence[SearchRecord]) -> list[str]:
+    """Writes the results, their means and, for a run that is finished, its report."""
+    cfg, folder, store = job.cfg, job.folder, job.store
+    store.write(records)
+    found = measured(job.arm, records)
+    means = found.means(resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
+    name = store.folder.relative_to(folder.path)
+    about = {"problems": len(records), "seed": _seed(cfg), "settings": asdict(cfg.search)}
+    folder.write_json(f"{name}/summary.json", {**about, "metrics": means})
+    accuracy = {SEARCH_ACCURACY: found.metrics["accuracy"]}
+    folder.write_results(store.folder / SEARCH_EVALUATION, replace(found, metrics=accuracy))
+    lines = [f"{len(records)} problems searched, means with 95 % intervals over them:"]
+    lines += [f"  {metric}: {one['mean']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for metric, one in means.items()]
+    report = [f"report: {write_report(one_run(folder.path)).path}"] if folder.is_finished else []
+    return [*lines, f"written: {store.folder}", *report]
+
+
+def measured(arm: str, records: Sequence[SearchRecord]) -> Evaluation:
+    """The accuracy, the share of solutions that ended by themselves, and what the search took. Problems on whose
+    answers
+    a judge abstained do not count in the accuracy."""
+    ones, with_verdict = np.ones(len(records)), np.array([float(record.has_verdict) for record in records])
+    metrics = {
+        "accuracy": (with_verdict * [record.reward for record in records], with_verdict),
+        **{name: (np.array([float(getattr(record, name)) for record in records]), ones) for name in MEASURED},
+    }
+    return Evaluation(arm, tuple(record.problem_id for record in records), metrics)

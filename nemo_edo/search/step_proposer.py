@@ -1,0 +1,153 @@
+"""Solutions generated step by step, for a search: a StepProposer (``test_time.search_llm``) over any engine.
+
+A step ends where the text has a separator, or with the solution. A path is continued from the very tokens that were
+sampled for it: nothing is tokenised again. So where a token extends past a separator, the next step begins with its
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_edo.algorithms.requests import request_seed
+from nemo_edo.data.answers import AnswerFormat
+from nemo_edo.interfaces import GenerationEngine
+from nemo_edo.reward_models.steps import split_steps
+from nemo_edo.test_time.search_llm import Step, StepPath
+from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
+
+END, ANSWER, LENGTH = "end", "answer", "length"
+"""Why a solution ended: its end token came, it has stated its final answer, or its tokens are used up."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The tokens of a path."""
+
+    problem_id: str
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
+    """Sampled so far, an end token included."""
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+    """The text of ``ids``, without an end token."""
+    rest: str = ""
+    """What ``text`` has after its last separator."""
+    end: str | None = None
+    """Why the solution ended with it; None: it continues."""
+    policy_version: int = 0
+
+
+class EngineStepProposer:
+    """Generates the next steps of all paths of a call together.
+
+    ``drafts`` grows with every step: make a new one for other questions.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        questions: Mapping[str, tuple[str, tuple[int, ...]]],
+        sampling: SamplingParams,
+        *,
+        separator: str,
+        decode: Callable[[Sequence[int]], str],
+        answers: AnswerFormat | None,
+    ) -> None:
+        """questions: text -> (problem id, prompt ids). sampling: ``max_new_tokens`` are those of a whole solution.
+        answers: a path ends with the step that states its answer and nothing after it; None: with none."""
+        self._engine = engine
+        self._sampling = replace(sampling, stop=(separator,))
+        self._separator = separator
+        self._decode = decode
+        self._answers = answers
+        self.drafts = {(StepPath(question), False): Draft(*about) for question, about in questions.items()}
+        """The questions' and every proposed path's, by path and whether it has ended: the same text may or may not."""
+
+    def propose(self, paths: Sequence[StepPath], count: int, seeds: Sequence[int]) -> list[list[Step]]:
+        """``count`` next steps for each path. One call of the engine, and another one for each further separator that
+        the policy puts where a step would begin. For equal steps after one path, the first one's tokens are kept.
+
+        Raises ValueError for a path that was not proposed, and for one that has ended.
+        """
+        begun = [self._begun(path) for path in paths]
+        drafts = [draft for draft in begun for _ in range(count)]
+        samples = [(seed, sample) for seed in seeds for sample in range(count)]
+        steps: list[str] = [""] * len(drafts)
+        going = list(range(len(drafts)))
+        while going:
+            requests = [self._request(drafts[place], *samples[place]) for place in going]
+            rollouts = self._engine.generate(requests, self._sampling)
+            for place, rollout in zip(going, rollouts, strict=True):
+                drafts[place], steps[place] = self._extended(drafts[place], rollout)
+            going = [place for place in going if not steps[place] and drafts[place].end is None]
+        return [
+            [
+                self._kept(path, before, drafts[place], steps[place])
+                for place in range(number * count, (number + 1) * count)
+            ]
+            for number, (path, before) in enumerate(zip(paths, begun, strict=True))
+        ]
+
+    def solution(self, path: StepPath, ended: bool, seed: int) -> Rollout:
+        """A path, that has ended or not, as one response, as far as it goes. It is ``finished`` where its end token
+        came or it has stated its answer."""
+        draft = self.drafts[path, ended]
+        return Rollout(
+            problem_id=draft.problem_id,
+            sample_index=0,
+            prompt_ids=draft.prompt_ids,
+            response_ids=draft.ids,
+            response_logprobs=draft.logprobs,
+            text=draft.text,
+            finished=draft.end in (END, ANSWER),
+            policy_version=draft.policy_version,
+            seed=seed,
+        )
+
+    def _begun(self, path: StepPath) -> Draft:
+        draft = self.drafts.get((path, False))
+        if draft is None:
+            raise ValueError(f"{path} was not proposed here as a path that continues")
+        return draft
+
+    def _request(self, draft: Draft, seed: int, sample: int) -> GenerationRequest:
+        used = len(draft.ids)
+        own_seed = request_seed(seed, sample, used)
+        left = self._sampling.max_new_tokens - used
+        return GenerationRequest(draft.problem_id, sample, draft.prompt_ids + draft.ids, own_seed, left)
+
+    def _extended(self, draft: Draft, rollout: Rollout) -> tuple[Draft, str]:
+        """The draft with the sampled tokens, and the step that they make; an empty one where it is only a separator."""
+        ids = draft.ids + rollout.response_ids
+        # All of it: the first token of a text may be decoded without its space.
+        text = self._decode(ids[:-1] if rollout.finished else ids)
+        if not text.startswith(draft.text):
+            raise ValueError(f"the tokenizer decodes {draft.text!r} otherwise once other tokens follow: {text!r}")
+        end = self._end(rollout, text, len(ids))
+        step, rest = draft.rest + text[len(draft.text) :], ""
+        if end is None:
+            step, _, rest = step.rpartition(self._separator)
+        draft = replace(
+            draft,
+            ids=ids,
+            logprobs=draft.logprobs + rollout.response_logprobs,
+            text=text,
+            rest=rest,
+            end=end,
+            policy_version=rollout.policy_version,
+        )
+        return draft, self._separator.join(split_steps(step, self._separator))
+
+    def _end(self, rollout: Rollout, text: str, tokens: int) -> str | None:
+        if rollout.finished:
+            return END
+        if rollout.stop is not None and self._answers is not None and self._answers.is_well_formed(text):
+            return ANSWER
+        return LENGTH if tokens >= self._sampling.max_new_tokens else None
+
+    def _kept(self, path: StepPath, before: Draft, draft: Draft, text: str) -> Step:
+        ended = draft.end is not None
+        self.drafts.setdefault((replace(path, steps=(*path.steps, text)), ended), draft)
+        return Step(text, finished=ended, tokens=len(draft.ids) - len(before.ids))

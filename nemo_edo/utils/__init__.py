@@ -1,0 +1,1 @@
+"""Shared helpers: atomic file writes, processes that end with their parent, HTTP answers."""

@@ -1,0 +1,89 @@
+"""A user's own functions, named by import path: ``pkg.mod:fn``. The working directory is importable."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+from nemo_edo.errors import UserError
+
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def is_import_path(path: str) -> bool:
+    return _PATH.fullmatch(path) is not None
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """The function of an import path, its module imported; ``key`` is the setting that names it.
+
+    Raises UserError for another form, for a module that is missing or fails, and for a missing function.
+    """
+    if not is_import_path(path):
+        raise UserError(f"{key} is {path!r}, expected an import path such as my_package.my_module:my_function")
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # a console script has its own folder there, and not the working directory
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"{key}: {module_name} cannot be imported: {said(error)}") from error
+        raise UserError(
+            f"{key} is {path!r}, but there is no module {error.name}: expected one in the working directory "
+            f"({os.getcwd()}), in PYTHONPATH, or installed"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's module raises is a user's error
+        raise UserError(f"{key}: {module_name} cannot be imported: {said(error)}") from error
+    function: Any = module
+    for part in name.split("."):
+        if not hasattr(function, part):
+            public = [one for one in dir(function) if not one.startswith("_")]
+            raise UserError(f"{key} is {path!r}, but {module_name} has no {name}{_nearest(part, public)}")
+        function = getattr(function, part)
+    if not callable(function):
+        raise UserError(f"{key} is {path!r}, which is not a function but of type {type(function).__name__}")
+    return function
+
+
+def wanted_arguments(function: Callable[..., Any], offered: Collection[str], where: str) -> list[str]:
+    """The names among ``offered`` that the function takes as keyword arguments; all of them where it takes
+    ``**kwargs``.
+
+    ``where`` begins the messages. Raises UserError for a parameter without default that is not offered, and for one
+    that cannot be given by name.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = by_position + [p.name for p in named if p.name not in offered and p.default is p.empty]
+    if unknown:
+        raise UserError(
+            f"{where} takes {unknown[0]!r}{_nearest(unknown[0], offered)}; its arguments are given by name, and there "
+            f"are {', '.join(offered)}"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(offered)
+    return [p.name for p in named if p.name in offered]
+
+
+def said(error: BaseException) -> str:
+    """An exception of a user's code in one line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename] or frames
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _nearest(name: str, names: Collection[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {found[0]}?" if found else ""

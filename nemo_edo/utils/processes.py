@@ -1,0 +1,65 @@
+"""Processes that end with their parent, so that none continues to write or train unattended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+"""For prctl(2): the signal that the kernel sends to this process when the thread that started it ends."""
+
+
+def end_with(parent: int) -> None:
+    """Has the kernel kill this process as soon as its parent, process ``parent``, has ended; immediately if it already
+    has. On Linux only: elsewhere it does nothing."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before prctl
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_torchrun() -> None:
+    """Ends a process with the torchrun that started it: otherwise it would keep training, and keep the run locked."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+
+
+POLLS_PER_SECOND = 5
+"""How often a keeper checks that its parent is alive."""
+
+
+def kept(command: Sequence[str]) -> list[str]:
+    """The command line of a keeper: a process that runs ``command`` in a separate process group, and kills the group
+    once the calling process has ended, the keeper gets SIGTERM, or the command has ended. Its exit status is the
+    command's.
+
+    Unlike ``end_with``, any thread of the caller may start it, and grandchildren end too.
+    """
+    # -I: import neither from this folder, whose modules could shadow the standard library's, nor from PYTHONPATH.
+    return [sys.executable, "-I", __file__, str(os.getpid()), *command]
+
+
+def _keep(parent: int, command: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    keeper = os.getpid()
+    running = subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: end_with(keeper))
+    try:
+        while os.getppid() == parent and running.poll() is None:
+            time.sleep(1 / POLLS_PER_SECOND)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+            os.killpg(running.pid, signal.SIGKILL)
+    return running.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(_keep(int(sys.argv[1]), sys.argv[2:]))

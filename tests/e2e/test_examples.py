@@ -1,0 +1,42 @@
+"""The scripts of examples/ run as they are described."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.cli import ENVIRONMENT
+from helpers.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(script: str, *arguments: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, str(EXAMPLES / script), *arguments], cwd=cwd, text=True,
+                          env={**os.environ, **ENVIRONMENT}, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_own_reward_raises_its_reward(tmp_path: Path):
+    rewards = [float(value) for value in re.findall(r"reward (\d\.\d+)", run("own_reward.py", cwd=tmp_path))]
+    assert len(rewards) == 6 and rewards[-1] > rewards[0]
+
+
+def test_train_gpt_grpo_trains_an_arm_on_gsm8k_rows_and_writes_the_report(tmp_path: Path):
+    for name, others in (("train", (3, 4)), ("test", (5, 6))):
+        rows = [{"question": f"{a} + {b}", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+                for a in (1, 2) for b in others]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = write_tiny_model(tmp_path / "model", "llama", max_position_embeddings=4096)
+    run("train_gpt_grpo.py", "name=small", f"output_dir={tmp_path}", f"model.path={model}", "data.train=train.jsonl",
+        "data.test=test.jsonl", "data.prompt='{question} = '", "model.seq_length=64", "parallelism=single",
+        "precision=fp32", "threads=1", "sampling.max_new_tokens=4",
+        "sampling.samples_per_prompt=2", "grpo.iterations=1", "grpo.minibatch_size=4", "grpo.micro_batch_size=4",
+        "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10", cwd=tmp_path)
+    arms = {json.loads(line)["arm"] for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()}
+    assert {"grpo", "ed_grpo"} <= arms and (tmp_path / "small" / "report.html").is_file()

@@ -1,0 +1,124 @@
+"""Whatever befalls a run's folder and processes, nothing is lost and nothing is silently wrong."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SMALL = ["--config-name=quickstart", "sft.steps=4", "sft.batch_size=8", "sampling.samples_per_prompt=2",
+         "sampling.max_new_tokens=6", "data.arithmetic.train_problems=6", "data.arithmetic.test_problems=6",
+         "data.arithmetic.warmup_problems=40", "evaluation.samples=2", "evaluation.rollouts=1",
+         "evaluation.bootstrap=10", "generation.part_size=4", "checkpoint.every_steps=1", "grpo.iterations=2",
+         "grpo.minibatch_size=4", "grpo.micro_batch_size=4", "~arms", "+arms={grpo: {alpha: 0.5}}"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, nemo_edo) -> Path:
+    """A finished run's folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    nemo_edo.succeed("train", *SMALL, f"output_dir={folder}", "name=whole")
+    return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def cut(whole: Path, nemo_edo) -> Path:
+    """The folder of the same run, killed two steps before its end."""
+    command = ["train", *SMALL, f"output_dir={whole.parent}", "name=cut"]
+    killed(nemo_edo, command, ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 10])
+    return whole.parent / "cut"
+
+
+def results(run: Path) -> list:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = [{key: value for key, value in line.items() if key != "time"} for line in lines]
+    return [measured, *((run / "evaluations" / f"{arm}.json").read_bytes() for arm in ("warmup", "grpo"))]
+
+
+def responses(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (run / "evaluations").rglob("rank_*.parquet")}
+
+
+def killed(nemo_edo, command: list[str], end: list) -> None:
+    """A command that is killed at its END (helpers.kills)."""
+    done = nemo_edo(*command, before=[("helpers.kills:prepare", end)])
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+
+
+def test_an_evaluation_that_is_killed_leaves_the_stored_responses_until_it_has_its_own(
+    whole: Path, tmp_path, nemo_edo
+):
+    whole = shutil.copytree(whole, tmp_path / "whole")
+    stored, command = responses(whole), ["evaluate", str(whole), "evaluation.rollouts=2"]
+    for death in ("write_part", 3), ("write", 2):
+        killed(nemo_edo, command, [f"nemo_edo.rollouts.store:RolloutStore.{death[0]}", death[1]])
+        assert stored.items() <= responses(whole).items()
+        nemo_edo.succeed("evaluate", str(whole), "--stored")
+    nemo_edo.succeed(*command)
+    assert stored.keys() == responses(whole).keys() and stored != responses(whole)
+
+
+def test_an_export_that_is_killed_leaves_nothing_that_looks_whole_and_can_be_repeated(whole: Path, tmp_path, nemo_edo):
+    out = tmp_path / "exported"
+    command = ["export", str(whole), str(out), "--arm=grpo"]
+    killed(nemo_edo, command, ["nemo_edo.megatron.hf_shards:save_file", 1])
+    assert not out.exists()
+    nemo_edo.succeed(*command)
+    assert (out / "model.safetensors").is_file() and (out / "config.json").is_file()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 128
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+NEWEST = "checkpoints/grpo.progress/step_00000005"
+FAULTS = [  # of an unfinished run: the file, the damage, and what the same command says where it stops
+    (f"{NEWEST}/__0_0.distcp", truncate, None),
+    (f"{NEWEST}/about.json", Path.unlink, None),
+    (f"{NEWEST}/checksums.json", empty, None),
+    ("checkpoints/grpo.progress/batch_00001.safetensors", flip, None),
+    ("base/model.safetensors", flip, None),
+    ("base/config.json", empty, None),
+    ("data/train.jsonl", truncate, None),
+    ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", Path.unlink, None),
+    ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", truncate, "delete it to generate its rollouts again"),
+    ("config.yaml", truncate, "config.yaml is damaged: it "),
+    ("journal.json", empty, "is damaged"),
+    ("journal.json", Path.unlink, "is missing; restore it"),
+    ("metrics.jsonl", flip, "is damaged"),
+    ("metrics.jsonl", truncate, "it was changed; restore it"),
+    ("samples/warmup.json", empty, "not JSON"),
+    ("checkpoints/warmup/about.json", flip, "restore it from a copy"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "said"), FAULTS)
+def test_a_damaged_run_ends_with_the_undisturbed_numbers_or_with_one_message_that_names_the_file(
+    whole: Path, cut: Path, tmp_path, nemo_edo, file: str, damage, said: str | None
+):
+    run = shutil.copytree(cut, tmp_path / "run")
+    damage(run / file)
+    done = nemo_edo("train", *SMALL, f"output_dir={tmp_path}", "name=run")
+    assert "Traceback" not in done.stderr
+    if said is None:
+        assert done.returncode == 0, done.stderr
+        assert results(run) == results(whole)
+    else:
+        assert done.returncode == 2
+        message = done.stderr.splitlines()[-1]
+        assert message.startswith("nemo-edo: error: ") and said in message
+        assert str(run / file) in message or str((run / file).parent) in message

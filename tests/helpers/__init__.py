@@ -1,0 +1,1 @@
+"""What several test folders share: small models, scripted servers, workers of multi-process tests."""

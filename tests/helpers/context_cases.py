@@ -1,0 +1,70 @@
+"""What context-parallel processes compute of sequences. Run by a WorkerPool.
+
+The attention that context parallelism needs on GPUs is Transformer Engine's, which a machine without one does not have.
+``GatheredAttention`` replaces it: everything around it is what a GPU would run.
+"""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+from helpers import split_cases
+from torch.overrides import TorchFunctionMode
+
+
+def gathered_attention() -> type:
+    """An attention over a shared sequence that gathers all keys and values, and masks by a query's position."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import MegatronModule
+
+    from nemo_edo.megatron.shapes import context_share, gather_context
+
+    class GatheredAttention(MegatronModule):
+        def __init__(self, config, *args, softmax_scale=None, **kwargs) -> None:
+            super().__init__(config=config)
+            self.scale = softmax_scale
+
+        def forward(self, query, key, value, attention_mask, **kwargs):
+            query, key, value = (part.permute(1, 0, 2, 3) for part in (query, key, value))  # [b, s / C, heads, size]
+            key, value = (Summed.apply(gather_context(part)) for part in (key, value))
+            positions = torch.arange(key.shape[1])
+            seen = positions <= context_share(positions[None])[0][:, None]
+            context = torch.nn.functional.scaled_dot_product_attention(
+                *(part.transpose(1, 2) for part in (query, key, value)), attn_mask=seen, scale=self.scale,
+                enable_gqa=True,
+            )
+            return context.permute(2, 0, 1, 3).flatten(2)
+
+    class Summed(torch.autograd.Function):
+        """Each rank's queries give a gradient of all keys: ``gather_context`` expects ranks that compute the same."""
+
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor
+
+        @staticmethod
+        def backward(ctx, gradient):
+            gradient = gradient.contiguous()
+            torch.distributed.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+            return gradient
+
+    return GatheredAttention
+
+
+class Unpinned(TorchFunctionMode):
+    """Megatron makes the indices of a rank's rotary positions in pinned memory, which only CUDA has."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def measure(folder: Path, sizes: dict) -> dict:
+    from nemo_edo.megatron import bridge, layer_spec, platform
+
+    platform.enter(1)
+    with (
+        mock.patch.object(bridge, "check_device", lambda *_: None),  # it would refuse: that has its own test
+        mock.patch.dict(layer_spec.CORES, {"local": gathered_attention()}),
+        Unpinned(),
+    ):
+        return split_cases.measure(folder, sizes)

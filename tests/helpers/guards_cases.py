@@ -1,0 +1,64 @@
+"""Steps that break on one of two processes. Run by a WorkerPool."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from helpers import tiny_models
+
+from nemo_edo.config import OptimizerConfig, ParallelismConfig
+from nemo_edo.losses import LossTerm, sft_loss
+
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, warmup_steps=2)
+FAULTS = ("loss", "gradient", "weight")
+
+
+def loss(logprobs, entropies, micro):
+    """The advantage of rank 0's row breaks its loss (NaN) or its gradient alone (infinity)."""
+    term, broken = sft_loss(logprobs, micro.mask), micro.advantages.sum()
+    if broken.isinf():
+        term = LossTerm(term.sum + (logprobs - logprobs.detach()).abs().sqrt().sum(), term.count)
+    return {"sft": term.scaled(math.nan) if broken.isnan() else term}, {}
+
+
+@contextlib.contextmanager
+def broken_weight(policy) -> Iterator[None]:
+    """NaN in a weight of rank 1 alone, as a defective device has it."""
+    parameter = next(iter(policy.chunks[-1].parameters()))
+    kept = parameter.detach().clone()
+    with torch.no_grad():
+        if torch.distributed.get_rank() == 1:
+            parameter.view(-1)[3:] = math.nan
+    yield
+    with torch.no_grad():
+        parameter.copy_(kept)
+
+
+def take(policy, seed: int, fault: str | None = None) -> dict[str, list[float]]:
+    """A step's report on every rank; the first row is rank 0's alone where two share the rows."""
+    from nemo_edo.megatron.forward_backward import MicroBatching
+
+    batch = tiny_models.random_batch(rows=5, seed=seed)
+    batch.advantages[0] = {"loss": math.nan, "gradient": math.inf}.get(fault, 0.0)
+    settings = {**tiny_models.sft_settings(batch), "loss": loss, "micro_batching": MicroBatching(1)}
+    with broken_weight(policy) if fault == "weight" else contextlib.nullcontext():
+        report = policy.train_step(batch, **settings)
+    reports = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, report)
+    return {name: [each[name] for each in reports] for name in ("loss", "grad_norm", "skipped", "lr")}
+
+
+def run(model: Path, sizes: dict) -> dict:
+    policy = tiny_models.build_policy(model, ParallelismConfig(**sizes))
+    start, results = policy.snapshot(), {}
+    for fault in (None, *FAULTS):
+        policy.load(start)
+        policy.reset_optimizer(OPTIMIZER, total_steps=8)
+        taken = [take(policy, 0)]
+        if fault is not None:
+            results[f"{fault} broken"] = take(policy, 2, fault)
+        taken += [take(policy, 1), take(policy, 0)]
+        results |= {f"{fault} taken": taken, f"{fault} weights": tiny_models.exported(policy)}
+    return results

@@ -1,0 +1,157 @@
+"""One layout does everything that a run does: training, sampling, checkpoints, export. Run by a WorkerPool.
+
+Writing a checkpoint starts a process that imports the main module's imports: what imports Megatron is in functions.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from helpers import tiny_models
+
+from nemo_edo.config import (
+    GRPOConfig,
+    IDPOConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    SFTConfig,
+)
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+TEMPERATURE = 0.7
+# eps: well above rounding errors of gradients, which Adam would otherwise blow up to whole steps.
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, clip_grad=0.5, warmup_steps=2)
+GRPO = GRPOConfig(beta=0.04, exploration_coefficient=0.3, log_ratio_floor=-2.0, micro_batch_size=2,
+                  optimizer=OPTIMIZER)
+# Micro-batches of two or four rows, and of other widths: room for two rows of 12 tokens, or four short ones.
+IDPO = IDPOConfig(beta=0.3, exploration_coefficient=0.2, micro_batch_size=4, micro_batch_tokens=32, reference="ema",
+                  optimizer=OPTIMIZER)
+PACKED_IDPO = replace(IDPO, packing=True, micro_batch_tokens=40)
+SFT = SFTConfig(micro_batch_size=2, optimizer=OPTIMIZER)
+LORA = LoRAConfig(rank=4, alpha=12.0)
+STEPS = 4
+
+
+def rows(seed: int):
+    """Five: no number of ranks or micro-batches divides them."""
+    return tiny_models.random_batch(rows=5, seed=seed)
+
+
+def pairs(seed: int):
+    """Six rows, which two ranks share unevenly: two pairs, and two single responses, one of which does not explore."""
+    return tiny_models.random_batch(rows=6, seed=seed).with_fields(
+        pair_role=torch.tensor([1, -1, 0, 0, 1, -1]), exploration_factors=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    )
+
+
+def algorithms(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None, out: Path) -> dict:
+    """Steps of SFT, and from its checkpoint steps of ED-GRPO and of ED-iDPO; those with adapters are packed."""
+    from nemo_edo.megatron import checkpoint
+    from nemo_edo.megatron.hf_export import export_hf_folder
+    from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+
+    def make(model_class, training):
+        return model_class(model_config(folder, parallelism=parallelism, precision=PrecisionConfig(), seed=0, lora=lora,
+                                        training=training, temperature=TEMPERATURE))
+
+    def record(name: str, model, metrics: list) -> dict:
+        return {f"{name} metrics": metrics, f"{name} trained": all_weights(model.policy, lora)}
+
+    sft = make(MegatronGPTSFTModel, SFT)
+    sft.start_training(8)
+    results = record("sft", sft, [sft.train_step(rows(seed)) for seed in range(STEPS)])
+    checkpoint.save(sft.policy, out / "sft")
+
+    grpo = make(MegatronGPTGRPOModel, GRPO)
+    checkpoint.load(grpo.policy, out / "sft")
+    results |= record("ed-grpo", grpo, explore(grpo, [rows(seed) for seed in range(STEPS)]))
+    checkpoint.save(grpo.policy, out / "ed-grpo")
+    export_hf_folder(grpo.built, out / "exported")
+    results["ed-grpo logprobs"] = grpo.logprobs(pairs(0))[0]
+
+    idpo = make(MegatronGPTDPOModel, IDPO if lora is None else PACKED_IDPO)
+    checkpoint.load(idpo.policy, out / "sft")
+    results |= record("ed-idpo", idpo, explore(idpo, [pairs(seed) for seed in range(STEPS)]))
+    idpo.move_reference("ema", 0.5)
+    return {**results, "moved reference": idpo.reference_logprobs(pairs(0))}
+
+
+def all_weights(policy, lora: LoRAConfig | None) -> dict[str, torch.Tensor]:
+    """Merged, and the adapters' factors."""
+    return {**tiny_models.exported(policy), **(tiny_models.exported_adapters(policy) if lora else {})}
+
+
+def explore(model, batches) -> list[dict[str, float]]:
+    """Steps, each after a measurement of its gradients."""
+    model.freeze_reference()
+    model.start_training(8)
+    metrics = []
+    for batch in batches:
+        batch = batch.with_fields(ref_logprobs=model.reference_logprobs(batch))
+        ratio = model.exploration_gradient_ratio(batch)
+        metrics.append({**model.train_step(batch), "exploration_gradient_ratio": ratio})
+    return metrics
+
+
+def requests() -> list[GenerationRequest]:
+    prompts = [(20, 21, 22), (30,), (20, 21, 40, 41, 42), (50, 51), (60, 61, 62, 63)]
+    return [GenerationRequest(f"p{i}", s, prompt, 10 * i + s) for i, prompt in enumerate(prompts) for s in range(3)]
+
+
+def sampled(policy) -> dict:
+    engine = tiny_models.build_engine(policy, stop_ids=range(1, 12), max_batch_size=4)
+    rollouts = engine.generate(requests(), SamplingParams(TEMPERATURE, 0.9, 8))
+    (alone,) = engine.generate(requests()[:1], SamplingParams(TEMPERATURE, 0.9, 8))
+    return {"responses": [rollout.response_ids for rollout in rollouts], "response alone": alone.response_ids,
+            "response logprobs": torch.tensor([lp for r in rollouts for lp in r.response_logprobs])}
+
+
+def reloaded_resumes(models: Path, folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None) -> bool:
+    """Whether a bf16 policy with other weights resumes from a checkpoint as the saved one continues, bit for bit."""
+    from nemo_edo.megatron import checkpoint
+
+    saved, loaded = (tiny_models.build_policy(models / name, parallelism, "bf16", lora) for name in ("plain", "other"))
+    for policy in (saved, loaded):
+        policy.reset_optimizer(OPTIMIZER, total_steps=8)
+    tiny_models.train_sft(saved, [0, 1])
+    checkpoint.save(saved, folder, with_optimizer=True)
+    checkpoint.load(loaded, folder, with_optimizer=True)
+    same_metrics = tiny_models.train_sft(loaded, [2, 3]) == tiny_models.train_sft(saved, [2, 3])
+    weights, expected = tiny_models.exported(loaded), tiny_models.exported(saved)
+    return same_metrics and all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def restored_archive(models: Path, out: Path, parallelism: ParallelismConfig) -> dict[str, torch.Tensor]:
+    """The weights of a NeMo archive, saved and restored at this layout."""
+    from nemo_edo.models import MegatronGPTGRPOModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+
+    config = model_config(models / "other", parallelism=parallelism, precision=PrecisionConfig(), seed=0, training=GRPO)
+    MegatronGPTGRPOModel(config).save_to(str(out / "model.nemo"))
+    return tiny_models.exported(MegatronGPTGRPOModel.restore_from(str(out / "model.nemo")).policy)
+
+
+def run(models: Path, out: Path, sizes: dict, foreign: Path | None) -> dict:
+    """models: has the folders ``plain``, ``tied`` (shared embeddings) and ``other`` (the weights of another seed).
+    foreign: the ``out`` of another layout, whose checkpoints are loaded here."""
+    from nemo_edo.megatron import checkpoint
+    from nemo_edo.megatron.forward_backward import MicroBatching
+
+    parallelism = ParallelismConfig(**sizes)
+    policy = tiny_models.build_policy(models / "plain", parallelism)
+    results = sampled(policy)
+    results["logprobs of one row"] = policy.logprobs(
+        rows(0).rows(slice(1)), micro_batching=MicroBatching(2), temperature=TEMPERATURE
+    )
+    for name, model, lora in (("full", "plain", None), ("lora", "tied", LORA)):
+        found = algorithms(models / model, parallelism, lora, out / name)
+        results |= {f"{name} {key}": value for key, value in found.items()}
+        results[f"{name} resumes"] = reloaded_resumes(models, out / f"{name} resumed", parallelism, lora)
+        if foreign is not None:
+            policy = tiny_models.build_policy(models / model, parallelism, lora=lora)
+            checkpoint.load(policy, foreign / name / "ed-grpo")
+            results[f"{name} foreign"] = all_weights(policy, lora)
+    return {**results, "archive": restored_archive(models, out, parallelism)}

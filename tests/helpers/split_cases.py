@@ -1,0 +1,54 @@
+"""Log-probabilities, gradients and steps of a model in a layout. Run by a WorkerPool."""
+
+import contextlib
+from pathlib import Path
+from unittest import mock
+
+from helpers import tiny_models
+
+from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.losses import LossTerm
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+
+def loss(logprobs, entropies, micro):
+    """Of log-probabilities and entropies, so that both contribute to the gradients."""
+    total = -((logprobs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
+    return {"loss": LossTerm(total, micro.mask.sum())}, {}
+
+
+def measure(
+    folder: Path, sizes: dict, lora: list[str] | None = None, packing: bool = False, share_prompts: bool = False,
+    head: str = "logits",
+) -> dict:
+    """The weights as exported, log-probabilities, entropies and gradients [5 rows, of different lengths], two steps'
+    results, and what is generated. lora: the layers whose adapters are trained; head: "logits" or "fused"."""
+    from nemo_edo.megatron.forward_backward import MicroBatching
+    from nemo_edo.megatron.policy import MegatronPolicy
+    from nemo_edo.parallel import linear
+
+    parallelism = ParallelismConfig(**sizes)
+    lora = None if lora is None else LoRAConfig(rank=4, alpha=12.0, targets=lora)
+    built = tiny_models.build_policy(folder, parallelism, lora=lora)
+    policy = MegatronPolicy(built.built, parallelism, PrecisionConfig(), built.device, head)
+    batch = tiny_models.with_shared_prompts(tiny_models.random_batch(rows=5), {2: 0, 3: 0, 4: 1})
+    # Three micro-batches: one stage has to wait.
+    cut = {"micro_batching": MicroBatching(2, 26 if packing else None, packing, share_prompts), "temperature": 0.7}
+    counts = {"loss_counts": {"loss": float(batch.mask.sum())}}
+    with mock.patch.multiple(linear, BLOCK_ELEMENTS={"cpu": 1}, MIN_COLUMNS=50):  # two blocks of each rank's columns
+        logprobs, entropies = policy.logprobs(batch, **cut)
+        results = {"exported": tiny_models.exported(policy), "logprobs": logprobs * batch.mask,
+                   "entropies": entropies * batch.mask}
+        policy.reset_optimizer(OptimizerConfig(lr=1e-2, adam_eps=1e-3), total_steps=2)
+        policy.zero_grad()
+        results["loss"] = policy.forward_backward(batch, loss, **counts, **cut)["loss"]
+        results["gradients"] = tiny_models.exported_gradients(policy)
+        # The second step has more micro-batches: a reduction that overlaps must not begin before the last.
+        cuts = [cut, {**cut, "micro_batching": MicroBatching(1, 13 if packing else None, packing, share_prompts)}]
+        results["norms"] = [policy.train_step(batch, loss, **counts, **other)["grad_norm"] for other in cuts]
+    results["trained"] = tiny_models.exported(policy)
+    with contextlib.suppress(ValueError):  # the engine refuses expert and context parallelism
+        requests = [GenerationRequest(f"p{i}", 0, (20 + i, 30), i) for i in range(3)]
+        rollouts = tiny_models.build_engine(policy).generate(requests, SamplingParams(0.0, 1.0, 6))
+        results["responses"] = [rollout.response_ids for rollout in rollouts]
+    return results

@@ -1,0 +1,57 @@
+"""Log-probabilities over a vocabulary that ranks share, and over that of one process. Run by a WorkerPool."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from nemo_edo.parallel import linear, linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
+
+PROCESSES, COLUMNS, HIDDEN = 2, 6, 3
+OPTIONS = {
+    "no padding": {},
+    "padding in the second half": {"vocab_size": 9, "temperature": 0.8},
+    "the second half all padding": {"vocab_size": COLUMNS},
+    "without entropy": {"with_entropy": False},
+}
+CASES = {(head, name, torch.float64): options for head in ("logits", "fused") for name, options in OPTIONS.items()}
+CASES["logits", "half precision", torch.bfloat16] = {}
+
+
+def run_case(head: str, dtype: torch.dtype, rank: int, group: dist.ProcessGroup | None, **options) -> dict:
+    """Values and gradients of this rank's columns, or of all of them where there is no group.
+
+    Of the logits or, fused, of the output weights that they are products with; the hidden states' gradient is then
+    summed over the ranks, as Megatron's layers do.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    whole = random(PROCESSES * COLUMNS, HIDDEN) if head == "fused" else 5 * random(PROCESSES * COLUMNS, 4, 7)
+    hidden, coefficients = random(4, 7, HIDDEN).requires_grad_(), random(2, 4, 7)
+    targets = torch.randint(options.get("vocab_size", PROCESSES * COLUMNS), (4, 7), generator=generator)
+    start = rank * COLUMNS
+    columns = slice(None) if group is None else slice(start, start + COLUMNS)
+    settings = {"vocab_start": start, "group": group, **options}
+    own = whole[columns].to(dtype).requires_grad_()
+    if head == "fused":
+        found = linear_logprobs_and_entropy(hidden, own, targets, **settings)
+    else:
+        found = vocab_parallel_logprobs_and_entropy(own.permute(1, 2, 0).contiguous(), targets, **settings)
+    values = {name: value for name, value in zip(("logprobs", "entropies"), found, strict=True) if value is not None}
+    sum((weights * value).sum() for weights, value in zip(coefficients, values.values(), strict=False)).backward()
+    results = {**{name: value.detach() for name, value in values.items()}, "gradient": own.grad}
+    if head == "fused":
+        if group is not None:
+            dist.all_reduce(hidden.grad, group=group)
+        results["hidden gradient"] = hidden.grad
+    return results
+
+
+def split_results() -> dict[tuple, dict]:
+    """This rank's part of every case; the fused head works in two blocks on each rank."""
+    with mock.patch.multiple(linear, BLOCK_ELEMENTS={"cpu": 1}, MIN_COLUMNS=4):
+        return {(head, name, dtype): run_case(head, dtype, dist.get_rank(), dist.group.WORLD, **options)
+                for (head, name, dtype), options in CASES.items()}

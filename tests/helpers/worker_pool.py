@@ -1,0 +1,172 @@
+"""Ranks of distributed tests, forked from processes that have imported everything: imports take longer than most cases.
+
+A case is a function of a module, called with keyword arguments in a new process for each rank; these share a gloo
+process group and end with the case. (In processes that lived on, the threads of every group that Megatron has made and
+forgotten would go on polling.) A case that fails, or whose ranks die or hang, ends its pool's processes; the next case
+starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+
+from helpers.ports import free_ports
+
+from nemo_edo.utils.processes import end_with
+
+MEETING_S = 300.0
+GRACE_S = 10.0
+"""How long the others may take once a rank has failed: they may wait for it in a collective until the limit."""
+
+
+class CaseFailed(AssertionError):
+    """A rank raised, died or did not answer in time; the message has the tracebacks and the last output."""
+
+
+class WorkerPool:
+    """``world_size`` ranks; use as a context manager. ``wait_s``: how long ranks wait for each other in a collective;
+    None leaves torch's half hour."""
+
+    def __init__(self, world_size: int, *, wait_s: float | None = None) -> None:
+        self.world_size, self._wait_s = world_size, wait_s
+        self._ranks: list[tuple[subprocess.Popen, Connection]] = []
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop()
+
+    def run(self, case: str, *, limit_s: float = 500.0, **arguments) -> list:
+        """What ``case``, "module:function", returns on each rank; raises CaseFailed."""
+        if not self._ranks:
+            self._start()
+        self._output.seek(0, os.SEEK_END)
+        begin = self._output.tell()
+        port = free_ports(1)[0]
+        for _, pipe in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # a dead rank is found below
+                pipe.send_bytes(pickle.dumps((case, arguments, port)))
+        results, failures = self._collect(limit_s)
+        if failures:
+            self._stop()
+            self._output.seek(begin)
+            said = "\n".join(f"rank {rank}: {why}" for rank, why in sorted(failures.items()))
+            raise CaseFailed(f"{case}\n{said}\n--- output\n{self._output.read()[-6000:].decode(errors='replace')}")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _collect(self, limit_s: float) -> tuple[dict[int, object], dict[int, str]]:
+        """Results and failures by rank."""
+        results, failures = {}, {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        deadline = time.monotonic() + limit_s
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures |= dict.fromkeys(waiting.values(), "no answer")
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    failure, result = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    failure, result = f"died with status {self._ranks[rank][0].wait(GRACE_S)}", None
+                if failure is None:
+                    results[rank] = result
+                else:
+                    failures[rank] = failure
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return results, failures
+
+    def _start(self) -> None:
+        self._output = tempfile.TemporaryFile("a+b")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
+                       "WORLD_SIZE": str(self.world_size)}
+        for rank in range(self.world_size):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-W", "ignore", "-m", "helpers.worker_pool", str(os.getpid()),
+                       str(theirs.fileno()), *([] if self._wait_s is None else [str(self._wait_s)])]
+            process = subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                                       stdout=self._output, stderr=self._output, stdin=subprocess.DEVNULL,
+                                       pass_fds=[theirs.fileno()], start_new_session=True)
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started, such as a checkpoint's writers
+            process.wait()
+        self._ranks.clear()
+
+
+# --- in the processes ---------------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection, wait_s: float | None) -> None:
+    """Forks a process for each case, until the pool's process closes its end."""
+    while True:
+        try:
+            case, arguments, port = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        child = os.fork()
+        if not child:
+            answer(pipe, case, arguments, port, wait_s)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:  # it has sent nothing
+            pipe.send_bytes(pickle.dumps((f"died with status {status}", None)))
+
+
+def answer(pipe: Connection, case: str, arguments: dict, port: int, wait_s: float | None) -> None:
+    """In the forked process, which it ends."""
+    end_with(os.getppid())
+    failure = result = None
+    try:
+        module, _, function = case.partition(":")
+        with process_group(port, wait_s):
+            result = getattr(importlib.import_module(module), function)(**arguments)
+    except BaseException:  # every failure of a case is a failure of its test
+        failure = traceback.format_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(pickle.dumps((failure, result)))
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def process_group(port: int, wait_s: float | None) -> Iterator[None]:
+    import torch
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Ranks meet at the store, which waits longer than their collectives may: a busy machine starts one late.
+    store = torch.distributed.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=timedelta(seconds=MEETING_S))
+    settings = {} if wait_s is None else {"timeout": timedelta(seconds=wait_s)}
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, **settings)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def main(parent: str, descriptor: str, wait_s: str | None = None) -> None:
+    end_with(int(parent))
+    importlib.import_module("helpers.tiny_models")
+    importlib.import_module("nemo_edo.models")
+    importlib.import_module("nemo_edo.megatron.checkpoint")
+    serve(Connection(int(descriptor)), None if wait_s is None else float(wait_s))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

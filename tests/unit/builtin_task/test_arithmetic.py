@@ -1,0 +1,179 @@
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_edo.builtin_task.arithmetic import (
+    STEP_ERRORS,
+    is_valid_derivation,
+    is_weak_fact,
+    max_number,
+    solution_path,
+    write_dataset,
+)
+from nemo_edo.config import ArithmeticConfig
+from nemo_edo.data.problems import load_problems
+from nemo_edo.types import Problem
+
+SMALL = ArithmeticConfig(warmup_problems=300, train_problems=20, test_problems=30)
+
+
+def operands(problem: Problem) -> tuple[int, ...]:
+    return tuple(int(number) for number in problem.question.split(" + "))
+
+
+def steps(problem: Problem) -> list[tuple[int, int, int]]:
+    lines = problem.solution.split("\n")[:-1]
+    return [tuple(int(word) for word in line.replace("+", "=").split(" = ")) for line in lines]
+
+
+def load(path) -> list[Problem]:
+    return load_problems(path, on_bad_rows="error").problems
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> dict[str, list[Problem]]:
+    files = write_dataset(tmp_path_factory.mktemp("arithmetic"), ArithmeticConfig())
+    return {name: load(getattr(files, name)) for name in ("warmup", "train", "test")}
+
+
+def test_default_sizes_are_reached_with_distinct_questions_from_the_whole_range(default):
+    assert {name: len(problems) for name, problems in default.items()} == {"warmup": 4096, "train": 1280, "test": 256}
+    assert {operand for problem in default["warmup"] for operand in operands(problem)} == set(range(10))
+    everything = [problem for problems in default.values() for problem in problems]
+    assert {len(operands(problem)) for problem in everything} == {4}
+    assert len({problem.question for problem in everything}) == len(everything)
+
+
+def test_no_test_question_is_a_permutation_of_another_question(default):
+    sets = {name: {tuple(sorted(operands(problem))) for problem in default[name]} for name in default}
+    assert len(sets["test"]) == len(default["test"])
+    assert not sets["test"] & (sets["warmup"] | sets["train"])
+
+
+def test_solutions_are_derivations_of_their_answers_right_except_for_small_errors_of_the_warm_up(default):
+    for problem in default["train"] + default["test"]:
+        assert problem.answer == str(sum(operands(problem)))
+        assert is_valid_derivation(question=problem.question, text=problem.solution)
+    for problem in default["warmup"]:
+        assert solution_path(question=problem.question, text=problem.solution) is not None
+        assert problem.answer == str(steps(problem)[-1][2])
+        assert {total - first - second for first, second, total in steps(problem)} <= {0, *STEP_ERRORS}
+
+
+def test_warmup_steps_are_right_as_often_as_the_config_says_and_weak_facts_wrong_in_one_way(default):
+    config, totals = ArithmeticConfig(), {True: {}, False: {}}
+    for first, second, total in itertools.chain.from_iterable(map(steps, default["warmup"])):
+        of_fact = totals[is_weak_fact(first, second, config)].setdefault(frozenset((first, second)), [])
+        of_fact.append(total - first - second)
+    # Four standard errors of a share of n Bernoulli samples.
+    for weak, accuracy in ((True, config.weak_fact_accuracy), (False, 1 - config.step_noise)):
+        errors = [error for of_fact in totals[weak].values() for error in of_fact]
+        n = len(errors)
+        assert n > 1000
+        assert errors.count(0) / n == pytest.approx(accuracy, abs=4 * (accuracy * (1 - accuracy) / n) ** 0.5)
+        wrong = [[error for error in of_fact if error] for of_fact in totals[weak].values()]
+        often = [len(set(of_fact)) for of_fact in wrong if len(of_fact) >= 10]
+        assert len(often) > 5 and all((ways == 1) is weak for ways in often)
+
+
+def test_share_of_weak_facts_is_the_configured_one_and_order_of_summands_is_irrelevant():
+    config = ArithmeticConfig(weak_fact_share=0.3)
+    facts = list(itertools.combinations_with_replacement(range(60), 2))
+    weak = [is_weak_fact(first, second, config) for first, second in facts]
+    assert weak == [is_weak_fact(second, first, config) for first, second in facts]
+    assert sum(weak) / len(weak) == pytest.approx(0.3, abs=4 * (0.21 / len(weak)) ** 0.5)
+    assert not any(is_weak_fact(*fact, ArithmeticConfig(weak_fact_share=0.0)) for fact in facts)
+
+
+def test_files_depend_on_the_seed_alone_and_noise_leaves_questions_as_they_are(tmp_path):
+    def contents(name: str, **changes: object) -> list[bytes]:
+        files = write_dataset(tmp_path / name, dataclasses.replace(SMALL, **changes))
+        return [path.read_bytes() for path in (files.warmup, files.train, files.test)]
+
+    first = contents("first")
+    assert contents("again") == first != contents("noisy", step_noise=0.9)
+    assert contents("other", seed=1)[2] != first[2]
+    first, noisy = (load(tmp_path / name / "warmup.jsonl") for name in ("first", "noisy"))
+    assert [problem.question for problem in first] == [problem.question for problem in noisy]
+
+
+def test_every_number_is_at_most_the_largest_even_with_all_steps_wrong(tmp_path):
+    config = ArithmeticConfig(num_operands=3, max_operand=1, warmup_problems=3, train_problems=1, test_problems=1,
+                              weak_fact_share=0.0, step_noise=1.0)
+    assert max_number(config) == 3 + 2 * 2
+    for seed in range(30):
+        problems = load(write_dataset(tmp_path, dataclasses.replace(config, seed=seed)).warmup)
+        numbers = [number for problem in problems for step in steps(problem) for number in step]
+        assert 0 <= min(numbers) <= max(numbers) <= max_number(config)
+
+
+@pytest.mark.parametrize("sizes", [{"test_problems": 716}, {"warmup_problems": 9990}, {"train_problems": 10_000}])
+def test_impossible_sizes_are_an_error_with_the_numbers(tmp_path, sizes):
+    with pytest.raises(ValueError, match=r"4 operands from 0 to 9 make 715 multisets \(10000 questions\)") as error:
+        write_dataset(tmp_path, dataclasses.replace(SMALL, **sizes))
+    assert str(next(iter(sizes.values()))) in str(error.value)
+
+
+QUESTION = "6 + 1 + 3 + 1"
+EXAMPLE = "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11"
+
+
+@pytest.mark.parametrize(("text", "path", "valid"), [
+    (EXAMPLE, ((1, 1), (2, 9), (3, 6)), True),
+    ("1 + 1 = 2\n3 + 6 = 9\n2 + 9 = 11\n#### 11", ((1, 1), (2, 9), (3, 6)), True),  # another order of the same path
+    ("6 + 1 = 7\n7 + 1 = 8\n8 + 3 = 11\n#### 11", ((1, 6), (1, 7), (3, 8)), True),
+    ("6 + 3 = 10\n1 + 1 = 2\n10 + 2 = 12\n#### 12", ((1, 1), (2, 10), (3, 6)), False),  # a wrong sum
+])
+def test_a_path_is_its_sorted_merges_and_valid_if_every_sum_is_right(text, path, valid):
+    assert solution_path(question=QUESTION, text=text) == path
+    assert is_valid_derivation(question=QUESTION, text=text) is valid
+
+
+@pytest.mark.parametrize("text", [
+    "", "#### 11", "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11",
+    "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 12",  # answer differs from the chain
+    "6 + 3 = 9\n1 + 1 = 2\n#### 11",  # numbers are left
+    "6 + 3 = 9\n6 + 1 = 7\n9 + 7 = 16\n#### 16",  # 6 is used twice
+    "6 + 5 = 11\n1 + 1 = 2\n11 + 2 = 13\n#### 13",  # 5 was never there
+    "3 + 3 = 6\n1 + 1 = 2\n6 + 2 = 8\n#### 8",  # one 3, taken twice
+    "6+3=9\n1 + 1 = 2\n9 + 2 = 11\n#### 11", "06 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11",
+    "6 + 3 = 9\n\n1 + 1 = 2\n9 + 2 = 11\n#### 11", "6 + 3 = 9 <unk>\n1 + 1 = 2\n9 + 2 = 11\n#### 11",
+    EXAMPLE + "\n#### 11", EXAMPLE + " apples", EXAMPLE + "\n11 + 0 = 11",
+    "6 + 3 = " + "9" * 5000 + "\n#### 1",
+])
+def test_text_that_is_not_a_derivation_has_no_path(text):
+    assert solution_path(question=QUESTION, text=text) is None
+    assert not is_valid_derivation(question=QUESTION, text=text)
+
+
+def enumerate_derivations(left: tuple[int, ...], lines: tuple[str, ...] = ()) -> list[str]:
+    """Every derivation of distinct-looking numbers, by brute force."""
+    if len(left) == 1:
+        return ["\n".join([*lines, f"#### {left[0]}"])]
+    derivations = []
+    for i, j in itertools.permutations(range(len(left)), 2):
+        rest = tuple(number for k, number in enumerate(left) if k not in (i, j))
+        line = f"{left[i]} + {left[j]} = {left[i] + left[j]}"
+        derivations += enumerate_derivations((*rest, left[i] + left[j]), (*lines, line))
+    return derivations
+
+
+def test_four_distinct_operands_have_144_derivations_and_15_paths():
+    texts = set(enumerate_derivations((1, 2, 4, 8)))
+    assert len(texts) == 144
+    assert all(is_valid_derivation(question="1 + 2 + 4 + 8", text=text) for text in texts)
+    assert len({solution_path(question="1 + 2 + 4 + 8", text=text) for text in texts}) == 15
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_altering_one_character_of_a_valid_derivation_never_leaves_it_valid_with_another_answer(numbers, rng):
+    question = " + ".join(map(str, numbers))
+    text = rng.choice(enumerate_derivations(tuple(numbers)))
+    assert is_valid_derivation(question=question, text=text)
+    place = rng.randrange(len(text))
+    altered = text[:place] + rng.choice("0123456789 +=#\nx") + text[place + 1 :]
+    if is_valid_derivation(question=question, text=altered):
+        assert altered.split("\n")[-1] == f"#### {sum(numbers)}"

@@ -1,0 +1,244 @@
+"""Composition: Hydra's syntax works, values are typed, and each mistake is one line that says what and where."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, resolved_yaml
+
+
+def write_configs(folder: Path, **files: str) -> Path:
+    """``group__name`` becomes group/name.yaml."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def message_of(config_name: str, overrides: list[str], config_dir: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(config_name, overrides, config_dir)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> RunConfig:
+    return compose_run("quickstart", [])
+
+
+# --- what works ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("line", "read", "expected"), [
+    ("+grpo.clip_low=0.1", lambda cfg: cfg.grpo.clip_low, 0.1),
+    ("++grpo.beta=0.5", lambda cfg: cfg.grpo.beta, 0.5),
+    ("~grpo.beta", lambda cfg: cfg.grpo.beta, 0.04),
+    ("~arms", lambda cfg: cfg.arms, {}),
+    ("~arms.grpo", lambda cfg: "grpo" in cfg.arms, False),
+    ('data.prompt="Q: {question}, A:"', lambda cfg: cfg.data.prompt, "Q: {question}, A:"),
+    ("grpo={beta: 0.5, optimizer: {lr: 0.25}}", lambda cfg: (cfg.grpo.beta, cfg.grpo.optimizer.lr), (0.5, 0.25)),
+    ("grpo.beta=${grpo.clip_low}", lambda cfg: cfg.grpo.beta, 0.2),
+    ("model.architecture.anything=7", lambda cfg: cfg.model.architecture["anything"], 7),
+    ("threads=null", lambda cfg: cfg.threads, None),
+])
+def test_hydra_override_syntax_sets(line: str, read, expected):
+    """The last of two overrides of a key wins."""
+    assert read(compose_run("quickstart", ["grpo.beta=0.9", line] if line.startswith("++grpo") else [line])) == expected
+
+
+def test_custom_config_folder_takes_the_groups_that_it_lacks_from_the_shipped_ones(tmp_path: Path):
+    folder = write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, {data: own}, _self_]\n"
+                                          "sampling: {max_new_tokens: 8}\nname: mine\n",
+                           data__own="prompt: '<{question}>'\n")
+    cfg = compose_run("mine", [], folder)
+    assert (cfg.model.architecture["model_type"], cfg.data.prompt) == ("llama", "<{question}>")
+
+
+def test_resolved_yaml_holds_every_setting_and_composes_to_the_same_run(tmp_path: Path):
+    cfg = compose_run("quickstart", ["grpo.beta=${grpo.clip_low}", "threads=2", "data.prompt='{question}\n\tA: '"])
+    write_configs(tmp_path, config=resolved_yaml(cfg))
+    assert compose_run("config", [], tmp_path) == cfg
+    written = OmegaConf.create(resolved_yaml(cfg))
+    assert (set(written), written.grpo.clip_low) == (set(RunConfig.__dataclass_fields__), 0.2)
+
+
+# --- arms -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_arms_the_policy_has_the_section_of_the_runs_algorithm():
+    by_default = compose_run("quickstart", ["~arms"])
+    assert arm_configs(by_default) == {"policy": by_default.grpo}
+    cfg = compose_run("quickstart", ["~arms", "algorithm=idpo", "idpo.beta=0.3"])
+    assert arm_configs(cfg) == {"policy": cfg.idpo}
+    assert (cfg.idpo.beta, cfg.idpo.exploration_weight) == (0.3, pytest.approx(3e-4))
+
+
+def test_arms_by_name_join_those_that_a_config_spells_out_and_may_be_changed_in_the_same_command(tmp_path: Path):
+    folder = write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, _self_]\nsampling: {max_new_tokens: 8}\n"
+                                          "arms: {own: {alpha: 3}}\n")
+    assert list(compose_run("mine", ["arms=[grpo,noise]"], folder).arms) == ["own", "grpo", "noise"]
+    assert list(compose_run("quickstart", ["+arms=[noise]"]).arms) == ["noise"]
+    arms = compose_run("quickstart", ["arms.noise.alpha=7", "arms=[grpo,noise]", "~arms.grpo"]).arms
+    assert [arm["alpha"] for arm in arms.values()] == [7]
+    assert compose_run("idpo_quickstart", ["arms=[ed_idpo,ed_grpo]"]).arms == {
+        "ed_idpo": {}, "ed_grpo": {"algorithm": "grpo"}}  # the run's own algorithm is not repeated
+
+
+@pytest.mark.parametrize(("overrides", "arms"), [
+    (["arms={a: {alpha: 3}}"], {"a": {"alpha": 3}}),
+    (["arms={a: {alpha: 3}}", "arms.a.alpha=4", "+arms.b.alpha=5"], {"a": {"alpha": 4}, "b": {"alpha": 5}}),
+    (["arms={}"], {}),
+])
+def test_arms_spelled_out_replace_those_of_the_config(overrides: list[str], arms: dict):
+    assert compose_run("quickstart", overrides).arms == arms
+
+
+def test_a_misspelled_arm_is_an_error_that_names_the_nearest_and_how_to_add_one():
+    said = message_of("quickstart", ["arms.ed_gpro.exploration_coefficient=0.1"])
+    assert "command line: arms.ed_gpro.exploration_coefficient=0.1" in said and "did you mean ed_grpo?" in said
+    assert "+arms.ed_gpro.exploration_coefficient=0.1" in said
+    added = compose_run("quickstart", ["+arms.ed_gpro.exploration_coefficient=0.1"]).arms
+    assert added["ed_gpro"] == {"exploration_coefficient": 0.1} and "ed_grpo" in added
+
+
+def test_an_arm_of_a_custom_folder_can_be_named(tmp_path: Path):
+    write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, {arm@arms: [grpo, bold]}, _self_]\n"
+                                 "sampling: {max_new_tokens: 8}\n", arm__bold="bold: {alpha: 9}\n")
+    assert compose_run("mine", [], tmp_path).arms == {"grpo": {"alpha": 0}, "bold": {"alpha": 9}}
+    assert list(compose_run("mine", ["arms=bold"], tmp_path).arms) == ["bold"]
+
+
+def test_arms_start_from_the_section_of_their_algorithm_or_the_runs_and_differ_in_their_own_keys_only():
+    overrides = ["algorithm=idpo", "idpo.beta=0.3", "grpo.beta=0.7", "~arms",
+                 "+arms={eto: {alpha: 0}, all: {}, dapo: {algorithm: grpo, clip_high: 0.28, optimizer: {lr: 0.5}}}"]
+    cfg = compose_run("quickstart", overrides)
+    arms = arm_configs(cfg)
+    assert {name: type(arm) for name, arm in arms.items()} == {"eto": IDPOConfig, "all": IDPOConfig, "dapo": GRPOConfig}
+    assert (arms["all"], arms["eto"]) == (cfg.idpo, replace(cfg.idpo, alpha=0))
+    assert arms["dapo"] == replace(cfg.grpo, clip_high=0.28, optimizer=replace(cfg.grpo.optimizer, lr=0.5))
+    assert (cfg.idpo.beta, cfg.grpo.beta) == (0.3, 0.7) and cfg.grpo.optimizer.lr != 0.5
+
+
+def test_supervised_training_alone_has_no_arms():
+    assert arm_configs(compose_run("quickstart", ["~arms", "algorithm=sft"])) == {}
+    assert "arms is ['grpo'" in message_of("quickstart", ["algorithm=sft"])
+    assert "sft.steps is 0" in message_of("quickstart", ["~arms", "algorithm=sft", "sft.steps=0"])
+
+
+@pytest.mark.parametrize(("algorithm", "expected"), [("grpo", "a number of at least 0"), ("idpo", "a number above 0")])
+@pytest.mark.parametrize("name", ["new", "idpo"])
+def test_a_bad_value_of_an_arm_is_told_with_the_arms_key_whatever_its_algorithm_and_name(name, algorithm, expected):
+    line = f"++arms.{name}={{algorithm: {algorithm}, beta: -1}}"
+    assert message_of("quickstart", ["~arms", line]).startswith(f"arms.{name}.beta is -1.0, expected {expected}")
+
+
+@pytest.mark.parametrize(("overrides", "told"), [
+    (["grpo.schedule.kind=gradient-share", "~arms", "+arms={a: {}, b: {alpha: 0}}"], "arms.b.schedule.kind"),
+    (["grpo.alpha=0.5", "+arms.new.exploration_coefficient=0.1"],
+     "arms.new.alpha (0.5) and arms.new.exploration_coefficient (0.1)"),
+])
+def test_settings_of_an_arm_and_its_section_that_do_not_fit_are_told_with_the_arms_key(overrides, told: str):
+    assert message_of("quickstart", overrides).startswith(told)
+
+
+def test_an_arm_with_alpha_null_replaces_the_sections_alpha_by_a_coefficient():
+    overrides = ["grpo.alpha=0.5", "+arms.new.exploration_coefficient=0.1", "arms.new.alpha=null"]
+    assert arm_configs(compose_run("quickstart", overrides))["new"].exploration_weight == 0.1
+
+
+@pytest.mark.parametrize(("differences", "told"), [
+    ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); the nearest known key is arms.a.alpha"),
+    ({"beta": "x"}, "arms.a.beta is 'x', expected a number (arms.a)"),
+    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of grpo, idpo (arms.a)"),
+    ({"algorithm": "idpo", "clip_high": 0.3}, "unknown key arms.a.clip_high (arms.a)"),
+])
+def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, differences: dict, told: str):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        arm_configs(replace(quickstart, arms={"a": differences}))
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("line", "told"), [
+    ("grpo.alhpa=0.01", ["unknown key grpo.alhpa", "nearest known key is grpo.alpha"]),
+    ("dta=gsm8k", ["unknown key dta", "nearest known key is data"]),
+    ("grpo={alhpa: 1}", ["unknown key grpo.alhpa", "nearest known key is grpo.alpha"]),
+    ("arms.ed_grpo.optimizer.rl=1", ["unknown key", "nearest known key is arms.ed_grpo.optimizer.lr"]),
+    ("grpo.alpha=x", ["grpo.alpha is 'x', expected a number or null"]),
+    ("grpo.iterations=2.5", ["grpo.iterations is 2.5, expected an integer"]),
+    ("parallelism.use_distributed_optimizer=maybe", ["parallelism.use_distributed_optimizer is", "true or false"]),
+    ("arms.ed_grpo=3", ["arms.ed_grpo is 3, expected a mapping"]),
+    ("exp_manager=3", ["exp_manager is 3, expected a mapping"]),
+    ("grpo=3", ["grpo is 3, expected a section"]),
+    ("grpo.beta=-1", ["grpo.beta is -1.0, expected a number of at least 0"]),
+    ("arms.ed_grpo.optimizer.lr=0", ["arms.ed_grpo.optimizer.lr is 0.0, expected a number above 0"]),
+    ("grpo.beta=${nope}", ["grpo.beta: Interpolation key 'nope' not found"]),
+    ("grpo.beta=???", ["a value is needed for grpo.beta", "KEY=VALUE"]),
+    ("data=gsm8q", ["no config gsm8q in group data; did you mean gsm8k? (there are: aime24, "]),
+    ("algorithm=ppo", ["algorithm is 'ppo', expected one of none, sft, grpo, idpo"]),
+    ("idpo.micro_batch_tokens=100", ["idpo.micro_batch_tokens is 100", "2 * model.seq_length = 128"]),
+    ("seed", ["KEY=VALUE"]),
+    ("seed=1,2", ["[a,b]", "-m"]),
+    ("=3", ["names no setting"]),
+    ("hydra.run.dir=x", ["names no setting"]),
+    ("arms=[grpo,nois]", ["no config nois in group arm; did you mean noise?"]),
+])
+def test_mistake_on_the_command_line_is_one_line_with_key_place_and_remedy(line: str, told: list[str]):
+    message = message_of("quickstart", [line])
+    assert all(part in message for part in [*told, f"command line: {line}"])
+
+
+@pytest.mark.parametrize(("line", "names"), [
+    ("+grpo.beta=1", ["grpo.beta", "++grpo.beta=1"]), ("~grpo.alhpa", ["grpo.alhpa", "does not exist"]),
+    ("+data=gsm8k", ["data"]),
+])
+def test_hydras_own_refusals_stay_one_line_that_names_the_key(line: str, names: list[str]):
+    message = message_of("quickstart", [line])
+    assert all(name in message for name in names)
+
+
+BASE = "defaults: [{model: tiny_llama}, {data: own}, _self_]\nsampling: {max_new_tokens: 8}\n"
+
+
+@pytest.mark.parametrize(("data", "more", "key", "place"), [
+    ("prompt: '{question}'\n\narithmetic:\n  max_operandd: 3\n", "", "data.arithmetic.max_operandd", "data/own.yaml:4"),
+    ("arithmetic:\n  seed: x\n", "", "data.arithmetic.seed is 'x'", "data/own.yaml:2"),
+    ("arithmetic:\n  seed: x\n", "data:\n  arithmetic:\n    seed: y\n", "data.arithmetic.seed is 'y'", "mine.yaml:5"),
+    ("", "arms:\n  a:\n    beta: 1\n    optimizer:\n      lr: x\n", "arms.a.optimizer.lr is 'x'", "mine.yaml:7"),
+    ("", "arms:\n  a:\n", "arms.a is None", "mine.yaml:4"),
+    ("on_bad_rows: drop\n", "", "data.on_bad_rows is 'drop', expected one of error, skip", "data/own.yaml:1"),
+    ("train: ???\ntest: ???\n", "", "data.train", "data/own.yaml:1"),
+    ("train: ???\ntest: ???\n", "", "data.test", "data/own.yaml:2"),
+    ("prompt: 'x\n", "", "invalid YAML", "data/own.yaml:2"),
+    ("prompt: '{question}'\nprompt: 'x'\n", "", "duplicate key prompt", "data/own.yaml:2"),
+    ("", "grpo: [1]\n", "grpo is [1]", "mine.yaml:3"),
+])
+def test_mistake_in_a_file_names_the_key_with_the_file_and_line_that_set_it(tmp_path: Path, data, more, key, place):
+    write_configs(tmp_path, mine=BASE + more, data__own=data)
+    message = message_of("mine", [], tmp_path)
+    assert key in message and f"{tmp_path}/{place}" in message
+
+
+def test_a_mistake_is_placed_on_the_command_line_that_overrides_a_file_or_in_a_file_by_its_relative_path(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "(conf/arm/pass4.yaml:2)" in message_of("quickstart", ["arms=pass4", "sampling.samples_per_prompt=4"])
+    write_configs(tmp_path, mine=BASE, data__own="arithmetic: {seed: 1}\n")
+    assert message_of("mine", ["data.arithmetic.seed=x"], tmp_path).endswith("(command line: data.arithmetic.seed=x)")
+    write_configs(tmp_path, data__own="seeed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert "(data/own.yaml:1)" in message_of("mine", [], tmp_path)
+
+
+def test_unknown_config_name_is_told_with_the_nearest_and_a_missing_folder_is_named(tmp_path: Path):
+    write_configs(tmp_path, alpha_sweep="name: a\n", other="name: b\n")
+    message = message_of("alpha_sweap", [], tmp_path)
+    assert all(part in message for part in (str(tmp_path), "did you mean alpha_sweep?", "alpha_sweep, other"))
+    assert f"{tmp_path / 'none'} is not a folder" in message_of("quickstart", [], tmp_path / "none")

@@ -1,0 +1,101 @@
+"""The experiments: each composes, fits four H100s, has the paper's settings, and every row of its tables has a run."""
+
+import functools
+from pathlib import Path
+
+import pytest
+from helpers.experiment_run import experiment_record
+
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, shipped_config_dir
+from nemo_edo.data.benchmarks import BENCHMARKS
+from nemo_edo.doctor.report import Devices, of_config
+from nemo_edo.evaluation.results import START
+from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, TABLES, evaluated_on, experiments, published
+from nemo_edo.report.paper.settings import departures
+
+FOLDER = shipped_config_dir() / "experiment"
+NAMES = sorted(
+    str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.glob("*/*.yaml") if path.parent.name != "base"
+)
+OF_THE_PAPER = [name for name in NAMES if not name.startswith("builtin/")]
+TRAINED = [name for name in OF_THE_PAPER if not name.startswith("ood/")]
+H100 = Devices(False, 4, 80 * 10**9)
+
+
+@functools.cache
+def composed_with_missing(name: str):
+    """Composing takes half a second."""
+    return compose_incomplete(f"experiment/{name}", [])
+
+
+def composed(name: str):
+    return composed_with_missing(name)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_composes_under_its_name_with_the_papers_settings(tmp_path: Path, name: str):
+    cfg = composed(name)
+    benchmark = f"_{cfg.data.test_benchmark}" if name.startswith("ood/") else ""
+    assert (cfg.experiment, cfg.name) == (name, name.replace("/", "_") + benchmark)
+    if name in OF_THE_PAPER:
+        record = experiment_record(tmp_path / "run", cfg)
+        found = {arm: departures(record, arm) for arm in experiments()[name]}
+        assert found == {arm: [] for arm in found}
+        assert (cfg.evaluation.samples, cfg.evaluation.rollouts) == (10, 3)
+    # DAPO's buffer is a fifth of the longest response, as its authors' 4,096 of 20,480.
+    dapo = arm_configs(cfg).get("dapo")
+    assert dapo is None or dapo.overlong_buffer == cfg.sampling.max_new_tokens // 5
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_an_experiment_fits_on_four_h100s_of_80_gb(name: str):
+    assert of_config(*composed_with_missing(name), H100).problems == []
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_row_of_the_papers_tables_has_one_run_that_measures_it(table: str):
+    for row in {paper.row for paper in published(table)}:
+        elsewhere = row.evaluated_on in (OVERALL, *OUT_OF_DISTRIBUTION)
+        measured = {
+            measures.row._replace(evaluated_on=measures.row.evaluated_on == OVERALL): (name, arm)
+            for name, arms in experiments().items()
+            for arm, measures in arms.items()
+            if table in measures.tables
+        }
+        method = "cot" if row.method == "searchllm" else row.method
+        name, arm = measured[row._replace(evaluated_on=elsewhere, method=method)]
+        cfg = composed(name)
+        assert arm in {START, *arm_configs(cfg)}
+        assert (cfg.algorithm == "none") == elsewhere
+        assert elsewhere or evaluated_on(cfg.data.tested_on, row.trained_on) == row.evaluated_on
+        assert elsewhere or BENCHMARKS[cfg.data.benchmark].title.lower().startswith(row.trained_on.lower())
+
+
+def test_every_experiment_of_the_tables_has_a_config_and_no_two_arms_measure_one_row():
+    assert set(experiments()) == set(OF_THE_PAPER)
+    measured = [
+        (table, measures.row)
+        for arms in experiments().values()
+        for measures in arms.values()
+        for table in measures.tables
+    ]
+    assert len(set(measured)) == len(measured)
+    for name in ("alpha/math_qwen_grpo", "alpha/math_qwen_idpo"):
+        assert [arm.alpha for arm in arm_configs(composed(name)).values()] == [0, 1e-4, 1e-3, 1e-2, 1e-1]
+
+
+@pytest.mark.parametrize("data", ["aime24", "aime25", "math500", "minerva", "olympiadbench"])
+def test_a_benchmark_is_chosen_by_data_and_has_its_own_folder(data: str):
+    cfg, missing = compose_incomplete("experiment/ood/s1k_llama_eto", [f"data={data}"])
+    assert evaluated_on(cfg.data.tested_on, "s1K") in OUT_OF_DISTRIBUTION
+    assert (cfg.name, missing) == (f"ood_s1k_llama_eto_{data}", ["model.path", "data.test"])
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("experiment=mine", "mine"), ("+experiment=mine/two", "mine/two"), ("~experiment", None),
+])
+def test_the_experiment_of_a_run_is_a_setting_and_an_unknown_config_is_told_with_the_nearest(line: str, expected):
+    assert compose_run("experiment/builtin/quickstart", [line]).experiment == expected
+    for group, told in (("main", "experiment/main/gsm8k_llama3_grpo[?]"), ("mian", "experiment/mian")):
+        with pytest.raises(ConfigError, match=told):
+            compose_run(f"experiment/{group}/gsm8k_llama3_grp", [])

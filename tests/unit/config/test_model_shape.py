@@ -1,0 +1,99 @@
+"""The sizes of conf/model/ against what their makers publish, and the counts against transformers' models."""
+
+import pytest
+import torch
+from generated import model_section
+
+from nemo_edo.config.compose import shipped_config_dir
+from nemo_edo.config.model_shape import ModelShape, check_convertible, check_expected, check_positions
+from nemo_edo.errors import UserError
+
+PUBLISHED = {  # numbers in the safetensors files of the models' pages on Hugging Face, tied weights counted once
+    "qwen2_5_0_5b": 494_032_768, "qwen2_5_1_5b": 1_543_714_304, "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512, "qwen2_5_14b": 14_770_033_664, "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648, "qwen3_0_6b": 596_049_920, "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096, "qwen3_8b": 8_190_735_360, "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264, "qwen3_30b_a3b": 30_532_122_624, "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496, "llama3_2_1b": 1_235_814_400, "llama3_2_3b": 3_212_749_824,
+}
+MODELS = sorted(path.stem for path in (shipped_config_dir() / "model").glob("*.yaml"))
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 130}
+
+
+def architecture(model: str) -> dict:
+    return dict(model_section(model)["architecture"])
+
+
+def transformers_config(fields: dict):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**fields)
+
+
+@pytest.mark.parametrize("model", sorted({*MODELS, *PUBLISHED} - {"hf", "tiny_llama"}))
+def test_a_model_has_the_published_number_of_parameters_fields_of_transformers_and_can_be_converted(model: str):
+    fields = architecture(model)
+    assert ModelShape.from_hf(fields, model).parameters == PUBLISHED[model]
+    config = transformers_config(fields)
+    assert set(fields) <= {*type(config)().to_dict(), "head_dim"}
+    assert (config.rope_scaling or {}).get("rope_type") == ("llama3" if model.startswith("llama") else None)
+    check_convertible(fields, model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("fields", [
+    {"model_type": "llama"}, {"model_type": "llama", "head_dim": 32}, {"model_type": "qwen2", "num_key_value_heads": 2},
+    {"model_type": "qwen3", "num_key_value_heads": 2},
+    {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16},
+    {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
+     "moe_intermediate_size": 40},
+], ids=str)
+def test_parameters_are_those_of_transformers_models(fields: dict, tied: bool):
+    from transformers import AutoModelForCausalLM
+
+    fields = {**TINY, **fields, "tie_word_embeddings": tied}
+    if fields["model_type"] == "llama":
+        fields.setdefault("num_key_value_heads", 4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(fields))
+    assert ModelShape.from_hf(fields, "test").parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "gpt2"}, "here: model_type is 'gpt2'; sizes are known for the model types llama, qwen2, qwen3"),
+    ({"vocab_size": None, "hidden_size": None}, "here has no hidden_size, vocab_size"),
+    ({"model_type": "qwen3_moe", "num_experts": 4}, "here has no num_experts_per_tok, moe_intermediate_size"),
+])
+def test_sizes_that_are_not_known_are_told_with_their_source(changes: dict, message: str):
+    fields = {**TINY, "model_type": "llama", **changes}
+    with pytest.raises(UserError, match=message):
+        ModelShape.from_hf(fields, "here")
+
+
+def test_sizes_that_both_name_have_to_agree():
+    expected = architecture("qwen2_5_7b")
+    check_expected(None, {"hidden_size": 1}, "here")
+    check_expected(expected, {**expected, "rope_theta": 1.0, "head_dim": 128}, "here")
+    with pytest.raises(UserError, match="here has num_hidden_layers 48, but model.architecture.num_hidden_layers is"):
+        check_expected(expected, architecture("qwen2_5_14b"), "here")
+
+
+@pytest.mark.parametrize(("check", "model", "changes", "message"), [
+    *((check_convertible, *row) for row in [
+        ("qwen3_30b_a3b", {"norm_topk_prob": False}, "here: norm_topk_prob is false; .* with true only"),
+        ("qwen3_30b_a3b", {"norm_topk_prob": None}, "norm_topk_prob is null"),  # false to transformers
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .* with 1 only"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": [0, 3]}, r"mlp_only_layers is \[0, 3\]; .* with \[\] only"),
+        ("qwen2_5_7b", {"use_sliding_window": True}, "use_sliding_window is true; .* with false only"),
+        ("llama3_1_8b", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of type 'linear' would be lost"),
+    ]),
+    *((check_positions, model, {"rope_scaling": scaling}, message) for model, scaling, message in [
+        ("qwen2_5_7b", {"rope_type": "yarn", "factor": 4.0}, "here: rope_scaling of type 'yarn' .* lost for .*qwen2"),
+        ("qwen3_8b", {"type": "linear", "factor": 2.0}, "type 'linear' would be lost"),
+        ("llama3_1_8b", {"rope_type": "dynamic"}, "type 'dynamic' would be lost"),
+        ("llama3_1_8b", {"rope_type": "llama3", "original_max_position_embeddings": 16}, "is 16; .* 8192 only"),
+    ]),
+])
+def test_what_bridge_or_megatron_would_take_for_something_else_is_refused(check, model: str, changes, message: str):
+    with pytest.raises(UserError, match=message):
+        check({**architecture(model), **changes}, "here")

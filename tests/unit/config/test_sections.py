@@ -1,0 +1,102 @@
+"""Each section of a config refuses settings out of range or that do not fit each other, and names the key."""
+
+from dataclasses import fields
+
+import pytest
+
+from nemo_edo.config import (
+    GRPOConfig,
+    IDPOConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    RewardsConfig,
+    ScheduleConfig,
+    SearchLLMConfig,
+)
+from nemo_edo.config.judge_server import JudgeConfig
+from nemo_edo.config.search import MEANS, WIDTHS
+from nemo_edo.test_time import search_llm
+
+URL = "http://node7:8000/v1"
+LAST_LAYER_IN_BF16 = {"fp8": "hybrid", "dtype": "bf16", "fp8_recipe": "delayed", "bf16_layers_at_end": 1}
+WRONG = [
+    (LoRAConfig, "lora", {
+        "rank": -1, "alpha": 0.0, "targets": [[], ["linear_qkv", "q_proj"]], "dropout": 0.1}),
+    (IDPOConfig, "idpo", {
+        "micro_batch_size": 3, "exploration_samples": ["some", "0"], "pairs_per_prompt": 0, "alpha": -1.0,
+        "label_smoothing": 0.5}),
+    (SearchLLMConfig, "search", {
+        "steps": 0, "branches": 0, "width": -1, "part_size": 0, "batch_tokens": 0, "seed": -1, "trees": -1,
+        "exploration": [-0.1, float("inf")], "prior_precision": 0.0, "noise_variance": float("nan"),
+        "width_kind": "std", "mean": "gp", "dtype": "fp8", "name": ["a/b", ".a", ""], "step_separator": ""}),
+    (JudgeConfig, "rewards.judge", {
+        "url": "node7", "prompt": ["{question} {answer}", "{reference}"], "max_abstained": 1.5, "attempts": 0,
+        "temperature": -1.0, "structured_output": "json"}),
+    (ParallelismConfig, "parallelism", {
+        "sequence_parallel": True, "virtual_pipeline_model_parallel_size": 2, "overlap_param_gather": True,
+        "optimizer_offload_fraction": 0.5, "context_parallel_size": 0, "recompute_granularity": "some"}),
+    (ModelConfig, "model", {"seq_length": 0, "attention": "flash", "loss_head": "none", "architecture": {"x": 1}}),
+    (GRPOConfig, "grpo", {
+        "packing": True, "share_prompts": True, "old_logprobs": "engine", "beta": -1.0, "clip_low": 1.0,
+        "aggregation": ["mean", "seq-mean-token-sum-norm"], "dual_clip": 0.5, "log_ratio_floor": 0.1}),
+    (PrecisionConfig, "precision", {"dtype": "fp16", "fp8_param_gather": True}),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [
+    pytest.param(kind, f"{prefix}.{name}", value, id=f"{prefix}.{name}={value}")
+    for kind, prefix, wrong in WRONG
+    for name, values in wrong.items()
+    for value in (values if isinstance(values, list) else [values])
+])
+def test_a_value_out_of_range_is_an_error_that_names_the_key(section, key: str, value):
+    named = "grpo.norm_length" if value == "seq-mean-token-sum-norm" else key  # what this aggregation requires
+    with pytest.raises(ValueError, match=named):
+        section(**{key.rpartition(".")[2]: value})
+
+
+@pytest.mark.parametrize(("section", "fields", "key"), [
+    (IDPOConfig, {"label_smoothing": 0.1, "preference_loss": "ipo"}, "idpo.label_smoothing"),
+    (ParallelismConfig, {"virtual_pipeline_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
+     "parallelism.virtual_pipeline_model_parallel_size is 1, expected null or a number above 1"),
+    (ParallelismConfig, {"overlap_param_gather": True, "use_distributed_optimizer": True}, "overlap_grad_reduce"),
+    (ParallelismConfig, {"optimizer_offload_fraction": 1.5, "use_distributed_optimizer": True},
+     "parallelism.optimizer_offload_fraction"),
+    (PrecisionConfig, {"fp8": "hybrid"}, "precision.dtype"),
+    (PrecisionConfig, {"fp8": "e5m2", "dtype": "bf16"}, "precision.fp8"),
+    (PrecisionConfig, {"fp8": "e4m3", "dtype": "bf16", "fp8_recipe": "rowwise"}, "precision.fp8_recipe"),
+    (PrecisionConfig, {"fp8": "e4m3", "dtype": "bf16", "fp8_margin": 1}, "precision.fp8_margin"),
+    (PrecisionConfig, LAST_LAYER_IN_BF16, "precision.bf16_layers_at_end"),
+    (GRPOConfig, {"pass_k": 4, "overlong_buffer": 8}, "grpo.overlong_buffer is 8, expected null with pass_k"),
+    (GRPOConfig, {"pass_k": 4, "advantage_scale": "none"}, "grpo.advantage_scale"),
+    (GRPOConfig, {"pass_k": 4, "advantage_baseline": "leave-one-out"}, "grpo.advantage_baseline"),
+    (JudgeConfig, {"prompt_price": 1.0}, "rewards.judge.prompt_price and rewards.judge.completion_price"),
+    (RewardsConfig, {"verifier": "judge"}, "rewards.judge.url"),
+    (RewardsConfig, {"verifier": "judge", "judge": JudgeConfig(url=URL)}, "rewards.judge.model"),
+    (RewardsConfig, {"memory_limit_mb": 100}, "rewards.memory_limit_mb"),
+])
+def test_settings_that_do_not_fit_each_other_are_an_error_that_names_the_key(section, fields: dict, key: str):
+    with pytest.raises(ValueError, match=key):
+        section(**fields)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e3])
+def test_a_controller_that_starts_outside_its_bounds_is_an_error(alpha):
+    schedule = ScheduleConfig(kind="gradient-share", min_weight=1e-6, max_weight=1.0)
+    with pytest.raises(ValueError, match="grpo.schedule.kind gradient-share starts from the exploration weight"):
+        GRPOConfig(alpha=alpha, schedule=schedule)
+
+
+def test_processes_of_one_copy_are_the_product_of_the_splits():
+    split = ParallelismConfig(2, 3, context_parallel_size=5)
+    assert (split.model_ranks, split.expert_ranks) == (30, 6)
+    experts = ParallelismConfig(2, 3, expert_model_parallel_size=7, expert_tensor_parallel_size=1)
+    assert (experts.model_ranks, experts.expert_ranks) == (6, 21)
+
+
+def test_the_settings_of_a_search_are_those_that_its_algorithm_takes():
+    assert (WIDTHS, MEANS) == (search_llm.WIDTHS, search_llm.MEANS)
+    names = [field.name for field in fields(search_llm.SearchConfig)]
+    search_llm.SearchConfig(**{name: getattr(SearchLLMConfig(), name) for name in names})

@@ -1,0 +1,134 @@
+"""Every shipped configuration composes, and says what its name promises."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from nemo_edo.config import GRPOConfig, GRPOLossConfig, IDPOConfig
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_job, compose_run, shipped_config_dir
+from nemo_edo.losses import dapo_config, dr_grpo_config, gspo_config
+
+JOBS = {"reward_model", "reward_model_arithmetic", "score"}
+"""Configs of other jobs than a run."""
+CONFIGS = sorted({path.stem for path in shipped_config_dir().glob("*.yaml")} - JOBS)
+CHOICES = sorted(str(path.relative_to(shipped_config_dir()).with_suffix(""))
+                 for path in shipped_config_dir().glob("*/*.yaml"))
+CHOSEN = {
+    "precision/bf16": {"dtype": "bf16"}, "parallelism/dp_sharded": {"use_distributed_optimizer": True},
+    "parallelism/tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+}
+"""What some choices promise by their names."""
+MANDATORY = ["model.path=/models/policy", "data.train=/data/train.jsonl", "data.test=/data/test.jsonl"]
+
+
+BUILT_IN = {"quickstart", "alpha_sweep", "idpo_quickstart", "idpo_alpha_sweep", "rivals", "sft_quickstart"}
+WITHOUT_BASELINE = {"alpha_sweep", "idpo_alpha_sweep", "sft_gsm8k", "sft_quickstart", "evaluate", "search"}
+"""A sweep's baseline is another run; supervised training, or none, has no arms."""
+SETS = {"alphas", "quickstart", "controls", "rivals", "baselines", "idpo"}
+"""Files of the group ``arm`` that name several others."""
+
+
+def overrides_for(config_name: str) -> list[str]:
+    return [] if config_name in BUILT_IN else MANDATORY
+
+
+@functools.cache
+def arms_of(*overrides: str) -> dict:
+    return arm_configs(compose_run("quickstart", list(overrides)))
+
+
+@pytest.mark.parametrize("config_name", CONFIGS)
+def test_shipped_config_composes_under_its_own_name(config_name: str):
+    cfg = compose_run(config_name, overrides_for(config_name))
+    assert cfg.name == config_name
+    has_baseline = [arm.exploration_weight == 0 for arm in arm_configs(cfg).values()]
+    assert any(has_baseline) != (config_name in WITHOUT_BASELINE)
+
+
+@pytest.mark.parametrize("config_name", sorted(JOBS))
+def test_shipped_config_of_another_job_composes_as_that_and_not_as_a_run(config_name: str):
+    given = [] if config_name == "score" else ["model.path=/models/base", "data.run=/runs/quickstart"]
+    cfg = compose_job(config_name, given)
+    assert config_name.startswith(cfg.job) and getattr(cfg, "name", config_name) == config_name
+    with pytest.raises(ConfigError, match=f"{config_name} is the config of another job .job: {cfg.job}., not of a run"):
+        compose_run(config_name, given)
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if not choice.startswith("arm/")])
+def test_every_choice_of_every_group_composes_onto_the_quickstart(choice: str):
+    group, name = choice.split("/")
+    pretrained = group == "model" and name != "tiny_llama"
+    made = {"arithmetic": [], "source": ["data.source=a:b"], "reasoning_gym": ["data.source_args.name=ab"]}
+    needed = MANDATORY[:1] if pretrained else made.get(name, MANDATORY[1:]) if group == "data" else []
+    cfg = compose_run("quickstart", [f"{group}={name}", *needed])
+    assert choice not in CHOSEN or CHOSEN[choice].items() <= vars(getattr(cfg, group)).items()
+
+
+def test_quickstart_arms_have_the_exploration_factors_of_the_study_and_one_follows_grpo_alpha():
+    arms = arms_of()
+    weights = {name: arm.exploration_weight for name, arm in arms.items()}
+    assert weights == pytest.approx({"grpo": 0, "ed_grpo": 1e-6, "ed_grpo_floor": 0.3, "entropy_bonus": 0})
+    assert (arms["ed_grpo_floor"].log_ratio_floor, arms["entropy_bonus"].entropy_coefficient) == (-0.1, 0.03)
+    assert [arm.log_ratio_floor for name, arm in arms.items() if name != "ed_grpo_floor"] == [None] * 3
+    assert arms_of("grpo.alpha=0.01") == {**arms, "ed_grpo": replace(arms["ed_grpo"], alpha=0.01)}
+    swept = arm_configs(compose_run("alpha_sweep", ["grpo.alpha=0.1"]))
+    assert {name: arm.exploration_weight for name, arm in swept.items()} == {"policy": pytest.approx(1e-4)}
+
+
+def test_grpo_gsm8k_resolves_to_the_papers_numbers_and_dapo_gsm8k_to_dapos():
+    cfg = compose_run("grpo_gsm8k", MANDATORY)
+    ed_grpo = arm_configs(cfg)["ed_grpo"]
+    assert (cfg.sampling.samples_per_prompt, cfg.sampling.temperature, ed_grpo.iterations) == (10, 1.0, 3)
+    assert (ed_grpo.minibatch_size, ed_grpo.exploration_weight) == (512, pytest.approx(1e-3 * 0.04))
+    assert (ed_grpo.beta, ed_grpo.optimizer.lr, ed_grpo.log_ratio_floor, cfg.sft.steps) == (0.04, 1e-6, None, 0)
+    assert (cfg.evaluation.samples, cfg.evaluation.rollouts) == (10, 3)
+    cfg = compose_run("dapo_gsm8k", MANDATORY)
+    (first, _), (name, dapo) = arm_configs(cfg).items()
+    assert (first, name, dapo.clip_low, dapo.clip_high, dapo.beta) == ("grpo", "dapo", 0.2, 0.28, 0)
+    assert (dapo.aggregation, dapo.dynamic_sampling) == ("token-mean", True)
+    assert dapo.overlong_buffer == cfg.sampling.max_new_tokens // 5
+
+
+def test_idpo_gsm8k_resolves_to_the_papers_numbers():
+    arms = arm_configs(compose_run("idpo_gsm8k", MANDATORY))
+    assert {name: type(arm) for name, arm in arms.items()} == {"eto": IDPOConfig, "ed_idpo": IDPOConfig}
+    assert [arms[name].exploration_weight for name in arms] == [0, pytest.approx(1e-3 * 0.1)]
+    assert [(arm.minibatch_size, arm.optimizer.lr, arm.iterations) for arm in arms.values()] == [(256, 5e-7, 3)] * 2
+
+
+@pytest.mark.parametrize("name", [choice.partition("/")[2] for choice in CHOICES if choice.startswith("arm/")])
+def test_an_arms_name_chooses_the_one_arm_of_its_file_and_a_sets_name_several_with_a_baseline_first(name: str):
+    arms = list(arms_of(f"arms={name}"))
+    assert (len(arms) > 2 and arms[0] in ("grpo", "eto")) if name in SETS else arms == [name]
+
+
+@pytest.mark.parametrize(("name", "of_library", "own"), [
+    ("dapo", dapo_config(), set()),
+    ("dr_grpo", dr_grpo_config(8), {"norm_length"}),
+    ("gspo", gspo_config(), {"clip_low", "clip_high"}),  # a range for the built-in task's short responses
+])
+def test_an_arm_and_the_librarys_settings_of_one_method_agree(name: str, of_library: GRPOLossConfig, own: set[str]):
+    """The arm of conf/arm/ changes a run's grpo section, and what it leaves open is the run's."""
+    text = (shipped_config_dir() / "arm" / f"{name}.yaml").read_text(encoding="utf-8")
+    arm = {key: value for key, value in yaml.safe_load(text)[name].items() if key in vars(of_library)}
+    plain = GRPOLossConfig(alpha=0.0, beta=0.0, norm_length=of_library.norm_length)
+    changed = {key for key, value in vars(of_library).items() if value != getattr(plain, key)}
+    assert {key: value for key, value in vars(of_library).items() if key in {*arm, *changed} - own} == {
+        key: value for key, value in arm.items() if key not in own}
+
+
+def test_arms_of_a_set_differ_in_one_thing_each_and_sets_and_arms_can_be_listed_together():
+    """The controls share the strength of the arm that they are controls for; an arm counts once."""
+    arms = arms_of("arms=[controls,quickstart,kl_cov]")
+    assert list(arms) == [
+        "grpo", "ed_grpo_floor", "noise", "no_zero_advantage", "entropy_bonus", "ed_grpo", "kl_cov"]
+    floor = arms["ed_grpo_floor"]
+    assert floor.exploration_weight == pytest.approx(0.3)
+    assert arms["noise"] == replace(floor, exploration_control="noise")
+    assert arms["no_zero_advantage"] == replace(floor, explore_uninformative_groups=False)
+    arms = arms_of("arms=rivals")
+    assert arms["pass4_novelty"] == replace(arms["pass4"], novelty_strength=arms["novelty"].novelty_strength)
+    arms = arm_configs(compose_run("idpo_quickstart", ["arms=[eto,ed_grpo,noise]"]))
+    assert [type(arm) for arm in arms.values()] == [IDPOConfig, GRPOConfig, GRPOConfig]

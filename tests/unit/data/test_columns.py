@@ -1,0 +1,147 @@
+"""Problems from columns of any names, from a data set on disk, and from a function."""
+
+import datetime
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.data.columns import Columns
+from nemo_edo.data.problems import MADE, load_problems, write_problems
+from nemo_edo.data.source import made_problems
+from nemo_edo.errors import UserError
+from nemo_edo.types import Problem
+
+ROWS = [{"problem": "1 + 1", "gold": "2", "level": 3, "tags": {"kinds": ["sum"], "seen": None}},
+        {"problem": "Which?", "gold": "the second", "level": None, "tags": {"kinds": [], "seen": 1.5}}]
+NAMED = Columns(question="problem", answer="gold")
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        from datasets import Dataset
+
+        Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.parquet", "some"])
+def test_files_and_saved_data_sets_with_named_columns_give_the_same_problems(tmp_path: Path, name: str):
+    path = write(tmp_path / name, ROWS)
+    found = load_problems(path, on_bad_rows="error", columns=NAMED).problems
+    assert [(p.id, p.question, p.answer, p.answer_kind, p.solution) for p in found] == [
+        ("some-1", "1 + 1", "2", "number", ""), ("some-2", "Which?", "the second", "math", "")]  # fmt: skip
+    assert [dict(p.metadata) for p in found] == [
+        {"level": row["level"], "tags": row["tags"]} for row in ROWS]  # fmt: skip
+    assert found[1].source == (f"{path}:2" if name.endswith("jsonl") else f"{path}:row 2")
+
+
+def test_gsm8k_rows_keep_their_other_columns_in_any_format(tmp_path: Path):
+    rows = [{"question": "1 + 1", "answer": "1 + 1 = <<1+1=2>>2\n#### 2", "id": 7}]
+    for name in ("a.jsonl", "a.parquet", "a"):
+        [found] = load_problems(write(tmp_path / name, rows), on_bad_rows="error").problems
+        assert (found.answer, found.solution, found.metadata) == ("2", "1 + 1 = 2\n#### 2", {"id": 7})
+
+
+@pytest.mark.parametrize(("rows", "columns", "message"), [
+    ([{"problems": "x", "gold": "2"}], NAMED,
+     'has no column "problem" (data.columns.question); did you mean problems? (its columns: problems, gold)'),
+    ([{"prompt": "x"}], Columns(answer="prompt"), 'has no column "question" (its columns: prompt)'),
+    ([{"problem": "x", "gold": None}], NAMED, 'column "gold" is null, expected a text or a whole number'),
+    ([{"problem": "x", "gold": 2.5}], NAMED, 'column "gold" is 2.5 (float), expected a text or a whole number'),
+    ([{"problem": "x", "gold": True}], NAMED, 'column "gold" is True (bool)'),
+    ([{"problem": ["x"], "gold": "2"}], NAMED, 'column "problem" is [\'x\'] (list), expected a text'),
+    ([{"problem": b"x", "gold": "2"}], NAMED, 'column "problem" is b\'x\' (bytes), expected a text'),
+    ([{"problem": " ", "gold": "2"}], NAMED, 'column "problem" is blank'),
+    ([{"problem": "x", "gold": "2", "raw": b"x"}], NAMED, 'column "raw" is b\'x\' (bytes), which is not a text, a'),
+    ([{"problem": "x", "gold": "2", "day": datetime.date(2024, 1, 2)}], NAMED, 'column "day" is datetime.date(2024'),
+    ([{"problem": "x", "id": "a"}, {"problem": "y", "id": "a"}], Columns(question="problem", id="id"),
+     "has the id odd-a, as {path}:row 1 has"),
+])  # fmt: skip
+def test_an_odd_column_is_named_with_its_file_and_row(tmp_path: Path, rows, columns, message):
+    path = write(tmp_path / "odd.parquet", rows)
+    with pytest.raises(UserError) as refused:
+        load_problems(path, on_bad_rows="error", columns=columns)
+    assert f"{path}:row {len(rows)}: {message.format(path=path)}" in str(refused.value)
+
+
+def test_a_data_set_with_splits_asks_for_one(tmp_path: Path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
+    with pytest.raises(UserError, match="has the splits train, test; name one, such as .*/both/train"):
+        load_problems(tmp_path / "both", on_bad_rows="error", columns=NAMED)
+    [first, _] = load_problems(tmp_path / "both" / "test", on_bad_rows="error", columns=NAMED).problems
+    assert first.id == "test-1"
+
+
+CODE = """
+from nemo_edo.types import Problem
+
+def make(size, *, fails=False):
+    if fails: raise OSError("no network")
+    rows = [{"question": f"{i}?", "answer": i, "id": f"q{i}", "level": i % 3} for i in range(size)]
+    return {"train": iter(rows), "test": [Problem("own", "Why?", "", "so", "here", metadata={"hard": True})]}
+
+def rows(): return [{"question": "1?"}]
+def odd(): return {"test": [{"question": "1?"}, {"quest": "2?"}]}
+def same(): return {"train": [Problem("a", "1?", "", "", "")], "test": [Problem("a", "2?", "", "", "")]}
+"""
+
+
+def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data.py").write_text(CODE)
+    made = made_problems("my_data:make", {"size": 2}, Columns())
+    assert [(p.id, p.answer, p.metadata, p.source) for p in made["train"]] == [
+        ("train-q0", "0", {"level": 0}, "my_data:make train 1"),
+        ("train-q1", "1", {"level": 1}, "my_data:make train 2")]  # fmt: skip
+    for split, problems in made.items():
+        path = tmp_path / f"{split}.jsonl"
+        write_problems(path, problems, benchmark=MADE, split=split, source={}, skipped=0)
+        assert load_problems(path, on_bad_rows="error").problems == problems
+
+
+@pytest.mark.parametrize(("path", "arguments", "message"), [
+    ("my_data:make", {}, "data.source_args do not fit data.source (my_data:make): missing a required argument: 'size'"),
+    ("my_data:make", {"size": 1, "siz": 2}, "got an unexpected keyword argument 'siz'; it is my_data:make(size, *,"),
+    ("my_data:make", {"size": 1, "fails": True}, "data.source (my_data:make) raised OSError: no network (/"),
+    ("my_data:make", {"size": 0}, "my_data:make made no train problems"),
+    ("my_data:rows", {}, 'returned list, expected {"train": problems, "test": problems}'),
+    ("my_data:odd", {}, 'my_data:odd test 2: has no column "question"; did you mean quest?'),
+    ("my_data:same", {}, "gave train and test problems the same id, such as a"),
+    ("my_data:mak", {}, "my_data has no mak; did you mean make?"),
+])  # fmt: skip
+def test_a_source_that_fails_is_told_with_its_setting(tmp_path: Path, monkeypatch, path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data.py").write_text(CODE)
+    with pytest.raises(UserError) as refused:
+        made_problems(path, arguments, Columns())
+    assert "data.source" in str(refused.value) and message in str(refused.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["data.source=my_data"], "data.source is 'my_data', expected an import path"),
+    (["data.source=a:b", "data.test=x.jsonl"], "data.test is 'x.jsonl', expected null with data.source"),
+    (["data.source_args.size=3"], "expected none without data.source"),
+    (["data.columns.question=a", "data.train=x", "data.test=y", "data.benchmark=math"],
+     "data.columns and data.benchmark: give one of them"),
+    (["data=reasoning_gym"], "a value is needed for data.source_args.name"),
+])  # fmt: skip
+def test_settings_of_data_that_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        compose_run("quickstart", overrides)
+    assert message in str(refused.value)
+
+
+def test_a_problem_needs_no_solution_or_answer_where_nothing_uses_them():
+    row = {"question": "Write a poem."}
+    assert Columns().problem(row, stem="train", number=3, source="here") == Problem(
+        "train-3", "Write a poem.", "", "", "here", "math")  # fmt: skip

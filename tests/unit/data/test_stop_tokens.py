@@ -1,0 +1,85 @@
+"""Every token that a model's files or the config name as an end ends a response."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.tiny_models import write_tiny_model
+
+from nemo_edo.data.stop_tokens import read_stop_tokens
+from nemo_edo.data.tokenizer import load_tokenizer
+from nemo_edo.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model whose tokenizer and config.json name token 1."""
+    write_tiny_model(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    return tmp_path
+
+
+def write(folder: Path, name: str, value: object) -> None:
+    path = folder / name
+    fields = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**fields, "eos_token_id": value}))
+
+
+def read(folder: Path, more: tuple[int, ...] = (), *, eos: bool = True):
+    tokenizer = load_tokenizer(folder)
+    if not eos:
+        tokenizer.eos_token = None
+    return read_stop_tokens(folder, tokenizer, more)
+
+
+@pytest.mark.parametrize(("of_generation", "of_config", "more", "expected"), [
+    (None, 1, (), (1,)),
+    ([1, 7], 1, (), (1, 7)),
+    (9, [1, 5], (3,), (1, 3, 5, 9)),
+    (None, None, (2, 1), (1, 2)),
+])
+def test_the_end_tokens_are_the_union_of_all_sources(folder: Path, of_generation, of_config, more, expected):
+    write(folder, "config.json", of_config)
+    write(folder, "generation_config.json", of_generation)
+    assert read(folder, more).ids == expected
+
+
+def test_a_folder_without_a_generation_config_has_the_others(folder: Path):
+    assert read(folder).ids == (1,)
+    assert read(folder, eos=False).ids == (1,)  # config.json alone names it
+
+
+@pytest.mark.parametrize(("of_generation", "of_config", "disagree"), [
+    ([1, 7], 1, False), (1, 2, True), (7, 1, True), (None, 2, True), (None, None, False)])
+def test_files_whose_end_tokens_have_nothing_in_common_are_named_with_their_ids(
+    folder: Path, of_generation, of_config, disagree: bool
+):
+    write(folder, "config.json", of_config)
+    write(folder, "generation_config.json", of_generation)
+    said = read(folder, (3,)).lines()
+    assert "3" in said[0] and (len(said) == 2) is disagree
+    if disagree:
+        assert f"config.json has {of_config}" in said[1] and "the tokenizer has 1" in said[1]
+        assert "sampling" not in said[1]
+
+
+@pytest.mark.parametrize("value", ["</s>", 1.5, True, [1, None]])
+def test_an_end_token_that_is_no_id_is_refused_with_its_file_and_key(folder: Path, value):
+    write(folder, "generation_config.json", value)
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id"):
+        read(folder)
+
+
+def test_an_end_token_outside_of_the_vocabulary_is_refused_with_its_source(folder: Path):
+    write(folder, "generation_config.json", [1, 50_000])
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id .*50000"):
+        read(folder)
+    write(folder, "generation_config.json", 1)
+    with pytest.raises(UserError, match=r"^sampling.stop_token_ids .*50000"):
+        read(folder, (50_000,))
+
+
+def test_a_model_without_any_end_token_is_refused(folder: Path):
+    write(folder, "config.json", None)
+    with pytest.raises(UserError, match=r"eos_token.*sampling.stop_token_ids"):
+        read(folder, eos=False)

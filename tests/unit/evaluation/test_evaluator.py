@@ -1,0 +1,174 @@
+"""The evaluation on a scripted engine: each metric against a computation from its definition."""
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.config import EvaluationConfig
+from nemo_edo.evaluation.evaluator import Evaluator
+from nemo_edo.generation.fake import ScriptedEngine
+from nemo_edo.rewards.verifier import ExactAnswerScorer
+from nemo_edo.types import Problem
+
+SAMPLES, ROLLOUTS, MAX_NEW_TOKENS = 4, 3, 24
+PAD, STOP, FIRST_CHARACTER = 0, 1, 2
+PROBLEMS = [Problem(f"test-{i}", f"q{i}", "#### 1", str(i), f"test.jsonl:{i}") for i in range(1, 6)]
+PROMPTS = {problem.id: (3,) * i for i, problem in enumerate(PROBLEMS, start=1)}
+
+
+class CountingPolicy:
+    """Its entropy at a position is the token id that is predicted there, which makes sums easy to check."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def logprobs(self, batch):
+        self.rows += batch.size
+        return torch.zeros_like(batch.mask), batch.tokens[:, 1:].float()
+
+
+class Engine(ScriptedEngine):
+    """Records its calls."""
+
+    def __init__(self, script) -> None:
+        super().__init__(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
+                         decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP)
+        self.calls: list[tuple] = []
+
+    def generate(self, requests, sampling):
+        self.calls.append((list(requests), sampling))
+        return super().generate(requests, sampling)
+
+
+def random_script(request, sampling) -> str:
+    """Texts that are right, wrong, tied, without an answer, cut at 24 tokens, or badly formed."""
+    rng = random.Random(f"{request.seed} {sampling.temperature}")
+    right = request.problem_id.removeprefix("test-")
+    answer = rng.choice([right, right, "77", "88"])
+    return rng.choice([f"{rng.randint(1, 3)} + 1\n#### {answer}", f"#### {answer}", "no answer", "1" * 60,
+                       f"#### {answer}\nand more"])
+
+
+def evaluate(script=random_script, rollouts: int = ROLLOUTS, problems=PROBLEMS):
+    """(evaluation, the first rollout's responses, engine, policy)"""
+    engine, policy = Engine(script), CountingPolicy()
+    requests = sampling_requests(problems, PROMPTS, rollouts * SAMPLES, 42, "evaluate")
+    evaluator = Evaluator(policy=policy, engine=engine, scorer=ExactAnswerScorer(), problems=problems, prompts=PROMPTS,
+                          config=EvaluationConfig(samples=SAMPLES), max_new_tokens=MAX_NEW_TOKENS, pad_id=PAD)
+    return *evaluator.evaluate("arm", requests, rollouts), engine, policy
+
+
+def sampled_again(engine: Engine) -> list[list[list]]:
+    """[problem][rollout][sample], the scored responses."""
+    requests, sampling = engine.calls[1]
+    scored = ExactAnswerScorer().score(ScriptedEngine.generate(engine, requests, sampling), PROBLEMS)
+    by_sample = {(s.rollout.problem_id, s.rollout.sample_index): s for s in scored}
+    starts = range(0, ROLLOUTS * SAMPLES, SAMPLES)
+    return [[[by_sample[problem.id, start + place] for place in range(SAMPLES)] for start in starts]
+            for problem in PROBLEMS]
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    """(evaluation, the first rollout's responses, all responses, engine, policy); responses are of every kind."""
+    evaluation, first, engine, policy = evaluate()
+    responses = sampled_again(engine)
+    flat = list(itertools.chain(*itertools.chain(*responses)))
+    assert {one.reason.split()[0] for one in flat} == {"correct", "final", "no", "did"}
+    assert {one.well_formed for one in flat if one.reward} == {True, False}
+    return evaluation, first, responses, engine, policy
+
+
+def means(evaluation, metric: str) -> np.ndarray:
+    """[P] the metric on each problem."""
+    sums, counts = evaluation.metrics[metric]
+    return sums / counts
+
+
+def test_greedy_accuracy_is_of_one_greedy_response_each_and_samples_are_of_the_unchanged_distribution(evaluated):
+    evaluation, _, _, engine, _ = evaluated
+    (requests, sampling), (of_samples, at) = engine.calls
+    assert (sampling.temperature, sampling.max_new_tokens, len(requests)) == (0.0, MAX_NEW_TOKENS, len(PROBLEMS))
+    greedy = ExactAnswerScorer().score(ScriptedEngine.generate(engine, requests, sampling), PROBLEMS)
+    assert means(evaluation, "greedy_accuracy").tolist() == [one.reward for one in greedy]
+    assert [request.problem_id for request in requests] == list(evaluation.problems)
+    assert (at.temperature, at.top_p, at.max_new_tokens) == (1.0, 1.0, MAX_NEW_TOKENS)
+    assert len(of_samples) == len(PROBLEMS) * SAMPLES * ROLLOUTS
+    assert evaluation.metrics["accuracy"][1].tolist() == [SAMPLES * ROLLOUTS] * len(PROBLEMS)
+
+
+def shares(rollout) -> list[float]:
+    given = [s.answer for s in rollout if s.answer is not None]
+    return [given.count(answer) / len(given) for answer in set(given)]
+
+
+def vote_over_all_tie_breaks(problem, rollout) -> float:
+    """The mean score of the vote over all orders in which the first seen of equals wins."""
+    scores = []
+    for order in itertools.permutations([s.answer for s in rollout if s.answer is not None]):
+        counts = Counter(order)
+        scores.append(bool(order) and max(order, key=lambda a: (counts[a], -order.index(a))) == problem.answer)
+    return float(np.mean(scores))
+
+
+def distinct(_, rollout) -> float:
+    ids = [s.rollout.response_ids for s in rollout]
+    grams = [one[start : start + 4] for one in ids for start in range(len(one) - 3)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+DEFINITIONS = {
+    "accuracy": lambda problem, rollout: np.mean([s.answer == problem.answer for s in rollout]),
+    f"vote@{SAMPLES}": vote_over_all_tie_breaks,
+    "distinct_4": distinct,
+    "distinct_answers": lambda _, rollout: len(shares(rollout)),
+    "answer_entropy": lambda _, rollout: -sum(share * np.log(share) for share in shares(rollout)),
+    "well_formed": lambda _, rollout: np.mean([s.well_formed for s in rollout]),
+    "response_length": lambda _, rollout: np.mean([len(s.rollout.response_ids) for s in rollout]),
+}
+
+
+@pytest.mark.parametrize("metric", DEFINITIONS)
+def test_a_metric_is_the_mean_of_its_definition_over_the_rollouts_of_each_problem(evaluated, metric):
+    evaluation, _, responses, _, _ = evaluated
+    expected = [np.mean([DEFINITIONS[metric](problem, rollout) for rollout in rollouts])
+                for problem, rollouts in zip(PROBLEMS, responses, strict=True)]
+    np.testing.assert_allclose(means(evaluation, metric), expected, atol=1e-12)
+    assert len(set(expected)) > 1
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response_up_to_one_rollouts_samples(evaluated):
+    evaluation, _, responses, _, _ = evaluated
+    assert [name for name in evaluation.metrics if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@3", "pass@4"]
+    for k in range(1, SAMPLES + 1):
+        expected = []
+        for problem, rollouts in zip(PROBLEMS, responses, strict=True):
+            right = [s.answer == problem.answer for rollout in rollouts for s in rollout]
+            expected.append(np.mean([any(subset) for subset in itertools.combinations(right, k)]))
+        np.testing.assert_allclose(means(evaluation, f"pass@{k}"), expected)
+
+
+def test_entropy_is_a_mean_over_the_tokens_of_the_first_rollout(evaluated):
+    evaluation, _, responses, _, policy = evaluated
+    first = [[s.rollout.response_ids for s in rollouts[0]] for rollouts in responses]
+    sums, counts = evaluation.metrics["entropy"]
+    assert counts.tolist() == [sum(map(len, ids)) for ids in first]
+    assert sums.tolist() == [sum(map(sum, ids)) for ids in first]
+    assert policy.rows == len(PROBLEMS) * SAMPLES
+
+
+def test_returned_examples_are_the_first_rollouts_responses_problem_by_problem(evaluated):
+    _, first, responses, _, _ = evaluated
+    assert [s.rollout for s in first] == [s.rollout for rollouts in responses for s in rollouts[0]]
+
+
+def test_a_response_cut_at_the_limit_is_wrong_and_abstains():
+    evaluation, first, *_ = evaluate(lambda *_: "1" * 40 + "\n#### 1", rollouts=1, problems=PROBLEMS[:1])
+    assert {(s.rollout.finished, s.answer, s.reward) for s in first} == {(False, None, 0.0)}
+    assert means(evaluation, "vote@4").tolist() == [0.0]
+    assert means(evaluation, "response_length").tolist() == [MAX_NEW_TOKENS]

@@ -1,0 +1,70 @@
+"""The record of an evaluation, and its metrics' names and order."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.one_run import evaluation
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import (
+    Evaluation,
+    largest,
+    load_evaluation,
+    main_metrics,
+    metric_order,
+    newly_solved_and_lost,
+    require_same_problems,
+)
+
+
+def test_means_are_of_what_was_measured_with_their_intervals():
+    found = Evaluation("a", ("x", "y"), {"accuracy": (np.array([1.0, 5.0]), np.array([2.0, 2.0])),
+                                         "entropy": (np.zeros(2), np.zeros(2))})  # fmt: skip
+    assert found.means(resamples=400, seed=0) == {"accuracy": {"mean": 1.5, "low": 0.5, "high": 2.5}}
+    assert (found.has("entropy"), found.mean("accuracy")) == (False, 1.5)
+    assert np.isnan(found.mean("entropy")) and np.isnan(found.mean("kl"))
+
+
+def written(folder: Path, record: dict) -> Path:
+    (folder / "a.json").write_text(json.dumps(record))
+    return folder / "a.json"
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"sum": [1.0]}, "metrics.accuracy.sum: expected 2"),
+    ({"sum": [None] * 2}, "metrics.accuracy.sum: expected 2"),
+    ({"sum": ["x"] * 2}, "metrics.accuracy: "),
+    ({"count": [-1] * 2}, "metrics.accuracy.count: "),
+])  # fmt: skip
+def test_an_evaluation_is_read_back_as_written_and_malformed_numbers_of_problems_are_named(tmp_path, change, named):
+    record = evaluation("a", 2, accuracy=[0, 1]).record()
+    assert load_evaluation(written(tmp_path, record)).record() == record
+    record["metrics"]["accuracy"] |= change
+    with pytest.raises(UserError, match=f"a.json: {named}"):
+        load_evaluation(written(tmp_path, record))
+
+
+def test_metrics_are_ordered_by_number_and_the_largest_vote_and_pass_are_the_main_ones():
+    names = ["entropy", "pass@10", "pass@2", "vote@4", "zzz", "accuracy", "greedy_accuracy", "pass@1"]
+    ordered = ["greedy_accuracy", "accuracy", "vote@4", "pass@1", "pass@2", "pass@10", "entropy", "zzz"]
+    assert sorted(names, key=metric_order) == ordered
+    names = ["vote@2", "vote@128", "pass@9", "pass@64", "distinct_4"]
+    assert main_metrics(names) == ["vote@128", "pass@64", "distinct_4"]
+    assert largest(["entropy"], "vote@") is None
+
+
+def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_problem():
+    before = evaluation("start", "abcd", greedy_accuracy=[1.0, 1.0, 0.0, 0.5])
+    after = evaluation("grpo", "dcba", greedy_accuracy=[1.0, 1.0, 0.9, 1.0])
+    assert newly_solved_and_lost(before, after) == {"newly_solved": 2.0, "lost": 1.0}
+    assert newly_solved_and_lost(after, before) == {"newly_solved": 1.0, "lost": 2.0}
+    with pytest.raises(ValueError, match="1 problems that after lacks: 'd'"):
+        newly_solved_and_lost(before, evaluation("other", "abce", greedy_accuracy=[1.0] * 4))
+
+
+@pytest.mark.parametrize("other", ["ba", "abc"])
+def test_evaluations_on_other_problems_or_in_another_order_are_refused_by_name(other):
+    with pytest.raises(UserError, match="one and two .*different problems"):
+        require_same_problems({"one": evaluation("a", "ab"), "two": evaluation("a", other)})

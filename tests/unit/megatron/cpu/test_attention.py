@@ -1,0 +1,184 @@
+"""torch's attention in Megatron's layers against Megatron's own, and packed sequences against each one alone."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from nemo_edo.config import ParallelismConfig
+from nemo_edo.errors import UserError
+from nemo_edo.megatron import forward_backward
+from nemo_edo.megatron.cpu.attention import SDPAttention
+from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.megatron.layer_spec import check_packing, choose_attention
+from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.megatron.shapes import InputShapes
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}
+MODELS = {
+    "qwen2": {},
+    "qwen3": {"num_key_value_heads": 4},
+    "llama": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+}
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    device_and_groups(ParallelismConfig(), seed=0, threads=1)
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    """model(type): its folder and its policy."""
+    made = {}
+
+    def make(model_type: str) -> SimpleNamespace:
+        if model_type not in made:
+            folder = tiny.write_tiny_model(tmp_path_factory.mktemp(model_type), model_type, **MODELS[model_type])
+            made[model_type] = SimpleNamespace(folder=folder, policy=tiny.build_policy(folder))
+        return made[model_type]
+
+    return make
+
+
+def config(**fields) -> TransformerConfig:
+    return TransformerConfig(**{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+                                "attention_dropout": 0.0, **fields})
+
+
+def core(kind: type, settings: TransformerConfig, **options):
+    return kind(settings, 2, AttnMaskType.causal, "self", **options)
+
+
+def tensors(queries: int, keys: int, batch: int = 3, heads: int = 4, groups: int = 2, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(queries, batch, heads, 16), (keys, batch, groups, 16), (keys, batch, groups, 16)]
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def value_and_gradients(attention, inputs):
+    value = attention(*inputs, None)
+    weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    return value, *torch.autograd.grad((value * weights).sum(), inputs)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"num_query_groups": 4}, {"num_query_groups": 1},
+    {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
+], ids=str)
+@pytest.mark.parametrize("scale", [None, 0.4])
+@pytest.mark.parametrize("queries", [1, 2, 33])
+def test_values_and_gradients_are_those_of_megatrons_attention(settings, scale, queries):
+    settings = config(**settings)
+    inputs = tensors(queries, queries, groups=settings.num_query_groups)
+    found, expected = (value_and_gradients(core(kind, settings, softmax_scale=scale), inputs)
+                       for kind in (SDPAttention, DotProductAttention))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_query_after_a_cache_attends_to_all_of_it():
+    query, key, value = tensors(1, 9)
+    found, expected = (core(kind, config())(query, key, value, None, attn_mask_type=AttnMaskType.no_mask)
+                       for kind in (SDPAttention, DotProductAttention))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def packed(*lengths: int) -> PackedSeqParams:
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+
+
+def test_each_packed_sequence_attends_to_itself_alone():
+    inputs = tensors(12, 12, batch=1)
+    attention = core(SDPAttention, config())
+    found = attention(*(part.squeeze(1) for part in inputs), None, packed_seq_params=packed(5, 1, 6))
+    expected = [attention(*(part[start:end] for part in inputs), None) for start, end in ((0, 5), (5, 6), (6, 12))]
+    torch.testing.assert_close(found, torch.cat(expected).squeeze(1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_packed_logprobs_are_those_of_transformers(model, tiny, model_type):
+    built, batch = model(model_type), tiny.random_batch(rows=5, length=60)
+    found = built.policy.logprobs(batch, micro_batching=MicroBatching(1, 200, packing=True), temperature=1.0)
+    with torch.no_grad():
+        expected = tiny.dense_logprobs(tiny.load_dense(built.folder), batch.tokens)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours * batch.mask, theirs * batch.mask, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("multiple", [4, 7])
+def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, monkeypatch, multiple):
+    policy, batch = model("qwen2").policy, tiny.random_batch(rows=6)
+    cut = {"micro_batching": MicroBatching(1, 41, packing=True), "temperature": 1.0}
+    expected = policy.logprobs(batch, **cut)
+    shapes, plain = [], forward_backward.packed_inputs
+    monkeypatch.setattr(forward_backward, "packed_inputs", lambda *args: shapes.append(args[-1]) or plain(*args))
+    monkeypatch.setattr(forward_backward, "input_shapes", lambda _: InputShapes(multiple=multiple))
+    for found, wanted in zip(policy.logprobs(batch, **cut), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert {rows for rows, _ in shapes} == {1}
+    assert all(length % multiple == 0 and length <= 41 for _, length in shapes)
+
+
+@pytest.mark.parametrize(("fields", "told"), [
+    ({"window_size": (4, 0)}, "sliding-window"),
+    ({"softmax_type": "learnable"}, "sinks"),
+    ({"softmax_type": "off-by-one"}, "sinks"),
+    ({"attention_dropout": 0.1}, "dropout"),
+    ({"context_parallel_size": 2}, "context parallelism"),
+    ({"multi_latent_attention": True}, "multi-latent"),
+    ({"fp8_dot_product_attention": True}, "FP8"),
+    ({"qk_clip": True}, "qk_clip"),
+])
+def test_what_it_cannot_compute_is_refused_and_left_to_megatrons_attention(fields, told, caplog):
+    settings = replace(config(), **fields)
+    with pytest.raises(ValueError, match=told):
+        core(SDPAttention, settings)
+    with pytest.raises(UserError, match=f"model.attention=sdpa.*{told}"):
+        choose_attention("sdpa", settings, CPU, has_te=False)
+    assert choose_attention("auto", settings, CPU, has_te=False) == "local"
+    assert told in caplog.text
+
+
+def test_attention_that_is_not_causal_masks_biases_and_several_queries_after_a_cache_are_refused():
+    causal = AttnMaskType.causal
+    for arguments in ((AttnMaskType.no_mask, "self"), (causal, "cross"), (causal, "self", 0.1)):
+        with pytest.raises(ValueError, match="causal self-attention|dropout"):
+            SDPAttention(config(), 1, *arguments)
+    attention = core(SDPAttention, config())
+    mask = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
+    for given in ({"attention_mask": mask}, {"attention_mask": None, "attention_bias": mask.float()}):
+        with pytest.raises(ValueError, match="a mask or a bias"):
+            attention(*tensors(5, 5), **given)
+    with pytest.raises(ValueError, match="3 queries to 5 keys"):
+        attention(*tensors(3, 5), None)
+
+
+@pytest.mark.parametrize(("attention", "device", "has_te", "chosen"), [
+    ("auto", CPU, False, "sdpa"), ("auto", CPU, True, "sdpa"), ("auto", GPU, False, "sdpa"), ("auto", GPU, True, "te"),
+    ("local", GPU, True, "local"), ("sdpa", GPU, True, "sdpa"), ("te", GPU, True, "te"), ("te", CPU, True, None),
+    ("te", GPU, False, None),
+])
+def test_attention_is_chosen_by_the_config_and_the_machine(attention, device, has_te, chosen):
+    if chosen:
+        assert choose_attention(attention, config(), device, has_te=has_te) == chosen
+    else:
+        with pytest.raises(UserError, match="needs Transformer Engine and a GPU"):
+            choose_attention(attention, config(), device, has_te=has_te)
+
+
+def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_them(model, tiny, monkeypatch):
+    check_packing(model("qwen2").policy.chunks, share_prompts=True)
+    with pytest.raises(UserError, match="set packing=false"):
+        check_packing(tiny.build_policy(model("qwen2").folder, attention="local").chunks)
+    monkeypatch.setattr("nemo_edo.megatron.layer_spec.rotates", lambda config: False)
+    with pytest.raises(UserError, match="set share_prompts=false"):
+        check_packing(model("qwen2").policy.chunks, share_prompts=True)

@@ -1,0 +1,77 @@
+"""A cache that stores each prompt once, compared with one in which every row has a copy."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_edo.generation import megatron_engine
+from nemo_edo.megatron.cpu.prompt_cache import CachedPrompts, PromptCacheContext, PromptRows
+from nemo_edo.megatron.decoding_cache import CacheContext
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+STOPS = range(1, 12)
+MODELS = {"qwen2": {}, "qwen3": {"num_key_value_heads": 4}, "llama": {}}
+
+
+@st.composite
+def owners(draw) -> tuple[torch.Tensor, int]:
+    prompts = draw(st.integers(1, 5))
+    return torch.tensor(draw(st.lists(st.integers(0, prompts - 1), min_size=1, max_size=12))), prompts
+
+
+@given(owners(), st.integers(1, 3), st.integers(1, 2))
+def test_scores_and_contexts_are_those_of_a_copy_for_each_row(case, groups: int, queries: int):
+    owner, prompts = case
+    keys, values = torch.randn(2, prompts, groups, 7, 4, dtype=torch.float64)
+    cached = CachedPrompts(keys, values, PromptRows.of(owner, prompts))
+    asked = torch.randn(len(owner), groups, queries, 4, dtype=torch.float64)
+    scores = cached.scores(asked)
+    torch.testing.assert_close(scores, asked @ keys[owner].transpose(-1, -2))
+    torch.testing.assert_close(cached.context(scores), scores @ values[owner])
+
+
+def test_the_cache_after_prompts_has_room_for_what_follows_them_alone():
+    """Of two prompts of 3 tokens in a cache with room for 5."""
+    prompts = CacheContext(max_batch_size=2, max_sequence_length=5)
+    prompts.key_value_memory_dict[1] = torch.randn(5, 2, 2, 4), torch.randn(5, 2, 2, 4)
+    prompts.sequence_len_offset = 3
+    after_prompts = PromptCacheContext(prompts, torch.tensor([0, 1, 1, 0]), length=8)
+    assert (after_prompts.prefix, after_prompts.sequence_len_offset) == (3, 0)
+    assert (after_prompts.max_sequence_length, after_prompts.max_batch_size) == (8, 4)
+    for parts in after_prompts.key_value_memory_dict.values():
+        assert [part.shape for part in parts] == [(5, 4, 2, 4)] * 2
+
+
+@pytest.fixture(params=MODELS)
+def engine(request, tiny, tmp_path):
+    folder = tiny.write_tiny_model(tmp_path / "model", request.param, **MODELS[request.param])
+    return tiny.build_engine(tiny.build_policy(folder), stop_ids=STOPS)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.1], ids=["rows stay", "ended rows leave at every step"])
+def test_responses_are_those_of_a_copy_of_the_prompt_for_each(engine, monkeypatch, threshold: float):
+    """Of prompts of one length and of several, which begin alike, with as many samples of each and not."""
+    monkeypatch.setattr(megatron_engine, "COMPACT_BELOW", threshold)
+    generator, made = random.Random(0), []
+    build = PromptCacheContext.__init__
+    monkeypatch.setattr(PromptCacheContext, "__init__", lambda *a: made.append(0) or build(*a))
+    for lengths, samples in (((9, 9, 9), (4, 4, 4)), ((9, 9, 5), (6, 1, 3)), ((3, 12), (7, 7))):
+        beginning = generator.choices(range(12, 128), k=3)
+        prompts = [tuple(beginning[: n - 1] + generator.choices(range(12, 128), k=max(1, n - 3))) for n in lengths]
+        requests = [GenerationRequest(f"p-{n}", i, prompt, seed=100 * n + i)
+                    for n, (prompt, count) in enumerate(zip(prompts, samples, strict=True)) for i in range(count)]
+        found = {}
+        for shares in (True, False):
+            engine._shares_prompts = shares
+            found[shares] = engine.generate(requests, SamplingParams(1.0, 1.0, 8))
+        assert len(made) == 1, "the first of the two reads prompts that are stored once"
+        made.clear()
+        assert [one.response_ids for one in found[True]] == [one.response_ids for one in found[False]]
+        assert len({len(one.response_ids) for one in found[True]}) > 1
+        for one, other in zip(found[True], found[False], strict=True):
+            assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
+    modules = [module for chunk in engine._built.chunks for module in chunk.modules()]
+    assert {module.prompts for module in modules if hasattr(module, "softmax_scale")} == {None}, "prompts are kept"

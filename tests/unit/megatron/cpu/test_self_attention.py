@@ -1,0 +1,54 @@
+"""Rotary positions of our own attention against Megatron's."""
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer import TransformerConfig
+
+from nemo_edo.megatron.cpu.self_attention import cut_and_rotate, rotate, turns
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+@pytest.mark.parametrize(("length", "rows", "width"), [(1, 3, 64), (7, 3, 16), (7, 1, 16), (1, 1, 16)])
+def test_rotation_and_its_gradient_are_megatrons(length: int, rows: int, width: int, scale: float):
+    torch.manual_seed(0)
+    half = torch.rand(length, 1, 1, width // 2) * 6
+    angles = torch.cat([half, half], dim=-1)
+    shape = (length, rows, 2, width)
+    ours, theirs = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
+    )
+    upstream, config = torch.randn(shape), TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1)
+    rotated, expected = (
+        rotate(ours, *turns(angles, scale, torch.float32)),
+        apply_rotary_pos_emb(theirs, angles, config, mscale=scale),
+    )
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
+    rotated.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+
+
+def test_rotation_keeps_the_type_of_what_it_rotates():
+    cos, sin = turns(torch.rand(4, 1, 1, 8), 1.0, torch.bfloat16)
+    assert rotate(torch.randn(4, 1, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 3)])
+def test_cutting_and_rotating_at_once_is_splitting_and_then_rotating(groups: int, queries: int, batch: int):
+    """Megatron's layout: each group's queries, then its key, then its value."""
+    torch.manual_seed(0)
+    length, width = 5, 8
+    cos_sin = turns(torch.rand(length, 1, 1, width) * 6, 1.2, torch.float64)
+    mixed = torch.randn(length, batch, groups, (queries + 2) * width, dtype=torch.float64)
+    ours, theirs = (mixed.clone().requires_grad_() for _ in range(2))
+    query, key, value = torch.split(theirs, [queries * width, width, width], dim=3)
+    query = query.reshape(length, batch, groups * queries, width)
+    expected = rotate(query, *cos_sin), rotate(key, *cos_sin), value
+    got = cut_and_rotate(ours, width, *cos_sin)
+    upstream = [torch.randn_like(part) for part in expected]
+    for parts in (got, expected):
+        torch.autograd.backward(parts, upstream)
+    for one, other in zip((*got, ours.grad), (*expected, theirs.grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

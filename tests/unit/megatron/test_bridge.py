@@ -1,0 +1,102 @@
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.errors import UserError
+from nemo_edo.megatron.bridge import build_model, check_model_folder
+from nemo_edo.megatron.hf_export import export_hf_folder
+from nemo_edo.megatron.process_groups import initialize_parallel_state
+
+MODELS = {
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied embeddings": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tiny, tmp_path_factory) -> SimpleNamespace:
+    """A folder that ``transformers`` wrote, and the Megatron policy made of it."""
+    model_type, fields = MODELS[request.param]
+    folder = tiny.write_tiny_model(tmp_path_factory.mktemp(model_type), model_type, **fields)
+    return SimpleNamespace(folder=folder, policy=tiny.build_policy(folder))
+
+
+@pytest.fixture(scope="module")
+def exported_folder(model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "hf"
+    export_hf_folder(model.policy.built, out)
+    return out
+
+
+def test_exported_tensors_are_bit_equal_to_the_loaded_ones(model, exported_folder):
+    before, after = load_file(model.folder / "model.safetensors"), load_file(exported_folder / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert all(tensor.dtype is torch.float32 for tensor in after.values())
+
+
+def test_transformers_loads_the_exported_model_and_its_tokenizer(model, exported_folder, tiny):
+    tokens, folders = tiny.random_batch().tokens, (model.folder, exported_folder)
+    with torch.no_grad():
+        assert torch.equal(*(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in folders))
+    before, after = map(AutoTokenizer.from_pretrained, folders)
+    assert before.get_vocab() == after.get_vocab()
+    assert after.eos_token_id == before.eos_token_id is not None
+
+
+@pytest.fixture(scope="module")
+def half(tiny, tiny_qwen2):
+    return tiny.build_policy(tiny_qwen2, dtype="bf16")
+
+
+def test_bf16_parameters_and_their_export_are_the_rounded_weights_and_say_bf16(half, tiny_qwen2, tmp_path):
+    assert {parameter.dtype for chunk in half.chunks for parameter in chunk.parameters()} == {torch.bfloat16}
+    export_hf_folder(half.built, tmp_path)
+    source, rounded = load_file(tiny_qwen2 / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(rounded[name], source[name].bfloat16()) for name in source)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def rename_architecture(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+
+
+@pytest.mark.parametrize(("spoil", "named"), [
+    (lambda folder: (folder / "config.json").unlink(), r"config\.json"),
+    (lambda folder: (folder / "config.json").write_text("{"), r"config\.json .*JSON"),
+    (rename_architecture, r"config\.json: .*NoSuchModel.*Qwen2ForCausalLM"),
+    (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], r"tokenizer\.json"),
+    (lambda folder: (folder / "model.safetensors").unlink(), r"\*\.safetensors"),
+])
+def test_a_folder_that_cannot_be_trained_is_an_error_that_names_folder_and_fault(spoil, named, tiny_qwen2, tmp_path):
+    folder = Path(shutil.copytree(tiny_qwen2, tmp_path / "model"))
+    check_model_folder(folder)  # sound before the damage
+    spoil(folder)
+    with pytest.raises(UserError, match=named) as error:
+        check_model_folder(folder)
+    assert str(folder) in str(error.value)
+
+
+def test_a_split_that_the_model_or_the_world_does_not_allow_is_refused(half, tiny_qwen2):
+    with pytest.raises(UserError, match="parallelism.tensor_model_parallel_size 3"):
+        build_model(tiny_qwen2, ParallelismConfig(tensor_model_parallel_size=3), PrecisionConfig(), half.device)
+    with pytest.raises(UserError, match="needs a multiple of 6 processes, got 1"):
+        initialize_parallel_state(ParallelismConfig(2, 3), seed=0)
+
+
+def test_another_model_of_the_same_split_makes_no_new_process_groups(half, tiny, tiny_qwen2):
+    """Each group has threads that last as long as the process."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    tiny.build_policy(tiny_qwen2)
+    assert parallel_state.get_tensor_model_parallel_group() is group

@@ -1,0 +1,214 @@
+"""What ED-GRPO and ED-iDPO share: the exploration weight, the ratio of gradients, the cut of a batch, the reference."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.losses import dpo_loss, sequence_logprobs
+from nemo_edo.models import MegatronGPTGRPOModel
+from nemo_edo.models.megatron_gpt_model import model_config
+
+TEMPERATURE = 0.7  # of conftest.py
+# eps: well above rounding errors of gradients, which Adam would otherwise blow up to whole steps.
+OPTIMIZER = OptimizerConfig(lr=1e-3, adam_eps=1e-3)
+ED_GRPO = GRPOConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=1e-3), beta=0.1, exploration_coefficient=0.3)
+ED_IDPO = IDPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, beta=0.3, exploration_coefficient=0.2)
+
+
+@pytest.fixture(params=["grpo", "idpo"])
+def arm(request, make_model, tiny, pairs):
+    """Models of one kind, a batch, the batch with shared prompts, and one where only exploration has a gradient."""
+    if request.param == "idpo":
+        settings, batch, prompts = ED_IDPO, pairs, {1: 0, 3: 0}
+        alone, exploring = {}, batch.with_fields(pair_role=torch.zeros(8, dtype=torch.int64))
+    else:
+        settings = replace(ED_GRPO, optimizer=OPTIMIZER, entropy_coefficient=0.1)
+        batch, prompts = tiny.random_batch(rows=5), {1: 0, 4: 2}
+        alone, exploring = {"beta": 0.0, "entropy_coefficient": 0.0}, batch.with_fields(advantages=torch.zeros(5))
+    return SimpleNamespace(
+        make=lambda **changes: make_model(replace(settings, **changes)), batch=batch,
+        sharing=tiny.with_shared_prompts(batch, prompts), exploring=exploring, exploring_alone=alone,
+    )
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model(ED_GRPO)
+
+
+@pytest.fixture(scope="module")
+def batch(tiny):
+    return tiny.random_batch(rows=5)
+
+
+def train(model, batch, steps: int = 3, before_step=lambda model, batch: None):
+    """(metrics of every step, weights after the last)."""
+    model.start_training(steps)
+    metrics = []
+    for _ in range(steps):
+        before_step(model, batch)
+        metrics.append(model.train_step(batch))
+    return metrics, model.policy.snapshot()
+
+
+def test_alpha_zero_takes_the_steps_of_exploration_off_to_the_last_bit(arm, as_collected):
+    def weights(**changes):
+        model = arm.make(**changes)
+        return train(model, as_collected(model, arm.batch))[1]
+
+    alpha_zero, off = weights(alpha=0.0, exploration_coefficient=None), weights(exploration_coefficient=0.0)
+    assert all(map(torch.equal, alpha_zero, off))
+    assert not any(map(torch.equal, alpha_zero, weights()))  # exploration acts from the second step on
+
+
+def test_ed_idpo_with_alpha_zero_takes_the_steps_of_dpo_alone_to_the_last_bit(make_model, pairs, as_collected):
+    def dpo(logprobs, entropies, micro):
+        policy, ref = (sequence_logprobs(values, micro.mask) for values in (logprobs, micro.ref_logprobs))
+        chosen, rejected = micro.pair_role == 1, micro.pair_role == -1
+        return {"dpo": dpo_loss(policy[chosen], policy[rejected], ref[chosen], ref[rejected], beta=0.3)}, {}
+
+    model, off = make_model(ED_IDPO), make_model(replace(ED_IDPO, exploration_coefficient=0.0))
+    batch = as_collected(model, pairs)
+    model.start_training(3)
+    for _ in range(3):
+        model.policy.train_step(batch, dpo, loss_counts={"dpo": 2.0}, micro_batching=model.micro_batching,
+                                temperature=TEMPERATURE)
+    assert all(map(torch.equal, train(off, as_collected(off, pairs))[1], model.policy.snapshot()))
+
+
+def test_exploration_lowers_the_probability_of_what_was_sampled(arm, as_collected):
+    """The sign of the term: where nothing else has a gradient, it moves the policy away from its samples."""
+    model = arm.make(**arm.exploring_alone, optimizer=OptimizerConfig(lr=1e-4))
+    metrics, _ = train(model, as_collected(model, arm.exploring), steps=4)
+    exploration = [step["exploration"] for step in metrics]
+    assert exploration == sorted(exploration, reverse=True) and exploration[-1] < -1e-3
+
+
+def test_a_step_with_another_exploration_weight_is_that_of_a_model_configured_so(arm):
+    def two_steps(configured: float, given: float | None):
+        model = arm.make(exploration_coefficient=configured)
+        model.start_training(3)
+        return [model.train_step(arm.batch, exploration_weight=given) for _ in range(2)], model.policy.snapshot()
+
+    metrics, weights = two_steps(0.2, 0.7)
+    expected_metrics, expected = two_steps(0.7, None)
+    assert metrics == expected_metrics and all(map(torch.equal, weights, expected))
+    assert two_steps(0.2, None)[0][0]["loss"] != pytest.approx(metrics[0]["loss"], rel=1e-3)
+
+
+def test_a_steps_weight_is_that_steps_alone(arm):
+    model = arm.make()
+    before = model.validation_step(arm.batch)["loss"]
+    for weight, same in ((5.0, False), (None, True)):
+        model.start_training(1, OptimizerConfig(lr=1e-3, warmup_steps=1))  # a first step at learning rate 0
+        assert (model.train_step(arm.batch, exploration_weight=weight)["loss"] == before) == same
+
+
+def test_asking_for_the_ratio_of_gradients_leaves_no_gradient_and_changes_no_step(arm, as_collected):
+    def ask(model, batch) -> None:
+        assert model.exploration_gradient_ratio(batch) > 0
+        assert not any(p.main_grad.any() for chunk in model.built.chunks for p in chunk.parameters())
+
+    results = []
+    for options in ({}, {"before_step": ask}):
+        model = arm.make()
+        results.append(train(model, as_collected(model, arm.batch), **options))
+    (not_asked, expected), (asked, weights) = results
+    assert asked == not_asked
+    assert all(map(torch.equal, weights, expected))
+
+
+@pytest.mark.parametrize("cut", [
+    {"micro_batch_size": 4}, {"micro_batch_size": 8}, {"micro_batch_size": 8, "micro_batch_tokens": 24},
+    {"micro_batch_size": 4, "micro_batch_tokens": 40}, {"micro_batch_tokens": 40, "packing": True},
+    {"micro_batch_tokens": 40, "packing": True, "share_prompts": True},
+], ids=str)
+def test_steps_do_not_depend_on_how_a_batch_is_cut(arm, as_collected, cut):
+    def trained(**cut):
+        model = arm.make(**cut)
+        start, batch = model.policy.snapshot(), as_collected(model, arm.sharing)
+        return *train(model, batch), start
+
+    metrics, weights, start = trained(**cut)
+    expected_metrics, expected, _ = trained(micro_batch_size=2)
+    for found, wanted in zip(metrics, expected_metrics, strict=True):
+        ours, theirs = ({k: v for k, v in step.items() if k != "padding_share"} for step in (found, wanted))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for found, wanted, before in zip(weights, expected, start, strict=True):
+        assert (wanted - before).abs().max() > 1e-4, "nothing to compare"
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_tokens": 30}],
+                         ids=str)
+def test_percentiles_and_extremes_are_of_the_whole_batch_however_it_is_cut(make_model, batch, changes):
+    model = make_model(replace(ED_GRPO, **changes))
+    metrics = model.validation_step(batch)
+    logprobs, entropies = model.logprobs(batch)
+    valid = batch.mask == 1
+    ratios, entropies = (logprobs - batch.old_logprobs)[valid].double().exp(), entropies[valid].double()
+    low, high, _ = entropies.quantile(torch.tensor([0.1, 0.9, 0.99], dtype=torch.float64)).tolist()
+    expected = {"entropy_p10": low, "entropy_p90": high, "ratio_mean": ratios.mean().item(),
+                "ratio_std": ratios.std(correction=0).item(), "ratio_min": ratios.min().item(),
+                "ratio_max": ratios.max().item(), "ratio_p99": ratios.quantile(0.99).item()}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert metrics["entropy_p10"] < metrics["entropy"] < metrics["entropy_p90"]
+
+
+def test_a_reference_is_the_policy_at_the_time_of_the_last_freeze(model, batch, as_collected):
+    with pytest.raises(RuntimeError, match=r"freeze_reference\(\)"):
+        model.reference_logprobs(batch)
+    collected = as_collected(model, batch)
+    train(model, collected)
+    assert torch.equal(model.reference_logprobs(collected), collected.old_logprobs)
+    assert (model.logprobs(collected)[0] - collected.old_logprobs).abs().max() > 1e-2
+    model.freeze_reference()
+    assert torch.equal(model.reference_logprobs(collected), model.logprobs(collected)[0])
+
+
+@pytest.mark.parametrize("kind", ["initial", "previous", "ema"])
+def test_asking_for_the_reference_changes_no_step_wherever_it_is_kept(make_model, batch, as_collected, kind):
+    def trained(placement: str, before_step):
+        model = make_model(replace(ED_GRPO, reference=kind, reference_placement=placement))
+        collected = as_collected(model, batch)
+        weights = train(model, collected, before_step=before_step)[1]
+        model.move_reference(kind, 0.5)
+        return weights, model.reference_logprobs(collected)
+
+    expected, reference = trained("host", lambda model, batch: None)
+    for placement in ("host", "resident"):
+        weights, found = trained(placement, lambda model, batch: model.reference_logprobs(batch))
+        assert all(map(torch.equal, weights, expected)) and torch.equal(found, reference)
+
+
+@pytest.mark.parametrize(("kind", "decay", "share"), [("initial", 0.5, 1.0), ("previous", 0.5, 0.0),
+                                                      ("ema", 0.75, 0.75), ("ema", 0.0, 0.0), ("ema", 1.0, 1.0)])
+def test_the_reference_moves_to_the_share_of_its_weights_that_stays(model, batch, as_collected, kind, decay, share):
+    collected = as_collected(model, batch)
+    start = model.policy.snapshot()
+    model.start_training(2)
+    model.train_step(collected)
+    current = model.policy.snapshot()
+    model.move_reference(kind, decay)
+    for reference, old, new in zip(model.reference, start, current, strict=True):
+        assert not torch.equal(old, new)
+        torch.testing.assert_close(reference, share * old + (1 - share) * new, rtol=0, atol=1e-6)
+
+
+def test_an_ema_reference_in_bf16_adds_up_moves_below_bf16s_spacing(tiny_qwen2):
+    config = model_config(tiny_qwen2, parallelism=ParallelismConfig(), precision=PrecisionConfig("bf16"), seed=0,
+                          threads=1, training=ED_GRPO)
+    model = MegatronGPTGRPOModel(config)
+    model.freeze_reference()
+    start = model.policy.snapshot()
+    assert {weight.dtype for weight in start} == {torch.bfloat16}
+    next_ones = [torch.nextafter(weight, torch.full_like(weight, torch.inf)) for weight in start]
+    model.policy.load(next_ones)
+    for _ in range(10):
+        model.move_reference("ema", 0.9)
+    for reference, old, new in zip(model.reference, start, next_ones, strict=True):
+        share = (reference - old.float()) / (new.float() - old.float())
+        torch.testing.assert_close(share, torch.full_like(share, 1 - 0.9**10), rtol=0, atol=1e-2)

@@ -1,0 +1,194 @@
+"""What charts draw: gaps for missing values, intervals and bands of the comparison, and nothing without values."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from helpers.one_run import evaluation
+from helpers.run_folder import write_run_folder
+
+from nemo_edo.metrics import bootstrap_ratio
+from nemo_edo.report.charts import all_charts, pareto_front
+from nemo_edo.report.comparison import Comparison, compare
+from nemo_edo.report.plotting import DASHES, Series, arm_styles, line_chart
+from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.scaling_charts import MOST_POINTS, scaling_charts, thinned
+
+STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
+
+
+def traces(chart):
+    """The traces that plotly wrote into the fragment."""
+    start = chart.html.index("[{", chart.html.index("Plotly.newPlot"))
+    return json.JSONDecoder().raw_decode(chart.html[start:])[0]
+
+
+def labels(chart) -> list[str]:
+    return [style.label for style in chart.legend]
+
+
+def draw(**series):
+    return line_chart("key", "Title", "Caption", series, STYLES, x_title="x", y_title="y")
+
+
+def test_missing_and_non_finite_values_are_gaps_and_what_has_no_value_is_not_drawn():
+    (trace,) = traces(draw(b=Series([1, 2, 3, 4], [0.5, math.nan, math.inf, 0.7])))
+    assert trace["y"] == [0.5, None, None, 0.7]
+    assert trace["name"] == "&lt;b&gt;&amp;&lt;/b&gt;"  # plotly reads a label as markup
+    assert draw(a=Series([], []), b=Series([1.0], [math.nan])) is None
+    assert labels(draw(a=Series([1], [1]), b=Series([], []))) == ["Arm A"]
+
+
+def test_no_two_of_thirty_arms_share_colour_and_dash_and_a_start_changes_none():
+    styles = arm_styles({f"arm-{index}": "x" for index in range(30)})
+    assert len({(style.color, style.dash) for style in styles.values()}) == 30
+    assert {style.dash for style in styles.values()} == set(DASHES)
+    assert arm_styles({"a": "A"})["a"] == arm_styles({"warmup": "Start", "a": "A"})["a"]
+
+
+def test_front_has_the_points_that_no_other_beats():
+    points = {"low": (0.1, 0.9), "beaten": (0.1, 0.8), "high": (0.9, 0.2), "middle": (0.5, 0.5), "inside": (0.4, 0.4)}
+    assert pareto_front(points) == ["low", "middle", "high"]
+    assert sorted(pareto_front({"a": (1, 1), "twin": (1, 1)})) == ["a", "twin"]
+
+
+FULL = [
+    *("frontier-greedy_accuracy", "frontier-vote-10", "frontier-pass-10"),
+    *("matched", "entropy", "entropy-collected", "accuracy", "pass", "distinct-bars", "reward", "distinct", "kl"),
+    *("well-formed", "test", "exploration", "floor", "warm-up"),
+]
+NO_INTERIM_DISTINCT = "Distinct-4 on test problems over iterations"
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def build(**options) -> Comparison:
+        return compare(one_run(write_run_folder(tmp_path / "run", iterations=4, problems=20, **options)))
+
+    return build
+
+
+def by_key(comparison: Comparison) -> dict:
+    return {chart.key: chart for chart in all_charts(comparison)[0]}
+
+
+@pytest.mark.parametrize(("options", "missing", "named"), [
+    ({}, set(), [NO_INTERIM_DISTINCT]),
+    ({"interim": False, "start": False}, {"test", "warm-up"},
+     ["Greedy test accuracy over iterations", NO_INTERIM_DISTINCT, "Warm-up loss"]),
+])
+def test_a_run_has_every_chart_once_and_what_it_did_not_record_is_named_instead(compared, options, missing, named):
+    comparison = compared(**options)
+    charts, undrawn = all_charts(comparison)
+    assert ([chart.key for chart in charts], undrawn) == ([key for key in FULL if key not in missing], named)
+    assert labels(by_key(comparison)["frontier-vote-10"]) == [comparison.labels[arm] for arm in comparison.arms]
+
+
+@pytest.mark.parametrize(("key", "metric", "place"), [("accuracy", "vote@10", 1), ("distinct-bars", "distinct_4", 0)])
+def test_bars_have_the_intervals_of_the_table(compared, key, metric, place):
+    comparison = compared()
+    bars = traces(by_key(comparison)[key])
+    cells = [row[metric].interval for row in comparison.table.values()]
+    assert [bar["y"][place] for bar in bars] == [cell.mean for cell in cells]
+    assert [bar["error_y"]["array"][place] for bar in bars] == pytest.approx([c.high - c.mean for c in cells])
+    assert [bar["error_y"]["arrayminus"][place] for bar in bars] == pytest.approx([c.mean - c.low for c in cells])
+
+
+def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(compared):
+    comparison = compared(arms=("grpo",), start=False)
+    charts = by_key(comparison)
+    low, high, mean = traces(charts["pass"])
+    cells = [comparison.table["grpo"][f"pass@{k}"].interval for k in range(1, 11)]
+    assert mean["x"] == list(range(1, 11))
+    assert [low["y"], mean["y"], high["y"]] == [[getattr(c, end) for c in cells] for end in ("low", "mean", "high")]
+    low, high, _ = (trace["y"] for trace in traces(charts["test"]))
+    assert np.subtract(high, low) == pytest.approx(0.1)
+
+
+def test_the_matched_chart_marks_the_interpolated_values(compared):
+    comparison = compared()
+    chart = by_key(comparison)["matched"]
+    level = float(re.search(r"matched accuracy (\d\.\d+)", chart.caption)[1])
+    marks = [trace for trace in traces(chart) if trace["mode"] == "markers"]
+    assert [mark["y"][0] for mark in marks] == [v.interval.mean for v in comparison.matched.values["entropy"].values()]
+    assert all(mark["x"][0] == pytest.approx(level, abs=5e-4) for mark in marks)
+
+
+def test_arms_that_differ_in_alpha_alone_make_a_curve_in_the_order_of_alpha(compared):
+    comparison = compared(arms=(), alphas={"high": 0.1, "low": 1e-4, "plain": 0.0})
+    charts = by_key(comparison)
+    low, high, line = traces(charts["alpha-vote-10"])
+    assert line["y"] == [comparison.table[arm]["vote@10"].interval.mean for arm in ("plain", "low", "high")]
+    assert (line["x"], line["name"]) == ([0, 1, 2], "ED-GRPO")
+    assert '"ticktext":["0","0.0001","0.1"]' in charts["alpha-vote-10"].html
+    assert "alpha-distinct_4" in charts
+
+
+def test_two_alphas_or_arms_that_differ_in_more_make_no_curve(compared):
+    charts = by_key(compared(arms=("edo_paper", "edo_floor", "entropy_bonus"), alphas={"a": 0.1, "b": 0.01}))
+    assert not [key for key in charts if key.startswith("alpha")]
+
+
+def curves(arm: str, largest: int, *, names=("mine",), problems: int = 12):
+    rng, metrics = np.random.default_rng(len(arm)), {}
+    for k in range(1, largest + 1):
+        scores = [f"best_of@{k}/{name}" for name in (*names, "oracle")]
+        metrics |= {name: rng.random(problems) for name in (f"majority@{k}", f"pass@{k}", *scores)}
+        metrics[f"tokens@{k}"] = [7.0 * k] * problems
+    return evaluation(arm, problems, **metrics)
+
+
+def scaling(stored, resamples: int = 20):
+    return scaling_charts(stored, STYLES, bands="", resamples=resamples, seed=5)
+
+
+def test_each_family_has_the_means_with_the_bootstrap_of_each_k_against_samples_and_tokens():
+    found = curves("a", 4)
+    charts = scaling({"a": [found]}, resamples=80)
+    assert [chart.key for chart in charts] == [
+        f"{x}-{family}" for family in ("majority-", "pass-", "best_of--mine") for x in ("samples", "tokens")]
+    low, high, line = traces(charts[0])
+    expected = [bootstrap_ratio(*found.metrics[f"majority@{k}"], resamples=80, seed=5) for k in (1, 2, 3, 4)]
+    assert (line["x"], traces(charts[1])[2]["x"]) == ([1, 2, 3, 4], [7, 14, 21, 28])
+    assert line["y"] == traces(charts[1])[2]["y"] == pytest.approx([cell.mean for cell in expected])
+    assert (low["y"], high["y"]) == ([cell.low for cell in expected], [cell.high for cell in expected])
+
+
+def test_arms_with_other_scores_each_have_their_own_curve():
+    charts = scaling({"a": [curves("a", 3, names=("x",))], "b": [curves("bb", 5, names=("y",))]})
+    legends = {chart.key: labels(chart) for chart in charts}
+    assert (legends["samples-best_of--x"], legends["samples-best_of--y"]) == (["Arm A"], ["<b>&</b>"])
+    assert len(legends["samples-majority-"]) == 2
+
+
+def test_long_curves_are_thinned_to_their_ends_and_points_between():
+    ks = list(range(1, 257))
+    kept = thinned(ks)
+    assert (kept[0], kept[-1]) == (1, 256)
+    assert 12 <= len(kept) <= MOST_POINTS and set(kept) <= set(ks)
+    assert max(b / a for a, b in zip(kept, kept[1:], strict=False)) <= 2
+    assert thinned([1, 2, 5]) == [1, 2, 5]
+
+
+def test_several_runs_have_the_charts_of_one_with_means_and_the_range_of_their_seeds(tmp_path):
+    majority = []
+    for seed, largest in ((1, 4), (2, 6)):
+        folder = write_run_folder(tmp_path / f"seed_{seed}", arms=("grpo",), iterations=2, problems=12, seed=seed)
+        found = curves("g" * seed, largest)
+        (folder / "test_time").mkdir()
+        (folder / "test_time" / "grpo.json").write_text(json.dumps(found.record()))
+        majority.append([found.mean(f"majority@{k}") for k in (1, 2, 3, 4)])
+    comparison = compare(read_runs(find_runs([str(tmp_path)])))
+    charts, undrawn = all_charts(comparison)
+    drawn = {chart.key: chart for chart in charts}
+    assert set(drawn) >= set(FULL) and undrawn == [NO_INTERIM_DISTINCT]
+    passed = [[cell.by_seed[seed] for cell in (comparison.table["GRPO"][f"pass@{k}"] for k in range(1, 11))]
+              for seed in (1, 2)]  # fmt: skip
+    for key, seeds in (("samples-majority-", majority), ("pass", passed)):
+        low, high, line = traces(drawn[key])[-3:]
+        assert line["y"] == pytest.approx(np.mean(seeds, axis=0))
+        assert low["y"] == pytest.approx(np.min(seeds, axis=0)) and high["y"] == pytest.approx(np.max(seeds, axis=0))
+    assert traces(drawn["samples-majority-"])[2]["x"] == [1, 2, 3, 4]  # what both seeds have
+    assert traces(drawn["tokens-majority-"])[2]["x"] == [7, 14, 21, 28]

@@ -1,0 +1,133 @@
+"""Estimates and differences: over problems in one run, over seeds in several."""
+
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.one_run import evaluation, one_run, settings
+from helpers.run_folder import write_run_folder
+
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START, Evaluation
+from nemo_edo.metrics import bootstrap_ratio, mean_interval, paired_bootstrap
+from nemo_edo.report.comparison import Comparison, compare
+from nemo_edo.report.matching import curve, match_accuracy
+from nemo_edo.report.run_set import find_runs, read_runs
+from nemo_edo.report.run_set import one_run as read_one_run
+
+SEEDS = (1, 2, 3)
+PAPER, FLOOR, ALONE = "ED-GRPO, the paper's alpha", "ED-GRPO 0.3, floor -0.1", "ED-GRPO α=0.1"
+BASE = np.linspace(0, 1, 50)
+
+
+def compared(evaluations, names=("a", "b"), baseline="a") -> Comparison:
+    return compare(one_run(evaluations, {name: settings(name) for name in names}, baseline=baseline, seed=7))
+
+
+def test_one_runs_estimates_are_bootstrapped_over_problems():
+    result = compared([evaluation("a", accuracy=BASE**2), evaluation("b", accuracy=BASE)])
+    ones = np.ones(50)
+    assert result.table["a"]["accuracy"].interval == bootstrap_ratio(BASE**2, ones, resamples=200, seed=7)
+    found = result.difference("b", "accuracy")
+    assert found.interval == found.over_problems == paired_bootstrap(BASE, ones, BASE**2, ones, resamples=200, seed=7)
+
+
+def test_only_the_main_metrics_that_both_arms_have_are_compared_and_one_without_counts_is_not_measured():
+    rows = {name: np.ones(50) for name in ("accuracy", "vote_at_4", "vote_at_16", "well_formed")}
+    result = compared([evaluation("a", **rows, entropy=np.ones(50)), evaluation("b", **rows)])
+    assert [(d.arm, d.metric) for d in result.differences] == [("b", "accuracy"), ("b", "vote@16")]
+    empty = Evaluation("a", ("x",), {"entropy": (np.zeros(1), np.zeros(1))})
+    assert compared([empty], names=("a",)).table["a"]["entropy"] is None
+
+
+def test_a_single_arm_is_compared_with_its_start_in_one_run_and_over_seeds(tmp_path):
+    evaluations = [evaluation(START, accuracy=np.zeros(50)), evaluation("a", accuracy=np.ones(50))]
+    result = compared(evaluations, names=("a",), baseline=None)
+    assert (result.baseline, result.difference("a", "accuracy").interval.mean) == (START, 1.0)
+    for seed in SEEDS:
+        write_run_folder(tmp_path / f"{seed}", seed=seed, arms=("edo_floor",), problems=30, iterations=3)
+    several = compare(read_runs(find_runs([str(tmp_path)])))
+    assert several.baseline == START and several.difference(FLOOR, "greedy_accuracy").interval.mean > 0
+
+
+@pytest.fixture(scope="module")
+def runs(study: Path):
+    return read_runs(find_runs([str(study)]))
+
+
+@pytest.fixture(scope="module")
+def comparison(runs) -> Comparison:
+    return compare(runs)
+
+
+def values(runs, label: str, metric: str) -> list[float]:
+    return [runs.arms[label][seed].evaluation.mean(metric) for seed in SEEDS]
+
+
+def test_cells_are_means_over_seeds_with_students_interval(runs, comparison: Comparison):
+    cell = comparison.table[FLOOR]["distinct_4"]
+    found = values(runs, FLOOR, "distinct_4")
+    assert list(cell.by_seed.values()) == pytest.approx(found, abs=1e-15)
+    assert cell.interval == mean_interval(found)
+    half = 4.302652729911275 * statistics.stdev(found) / math.sqrt(3)
+    assert cell.interval.high - cell.interval.low == pytest.approx(2 * half, rel=1e-9)
+    assert cell.band == (min(found), max(found))
+
+
+def test_differences_are_paired_by_common_seeds_and_one_of_them_shows_nothing(runs, comparison: Comparison):
+    difference = comparison.difference(FLOOR, "entropy")
+    pairs = zip(values(runs, FLOOR, "entropy"), values(runs, "GRPO", "entropy"), strict=True)
+    assert difference.interval == mean_interval([ours - theirs for ours, theirs in pairs])
+    assert difference.exceeds_interval and difference.p_value < difference.p_adjusted < 0.05
+    alone = comparison.difference(ALONE, "entropy")
+    assert (list(alone.by_seed), alone.known, alone.exceeds_interval) == ([1], False, False)
+    assert list(comparison.labels)[0] == START
+    assert list(comparison.table[START]["greedy_accuracy"].by_seed) == list(SEEDS)  # once for each seed
+
+
+def test_over_problems_the_seeds_are_pooled_and_pairs_kept(runs, comparison: Comparison):
+    difference = comparison.difference(PAPER, "accuracy")
+    pooled = []
+    for label in (PAPER, "GRPO"):
+        evaluations = [runs.arms[label][seed].evaluation.metrics["accuracy"] for seed in SEEDS]
+        pooled += [sum(sums for sums, _ in evaluations), sum(counts for _, counts in evaluations)]
+    assert difference.over_problems == paired_bootstrap(*pooled, resamples=200, seed=0)
+    assert difference.over_problems.mean == pytest.approx(difference.interval.mean, abs=1e-12)
+    assert difference.p_adjusted >= difference.p_value > 0.05
+
+
+def test_matched_values_are_those_of_each_seed_alone(runs, comparison: Comparison):
+    for seed in SEEDS[1:]:
+        curves = {arm: curve(by[seed].record, by[seed].name) for arm, by in runs.arms.items() if seed in by}
+        alone, matched = match_accuracy(curves), comparison.matched
+        assert matched.accuracies[seed] == alone.accuracy
+        for measure, by_arm in alone.values.items():
+            assert matched.values[measure][FLOOR].by_seed[seed] == by_arm[FLOOR]
+            assert matched.last[measure][FLOOR].by_seed[seed] == alone.last[measure][FLOOR]
+            gap = by_arm[FLOOR] - by_arm["GRPO"]
+            assert matched.differences[measure][FLOOR].by_seed[seed] == pytest.approx(gap, abs=1e-15)
+
+
+def test_changes_count_problems_against_the_start_and_the_baseline(runs, comparison: Comparison):
+    def solved(evaluation) -> set[int]:
+        return {place for place, value in enumerate(evaluation.metrics["greedy_accuracy"][0]) if value == 1}
+
+    for before, found in (("start", comparison.from_start), ("GRPO", comparison.from_baseline)):
+        gained = lost = 0
+        for seed in SEEDS:
+            new = solved(runs.arms[FLOOR][seed].evaluation)
+            old = solved(runs.starts[seed] if before == "start" else runs.arms["GRPO"][seed].evaluation)
+            gained, lost = gained + len(new - old), lost + len(old - new)
+        assert (found[FLOOR].newly_solved, found[FLOOR].lost, found[FLOOR].seeds) == (gained / 3, lost / 3, 3)
+
+
+def test_a_baseline_can_be_chosen_and_has_to_exist(runs, study: Path):
+    assert compare(runs, FLOOR).baseline == FLOOR
+    alone = read_one_run(study / "seed=1")
+    assert compare(alone, FLOOR).baseline == compare(alone, "edo_floor").baseline == "edo_floor"
+    with pytest.raises(UserError, match="--baseline: .*'DPO'.*GRPO; "):
+        compare(runs, "DPO")
+    with pytest.raises(UserError, match=r"summary.json: .*'c'.* a, b"):
+        compared([evaluation("a"), evaluation("b")], baseline="c")

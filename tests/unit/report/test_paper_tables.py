@@ -1,0 +1,234 @@
+"""The paper's tables: a run's numbers are joined to the paper's where its settings are the paper's, and only there."""
+
+import csv
+import functools
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.experiment_run import write_evaluation, write_experiment_run
+
+from nemo_edo.cli import main
+from nemo_edo.config.compose import compose_incomplete
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START
+from nemo_edo.metrics import bootstrap_ratio, mean_interval
+from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, TABLES, evaluated_on, published
+from nemo_edo.report.paper.settings import departures
+from nemo_edo.report.paper.tables import (
+    NOT_MEASURED,
+    NOT_RUN,
+    build_table,
+    csv_text,
+    html,
+    markdown,
+    mean_of_ratios,
+    write_table,
+)
+from nemo_edo.report.run_record import read_run
+from nemo_edo.report.run_set import FoundRuns
+
+MAIN = "main/gsm8k_llama3_grpo"
+GSM8K = ("Llama-3-8B-Instruct", "GSM8K", "GSM8K")
+HALF = {"greedy_accuracy": [1, 0, 1, 0], "vote@10": [1, 1, 1, 0], "distinct_4": [0.25, 0.5, 0.25, 0.5]}
+TENTHS = {"greedy_accuracy": [1] * 3 + [0] * 7, "vote@10": [1] * 6 + [0] * 4}
+
+
+@functools.cache
+def config(name: str):
+    return compose_incomplete(f"experiment/{name}", [])[0]
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Writes a run of an experiment and reads it back; ``changed`` sets whole sections of its config."""
+    def write(name: str, shares: dict, seed: int = 42, lines: tuple = (), folder: str | None = None, **changed):
+        cfg = replace(config(name), seed=seed, **changed)
+        path = tmp_path / (folder or f"{name.replace('/', '_')}_{seed}")
+        return read_run(write_experiment_run(path, cfg, shares, lines))
+    return write
+
+
+def cells_of(table, method: str, place: tuple = GSM8K) -> dict:
+    """The lines of a row by their columns' titles."""
+    return {line.paper.column.title: line for line in table.lines if line.paper.row == (*place, method)}
+
+
+def test_a_runs_number_has_the_papers_and_the_bootstrap_interval_over_problems(run):
+    table = build_table("main", [run(MAIN, {"ed_grpo": HALF, START: TENTHS})])
+    cell = cells_of(table, "ed-grpo")["vote@10"]
+    expected = bootstrap_ratio([1, 1, 1, 0], [1] * 4, resamples=2000, seed=42)
+    found = cell.measured
+    assert (found.mean, found.low, found.high) == pytest.approx((75.0, 100 * expected.low, 100 * expected.high))
+    assert (cell.paper.value, cell.deviation, cell.seeds) == (90.4, None, (42,))
+    assert cells_of(table, "cot")["greedy"].measured.mean == pytest.approx(30.0)
+    eto = cells_of(table, "eto")["greedy"]
+    assert (eto.state, eto.measured) == (NOT_RUN, None)
+
+
+def test_every_number_of_the_paper_is_in_its_table_and_in_its_csv_and_without_runs_none_is_measured():
+    lines = [line for name in TABLES for line in build_table(name, []).lines]
+    assert len([line for line in lines if line.paper.value is not None]) == 300
+    assert {(line.measured, line.state) for line in lines} == {(None, NOT_RUN)}
+    rows = list(csv.DictReader(io.StringIO(csv_text(build_table("main", [])))))
+    assert sorted(float(row["paper"]) for row in rows) == sorted(paper.value for paper in published("main"))
+    assert {row["state"] for row in rows} == {NOT_RUN} and {row["column"] for row in rows} == {"greedy", "vote@10"}
+    for name in ("seeds", "alpha"):  # the paper's best-of-n there is the vote
+        assert {paper.column.title for paper in published(name)} == {"vote@10", "Distinct-4"}
+
+
+def test_several_seeds_have_mean_deviation_and_t_interval(run):
+    shares = {42: [1, 1, 1, 0], 84: [1, 1, 0, 0], 126: [1, 1, 1, 1]}
+    records = [run("seeds/gsm8k_llama3_grpo", {"grpo": {**HALF, "vote@10": share}}, seed)
+               for seed, share in shares.items()]
+    table = build_table("seeds", records)
+    cells, expected = cells_of(table, "grpo"), mean_interval([75.0, 50.0, 100.0])
+    found, voted = cells["vote@10"].measured, cells["vote@10"]
+    assert (found.mean, found.low, found.high) == pytest.approx((75.0, expected.low, expected.high))
+    assert (voted.deviation, voted.seeds) == (pytest.approx(25.0), (42, 84, 126))
+    assert cells["Distinct-4"].measured.mean == pytest.approx(0.375)  # a number, not percent
+    assert f"75.0 ± 25.0 [{expected.low:.1f}, {expected.high:.1f}], 3 seeds" in markdown(table)
+
+
+def test_a_seed_counts_once_but_runs_may_share_their_start(run):
+    first, second = (run(MAIN, {"grpo": HALF}, folder=name) for name in "ab")
+    with pytest.raises(UserError, match="with seed 42"):
+        build_table("main", [first, second])
+    other = run(MAIN, {"dapo": HALF}, folder="c", arms={"dapo": first.config["arms"]["dapo"]})
+    only = run(MAIN, {"grpo": HALF}, folder="d", arms={"grpo": {"alpha": 0.0}})
+    table = build_table("main", [only, other])
+    assert all(cells_of(table, row)["vote@10"].measured for row in ("grpo", "dapo", "cot"))
+
+
+def test_at_test_time_reward_models_rank_the_stored_responses_and_the_search_is_the_starts(run):
+    record = run(MAIN, {"ed_grpo": HALF, START: HALF})
+    folder = record.folder / "test_time"
+    write_evaluation(folder / "ed_grpo.json", "ed_grpo", {"best_of@10/qwen": [1, 1, 1, 1], "majority@10": [0, 0, 0, 0]})
+    write_evaluation(folder / f"{START}.json", START, {"search_accuracy": [1, 1, 1, 0]})
+    table = build_table("test_time", [record])
+    cells = cells_of(table, "ed-grpo")
+    assert (cells["best-of-10 by qwen"].measured.mean, cells["best-of-10 by qwen"].paper.value) == (100.0, 94.8)
+    assert cells["vote@10"].measured.mean == 75.0  # the evaluation's own, before the estimate from subsets
+    assert cells["best-of-10 by skywork"].state == NOT_MEASURED
+    searched = cells_of(table, "searchllm")
+    assert list(searched) == ["SearchLLM"] and searched["SearchLLM"].measured.mean == 75.0
+
+
+def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_the_paper(run):
+    name, data = "ood/s1k_qwen_eto", config("ood/s1k_qwen_eto").data
+    shares = {"aime24": [1, 0], "aime25": [1, 0, 0, 0], "math500": [1, 1, 1, 0], "minerva": [1, 1],
+              "olympiadbench": [0]}
+    records = [run(name, {START: {"greedy_accuracy": share, "vote@10": share}}, folder=benchmark,
+                   data=replace(data, test_benchmark=benchmark)) for benchmark, share in shares.items()]
+    place = ("Qwen2.5-7B-Instruct-SFT", "s1K", OVERALL)
+    overall = cells_of(build_table("ood", records), "eto", place)["greedy"].measured
+    assert overall.mean == pytest.approx(100 * (0.5 + 0.25 + 0.75 + 1.0 + 0.0) / 5)
+    assert overall.low < overall.mean < overall.high
+    four = cells_of(build_table("ood", records[1:]), "eto", place)["greedy"]
+    assert (four.measured, four.state) == (None, "4 of 5 benchmarks")
+    of = {}
+    for paper in published("ood"):
+        of.setdefault((paper.row[0], paper.row.method, paper.column), {})[paper.row.evaluated_on] = paper.value
+    off = sorted(abs(found[OVERALL] - sum(found[name] for name in OUT_OF_DISTRIBUTION) / 5) for found in of.values())
+    assert len(of) == 24 and off[-2] < 0.06 and off[-1] < 0.5  # rounding, and one cell that does not add up
+
+
+def test_the_interval_of_a_mean_over_benchmarks_is_that_of_independent_ones():
+    rng = np.random.default_rng(0)
+    ratios = [((rng.random(400) < p).astype(float), np.ones(400)) for p in (0.3, 0.5, 0.8)]
+    found = mean_of_ratios(ratios, 4000, 1)
+    deviation = np.sqrt(sum(x.mean() * (1 - x.mean()) / 400 for x, _ in ratios)) / 3
+    assert found.mean == pytest.approx(np.mean([x.mean() for x, _ in ratios]))
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * deviation, rel=0.06)
+
+
+def test_math500_is_math_for_a_policy_trained_on_math_alone():
+    assert [evaluated_on("math500", trained) for trained in ("MATH", "s1K")] == ["MATH", "MATH500"]
+    assert [evaluated_on(name, "s1K") for name in ("aime24", None)] == ["AIME24", None]
+
+
+def test_accuracy_over_iterations_is_the_logged_vote_and_the_last_of_two_counts(run):
+    lines = tuple({"kind": "evaluation", "arm": "grpo", "iteration": t, "final": t == 3, "metrics": {
+        "vote@10": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}} for t, mean in
+        ((0, 0.1), (1, 0.2), (1, 0.25), (3, 0.5)))
+    table = build_table("iterations", [run(MAIN, {"grpo": HALF}, lines=lines)])
+    cells = cells_of(table, "grpo")
+    assert list(cells) == [f"vote@10 after {t}" for t in range(4)]
+    found = list(cells.values())
+    assert [cell.measured and round(cell.measured.mean, 6) for cell in found] == [10.0, 25.0, None, 50.0]
+    assert (found[1].measured.low, found[2].state) == (pytest.approx(15.0), NOT_MEASURED)
+
+
+@pytest.mark.parametrize(("section", "change", "told"), [
+    ("lora", {"rank": 4}, "lora.rank is 4, the paper's 0"),
+    ("sft", {"steps": 5}, "sft.steps is 5, the paper's 0"),
+    ("data", {"test_benchmark": "aime24"}, "it is evaluated on aime24, the paper's on GSM8K"),
+    ("data", {"test_benchmark": None, "benchmark": None}, "data.benchmark is null, the paper's gsm8k"),
+    ("data", {"check_rows": False}, "data.check_rows is False, the paper's True"),
+    ("data", {"answer_format": "boxed"}, "data.answer_format is boxed, the paper's so_the_answer_is"),
+    ("model", {"architecture": None}, "model.architecture is null, so the run does not say which model it trained"),
+    ("model", {"architecture": {**config(MAIN).model.architecture, "rope_scaling": {"factor": 8.0}}},
+     "model.architecture.rope_scaling"),
+    ("grpo", {"iterations": 1}, "iterations is 1, the paper's 3"),
+    ("grpo", {"minibatch_size": 64}, "minibatch_size is 64, the paper's 512"),
+    ("grpo", {"alpha": 0.5}, "alpha is 0.5, the paper's 0.001"),
+    *(("grpo", {name: value}, f"{name} is {value}, the paper's")
+      for name, value in (("log_ratio_floor", -0.1), ("entropy_coefficient", 0.1), ("novelty_strength", 0.5))),
+    ("grpo", {"beta": 0.01, "epochs": 2, "clip_high": 0.3}, None),  # the paper leaves them open
+])
+def test_a_run_with_another_setting_than_the_papers_is_not_in_the_table_which_says_why(run, section, change, told):
+    record = run(MAIN, {"ed_grpo": HALF}, **{section: replace(getattr(config(MAIN), section), **change)})
+    if told is None:
+        assert departures(record, "ed_grpo") == departures(record, START) == []
+        return
+    assert any(reason.startswith(told) for reason in departures(record, "ed_grpo"))
+    table = build_table("main", [record])
+    assert cells_of(table, "ed-grpo")["vote@10"].measured is None
+    assert any("ED-GRPO" in line and told in line for line in table.left_out) and told in markdown(table)
+
+
+@pytest.mark.parametrize(("steps", "departed"), [(62, True), (63, False), (64, True)])
+def test_the_warm_up_on_s1k_is_one_epoch_of_1000_solutions(run, steps: int, departed: bool):
+    name = "main/s1k_llama_grpo"
+    record = run(name, {"grpo": HALF}, sft=replace(config(name).sft, steps=steps, batch_size=16))
+    assert bool(departures(record, START)) == departed
+
+
+def test_a_table_names_the_runs_that_are_not_the_papers_or_another_tables(run):
+    own, other = run("builtin/quickstart", {"grpo": HALF}), run("alpha/math_qwen_grpo", {START: HALF})
+    table = build_table("main", [own, other], {Path("killed"): "not finished"})
+    assert not table.runs and not any(line.measured for line in table.lines)
+    for run_folder, reason in ((own.folder, "its experiment is not one of the paper's"),
+                               (other.folder, "is for the tables alpha"), ("killed", "not finished")):
+        assert any(line.startswith(str(run_folder)) and reason in line for line in table.left_out)
+
+
+def test_pages_escape_what_runs_say_and_fetch_nothing(run):
+    record = run(MAIN, {"grpo": HALF})
+    attack = "<script>window.attacked = true</script>"
+    record.config["model"]["path"] = f"/models/{attack}"
+    table = build_table("main", [record])
+    page = html(table)
+    assert "window.attacked" in page and attack not in page + markdown(table)
+    assert "<script" not in page and "src=" not in page and "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--table", "maim"], "expected one of main, ood, seeds, alpha, test_time, iterations"),
+    (["--table", "main", "--baseline", "GRPO"], "--baseline"),
+    (["--table", "main", "-o", "table.pdf"], "table.pdf: a table's file ends in .html, .md, .csv"),
+])
+def test_the_command_prints_the_table_or_writes_it_as_its_files_name_says_and_explains_a_mistake(
+        run, tmp_path: Path, capsys, arguments, told: str):
+    command = ["report", str(run("builtin/quickstart", {"grpo": HALF}).folder)]
+    assert main([*command, *arguments]) == 2
+    assert told in capsys.readouterr().err
+    assert main([*command, "--table", "main"]) == 0
+    shown = capsys.readouterr().out
+    assert "# Main results, in distribution" in shown and "Not in the table: " in shown
+    for suffix in (".html", ".md", ".csv"):
+        out = tmp_path / "deep" / f"table{suffix}"
+        assert write_table(FoundRuns((), {}, tmp_path), "main", out) == [f"table: {out}"]
+        assert "90.4" in out.read_text()

@@ -1,0 +1,117 @@
+"""Which runs a report is about, and which arms of theirs are the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.run_folder import write_run_folder
+
+from nemo_edo.errors import UserError
+from nemo_edo.report.run_set import find_runs, read_runs
+
+
+@pytest.fixture
+def sweep(tmp_path: Path):
+    """A sweep's folder of small runs: alphas x seeds."""
+
+    def write(alphas=(0.0, 0.1), seeds=(1, 2)) -> Path:
+        for alpha in alphas:
+            for seed in seeds:
+                write_run_folder(tmp_path / "sweep" / f"alpha={alpha:g},seed={seed}", seed=seed, arms=(),
+                                 alphas={"policy": alpha}, iterations=4, problems=20)
+        return tmp_path / "sweep"
+
+    return write
+
+
+def change_config(run: Path, **values) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for key, value in values.items():
+        section, _, name = key.rpartition("__")
+        (config[section] if section else config)[name] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_runs(find_runs([str(folder)]))
+    return str(caught.value)
+
+
+def test_a_folder_a_pattern_and_the_members_by_name_are_the_same_runs_each_once(sweep):
+    folder = sweep()
+    by_name = [str(run) for run in sorted(folder.iterdir())]
+    arguments = ([str(folder)], [f"{folder}/alpha=*"], by_name, [str(folder), by_name[0]])
+    found = [find_runs(one) for one in arguments]
+    assert all(one.folders == found[0].folders and one.common == folder for one in found)
+    runs = read_runs(found[0])
+    arms = {label: sorted(by_seed) for label, by_seed in runs.arms.items()}
+    assert (arms, runs.seeds) == ({"GRPO": [1, 2], "ED-GRPO α=0.1": [1, 2]}, [1, 2])
+    one = find_runs(by_name[:1])
+    alone = read_runs(one)
+    assert (one.common, alone.is_one, alone.labels) == (folder / "alpha=0,seed=1", True, {"policy": "GRPO"})
+
+
+def test_a_sweeps_members_are_those_that_it_lists_and_incomplete_ones_are_left_out_by_name(sweep, tmp_path: Path):
+    folder = sweep()
+    unfinished, unstarted = folder / "alpha=0,seed=2", folder / "alpha=0,seed=9"
+    (unfinished / "summary.json").unlink()
+    found = find_runs([str(folder)])
+    assert (len(found.folders), found.left_out) == (3, {unfinished: "it has not finished"})
+    members = {"alpha=0,seed=1": [], unstarted.name: []}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"members": members}))
+    listed = find_runs([str(folder)])
+    assert (listed.folders, listed.left_out) == ((folder / "alpha=0,seed=1",), {unstarted: "it has not started"})
+    (folder / "sweep.yaml").unlink()
+    for run in found.folders:
+        (run / "summary.json").unlink()
+    (tmp_path / "empty").mkdir()
+    for argument, told in ((folder, "none of the 4 runs has finished"), (tmp_path / "nowhere", "no such folder"),
+                           (tmp_path / "empty", "no run is in it")):
+        with pytest.raises(UserError, match=told):
+            find_runs([str(argument)])
+
+
+@pytest.mark.parametrize(("changes", "labels"), [
+    *((change, ["GRPO"]) for change in (
+        {"grpo__micro_batch_size": 3}, {"grpo__beta": 0}, {"threads": 4}, {"evaluation__bootstrap": 10},
+        {"exp_manager": {}}, {"parallelism__tensor_model_parallel_size": 2},
+        {"grpo__reference_placement": "resident"}, {"model__loss_head": "fused"}, {"guards__max_skipped_steps": 9},
+        {"grpo__alpha": 0.0})),  # the default, null, stands for the summary's
+    ({"grpo__clip_high": 0.28}, ["GRPO, clip_high 0.2", "GRPO, clip_high 0.28"]),
+    ({"arms": {"policy": {"optimizer": {"lr": 1.0}}}}, ["GRPO, optimizer.lr 1e-06", "GRPO, optimizer.lr 1.0"]),
+    ({"sampling__temperature": 0.5}, ["GRPO, sampling.temperature 1.0", "GRPO, sampling.temperature 0.5"]),
+])
+def test_arms_are_told_apart_by_their_settings_unless_these_have_no_effect(sweep, changes: dict, labels: list[str]):
+    folder = sweep(alphas=(0.0,))
+    for run in folder.iterdir():
+        change_config(run, grpo__beta=0.0)
+    change_config(folder / "alpha=0,seed=2", **changes)
+    assert list(read_runs(find_runs([str(folder)])).arms) == labels
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"data__prompt": "Other: {question}"}, "data.prompt is"),
+    ({"evaluation__samples": 4, "model__seq_length": 7}, "evaluation.samples is "),
+    ({"sft__steps": 4}, "sft.steps is 100 in the one and 4 in the other"),
+    ({"sampling__max_new_tokens": 9}, "sampling.max_new_tokens is 512 in the one and 9 in the other"),
+    ({"guards__on_grad_norm_spike": "skip"}, "guards.on_grad_norm_spike is 'warn' in the one and 'skip' in the other"),
+    ({"something_new": 1}, "something_new is None in the one and 1 in the other"),
+])
+def test_runs_that_differ_in_more_than_arms_and_seeds_are_refused_with_both_values(sweep, changes: dict, named: str):
+    folder = sweep()
+    change_config(folder / "alpha=0.1,seed=1", **changes)
+    message = refusal(folder)
+    assert all(part in message for part in (named, "alpha=0,seed=1 and ", "alpha=0.1,seed=1 cannot be compared"))
+
+
+@pytest.mark.parametrize(("other", "told"), [
+    ({"seed": 3, "arms": ("grpo",), "problems": 21}, r"evaluated on different problems \(20 and 21\)"),
+    ({"seed": 2, "arms": (), "alphas": {"policy": 0.0}, "problems": 20}, "other and .* both trained GRPO with seed 2|"
+                                                                        "and .*other both trained GRPO with seed 2"),
+])
+def test_runs_on_other_problems_and_one_arm_trained_twice_with_one_seed_are_refused(sweep, other: dict, told: str):
+    folder = sweep()
+    write_run_folder(folder / "other", iterations=4, **other)
+    assert re.search(told, refusal(folder))

@@ -1,0 +1,104 @@
+"""Search trees: the record of a search, its drawing, and mistakes in the file."""
+
+import json
+
+import pytest
+import torch
+from helpers.run_folder import write_run_folder
+
+from nemo_edo.errors import UserError
+from nemo_edo.report.page import write_report
+from nemo_edo.report.run_set import one_run
+from nemo_edo.report.search_tree import COLUMN, ROW, SHOWN, read_trees, tree_record
+from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, Step, StepScore
+
+
+class Digits:
+    """Proposes the digits; a path of three steps is finished."""
+
+    def propose(self, paths, count, seeds):
+        return [[Step(str(i), len(path.steps) == 2, 1) for i in range(count)] for path in paths]
+
+
+class Sums:
+    def score(self, paths):
+        return [StepScore(sum(map(float, path.steps)), torch.eye(4)[len(path.steps)]) for path in paths]
+
+
+@pytest.fixture
+def result():
+    [found] = SearchLLM(Digits(), Sums(), SearchConfig(3, 3, 2, 0.5)).search(["How <b>much</b>?"], 0)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run_folder(tmp_path / "run", arms=("grpo",), iterations=2, problems=5)
+
+
+def write(run, record, name="q0") -> None:
+    (run / "search").mkdir(exist_ok=True)
+    (run / "search" / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_a_search_is_read_back_as_it_was_with_the_nodes_of_its_answer_marked(run, result):
+    write(run, tree_record(result))
+    [tree] = read_trees(run)
+    assert (tree.name, tree.question, len(tree.nodes)) == ("q0", "How <b>much</b>?", len(result.nodes))
+    for read, node in zip(tree.nodes, result.nodes, strict=True):
+        assert read.step == (node.path.steps[-1] if node.path.steps else "")
+        for name in ("parent", "reward", "width", "value", "finished", "made_at", "expanded_at"):
+            assert getattr(read, name) == getattr(node, name)
+    assert tuple(node.step for node in tree.answer) == result.path.steps
+    place, path = result.best, set()
+    while place is not None:
+        path.add(place)
+        place = result.nodes[place].parent
+    assert {place for place, node in enumerate(tree.nodes) if node.chosen} == path
+
+
+def test_children_are_right_of_their_parent_and_no_two_nodes_in_one_place(run, result):
+    write(run, tree_record(result))
+    [tree] = read_trees(run)
+    assert all(child.x - parent.x == COLUMN for parent, child in tree.edges)
+    assert len({(node.x, node.y) for node in tree.nodes}) == len(tree.nodes)
+    parents = {node.parent for node in tree.nodes}
+    leaves = [node.y for place, node in enumerate(tree.nodes) if place not in parents]
+    assert sorted(leaves) == [min(leaves) + ROW * place for place in range(len(leaves))]
+    for place in parents - {None}:
+        of = [node.y for node in tree.nodes if node.parent == place]
+        assert min(of) <= tree.nodes[place].y <= max(of)
+    assert all(0 < node.x < tree.width and 0 < node.y < tree.height for node in tree.nodes)
+
+
+def test_the_report_draws_every_node_and_escapes_its_text(run, result):
+    write(run, tree_record(result))
+    page = write_report(one_run(run)).path.read_text()
+    assert page.count('<g class="node') == len(result.nodes)
+    assert "How <b>much</b>?" not in page and "How &lt;b&gt;much&lt;/b&gt;?" in page
+    assert page.count('" width="10" height="10"/>') == sum(node.finished for node in result.nodes)
+
+
+def test_a_run_without_a_search_has_no_section_and_many_are_cut(run, result):
+    assert read_trees(run) == []
+    assert 'id="search"' not in write_report(one_run(run)).path.read_text()
+    for place in range(SHOWN + 2):
+        write(run, tree_record(result), f"q{place}")
+    assert [tree.name for tree in read_trees(run)] == [f"q{place}" for place in range(SHOWN)]
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda r: r.pop("best"), "'best'"),
+    (lambda r: r.update(best=99), "best is 99, expected the place of one of"),
+    (lambda r: r["nodes"][1].update(parent=5), "node 1 has the parent 5, expected one before it"),
+    (lambda r: r["nodes"][0].update(parent=0), "node 0 has the parent 0"),
+    (lambda r: r["nodes"][2].update(reward="high"), "node 2: reward is 'high', expected a number"),
+    (lambda r: r["nodes"][2].update(step=3), "node 2: step is 3, expected a text"),
+])
+def test_a_malformed_record_is_an_error_that_names_the_file(run, result, change, told):
+    record = tree_record(result)
+    change(record)
+    write(run, record)
+    with pytest.raises(UserError, match="q0.json: not the record of a search") as caught:
+        read_trees(run)
+    assert told in str(caught.value)

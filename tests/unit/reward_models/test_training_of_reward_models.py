@@ -1,0 +1,102 @@
+"""Training a reward model by ranking NCE: its results, and the effect of a kill, the seed and micro-batches."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from helpers.stored_run import MODERNBERT
+from helpers.stored_run import reward_config as config
+
+from nemo_edo.errors import UserError
+from nemo_edo.reward_models import train as module
+from nemo_edo.reward_models.process_reward import ProcessRewardModel
+from nemo_edo.reward_models.train import train_reward_model
+from nemo_edo.test_time.search_llm import StepPath
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "rm" / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    train_reward_model(config(run, out))
+    return out
+
+
+def test_the_trained_folder_scores_steps_and_has_its_results(trained, run):
+    results = json.loads((trained / "rm" / "results.json").read_text())
+    for part in ("validation", "test"):
+        for moment in ("before", "after"):
+            one = results["ranking_accuracy"][part][moment]["all"]
+            assert 0 <= one["low"] <= one["mean"] <= one["high"] <= 1 and one["pairs"] > 10
+    losses = [line["loss"] for line in results["history"] if "loss" in line]
+    assert len(losses) == 6 and losses[0] == pytest.approx(math.log(4), abs=0.3)
+    model = ProcessRewardModel(trained / "rm" / "model", device="cpu")
+    assert model.format.separator == "\n"
+    [scores] = model.score_encoded([model.format.encode(StepPath("1 + 2", ("1 + 2 = 3", "#### 3")))])
+    assert len(scores) == 2 and not (trained / "rm" / "checkpoints").exists()
+
+
+def test_the_same_config_gives_the_same_weights_and_another_seed_others(trained, run, tmp_path):
+    again, other = config(run, tmp_path / "a"), config(run, tmp_path / "b")
+    other.seed = 4
+    train_reward_model(again)
+    train_reward_model(other)
+    assert weights(tmp_path / "a") == weights(trained) != weights(tmp_path / "b")
+    same = [(tmp_path / "a" / "rm" / "results.json").read_text(), (trained / "rm" / "results.json").read_text()]
+    assert same[0] == same[1]
+
+
+def test_a_killed_training_resumes_to_the_same_weights(trained, run, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    loss, steps = module.NCETrainer.compute_loss, []
+
+    def dies(self, *arguments, **named):
+        steps.append(1)
+        if len(steps) == 6:
+            raise Killed
+        return loss(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.NCETrainer, "compute_loss", dies)
+        with pytest.raises(Killed):
+            train_reward_model(config(run, tmp_path))
+    checkpoints = tmp_path / "rm" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    (checkpoints / "checkpoint-5").mkdir()  # as one that was being written
+    assert not (tmp_path / "rm" / "model").exists()
+    train_reward_model(config(run, tmp_path))
+    assert weights(tmp_path) == weights(trained)
+
+
+def test_another_config_in_the_same_folder_is_refused(trained, run):
+    with pytest.raises(UserError, match="train.lr is 0.001"):
+        train_reward_model(config(run, trained, lr=2e-3))
+
+
+def test_micro_batches_change_the_weights_by_rounding_only(trained, run, tmp_path):
+    from safetensors.torch import load
+
+    train_reward_model(config(run, tmp_path, micro_batch_size=2))
+    one, other = load(weights(trained)), load(weights(tmp_path))
+    initial = one["score.weight"] - other["score.weight"]
+    assert initial.abs().max() < 2e-4  # Adam's steps are of the size of the learning rate, 1e-3
+
+
+def test_an_encoder_is_trained_and_loads(run, tmp_path):
+    train_reward_model(config(run, tmp_path, architecture=MODERNBERT, steps=2))
+    model = ProcessRewardModel(tmp_path / "rm" / "model", device="cpu")
+    encoded = model.format.encode(StepPath("1 + 2", ("1 + 2 = 3", "#### 3")))
+    assert len(encoded) == 2 and len(model.score_encoded([encoded])[0]) == 2
+
+
+def test_a_few_steps_on_few_questions_learn_to_rank_them(run, tmp_path):
+    train_reward_model(config(run, tmp_path, steps=60, batch_size=8, lr=5e-3, evaluate_every=0))
+    history = json.loads((tmp_path / "rm" / "results.json").read_text())["history"]
+    losses = [line["loss"] for line in history if "loss" in line]
+    assert sum(losses[-5:]) / 5 < 0.6 * sum(losses[:5]) / 5

@@ -1,0 +1,160 @@
+"""Custom rewards: what a function may take and return, and what becomes of one that fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.responses import scored
+
+from nemo_edo.config import RewardsConfig
+from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.data.answers import HASHES_TEXT
+from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.rewards.custom import CustomScorer, RewardFunction, RewardFunctions
+from nemo_edo.types import Problem
+
+CODE = """
+import os, time
+import numpy as np
+
+def right(*, final_answer, answer): return float(final_answer == answer)
+def everything(*, question, response, answer, metadata, **rest):
+    assert sorted(rest) == ["final_answer", "finished", "problem_id", "solution"]
+    return {"score": np.float32(len(question) + len(answer) + metadata["weight"]), "length": len(response)}
+def parts(*, finished): return {"style": 0.25, "finished": finished}
+def batch(responses, *, metadata): return np.array([len(r) * m["weight"] for r, m in zip(responses, metadata)])
+def constant(response): return True
+
+def on(what):
+    def call(*, response):
+        if response != "bad": return 0.5
+        return what()
+    return call
+nan, infinity, text, nothing = on(lambda: float("nan")), on(lambda: np.inf), on(lambda: "1"), on(lambda: None)
+no_parts, bad_part = on(dict), on(lambda: {"score": 1, "style": None})
+raises, leaves, dies, slow = on(lambda: {}["key"]), on(exit), on(lambda: os._exit(7)), on(lambda: time.sleep(60))
+def too_few(*, responses): return [1.0]
+def one_bad(*, responses): return [float("nan") if r == "bad" else 1.0 for r in responses]
+
+def misspelled(*, respons): return 1.0
+not_a_function = 3
+"""
+PROBLEMS = [Problem("p-1", "1 + 1", "", "2", "file.jsonl:1", metadata={"weight": 10}),
+            Problem("p-2", "2 + 1", "", "3", "file.jsonl:2", metadata={"weight": 100})]
+TEXTS = ["#### 2", "#### 5", "bad", "#### 2\n3"]
+
+
+@pytest.fixture
+def scorer(tmp_path: Path, monkeypatch):
+    """Makes a scorer of functions of ``my_rewards.py``, a module of the working directory."""
+    (tmp_path / "my_rewards.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    processes = []
+
+    def make(*paths: str, time_limit_s: float = 30.0, success_at: float = 1.0, weights=(1.0, 1.0)) -> CustomScorer:
+        functions = [RewardFunction(path, f"rewards.functions.{path}.path", f"my_rewards:{path}", weight)
+                     for path, weight in zip(paths, weights, strict=False)]
+        processes.append(RewardFunctions(functions, time_limit_s, tmp_path / "failures"))
+        return CustomScorer(HASHES_TEXT, processes[-1].rewards, success_at)
+
+    yield make
+    for process in processes:
+        process.close()
+
+
+def rollouts(texts=TEXTS, **fields):
+    return [scored(PROBLEMS[index // 2].id, index, text=text, **fields).rollout for index, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(("paths", "weights", "rewards", "parts"), [
+    (["right"], [1], [1, 0, 0, 0], {}),
+    (["everything"], [5], [80, 80, 530, 530], {"length": 6}),  # 5 x (5 + 1 + 10)
+    (["parts"], [2], [2.5] * 4, {"style": 0.25, "finished": 1}),  # their sum
+    (["batch"], [1], [60, 60, 300, 800], {}),
+    (["right", "everything"], [2, 0.5], [10, 8, 53, 53], {"right": 1, "everything": 16, "everything.length": 6}),
+    (["constant", "batch"], [1, 0], [1, 1, 1, 1], {"constant": 1, "batch": 60}),
+])  # fmt: skip
+def test_the_reward_is_the_weighted_sum_of_scores_and_parts_are_kept(scorer, paths, weights, rewards, parts):
+    found = scorer(*paths, weights=weights).score(rollouts(), PROBLEMS)
+    assert [one.reward for one in found] == rewards
+    assert found[0].parts == parts
+
+
+def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_only_its_answer_is_the_problems(scorer):
+    texts = ["#### 2", "#### 1,5", "#### 3", "#### a\nb"]
+    found = scorer("everything", success_at=106).score(rollouts(texts), PROBLEMS)
+    assert [(one.success, one.answer) for one in found] == [
+        (False, "2 (no success)"), (False, "1,5"), (True, "3"), (True, "3")]  # fmt: skip
+    cut = scorer("constant").score(rollouts(["#### 2"], finished=False), PROBLEMS)
+    assert [(one.reward, one.success, one.answer) for one in cut] == [(1.0, False, None)]
+
+
+@pytest.mark.parametrize(("path", "before", "message"), [
+    ("nan", 2, "returned nan (float)"),
+    ("infinity", 2, "returned inf (float)"),
+    ("text", 2, "returned '1' (str)"),
+    ("nothing", 2, "returned None (NoneType)"),
+    ("no_parts", 2, "returned an empty dict"),
+    ("bad_part", 2, "returned None (NoneType) as 'style'"),
+    ("raises", 2, "raised KeyError: 'key' (/"),
+    ("leaves", 2, "raised SystemExit"),
+    ("dies", 2, "ended its process (exit status 7)"),
+    ("slow", 2, "took longer than rewards.function_time_limit_s = 0.5"),
+    ("one_bad", 0, "returned nan (float)"),
+    ("too_few", 0, "returned 1 results for 4 responses"),
+])  # fmt: skip
+def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_was_scored(
+    scorer, tmp_path, path, before, message
+):
+    own = scorer(path, time_limit_s=0.5 if path == "slow" else 30.0)
+    with pytest.raises(PartlyGenerated) as failed:
+        own.score(rollouts(), PROBLEMS)
+    said, sample = str(failed.value), 0 if path == "too_few" else 2
+    problem = PROBLEMS[sample // 2]
+    saved = tmp_path / "failures" / f"reward_{problem.id}_sample_{sample}.json"
+    place = f"response {sample} to problem {problem.id} ({problem.source})"
+    assert said.startswith(f"rewards.functions.{path}.path (my_rewards:{path}), {place}: {message}")
+    assert said.endswith(str(saved))
+    record = json.loads(saved.read_text())
+    assert (record["response"], record["metadata"]) == (TEXTS[sample], problem.metadata)
+    assert [one.reward for one in failed.value.responses] == [0.5] * before
+    rest = own.score(rollouts(["good"]), PROBLEMS) if path not in ("too_few", "one_bad") else []
+    assert [one.reward for one in rest] == [0.5] * len(rest)  # it continues in a new process
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("my_rewards:rigth", "rewards.function is 'my_rewards:rigth', but my_rewards has no rigth; did you mean right?"),
+    ("my_reward:right", "there is no module my_reward: expected one in the working directory"),
+    ("my_rewards.sub:right", "there is no module my_rewards.sub"),
+    ("my_rewards:not_a_function", "which is not a function but of type int"),
+    ("my_rewards:misspelled", "takes 'respons'; did you mean response?"),
+    ("broken:fn", "broken cannot be imported: ZeroDivisionError: division by zero ("),
+])  # fmt: skip
+def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, message):
+    (tmp_path / "my_rewards.py").write_text(CODE)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    functions = RewardFunctions([RewardFunction("function", "rewards.function", path)], 30.0, tmp_path)
+    with pytest.raises(UserError) as refused:
+        functions.check()
+    assert "rewards.function" in str(refused.value) and message in str(refused.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["rewards.function=my_rewards"], "rewards.function is 'my_rewards', expected an import path"),
+    (["rewards.function=a:b", "rewards.functions.c.path=a:c"], "give one of them"),
+    (["rewards.functions.c.weight=2"], "rewards.functions.c.path is '', expected an import path"),
+    (["rewards.functions.c={path: 'a:b', wieght: 1}"], "wieght"),
+    (["rewards.function=a:b", "rewards.verifier=math"], "rewards.verifier is 'math', expected auto"),
+    (["rewards.success_at=0.5"], "rewards.success_at is 0.5, expected 1 without a custom reward"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        compose_run("quickstart", overrides)
+    assert message in str(refused.value)
+
+
+def test_several_functions_are_named_in_one_mapping():
+    cfg = compose_run("quickstart", ["rewards.functions.style.path=a:b", "rewards.functions.style.weight=0.2"])
+    [(name, (key, one))] = cfg.rewards.by_function.items()
+    assert (name, key, one.path, one.weight) == ("style", "rewards.functions.style.path", "a:b", 0.2)
+    assert RewardsConfig().by_function == {}

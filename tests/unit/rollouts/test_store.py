@@ -1,0 +1,208 @@
+import errno
+import os
+import shutil
+
+import numpy as np
+import pandas
+import pyarrow.parquet as pq
+import pytest
+from helpers.responses import scored
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_edo.errors import UserError
+from nemo_edo.rollouts.arrays import read_samples
+from nemo_edo.rollouts.disk_space import DiskSpaceError, check_disk_space, estimate_bytes
+from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
+from nemo_edo.types import Rollout, ScoredRollout
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
+TEXT = st.text(max_size=12)
+COLUMNS = ["problem_id", "sample_index", "prompt_ids", "response_ids", "text", "response_logprobs", "reward", "reason",
+           "answer", "well_formed", "finished", "policy_version", "seed", "parts", "success_at"]
+
+
+@st.composite
+def scored_rollouts(draw):
+    response = draw(IDS)
+    logprobs = st.floats(max_value=0, width=32, allow_nan=False)
+    rollout = Rollout(
+        draw(st.sampled_from(["train-1", "train-2", "train-10"])), draw(st.integers(0, 99)), draw(IDS), response,
+        tuple(draw(logprobs) for _ in response), draw(TEXT), draw(st.booleans()),
+        draw(st.integers(0, 10**6)), draw(st.integers(-(2**63), 2**63 - 1)),
+    )
+    reward, answer = draw(st.floats(allow_nan=False)), draw(st.none() | TEXT)
+    parts = draw(st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=2))
+    return ScoredRollout(rollout, reward, answer, draw(st.booleans()), draw(TEXT), parts, draw(st.floats(-2, 2)))
+
+
+def key(one: ScoredRollout) -> tuple[str, int]:
+    return one.rollout.problem_id, one.rollout.sample_index
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(st.lists(scored_rollouts(), max_size=6, unique_by=key), st.integers(1, 3))
+def test_shards_of_all_ranks_read_back_exactly_and_in_order(tmp_path, rollouts, world_size):
+    shutil.rmtree(tmp_path / "iter_00003", ignore_errors=True)
+    store = RolloutStore(tmp_path)
+    for rank in range(world_size):
+        path = store.write(3, rollouts[rank::world_size], rank=rank, world_size=world_size)
+        assert path == tmp_path / "iter_00003" / f"rank_{rank}_of_{world_size}.parquet"
+    assert store.read(3) == sorted(rollouts, key=key)
+
+
+def test_pandas_reads_the_columns_with_float32_logprobs(tmp_path):
+    path = RolloutStore(tmp_path).write(0, [scored(response_logprobs=(-0.5, -1.25))], rank=0, world_size=1)
+    frame = pandas.read_parquet(path)
+    assert list(frame.columns) == COLUMNS
+    assert frame["response_logprobs"][0].dtype == np.float32
+    assert frame["response_logprobs"][0].tolist() == [-0.5, -1.25]
+    assert frame["answer"][0] == "2"
+
+
+def test_files_from_before_custom_rewards_count_1_as_a_success(tmp_path):
+    store = RolloutStore(tmp_path)
+    path = store.write(0, [scored(), scored(sample=1, reward=0.5)], rank=0, world_size=1)
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["parts", "success_at"]), path)
+    assert [(one.success, one.parts) for one in store.read(0)] == [(True, {}), (False, {})]
+    assert read_samples(store, 0).successes.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize(("shards", "message"), [
+    ([], "iter_00001: has no rollouts"),
+    ([(0, 3, 0), (2, 3, 1)], r"iter_00001: the shards of ranks \[1\] of 3 are missing"),
+    ([(0, 1, 0), (0, 2, 1)], r"iter_00001: has shards of runs with \[1, 2\] ranks"),
+    ([(0, 2, 4), (1, 2, 4)], r"\('train-1', 4\) occur twice"),
+    ([(2, 2, 0)], "rank is 2, expected 0 to 1"),
+    ([(-1, 2, 0)], "rank is -1, expected 0 to 1"),
+])
+def test_shards_that_do_not_make_one_iteration_are_an_error(tmp_path, shards, message: str):
+    """Each is (rank, world size, sample index)."""
+    store = RolloutStore(tmp_path)
+    store.write(0, [scored()], rank=0, world_size=1)
+    store.require(1)
+    with pytest.raises(ValueError, match=message):
+        for rank, world_size, sample in shards:
+            store.write(1, [scored(sample=sample)], rank=rank, world_size=world_size)
+        store.require(2 if not shards else 1)
+        store.read(1)
+
+
+@pytest.mark.parametrize(("code", "told"), [
+    (errno.ENOSPC, DiskSpaceError), (errno.EDQUOT, DiskSpaceError), (errno.EACCES, PermissionError),
+])
+def test_a_failed_write_keeps_the_old_shard_and_a_full_disk_names_the_folder(tmp_path, monkeypatch, code, told):
+    store = RolloutStore(tmp_path)
+    for text in ("older", "old"):
+        path = store.write(0, [scored(text=text)], rank=0, world_size=1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(told, match=str(path.parent) if told is DiskSpaceError else None) as error:
+        store.write(0, [scored(text="new")], rank=0, world_size=1)
+    assert (error.value.__cause__ or error.value).errno == code
+    assert [one.rollout.text for one in store.read(0)] == ["old"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("rollouts", "prompt", "response"), [(0, 0, 0), (1, 5, 5), (300, 40, 200), (200, 0, 1)])
+def test_estimate_bounds_the_size_of_incompressible_rollouts(tmp_path, rollouts, prompt, response):
+    rng = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, 2**31, count).tolist())
+
+    batch = [
+        scored(f"train-{index}", ids=ids(response), prompt_ids=ids(prompt), seed=int(rng.integers(2**62)),
+               response_logprobs=tuple(rng.normal(size=response).tolist()),
+               text="".join(map(chr, rng.integers(32, 127, 5 * response))))
+        for index in range(rollouts)
+    ]
+    size = RolloutStore(tmp_path).write(0, batch, rank=0, world_size=1).stat().st_size
+    assert size <= estimate_bytes(rollouts, prompt, response)
+    assert rollouts < 300 or estimate_bytes(rollouts, prompt, response) < 2 * size
+
+
+def test_disk_check_names_needed_free_and_folder_and_passes_at_equality(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**30)
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    folder = tmp_path / "not" / "yet"
+    check_disk_space(folder, 2**30)
+    with pytest.raises(DiskSpaceError, match=f"{folder}: needs 3.00 GiB .* 1.00 GiB"):
+        check_disk_space(folder, 3 * 2**30)
+    assert asked == [tmp_path, tmp_path]
+
+
+UNSORTED = [scored("train-2", 1), scored("train-2", 0), scored("train-1", 5), scored("train-10", 2)]
+
+
+def test_parts_are_read_in_their_order_up_to_the_first_that_is_missing(tmp_path):
+    store = RolloutStore(tmp_path)
+    assert store.stored(4) == []
+    for part, one in enumerate(UNSORTED):
+        if part != 2:
+            store.write_part(4, part, [one])
+    assert store.stored(4) == UNSORTED[:2]
+    store.write_part(4, 2, [UNSORTED[2]])
+    assert store.stored(4) == UNSORTED
+
+
+def test_parts_are_not_shards_until_the_shard_takes_their_place(tmp_path):
+    store = RolloutStore(tmp_path)
+    part = store.write_part(0, 0, UNSORTED)
+    with pytest.raises(ValueError, match="iter_00000: has no rollouts"):
+        store.read(0)
+    shard = store.write(0, UNSORTED, rank=0, world_size=1)
+    assert not part.exists()
+    assert list(shard.parent.iterdir()) == [shard]
+    assert store.stored(0) == UNSORTED  # as they were generated, not sorted as read returns them
+    store.write_part(0, 0, UNSORTED[:1])  # as a kill may leave it behind
+    assert store.stored(0) == UNSORTED
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: content[: len(content) // 2], lambda content: b"",
+    lambda content: content[:4] + bytes(len(content) - 200) + content[-196:],
+], ids=["half", "empty", "zeros in the middle"])
+@pytest.mark.parametrize("kind", ["shard", "part"])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage, kind: str):
+    store = RolloutStore(tmp_path)
+    rows = [scored(sample=index, text="some text " * 20) for index in range(50)]
+    path = store.write(0, rows, rank=0, world_size=1) if kind == "shard" else store.write_part(0, 0, rows)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=rf"{path.name}: is not a readable Parquet file"):
+        store.stored(0)
+
+
+def test_a_parquet_file_of_something_else_is_an_error_that_names_what_it_lacks(tmp_path):
+    path = RolloutStore(tmp_path).write(0, [scored()], rank=0, world_size=1)
+    pandas.read_parquet(path).drop(columns="reward").to_parquet(path)
+    with pytest.raises(UserError, match="rank_0_of_1.parquet: has no column reward; its columns: problem_id, sample"):
+        RolloutStore(tmp_path).stored(0)
+
+
+def test_rollouts_of_another_tokenizer_are_refused_with_both_names(tmp_path):
+    RolloutStore(tmp_path, tokenizer="abc (128 tokens)").write(0, [scored()], rank=0, world_size=1)
+    other = RolloutStore(tmp_path, tokenizer="def (256 tokens)")
+    for read in (other.read, other.stored, lambda iteration: other.require(iteration + 1)):
+        with pytest.raises(UserError, match=r"another tokenizer: abc \(128 tokens\); .* def \(256 tokens\)"):
+            read(0)
+    assert RolloutStore(tmp_path, tokenizer="abc (128 tokens)").read(0) == RolloutStore(tmp_path).read(0) == [scored()]
+
+
+class Tokenizer(dict):
+    """A vocabulary, as far as its identity goes."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self)
+
+
+def test_a_tokenizers_identity_is_that_of_its_vocabulary():
+    identity = tokenizer_identity(Tokenizer(a=0, b=1))
+    assert identity == tokenizer_identity(Tokenizer(b=1, a=0))
+    assert identity.endswith("(2 tokens)")
+    assert len({identity, *map(tokenizer_identity, (Tokenizer(a=1, b=0), Tokenizer(a=0, c=1), Tokenizer(a=0)))}) == 4

@@ -1,0 +1,258 @@
+"""From a config to the run's data, and the errors of the input that are found on the way."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.problem_files import ROWS, write_rows
+
+from nemo_edo.algorithms.grpo import GRPO
+from nemo_edo.algorithms.idpo import IDPO
+from nemo_edo.builtin_task.model import write_tokenizer
+from nemo_edo.config import ArithmeticConfig, RunConfig
+from nemo_edo.config.compose import arm_configs, compose_run
+from nemo_edo.errors import UserError
+from nemo_edo.run import build, inputs
+from nemo_edo.run.folder import RunFolder
+
+SMALL = ["sft.steps=2", "data.arithmetic.warmup_problems=40", "data.arithmetic.train_problems=6",
+         "data.arithmetic.test_problems=5"]
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    return compose_run("quickstart", [*SMALL, "name=a", f"output_dir={tmp_path / 'runs'}", *overrides])
+
+
+@pytest.fixture
+def own_files(tmp_path: Path):
+    """own_files(train rows, test rows, warmup rows) -> overrides that name the written files."""
+
+    def write(train=tuple(ROWS[:3]), test=tuple(ROWS[3:]), warmup=None) -> list[str]:
+        overrides = [f"data.train={write_rows(tmp_path / 'train.jsonl', train)}",
+                     f"data.test={write_rows(tmp_path / 'test.jsonl', test)}"]
+        if warmup is not None:
+            overrides.append(f"data.warmup={write_rows(tmp_path / 'warmup.jsonl', warmup)}")
+        return overrides
+
+    return write
+
+
+def load(tmp_path: Path, *overrides: str) -> inputs.Data:
+    cfg = config(tmp_path, *overrides)
+    return inputs.load_checked_data(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), arm_configs(cfg).values())
+
+
+def error_of(tmp_path: Path, *overrides: str) -> str:
+    """The message; no run folder may be left behind."""
+    with pytest.raises(UserError) as error:
+        load(tmp_path, *overrides)
+    assert not (tmp_path / "runs").exists()
+    return str(error.value)
+
+
+def test_built_in_data_is_checked_before_the_run_folder_exists_and_its_files_then_have_the_same_data(tmp_path: Path):
+    cfg = config(tmp_path)
+    folder = RunFolder(tmp_path / "runs" / "a")
+    checked = inputs.load_checked_data(cfg, folder, [cfg.grpo])
+    assert (len(checked.train), len(checked.test), len(checked.solutions)) == (6, 5, 40)
+    assert not (tmp_path / "runs").exists()
+    inputs.write_builtin_files(cfg, folder)
+    there = inputs.load_data(cfg, folder)
+    assert (there.prompts, there.solutions) == (checked.prompts, checked.solutions)
+    assert [p.question for p in there.train] == [p.question for p in checked.train]
+    assert (folder.base / "model.safetensors").is_file()
+
+
+def test_the_run_seed_fixes_a_built_in_models_weights_and_every_training_gets_the_adapters(tmp_path: Path):
+    weights = []
+    for seed, name in ((1, "a"), (1, "b"), (2, "c")):
+        cfg, run = config(tmp_path, f"seed={seed}", "lora.rank=2", "threads=1"), RunFolder(tmp_path / name)
+        inputs.write_builtin_files(cfg, run)
+        weights.append((run.base / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+    for training in (cfg.sft, *arm_configs(cfg).values()):
+        assert build.build_model(cfg, run, training).built.lora == cfg.lora
+
+
+def test_own_files_are_loaded_and_the_warmups_solutions_are_the_training_problems_unless_they_have_a_file(
+    tmp_path: Path, own_files
+):
+    data = load(tmp_path, *own_files())
+    assert [p.id for p in data.train] == ["train-1", "train-2", "train-3"]
+    assert set(data.prompts) == {p.id for p in [*data.train, *data.test]}
+    assert len(data.solutions) == 3
+    data = load(tmp_path, *own_files(train=ROWS[:2], test=ROWS[2:3], warmup=ROWS[3:]))
+    assert (len(data.train), len(data.solutions), len(data.prompts)) == (2, 3, 3)
+    without = load(tmp_path, *own_files(), f"data.warmup={tmp_path / 'missing.jsonl'}", "sft.steps=0")
+    assert without.solutions == []
+
+
+def test_sequences_are_as_long_as_the_longest_prompt_with_a_response_or_the_longest_solution_unless_that_is_set(
+    tmp_path: Path, own_files
+):
+    long = {"question": "1 + 2", "answer": "\n".join(["1 + 2 = 3"] * 9) + "\n#### 3"}
+    for files, solves in ((own_files(), False), (own_files(warmup=[long]), True)):
+        overrides = [*files, "model.seq_length=null", "sampling.max_new_tokens=20"]
+        cfg, data = config(tmp_path, *overrides), load(tmp_path, *overrides)
+        prompted = data.longest_prompt + 20
+        learned = max(len(prompt) + len(solution) for prompt, solution in data.solutions)
+        assert (learned > prompted) is solves
+        assert data.seq_length == inputs.seq_length(cfg) == max(prompted, learned)
+        assert inputs.with_seq_length(cfg, data).model.seq_length == data.seq_length
+        assert load(tmp_path, *overrides, f"model.seq_length={data.seq_length}").prompts == data.prompts
+        with pytest.raises(UserError, match="tokens, more than the"):
+            load(tmp_path, *overrides, f"model.seq_length={data.seq_length - 1}")
+    short = replace(cfg, grpo=replace(cfg.grpo, micro_batch_tokens=data.seq_length - 1))
+    with pytest.raises(UserError, match=r"micro_batch_tokens is \d+, expected null or at least 1 \* model.seq_length"):
+        inputs.with_seq_length(short, data)
+
+
+def test_skipped_rows_of_all_files_are_counted_once_and_the_good_ones_stay(tmp_path: Path, own_files):
+    files = own_files(train=[*ROWS[:2], "{broken", {"question": "no answer"}], test=[ROWS[3], {"answer": "#### 1"}])
+    data = load(tmp_path, *files, "data.on_bad_rows=skip")  # the training file is the warm-up's, too
+    assert (len(data.train), len(data.test), data.skipped_rows) == (2, 1, 3)
+
+
+def test_each_arm_gets_the_objective_of_its_config(tmp_path: Path):
+    cfg = config(tmp_path, "seed=7", "~arms", "+arms={a: {alpha: 0}, b: {algorithm: idpo}}")
+    data = load(tmp_path, "seed=7")
+    arms = arm_configs(cfg)
+    grpo, idpo = (build.build_objective(cfg, arm, data) for arm in arms.values())
+    questions = {problem.id: problem.question for problem in data.train}
+    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id)
+    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7)
+
+
+@pytest.mark.parametrize(("settings", "ceiling"), [
+    (["precision=bf16"], 0.03 * 5), (["precision=fp32"], 0.002 * 5), (["precision=fp8"], 0.06 * 5),
+    (["precision=fp32", "generation=vllm"], 0.002 * 5), (["precision=bf16", "generation=vllm"], 0.03 * 5),
+    (["precision=fp32", "generation=vllm", "generation.servers.dtype=bfloat16"], 0.03 * 5),
+    (["precision=bf16", "generation=vllm", "generation.servers.dtype=float32"], 0.03 * 5),
+    (["precision=fp32", "generation=trtllm"], 0.03 * 5),  # it computes in the folder's type
+    (["precision=bf16", "guards.sampler_gap.ceiling=0.01"], 0.01), (["guards.sampler_gap.ceiling=inf"], math.inf),
+])
+def test_the_sampler_gaps_ceiling_is_that_of_the_coarser_precision_unless_it_is_set(tmp_path, settings, ceiling):
+    guards = build.build_guards(config(tmp_path, *settings), layers=25)
+    assert guards.sampler_gap.ceiling == pytest.approx(ceiling) and guards.sampler_gap.action == "stop"
+
+
+def told(question: str, answer: str) -> dict[str, str]:
+    return {"question": question, "answer": answer}
+
+
+@pytest.mark.parametrize(("file", "row", "words"), [
+    ("train", "{broken", ["is not valid JSON", "--on-bad-rows=skip"]),
+    ("test", {"question": "1 + 1"}, ['has no "answer"']),
+    ("warmup", told("1 + 1", "1 + 1 = 2"), ['"#### number"']),
+    ("test", told(" + ".join("1" * 40), "#### 40"), ["the prompt has 80 tokens", "more than the 32"]),
+    ("warmup", told("1 + 1", "\n".join(["1 + 1 = 2"] * 12) + "\n#### 2"), ["the prompt with its solution has"]),
+    ("train", told("one and two", "#### 3"), ["the tokenizer"]),
+], ids=["broken", "incomplete", "no answer", "long prompt", "long solution", "unknown text"])
+def test_a_row_that_is_bad_or_does_not_fit_the_model_is_reported_with_its_file_and_line(
+    tmp_path: Path, own_files, file: str, row, words: list[str]
+):
+    files = own_files(**{"warmup": ROWS[:3], file: [*ROWS[3:], row]})
+    message = error_of(tmp_path, *files, "data.allow_overlap=true")
+    assert f"{tmp_path / file}.jsonl:4: " in message and all(word in message for word in words)
+
+
+@pytest.mark.parametrize("file", ["train", "test", "warmup"])
+def test_a_missing_or_empty_file_is_reported_by_name(tmp_path: Path, own_files, file: str):
+    files = own_files(warmup=ROWS[:3])
+    path = tmp_path / f"{file}.jsonl"
+    path.unlink()
+    assert f"{path}: cannot be read (No such file or directory)" in error_of(tmp_path, *files)
+    path.write_text("\n")
+    assert f"{path}: has no rows" in error_of(tmp_path, *files)
+
+
+def test_train_and_test_files_of_one_name_are_reported(tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "part.jsonl", ROWS[:3])
+    for test in ("two", "one"):
+        paths = f"data.train={tmp_path}/one/part.jsonl", f"data.test={tmp_path}/{test}/part.jsonl"
+        assert "3 problems share an id (the first part-1)" in error_of(tmp_path, *paths)
+
+
+@pytest.mark.parametrize(("tested", "words"), [
+    (ROWS[2:3], "1 of the 1 test problems are train problems, too (the first is {}/test.jsonl:1, as {}/train.jsonl:3)"),
+    ([ROWS[4], {**ROWS[0], "question": "\n0 + 1\n"}, ROWS[1]], "2 of the 3 test problems"),
+])  # fmt: skip
+def test_test_problems_that_are_trained_on_are_counted_and_refused_unless_allowed(
+    tmp_path: Path, own_files, tested: list[dict], words: str
+):
+    files = own_files(train=ROWS[:3], test=tested)
+    message = error_of(tmp_path, *files)
+    assert words.format(tmp_path, tmp_path) in message and message.endswith("or set data.allow_overlap=true")
+    with pytest.raises(UserError, match="data.allow_overlap"):
+        inputs.read_sizes(config(tmp_path, *files))
+    assert len(load(tmp_path, *files, "data.allow_overlap=true").overlap) == int(words[0])
+
+
+def without_eos(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").unlink()
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (lambda folder: (folder / "tokenizer.json").unlink(), "{}/model cannot be loaded"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{"), "{}/model cannot be loaded"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "{}/model cannot be loaded"),
+    (without_eos, "names an end token"),
+], ids=["no file", "cut", "empty", "no end"])
+def test_a_tokenizer_that_is_damaged_or_has_no_end_is_reported(tmp_path: Path, damage, words: str):
+    write_tokenizer(tmp_path / "model", ArithmeticConfig())
+    damage(tmp_path / "model")
+    assert words.format(tmp_path) in error_of(tmp_path, f"model.path={tmp_path}/model", "model.architecture=null")
+
+
+def test_a_built_in_task_that_cannot_be_made_leaves_no_run_folder(tmp_path: Path):
+    assert "model.architecture.num_layer is not a field" in error_of(tmp_path, "model.architecture.num_layer=3")
+    assert "asks for 100000 test problems" in error_of(tmp_path, "data.arithmetic.test_problems=100000")
+
+
+def test_a_disk_without_room_for_all_arms_and_iterations_is_reported_before_the_run_folder_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked, rollouts, tokens = [], 6 * 10, 8 + 32  # problems x samples; a prompt of the built-in task and max_new_tokens
+    free = rollouts * tokens * 4 * compose_run("quickstart", []).grpo.iterations  # the ids alone, of one arm
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or SimpleNamespace(free=free))
+    message = error_of(tmp_path)
+    assert re.match(f"{tmp_path / 'runs' / 'a'}: needs .* for rollouts but has .* free", message)
+    assert set(asked) == {tmp_path}  # the nearest folder that exists
+
+
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """space(arms, ...): the bytes that a run of two iterations asks for."""
+    needs = []
+    monkeypatch.setattr(inputs, "check_disk_space", lambda folder, needed: needs.append(needed))
+
+    def needed(arms: str, *overrides: str) -> int:
+        whole = ("grpo.problems_per_iteration=null", "grpo.iterations=2", "evaluation.every=0", "~arms")
+        load(tmp_path, *whole, f"+arms={arms}", *overrides)
+        return needs.pop()
+
+    return needed
+
+
+def test_the_space_asked_for_is_that_of_every_arms_iterations_and_all_evaluations(space):
+    """One evaluation is the start's."""
+    one, two = (space(f"{{a: {{iterations: {iterations}}}}}") for iterations in (1, 2))
+    iteration, evaluation = two - one, one - two // 2
+    for arms, iterations, evaluations in (
+        ("{a: {}}", 2, 2), ("{a: {}, b: {}}", 4, 3), ("{a: {}, b: {iterations: 5}}", 7, 3),
+        ("{a: {problems_per_iteration: 99}}", 2, 2),
+    ):
+        assert space(arms) == iterations * iteration + evaluations * evaluation, arms
+    every, none = (space("{a: {}}", "evaluation.rollouts=1", f"evaluation.every={every}") for every in (1, 0))
+    assert every - none == none - 2 * iteration  # two short ones, and two final ones: the start's and the arm's
+    assert space("{a: {problems_per_iteration: 2}}") < two

@@ -1,0 +1,254 @@
+"""Which runs may use a folder, what is in it, and the lines of metrics.jsonl."""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from nemo_edo.config import CheckpointConfig, GuardsConfig, ModelConfig, ParallelismConfig, RunConfig
+from nemo_edo.config.compose import resolved_yaml
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import Evaluation, load_evaluation
+from nemo_edo.run.folder import MetricsLog, RunFolder
+
+CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
+
+
+def opened(path: Path, config: RunConfig = CONFIG) -> tuple[RunFolder, Path | None]:
+    """The folder taken, and what became of the earlier one."""
+    folder = RunFolder(path)
+    folder.check_free(resolved_yaml(config))
+    return folder, folder.open(resolved_yaml(config))
+
+
+def earlier_run(path: Path, config: RunConfig = CONFIG, marker: str = "first", *, finished: bool = True) -> RunFolder:
+    """A run that is over: it came to its end, or was killed after its warm-up."""
+    folder, _ = opened(path, config)
+    (path / "marker").write_text(marker)
+    folder.note("warmup", metrics_bytes=0)
+    if finished:
+        folder.write_json("summary.json", {})
+        folder.note("report", metrics_bytes=0)
+    folder.close()
+    return folder
+
+
+@pytest.mark.parametrize("leftover", [[], ["lock"], ["lock", ".config.yaml.tmp"]])
+def test_a_folder_that_is_not_there_or_has_only_a_killed_starts_leftovers_is_free_and_used(tmp_path: Path, leftover):
+    path = tmp_path / "runs" / "a"
+    RunFolder(path).check_free("{}")
+    assert not path.parent.exists()  # looking makes nothing
+    for name in leftover:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("")
+    folder, earlier = opened(path)
+    assert earlier is None and [entry.name for entry in path.parent.iterdir()] == ["a"]
+    assert (folder.path / "config.yaml").read_text() == resolved_yaml(CONFIG)
+
+
+def test_finished_runs_of_the_same_config_are_kept_under_the_next_free_numbered_name(tmp_path: Path):
+    path = tmp_path / "a"
+    (tmp_path / "a.2").write_text("a file of the user's")
+    earlier_run(path, marker="first")
+    earlier_run(path, marker="second")
+    folder, earlier = opened(path)
+    assert earlier == tmp_path / "a.3"
+    assert [(tmp_path / name / "marker").read_text() for name in ("a.1", "a.3")] == ["first", "second"]
+    assert (tmp_path / "a.2").read_text() == "a file of the user's"
+    assert sorted(entry.name for entry in path.iterdir()) == ["config.yaml", "lock"]
+    assert (folder.journal(), folder.is_begun) == ({}, False)
+
+
+def test_a_run_is_unfinished_until_its_report_is_noted_and_resumes_in_its_folder(tmp_path: Path):
+    earlier_run(tmp_path / "a", finished=False).write_json("summary.json", {})
+    folder, earlier = opened(tmp_path / "a")
+    assert (earlier, (tmp_path / "a" / "marker").read_text()) == (None, "first")
+    assert (folder.is_finished, folder.is_begun) == (False, True)
+    assert folder.journal() == {"warmup": {"metrics_bytes": 0}}
+    folder.note("report", metrics_bytes=0)
+    assert (folder.is_finished, folder.is_begun) == (True, False)
+    (tmp_path / "a" / "journal.json").write_text('{"warmup": ')
+    with pytest.raises(UserError, match="journal.json is damaged"):
+        folder.journal()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_folder_in_use_is_refused_with_its_holder_until_it_is_closed(tmp_path: Path, finished: bool):
+    earlier_run(tmp_path / "a", finished=finished)
+    holder = RunFolder(tmp_path / "a")
+    holder._take()
+    with pytest.raises(UserError, match=rf"a is in use by process {os.getpid()} on {socket.gethostname()}"):
+        opened(tmp_path / "a")
+    assert not (tmp_path / "a.1").exists()
+    holder.close()
+    opened(tmp_path / "a")
+
+
+def test_a_process_forked_by_the_holder_does_not_keep_the_folder(tmp_path: Path):
+    holder, _ = opened(tmp_path / "a")
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        holder.close()
+        opened(tmp_path / "a")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("change", [
+    {"checkpoint": CheckpointConfig(keep=5)}, {"output_dir": "elsewhere"},
+    {"parallelism": ParallelismConfig(tensor_model_parallel_size=2)}, {"model": replace(CONFIG.model, seq_length=9999)},
+    {"guards": GuardsConfig(max_skipped_steps=9)},
+])
+def test_settings_that_change_no_number_but_by_rounding_may_change_and_are_written(tmp_path: Path, change: dict):
+    earlier_run(tmp_path / "a", finished=False)
+    other = replace(CONFIG, **change)
+    assert opened(tmp_path / "a", other)[1] is None
+    assert (tmp_path / "a" / "config.yaml").read_text() == resolved_yaml(other)
+
+
+@pytest.mark.parametrize(("there", "here", "told"), [
+    ({"a": {"x": 3, "y": 1}, "seed": 1}, {"a": {"x": 7, "y": 1}, "seed": 2},
+     "a.x is 3 there and 7 here (2 settings differ)"),
+    ({"a": {"x": 1}}, {"a": {"x": 1, "new": 5}}, "a.new is None there and 5 here"),
+    ({"a": {"x": 1}, "old": "v"}, {"a": {"x": 1}}, "old is 'v' there and None here"),
+    ({"arms": {"grpo": {"alpha": 0}}}, {"arms": {}}, "arms.grpo is {'alpha': 0} there and None here"),
+    ({"a": [1, 2]}, {"a": [2, 1]}, "a is [1, 2] there and [2, 1] here"),
+    ({"b": 1, "a": 2}, {"a": 2, "b": 1}, None),
+    ({"sampling": {}}, {"sampling": {"stop_token_ids": []}}, None),  # a setting that was added since, at its default
+    ({"sampling": {}}, {"sampling": {"stop_token_ids": [1]}}, "sampling.stop_token_ids is [] there and [1] here"),
+])
+def test_a_folder_of_another_config_is_refused_with_the_first_key_and_both_values(tmp_path: Path, there, here, told):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(there, sort_keys=False))
+    refused = pytest.raises(UserError, match=f"{tmp_path}.*{re.escape(told)}") if told else nullcontext()
+    with refused:
+        RunFolder(tmp_path).check_free(yaml.safe_dump(here, sort_keys=False))
+
+
+@pytest.mark.parametrize(("name", "content", "told"), [
+    *[("a/config.yaml", content, "a/config.yaml is ")
+      for content in (b"just a text", b"- a\n- list\n", b"a: [", b"\xff\xfe", b"")],
+    ("a/thesis.tex", b"do not lose me", "a.* has no config.yaml"),
+    ("a", b"a file", "a is a file"),
+])
+def test_a_path_that_holds_anything_but_a_run_is_refused_by_name(tmp_path: Path, name: str, content: bytes, told: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{tmp_path}/{told}"):
+        RunFolder(tmp_path / "a").check_free("a: 1\n")
+
+
+# --- metrics.jsonl ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    return open_log(tmp_path)
+
+
+def open_log(folder: Path, *, writes: bool = True) -> MetricsLog:
+    """Its ``sent`` is what the loggers got: [(numbers, step)]."""
+    sent = []
+    log = MetricsLog(folder / "metrics.jsonl", lambda numbers, step: sent.append((numbers, step)), writes=writes)
+    log.sent = sent
+    return log
+
+
+def lines(tmp_path: Path) -> list[dict]:
+    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_each_call_is_one_line_that_is_in_the_file_at_once_with_clocks_only_under_time(tmp_path: Path):
+    log = open_log(tmp_path)
+    log("train_step", arm="grpo", step=5, loss=0.25, skipped_steps=3, time={"step_s": 0.5})
+    [line] = lines(tmp_path)
+    assert line.pop("time").keys() == {"elapsed_s", "step_s"}
+    assert line == {"kind": "train_step", "arm": "grpo", "step": 5, "loss": 0.25, "skipped_steps": 3}
+    assert log.sent == [({"grpo/train_step/loss": 0.25, "grpo/train_step/skipped_steps": 3,
+                          "grpo/train_step/step_s": 0.5}, 5)]
+    log("collection", arm="größer α", note="two\nlines")
+    open_log(tmp_path)("evaluation", arm="grpo")  # a later process
+    assert [(line["kind"], line["arm"]) for line in lines(tmp_path)] == [
+        ("train_step", "grpo"), ("collection", "größer α"), ("evaluation", "grpo")]
+
+
+def test_a_rank_that_does_not_write_makes_no_file_and_sends_nothing(tmp_path: Path):
+    log = open_log(tmp_path, writes=False)
+    log("train_step", arm="grpo", step=0, loss=1.0)
+    assert (list(tmp_path.iterdir()), log.sent) == ([], [])
+
+
+def test_loggers_get_an_evaluations_means_and_times_at_its_iteration(log: MetricsLog):
+    metrics = {"accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass@2": {"mean": 0.7, "low": 0.6, "high": 0.8}}
+    log("evaluation", arm="grpo", iteration=5, final=True, metrics=metrics, lost=2.0, time={"evaluation_s": 1.5})
+    assert log.sent == [({"grpo/evaluation/accuracy": 0.5, "grpo/evaluation/pass@2": 0.7, "grpo/evaluation/lost": 2.0,
+                          "grpo/evaluation/evaluation_s": 1.5}, 5)]
+
+
+def test_the_evaluation_before_is_the_last_one_on_disk_else_that_of_the_start(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    one = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
+    for iteration in (0, 5, 10, None):
+        folder.write_evaluation(one, iteration)
+    start = folder.evaluation("warmup")
+    assert [folder.evaluation_before("grpo", t) for t in (0, 5, 6, 11)] == [
+        start, *(folder.evaluation("grpo", t) for t in (0, 5, 10))]
+    assert folder.evaluation_before("edo", 5) == start
+    assert load_evaluation(folder.evaluation("grpo", 5)).problems == one.problems
+
+
+def test_cut_takes_lines_back_and_later_lines_are_counted_from_those_kept(log: MetricsLog, tmp_path: Path):
+    for arm in ("grpo", "edo"):
+        log("collection", arm=arm, reward=0.5)
+    kept = log.size
+    log("collection", arm="grpo", reward=0.6)
+    log("train_step", arm="grpo", step=0, loss=0.1)
+    assert [step for _, step in log.sent] == [0, 0, 1, 0]
+    log.cut(kept)
+    log("collection", arm="grpo", reward=0.7)
+    assert [line["reward"] for line in lines(tmp_path)] == [0.5, 0.5, 0.7]
+    assert log.sent[-1] == ({"grpo/collection/reward": 0.7}, 1)
+
+
+def test_a_later_process_counts_lines_and_time_on_from_where_it_cuts(log: MetricsLog, tmp_path: Path):
+    log._start -= 1000.0
+    log("collection", arm="grpo", reward=0.5)
+    later = open_log(tmp_path)
+    later.cut(log.size)
+    later("collection", arm="grpo", reward=0.6)
+    assert later.sent == [({"grpo/collection/reward": 0.6}, 1)]
+    assert [line["time"]["elapsed_s"] >= 1000.0 for line in lines(tmp_path)] == [True, True]
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_place_that_is_not_a_lines_end_is_refused_and_the_file_left_alone(log: MetricsLog, tmp_path: Path, off: int):
+    log("collection", arm="grpo", reward=0.5)
+    before = lines(tmp_path)
+    with pytest.raises(UserError, match=f"{log.size} bytes.* byte {log.size + off}"):
+        log.cut(log.size + off)
+    assert lines(tmp_path) == before
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_number_that_is_not_finite_is_reported_and_no_line_is_written(log: MetricsLog, tmp_path: Path, value: float):
+    with pytest.raises(ValueError, match="JSON"):
+        RunFolder(tmp_path).write_json("other.json", {"loss": value})
+    assert not (tmp_path / "other.json").exists()
+    with pytest.raises(FloatingPointError, match="train_step of arm grpo .*grad_norm"):
+        log("train_step", arm="grpo", step=0, loss=0.1, grad_norm=value)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -1,0 +1,374 @@
+"""Checkpoints that a killed run resumes from: which are kept, which one is used, and what is in them."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from threading import Timer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import tiny_models
+
+from nemo_edo.algorithms.collection import Collected
+from nemo_edo.algorithms.guards import Alarm, respond
+from nemo_edo.algorithms.progress import Position
+from nemo_edo.config import CheckpointConfig, OptimizerConfig
+from nemo_edo.data.batch_file import read_batch
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.losses import sft_loss
+from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.run import on_rank_0
+from nemo_edo.run.on_rank_0 import SharedRolloutStore
+from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
+from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
+from nemo_edo.types import TrainingBatch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Of a model class, what SavedProgress knows: a policy whose optimizer has taken a step, and a reference."""
+    policy = tiny_models.build_policy(tiny_models.write_tiny_model(tmp_path_factory.mktemp("model")))
+    policy.reset_optimizer(OptimizerConfig(lr=1e-3), total_steps=8)
+    batch = tiny_models.random_batch(rows=2)
+    policy.train_step(
+        batch, lambda logprobs, _, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
+        loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatching(2), temperature=1.0,
+    )
+    return SimpleNamespace(policy=policy, reference=None)
+
+
+class Asked:
+    """A StopSignal."""
+
+    received = False
+
+    def agreed(self) -> bool:
+        return self.received
+
+
+def collected(number: float) -> Collected:
+    batch = TrainingBatch(tokens=torch.full((2, 3), int(number)), mask=torch.ones(2, 2))
+    return Collected(batch, [[0], [1]], {"number": number})
+
+
+@pytest.fixture
+def begin(model, tmp_path):
+    """begin(every_steps=..., keep=...): a process's progress of the same training, resumed."""
+
+    def start(*, keeps_reference: bool = False, **settings) -> SavedProgress:
+        progress = SavedProgress(
+            model, tmp_path / "progress", CheckpointConfig(**settings), stop=Asked(),
+            metrics_size=iter(range(100, 1000)).__next__, keeps_reference=keeps_reference,
+            failure=lambda step: tmp_path / "failures" / f"grpo_step_{step:08d}.safetensors",
+        )
+        progress.resume()
+        return progress
+
+    return start
+
+
+def mark(model, value: float) -> None:
+    """Gives the policy weights that tell its checkpoint from others."""
+    model.policy.load([torch.full_like(weight, value) for weight in model.policy.snapshot()])
+
+
+def walk(progress: SavedProgress, model, steps: int, *, per_iteration: int = 3) -> None:
+    """So many steps on from ``progress.start``, through iterations of a few steps each."""
+    here = progress.start
+    for taken in range(here.steps_taken, here.steps_taken + steps):
+        t, step = divmod(taken, per_iteration)
+        if not step:
+            progress.reached(Position(t, 0, taken))
+            progress.keep(t, collected(t))
+        mark(model, taken + 1)
+        progress.reached(Position(t, step + 1, taken + 1, {"kind": "constant", "steps": taken + 1}))
+
+
+def files(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "progress").iterdir())
+
+
+def weights(model) -> set[float]:
+    return {weight.unique().item() for weight in model.policy.snapshot()}
+
+
+def test_the_last_k_checkpoints_the_one_before_their_iteration_and_the_batches_that_they_need_are_kept(
+    begin, model, tmp_path
+):
+    walk(begin(every_steps=1, keep=2), model, 5)
+    batches = [f"batch_0000{i}.safetensors" for i in range(3)]
+    assert files(tmp_path) == [*batches[:2], "step_00000003", "step_00000004", "step_00000005"]
+    (tmp_path / "progress" / "step_00000006.part").mkdir()  # what a kill left
+    progress = begin(every_steps=1, keep=1)
+    assert progress.start.steps_taken == 5
+    walk(progress, model, 2)
+    assert files(tmp_path) == [*batches[1:], "step_00000006", "step_00000007"]
+
+
+def test_a_checkpoint_is_due_every_so_many_steps_and_before_each_iteration_unless_saves_are_off(begin, model, tmp_path):
+    progress = begin(every_steps=2, keep=99)
+    walk(progress, model, 4)
+    progress.reached(Position(1, 3, 6), saves=False)
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002", "step_00000003"]
+
+
+def test_a_save_at_once_writes_only_what_is_new_and_a_failure_keeps_its_batch_and_weights(begin, model, tmp_path):
+    progress = begin(every_steps=100)
+    walk(progress, model, 2)
+    progress.save(Position(0, 2, 2))
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002"]
+    marker = tmp_path / "progress" / "step_00000002" / "marker"
+    marker.touch()
+    progress.save(Position(0, 2, 2))
+    assert marker.exists()
+    batch = collected(3).batch
+    path = Path(progress.keep_failure(Position(0, 3, 3), batch, {"loss": 0.5}))
+    assert path == tmp_path / "failures" / "grpo_step_00000002.safetensors"
+    assert path.with_suffix("").is_dir()
+    read, about = read_batch(path)
+    assert torch.equal(read.tokens, batch.tokens) and about == {"metrics": {"loss": 0.5}}
+
+
+def test_a_reference_that_moves_is_restored_with_the_checkpoint(begin, model):
+    model.reference = [torch.full_like(weight, 7.0) for weight in model.policy.snapshot()]
+    walk(begin(every_steps=1, keeps_reference=True), model, 1)
+    model.reference = None
+    begin(keeps_reference=True)
+    assert {weight.unique().item() for weight in model.reference} == {7.0}
+    model.reference = None
+
+
+def test_the_newest_checkpoint_gives_position_metrics_weights_and_batch(begin, model, capsys):
+    progress = begin(every_steps=1)
+    assert (progress.start, progress.metrics_bytes) == (Position(), None)
+    walk(progress, model, 5)
+    mark(model, 99)
+    progress = begin(every_steps=1)
+    assert progress.start == Position(1, 2, 5, {"kind": "constant", "steps": 5})
+    assert progress.metrics_bytes == 104
+    assert weights(model) == {5.0}
+    assert progress.kept(1).statistics == {"number": 1}
+    assert "another layout" not in capsys.readouterr().out
+
+
+def test_a_batch_that_was_read_back_is_kept_with_later_checkpoints_which_are_of_no_use_without_it(
+    begin, model, tmp_path
+):
+    walk(begin(every_steps=1, keep=3), model, 4)
+    progress = begin(every_steps=1, keep=3)
+    progress.reached(Position(1, 2, 5))
+    assert files(tmp_path) == [f"batch_0000{i}.safetensors" for i in range(2)] + [f"step_0000000{i}" for i in (3, 4, 5)]
+    assert begin(keep=3).kept(1).batch.tokens.tolist() == [[1] * 3] * 2
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+IN_A_CHECKPOINT = ("metadata.json", "about.json", "checksums.json", ".metadata", "__0_0.distcp")
+WAYS = (flip, truncate, empty, delete)
+DAMAGES = [(f"step_00000005/{name}", damage, 4) for name in IN_A_CHECKPOINT for damage in WAYS]
+DAMAGES += [("batch_00001.safetensors", damage, 3) for damage in WAYS]
+DAMAGES += [("step_00000005", delete, 4)]
+
+
+def test_whatever_is_damaged_the_run_resumes_from_the_newest_that_is_whole(begin, model, tmp_path):
+    """The last two checkpoints share a batch: without it, the one before their iteration is the newest."""
+    walk(begin(every_steps=1, keep=2), model, 5)
+    progress, whole = tmp_path / "progress", shutil.copytree(tmp_path / "progress", tmp_path / "whole")
+    for file, damage, found in DAMAGES:
+        shutil.rmtree(progress)
+        shutil.copytree(whole, progress)
+        damage(progress / file)
+        mark(model, 99)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "/.*; resuming from before it")
+            assert begin().start.steps_taken == found, (file, damage)
+        assert weights(model) == {float(found)}, (file, damage)
+
+
+def test_training_replaces_damaged_checkpoints_and_only_then_removes_them(begin, model, tmp_path):
+    walk(begin(every_steps=1, keep=2), model, 5)
+    before = files(tmp_path)
+    flip(tmp_path / "progress" / "batch_00001.safetensors")
+    with pytest.warns(UserWarning, match="batch_00001.safetensors has other content than was written; resuming from"):
+        progress = begin(every_steps=1, keep=2)
+    assert files(tmp_path) == [*before[:3], "step_00000004.damaged", "step_00000005.damaged"]
+    walk(progress, model, 2)
+    assert files(tmp_path) == before
+    assert begin().start.steps_taken == 5
+
+
+def test_where_every_checkpoint_is_damaged_the_run_begins_anew_with_the_weights_that_it_begins_with(
+    begin, model, tmp_path
+):
+    walk(begin(every_steps=1, keep=2), model, 5)
+    for batch in (tmp_path / "progress").glob("batch_*"):
+        flip(batch)
+    mark(model, 99)
+    with pytest.warns(UserWarning, match="batch_00001.safetensors has other content than was written"):
+        assert begin().start == Position()
+    assert weights(model) == {99.0}
+    assert len(files(tmp_path)) == 5  # nothing is removed
+
+
+def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, model, tmp_path):
+    progress = begin(every_steps=100)
+    progress._stop.received = True
+    with pytest.raises(RunStopped):
+        progress.reached(Position())
+    progress._stop.received = False
+    walk(progress, model, 2)
+    assert not (tmp_path / "progress").exists()
+    progress._stop.received = True
+    with pytest.raises(RunStopped, match="up to step 2"):
+        progress.reached(Position(0, 2, 2))
+    assert begin().start == Position(0, 2, 2)
+
+
+def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_before_it_stays(
+    begin, model, tmp_path, held_writer
+):
+    progress = begin(every_steps=1, keep=1, asynchronous=True)
+    walk(progress, model, 1)
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001.part"]
+    mark(model, 2)
+    held_writer("step_00000001.part")
+    progress.reached(Position(0, 2, 2))
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001", "step_00000002.part"]
+    held_writer("step_00000002.part")
+    progress.settle()
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002"]
+    mark(model, 99)
+    assert begin().start == Position(0, 2, 2)
+    assert weights(model) == {2.0}
+
+
+def test_a_request_to_stop_waits_for_what_is_written_in_the_background(begin, model, tmp_path, held_writer):
+    progress = begin(every_steps=1, asynchronous=True)
+    walk(progress, model, 1)
+    progress._stop.received = True
+    Timer(1.0, held_writer, ["step_00000001.part"]).start()
+    with pytest.raises(RunStopped):
+        progress.reached(Position(0, 1, 1, {"kind": "constant", "steps": 1}))
+    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000001"]
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_the_last_checkpoint_stays(begin, model, tmp_path):
+    progress = begin(every_steps=1)
+    walk(progress, model, 1)
+    before = files(tmp_path)
+    mark(model, math.nan)
+    alarm = Alarm("guards.max_skipped_steps", "the loss is nan", 1.0, 1.0, "stop", times=1)
+    told = "not all weights are finite numbers after step 2.*resumes from step 1"
+    for save in (
+        lambda: progress.reached(Position(0, 2, 2)),
+        lambda: respond([alarm], Position(0, 2, 2), {}, log=lambda *_, **__: None, progress=progress),
+    ):
+        with pytest.raises(StoppedByGuard, match=told):
+            save()
+    assert files(tmp_path) == before
+    assert begin().start.steps_taken == 1
+    assert weights(model) == {1.0}
+
+
+# --- an iteration's batch -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_comes_back_to_the_last_bit(tmp_path):
+    batch = TrainingBatch(
+        tokens=torch.tensor([[2**40, 1, 2], [3, 4, 5]]), mask=torch.tensor([[1.0, 0.0], [0.1, 1.0]]),
+        advantages=torch.tensor([1 / 3, -0.0]), old_logprobs=torch.tensor([[math.nan, -math.inf], [1e-40, -1e30]]),
+        pair_role=torch.tensor([1, -1]),
+    )
+    statistics = {"reward": 1 / 3, "entropy": math.nan, "kl": 5e-324}
+    write_collected(Collected(batch, [[0, 1], []], statistics), tmp_path / "batch.safetensors")
+    read = read_collected(tmp_path / "batch.safetensors")
+    assert read.batch.tensors().keys() == batch.tensors().keys()
+    for name, tensor in batch.tensors().items():
+        assert read.batch.tensors()[name].dtype == tensor.dtype
+        assert read.batch.tensors()[name].numpy().tobytes() == tensor.numpy().tobytes()
+    assert read.items == [[0, 1], []]
+    assert repr(read.statistics) == repr(statistics)
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", bytes(100)])
+def test_a_file_that_is_not_a_batch_is_an_error_that_names_it(tmp_path, content: bytes):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match="file is not a batch"):
+        read_collected(tmp_path / "file")
+
+
+def test_rank_0_alone_writes_rollouts_and_reads_them_for_all(model, monkeypatch, tmp_path):
+    store = SharedRolloutStore(tmp_path)
+    assert store.stored(0) == []
+    (tmp_path / "iter_00000").mkdir()
+    (tmp_path / "iter_00000" / "rank_0_of_1.parquet").write_text("")
+    with pytest.raises(UserError, match="not a readable Parquet file"):
+        store.stored(0)
+    monkeypatch.setattr(on_rank_0, "is_main", lambda: False)
+    store.write_part(1, 0, [])
+    store.write_unfinished(1, [])
+    store.write(1, [], rank=0, world_size=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_00000"]
+
+
+# --- the signal ---------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_is_remembered_inside_the_block_and_its_handler_restored_after_it(model):
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            assert not stop.agreed()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.agreed()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+STUCK = """
+import ctypes, signal, sys, time
+from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
+signal.signal(signal.SIGINT, lambda *_: None)  # otherwise the first may come before the lock
+with StopSignal():
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, and no handler of Python's runs"""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_request_ends_a_run_at_once_wherever_it_waits_but_not_one_that_comes_twice_together(sent):
+    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert stuck.stdout.readline() == "ready\n"
+    stuck.send_signal(sent)
+    stuck.send_signal(sent)
+    time.sleep(ONE_REQUEST_S + 0.2)
+    assert stuck.poll() is None
+    stuck.send_signal(sent)
+    assert stuck.wait() == 128 + sent
+    assert "ended at once" in stuck.stderr.read()

@@ -1,0 +1,73 @@
+"""Results of a search survive a kill, and are never taken for another search's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_edo.errors import UserError
+from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
+from nemo_edo.types import ABSTAINED
+
+LABEL = {"search.steps": 4, "search.exploration": 0.1, "reward model": "folder abc"}
+ONE = SearchRecord("p-1", 1.0, "7", True, "correct", True, True, 0.9, "#### 7", 3, 40, 9, 8, 2)
+OTHERS = [replace(ONE, problem_id=f"p-{i}", answer=None, reward=0.0, finished=False) for i in (2, 3)]
+
+
+def test_parts_are_found_again_and_the_whole_takes_their_place(tmp_path: Path):
+    store = SearchStore(tmp_path / "s", LABEL)
+    assert store.found() == {}
+    store.write_part([ONE])
+    store.write_part(OTHERS)
+    expected = {record.problem_id: record for record in [ONE, *OTHERS]}
+    assert SearchStore(tmp_path / "s", LABEL).found() == expected
+    path = store.write([*OTHERS, ONE])
+    assert [file.name for file in (tmp_path / "s").iterdir()] == [path.name]
+    assert store.found() == expected
+    assert pq.read_table(path).column("problem_id").to_pylist() == ["p-2", "p-3", "p-1"]
+
+
+def test_a_part_that_is_missing_ends_what_is_found(tmp_path: Path):
+    store = SearchStore(tmp_path, LABEL)
+    for record in [ONE, *OTHERS]:
+        store.write_part([record])
+    (tmp_path / "parts" / "part_00001.parquet").unlink()
+    assert list(store.found()) == ["p-1"]
+    store.write_part([OTHERS[0]])
+    assert sorted(store.found()) == ["p-1", "p-2", "p-3"]
+
+
+@pytest.mark.parametrize(("label", "message"), [
+    ({**LABEL, "search.steps": 5}, "made with another search.steps: 4 .* 5"),
+    ({**LABEL, "more": 1}, "another more: None .* 1"),
+    ({"search.steps": 4}, "another reward model: 'folder abc' .* None .*"),
+])
+@pytest.mark.parametrize("whole", [True, False])
+def test_results_of_other_settings_are_an_error(tmp_path: Path, label: dict, message: str, whole: bool):
+    store = SearchStore(tmp_path, LABEL)
+    store.write([ONE]) if whole else store.write_part([ONE])
+    with pytest.raises(UserError, match=message):
+        SearchStore(tmp_path, label).found()
+
+
+@pytest.mark.parametrize("content", [b"", b"no parquet at all"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes):
+    SearchStore(tmp_path, LABEL).write([ONE])
+    (tmp_path / "results.parquet").write_bytes(content)
+    with pytest.raises(UserError, match="results.parquet: not the results of a search"):
+        SearchStore(tmp_path, LABEL).found()
+
+
+def test_a_record_says_whether_its_reward_is_a_verdict():
+    assert ONE.has_verdict
+    assert not replace(ONE, reason=f"{ABSTAINED}no verdict").has_verdict
+
+
+def test_results_are_read_whatever_they_were_made_with_once_they_are_whole(tmp_path: Path):
+    store = SearchStore(tmp_path, LABEL)
+    store.write_part([ONE])
+    with pytest.raises(UserError, match="results.parquet is missing"):
+        read_results(tmp_path)
+    store.write([ONE, *OTHERS])
+    assert read_results(tmp_path) == [ONE, *OTHERS]

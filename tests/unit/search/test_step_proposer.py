@@ -1,0 +1,200 @@
+"""Steps that a policy samples one by one are what it would have sampled at once, token by token."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_edo.data.answers import HASHES, answer_format
+from nemo_edo.generation.fake import ScriptedEngine
+from nemo_edo.reward_models.steps import split_steps
+from nemo_edo.search.step_proposer import EngineStepProposer
+from nemo_edo.test_time.search_llm import Step, StepPath
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+STOP = 0
+QUESTION, PROMPT = "6 + 1 + 3", (900, 901)
+
+
+class Chunks:
+    """A tokenizer whose tokens are so many characters each, wherever lines end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.texts = ["<end>"]
+
+    def encode(self, text: str) -> list[int]:
+        parts = [text[place : place + self.size] for place in range(0, len(text), self.size)]
+        self.texts += [part for part in dict.fromkeys(parts) if part not in self.texts]
+        return [self.texts.index(part) for part in parts]
+
+    def decode(self, ids) -> str:
+        return "".join(self.texts[i] for i in ids)
+
+
+class Recorded(ScriptedEngine):
+    """Writes, after what it has written, the rest of its solution, and keeps what it was asked."""
+
+    def __init__(self, tokens: Chunks, solution) -> None:
+        def script(request: GenerationRequest, _: SamplingParams) -> str:
+            so_far = tokens.decode(request.prompt_ids[len(PROMPT) :])
+            return (solution if isinstance(solution, str) else solution(request))[len(so_far) :]
+
+        super().__init__(script, encode=tokens.encode, decode=tokens.decode, stop_id=STOP, log_prob=-0.25)
+        self.calls: list[list[GenerationRequest]] = []
+
+    def generate(self, requests, sampling):
+        self.calls.append(list(requests))
+        return super().generate(requests, sampling)
+
+
+def proposer(engine, decode, *, limit: int = 200, separator: str = "\n", answers=None) -> EngineStepProposer:
+    questions = {QUESTION: ("p-0", PROMPT), "other": ("p-1", PROMPT)}
+    return EngineStepProposer(engine, questions, SamplingParams(1.0, 1.0, limit), separator=separator, decode=decode,
+                              answers=answers)
+
+
+def proposing(solution, size: int = 1, **options) -> tuple[EngineStepProposer, Recorded, Chunks]:
+    """A proposer over an engine that writes the given solution in tokens of so many characters."""
+    tokens = Chunks(size)
+    engine = Recorded(tokens, solution)
+    return proposer(engine, tokens.decode, **options), engine, tokens
+
+
+def walked(steps: EngineStepProposer) -> tuple[StepPath, list[Step]]:
+    """The path that ``count=1`` leads along until it ends, and its steps."""
+    path, taken = StepPath(QUESTION), []
+    while not taken or not taken[-1].finished:
+        [[step]] = steps.propose([path], 1, [len(taken)])
+        path = replace(path, steps=(*path.steps, step.text))
+        taken.append(step)
+    return path, taken
+
+
+@given(text=st.text("ab\n", max_size=20), size=st.integers(1, 4), limit=st.integers(1, 25),
+       separator=st.sampled_from(["\n", "\n\n", "ab"]))
+def test_steps_put_together_are_the_response_that_is_sampled_at_once(text, size, limit, separator):
+    steps, engine, _ = proposing(text, size, limit=limit, separator=separator)
+    path, taken = walked(steps)
+    [plain] = engine.generate([GenerationRequest("p-0", 0, PROMPT, 1)], SamplingParams(1.0, 1.0, limit))
+    whole = steps.solution(path, True, seed=7)
+    assert (whole.response_ids, whole.text, whole.finished) == (plain.response_ids, plain.text, plain.finished)
+    assert whole.response_logprobs == (-0.25,) * len(plain.response_ids)
+    assert (whole.problem_id, whole.prompt_ids, whole.seed) == ("p-0", PROMPT, 7)
+    assert sum(step.tokens for step in taken) == len(plain.response_ids)
+    said = [part for step in taken for part in split_steps(step.text, separator)]
+    assert said == list(split_steps(plain.text, separator))
+    assert all(step.text for step in taken[:-1]) and not any(step.finished for step in taken[:-1])
+
+
+def test_all_paths_of_a_call_are_sampled_in_one_call_of_the_engine():
+    steps, engine, _ = proposing(lambda request: f"a{request.sample_index}\nb\nc")
+    found = steps.propose([StepPath(QUESTION), StepPath("other")], 3, [5, 6])
+    assert [[step.text for step in of_path] for of_path in found] == [["a0", "a1", "a2"]] * 2
+    [asked] = engine.calls
+    assert [(r.problem_id, r.sample_index) for r in asked] == [(p, k) for p in ("p-0", "p-1") for k in range(3)]
+    assert len({request.seed for request in asked}) == 6
+
+
+def test_a_paths_seed_alone_fixes_the_seeds_of_its_steps():
+    def seeds(paths: list[str], given: list[int]) -> list[int]:
+        steps, engine, _ = proposing("a\nb")
+        steps.propose([StepPath(path) for path in paths], 2, given)
+        return [request.seed for request in engine.calls[0]]
+
+    alone = seeds([QUESTION], [5])
+    assert seeds(["other", QUESTION], [9, 5])[2:] == alone
+    assert not set(seeds([QUESTION], [6])) & set(alone)
+
+
+def test_separators_where_a_step_would_begin_are_skipped_and_counted():
+    steps, engine, _ = proposing(lambda request: "\n\n\na\nb" if request.problem_id == "p-0" else "a\nb")
+    [[blank], [plain]] = steps.propose([StepPath(QUESTION), StepPath("other")], 1, [1, 2])
+    assert (blank, plain) == (Step("a", False, 5), Step("a", False, 2))
+    assert [len(call) for call in engine.calls] == [2, 1, 1, 1]  # only for the path that needs it
+    assert len({call[0].seed for call in engine.calls}) == 4
+
+
+def test_equal_steps_after_one_path_continue_from_the_first_ones_tokens():
+    # "a\nb" and "a\nc" are one token each, and the same step
+    steps, engine, tokens = proposing(lambda request: ["a\nb", "a\nc"][request.sample_index] + "x", size=3)
+    [[one, other]] = steps.propose([StepPath(QUESTION)], 2, [1])
+    assert one == other == Step("a", False, 1)
+    steps.propose([StepPath(QUESTION, ("a",))], 1, [2])
+    assert engine.calls[1][0].prompt_ids == (*PROMPT, *tokens.encode("a\nb"))
+
+
+def test_a_step_that_ends_the_solution_and_its_twin_that_does_not_are_two():
+    steps, engine, tokens = proposing(lambda request: "a" if request.sample_index == 0 else "a\nb")
+    [found] = steps.propose([StepPath(QUESTION)], 2, [1])
+    assert found == [Step("a", True, 2), Step("a", False, 2)]
+    path = StepPath(QUESTION, ("a",))
+    assert steps.solution(path, True, 0).finished and not steps.solution(path, False, 0).finished
+    [[after]] = steps.propose([path], 1, [2])
+    assert after == Step("", True, 1)
+    assert engine.calls[1][0].prompt_ids == (*PROMPT, *tokens.encode("a\n"))
+
+
+@pytest.mark.parametrize(("text", "options", "said"), [
+    ("6 + 1 = 7\n#### 7\nand so on", {"answers": HASHES}, ["6 + 1 = 7", "#### 7"]),
+    ("6 + 1 = 7\n#### 7\nand so on", {}, ["6 + 1 = 7", "#### 7", "and so on"]),
+    ("We add.\n\nSo \\boxed{7}.\n\nCheck it.", {"answers": answer_format("boxed"), "separator": "\n\n"},
+     ["We add.", "So \\boxed{7}."]),
+    *((f"x\n{line}\nmore", {"answers": HASHES}, ["x", line, "more"])  # states no answer
+      for line in ("say #### 3", "####", "#### 3 or 4")),
+])
+def test_a_solution_ends_with_the_step_that_states_its_answer(text, options, said):
+    steps, _, _ = proposing(text, **options)
+    path, taken = walked(steps)
+    assert [step.text for step in taken] == said
+    assert steps.solution(path, True, 0).finished
+
+
+def test_a_path_that_was_not_proposed_or_has_ended_is_an_error():
+    steps, _, _ = proposing("a")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="was not proposed here"):
+            steps.propose([StepPath(QUESTION, ("a",))], 1, [1])
+        steps.propose([StepPath(QUESTION)], 1, [1])
+
+
+def test_a_tokenizer_that_rewrites_earlier_text_is_an_error():
+    tokens = Chunks(1)
+    engine = Recorded(tokens, "a\nb")
+    steps = proposer(engine, lambda ids: str.upper(tokens.decode(ids)) if len(ids) > 2 else tokens.decode(ids))
+    steps.propose([StepPath(QUESTION)], 1, [1])
+    with pytest.raises(ValueError, match=r"decodes 'a\\n' otherwise .*: 'A\\nB'"):
+        steps.propose([StepPath(QUESTION, ("a",))], 1, [2])
+
+
+# --- the in-process engine -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return tiny_models.write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("separator", ["0 ", "7", " 1"])
+def test_greedy_steps_of_a_model_are_its_plain_greedy_response(model_folder, separator):
+    engine = tiny_models.build_engine(tiny_models.build_policy(model_folder), stop_ids=range(1, 4))
+    prompts = {f"q{number}": (f"p-{number}", tuple(range(12 + number, 17 + 3 * number))) for number in range(8)}
+    greedy = SamplingParams(0.0, 1.0, 20)
+    steps = EngineStepProposer(engine, prompts, greedy, separator=separator, answers=None,
+                               decode=lambda ids: " ".join(map(str, ids)))
+    going, ended = [StepPath(question) for question in prompts], {}
+    while going:
+        found = [
+            (replace(path, steps=(*path.steps, step.text)), step.finished)
+            for path, [step] in zip(going, steps.propose(going, 1, range(len(going))), strict=True)
+        ]
+        ended |= {path.question: path for path, finished in found if finished}
+        going = [path for path, finished in found if not finished]
+    plain = engine.generate([GenerationRequest(*about[:1], 0, about[1], 1) for about in prompts.values()], greedy)
+    for question, other in zip(prompts, plain, strict=True):
+        one = steps.solution(ended[question], True, 0)
+        assert (one.response_ids, one.finished) == (other.response_ids, other.finished)
+        assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-4)
+    assert max(len(path.steps) for path in ended.values()) > 2, "too few steps for this test"

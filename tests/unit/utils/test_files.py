@@ -1,0 +1,62 @@
+"""Files that appear whole or not at all, and sizes of files in words."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_edo.errors import UserError
+from nemo_edo.utils.files import parse_size, replacing
+
+
+@pytest.mark.parametrize("earlier", [None, b"old"])
+def test_the_path_has_its_earlier_content_until_the_block_ends_and_keeps_it_after_an_error(tmp_path, earlier):
+    path = tmp_path / "file"
+    if earlier is not None:
+        path.write_bytes(earlier)
+    with pytest.raises(KeyError), replacing(path) as file:
+        file.write(b"half of the n")
+        raise KeyError
+    with replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert (path.read_bytes() if path.exists() else None) == earlier
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"new", [path])
+
+
+def test_it_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append("synced") or fsync(descriptor))
+    monkeypatch.setattr(Path, "replace", lambda *paths: events.append("replaced") or replace(*paths))
+    with replacing(tmp_path / "file") as file:
+        file.write(b"new")
+    assert events == ["synced", "replaced"]
+
+
+def test_a_killed_writer_leaves_the_old_content_and_the_next_one_succeeds(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    code = ("import os, sys; from pathlib import Path; from nemo_edo.utils.files import replacing\n"
+            "with replacing(Path(sys.argv[1])) as file: file.write(b'half'); file.flush(); os.kill(os.getpid(), 9)")
+    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+    with replacing(path) as file:
+        file.write(b"new")
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"new", [path])
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("1.5KB", 1500), ("123", 123),
+])
+def test_sizes_are_read_as_transformers_reads_them(text: str, expected: int):
+    assert parse_size("--max-shard-size", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 apples", "-1GB", "0GB"])
+def test_anything_but_a_size_is_an_error_that_names_the_argument(text: str):
+    with pytest.raises(UserError, match=f"^--max-shard-size is {text}"):
+        parse_size("--max-shard-size", text)

@@ -1,0 +1,95 @@
+"""Processes that end with the one that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from nemo_edo.utils.processes import kept
+
+STARTED = """
+import nemo_edo.cli as cli, time
+cli._run = lambda _: print("ready", flush=True) or time.sleep(120)
+cli.main()"""
+STARTER = f"""
+import subprocess, sys, time
+started = subprocess.Popen([sys.executable, "-c", {STARTED!r}])
+time.sleep(120)"""
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_command_that_torchrun_started_ends_with_it_before_any_import_and_others_do_not(by_torchrun: bool):
+    environment = {**os.environ, **({"TORCHELASTIC_RUN_ID": "none"} if by_torchrun else {})}
+    if not by_torchrun:
+        environment.pop("TORCHELASTIC_RUN_ID", None)
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], env=environment, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout.readline() == "ready\n"
+    (started,) = (int(pid) for pid in open(f"/proc/{starter.pid}/task/{starter.pid}/children").read().split())
+    starter.kill()
+    starter.wait()
+    if by_torchrun:
+        assert starter.stdout.read() == ""  # to the end of the file: nobody is left to write into it
+    else:
+        time.sleep(0.5)
+        os.kill(started, signal.SIGKILL)  # an error where it has ended
+
+
+def test_a_parent_that_has_ended_before_it_was_asked_for_counts_too():
+    code = "from nemo_edo.utils.processes import end_with; import os; end_with(os.getppid() + 1); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+GROUP = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)']); "
+KEEPS = f"""
+import subprocess, sys, threading, time
+from nemo_edo.utils.processes import kept
+command = kept([sys.executable, "-c", {GROUP + "time.sleep(120)"!r}])
+thread = threading.Thread(target=subprocess.Popen, args=(command,))
+thread.start()
+thread.join()
+time.sleep(120)"""
+
+
+def below(pid: int, number: int) -> list[psutil.Process]:
+    """The processes below one, once there are so many."""
+    deadline = time.monotonic() + 60
+    while len(found := psutil.Process(pid).children(recursive=True)) < number and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    psutil.wait_procs(processes, timeout=30)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def test_a_kept_command_and_what_it_started_end_with_the_process_that_wanted_it_not_with_its_thread():
+    run = subprocess.Popen([sys.executable, "-c", KEEPS])
+    processes = below(run.pid, 3)
+    assert len(processes) == 3
+    time.sleep(1.0)  # the thread that started them is long gone
+    assert all(process.is_running() for process in processes)
+    run.kill()
+    run.wait()
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_keeper_that_is_ended_takes_the_command_with_it(sent: signal.Signals):
+    keeper = subprocess.Popen(kept([sys.executable, "-c", "import time; time.sleep(120)"]))
+    processes = below(keeper.pid, 1)
+    keeper.send_signal(sent)
+    keeper.wait()
+    assert_gone(processes)
+
+
+def test_a_kept_command_that_ends_leaves_its_status_and_nothing_that_it_started():
+    keeper = subprocess.Popen(kept([sys.executable, "-c", GROUP + "time.sleep(2); raise SystemExit(7)"]))
+    processes = below(keeper.pid, 2)
+    assert keeper.wait() == 7
+    assert_gone(processes)
