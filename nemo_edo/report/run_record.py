@@ -172,7 +172,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON: {error.msg} (a line cut off by a kill may be deleted)") from error
+            raise UserError(f"{where}: not valid JSON: {error.msg} (a line that a kill cut off may go)") from error
         if not isinstance(line, dict) or "kind" not in line:
             raise UserError(f"{where}: expected an object with a kind")
         if line["kind"] not in REQUIRED_KEYS:

@@ -47,11 +47,13 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError naming a file that is missing, and the line of one that is not JSON."""
+    """Raises UserError naming a file that is missing, and the line of one that is not valid JSON."""
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not valid JSON: its brackets are nested too deeply") from error
 
 
 def read_object(path: Path, required: Collection[str]) -> dict[str, Any]:

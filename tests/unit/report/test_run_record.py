@@ -32,7 +32,7 @@ def test_a_run_folder_reads_back_with_its_arms_lines_evaluations_baseline_and_se
     ("summary.json", lambda text: text.replace('"beta": 0.001, ', "", 1), ": arms.grpo.beta is missing"),
     ("samples.json", lambda text: text.replace(', "reward": 1.0', "", 1), ": entry 0"),
     ("config.yaml", lambda text: "seed: 1\n", ": evaluation.bootstrap is missing"),
-    ("samples.json", lambda text: "{", ":1: not JSON"),
+    ("samples.json", lambda text: "{", ":1: not valid JSON"),
     *((name, None, ": no such file") for name in (
         "summary.json", "config.yaml", "metrics.jsonl", "samples.json", "evaluations/edo_floor.json")),
 ])
@@ -44,7 +44,7 @@ def test_what_a_file_lacks_is_named_with_the_file(folder, name: str, spoil, told
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    ('{"kind": "collection", "arm"', "not JSON"), ("[1]", "expected an object with a kind"),
+    ('{"kind": "collection", "arm"', "not valid JSON"), ("[1]", "expected an object with a kind"),
     ('{"kind": "collection", "iteration": 1}', "a collection line without arm"),
     ('{"kind": "train_step", "arm": "grpo", "iteration": 0, "step": 1, "entropy": "high"}', "entropy is 'high'"),
 ])

@@ -80,7 +80,7 @@ def edit_config(folder: Path, **values) -> None:
 # problem files'.
 DAMAGED_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken config.json": (
-        lambda model: (model / "config.json").write_text("{"), "{}/model/config.json is not valid JSON"),
+        lambda model: (model / "config.json").write_text("{"), "{}/model/config.json:1: not valid JSON"),
     "no tokenizer": (
         lambda model: [file.unlink() for file in model.glob("*token*")], "{}/model has no tokenizer"),
     "no weights": (
