@@ -29,6 +29,7 @@ import torch
 
 from nemo_edo.cluster.names import first_that_resolves
 from nemo_edo.doctor.machine import ABOUT, installed, python_version
+from nemo_edo.megatron.platform import local_gpu
 
 UNHEALTHY = 4
 PROBE_BYTES = 32 * 1024**2
@@ -264,7 +265,7 @@ def _unreached(place: Place, store: torch.distributed.TCPStore, folder: Path) ->
 def _all_reduce(place: Place, store: torch.distributed.TCPStore, deadline: float) -> list[str]:
     """An all-reduce over all processes, with the backend of the training."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cuda", place.rank % place.local_size) if backend == "nccl" else torch.device("cpu")
+    device = local_gpu(place.rank % place.local_size) if backend == "nccl" else torch.device("cpu")
     limit = timedelta(seconds=max(5.0, deadline - time.monotonic()))
     begun = time.monotonic()
     try:

@@ -152,9 +152,9 @@ def _container_command(launch: Launch) -> str:
     container = launch.cluster.container
     if container.kind != "apptainer":
         return ""
-    gpus = ["--nv"] if launch.cluster.gpus_per_node else []
     mounts = [f"--bind={mount}" for mount in _mounts(launch)]
-    return shlex.join(["apptainer", "exec", *gpus, *mounts, container.image]) + " "
+    # --nv on every node: on one without GPUs it is a warning, and without it a node's GPUs would stay unused.
+    return shlex.join(["apptainer", "exec", "--nv", *mounts, container.image]) + " "
 
 
 def _mounts(launch: Launch) -> list[str]:

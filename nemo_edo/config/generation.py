@@ -36,8 +36,9 @@ class ServersConfig:
     address."""
     tensor_parallel_size: int = 1
     """GPUs of each replica."""
-    first_gpu: int = 0
-    """The first GPU of the replicas; the GPUs before it are the trainer's."""
+    first_gpu: Optional[int] = None
+    """The first GPU of the replicas. null: with placement apart the first after the GPUs of the trainer's processes on
+    this machine, otherwise 0."""
     dtype: Optional[str] = None
     """float32, bfloat16 or float16; null: as the trainer computes (bfloat16 with FP8)."""
     memory_share: float = 0.85
@@ -73,7 +74,8 @@ class ServersConfig:
         positive(self, section, "start_limit_s", "request_limit_s", "health_limit_s", "attempts")
         positive(self, section, "backoff_s", "backoff_limit_s", "retry_after_limit_s")
         for name in ("restarts", "first_gpu"):
-            require(getattr(self, name) >= 0, f"{section}.{name}", getattr(self, name), "a number of at least 0")
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"{section}.{name}", value, "a number of at least 0")
         require(0 < self.memory_share < 1, f"{section}.memory_share", self.memory_share, "a number in (0, 1)")
         if self.threads is not None:
             positive(self, section, "threads")
@@ -151,6 +153,9 @@ class GenerationConfig:
         require(self.is_served or placement == "apart", "generation.placement", placement, f"apart {one_process}")
         asleep = "false with generation.placement shared: the servers sleep while the trainer trains"
         require(not ahead or placement == "apart", "generation.one_step_off", ahead, asleep)
+        own = "disk with generation.placement shared: NCCL refuses two processes on one GPU"
+        disk = placement == "apart" or self.refit.transport == "disk"
+        require(disk, "generation.refit.transport", self.refit.transport, own)
         if self.backend == "trtllm":
             refit, servers = self.refit, self.servers
             local = "a loopback address with generation.backend trtllm: its server asks for no key"

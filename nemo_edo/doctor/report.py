@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_edo import __version__
-from nemo_edo.config import GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
+from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN, compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model
@@ -208,10 +208,12 @@ def _servers(cfg: RunConfig, found: Devices) -> list[str]:
     """What keeps this machine from starting the servers that responses come from."""
     if not cfg.generation.is_served or not found.here:
         return []
-    from nemo_edo.generation.servers import check_servers
+    from nemo_edo.generation.servers import check_servers, placed
 
+    gpus = len(machine.gpus())
+    trainers = 1 if gpus and cfg.algorithm != NONE else 0  # at least
     try:
-        check_servers(cfg, len(machine.gpus()))
+        check_servers(placed(cfg, trainers), gpus)
     except UserError as error:
         return [str(error)]
     return []

@@ -5,6 +5,7 @@ What is specific to vLLM and TensorRT-LLM is in ``vllm_server.py`` and ``trtllm_
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,13 @@ class Launch:
     """Rank of its LoRA adapters; None: without adapters."""
     arguments: tuple[str, ...]
     log: Path
+
+
+def visible_devices(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a server on some of the GPUs that this process sees, by their number here. An inherited
+    list (indices or UUIDs, as schedulers set it) decides which GPUs these are."""
+    inherited = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(inherited[gpu] if inherited else str(gpu) for gpu in gpus)
 
 
 class ServerAPI(Protocol):

@@ -52,12 +52,30 @@ def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) 
             f"{python} has no {api.package}: {api.install}; then set generation.servers.python to its interpreter, or "
             "generation.servers.urls to running servers"
         )
-    needed = settings.first_gpu + settings.replicas * settings.tensor_parallel_size
+    first = settings.first_gpu or 0
+    needed = first + settings.replicas * settings.tensor_parallel_size
     if gpus and needed > gpus:
         raise UserError(
             f"generation.servers: replicas={settings.replicas}, tensor_parallel_size={settings.tensor_parallel_size} "
-            f"and first_gpu={settings.first_gpu} need {needed} GPUs; this machine has {gpus}"
+            f"and first_gpu={first} need {needed} GPUs; this machine has {gpus} (with generation.placement=shared they "
+            "use the trainer's)"
         )
+
+
+def placed(cfg: RunConfig, trainers: int) -> RunConfig:
+    """The config with ``first_gpu`` chosen. trainers: GPUs of the trainer's processes on this machine, its first ones.
+
+    Raises UserError where servers that are to be apart would get one of them."""
+    if cfg.generation.placement != "apart" or cfg.generation.servers.urls:
+        return cfg
+    first = cfg.generation.servers.first_gpu
+    if first is not None and first < trainers:
+        raise UserError(
+            f"generation.servers.first_gpu={first} is a GPU of the trainer, whose processes take the first {trainers} "
+            f"of this machine: set first_gpu={trainers} or leave it out, or set generation.placement=shared"
+        )
+    settings = replace(cfg.generation.servers, first_gpu=trainers if first is None else first)
+    return replace(cfg, generation=replace(cfg.generation, servers=settings))
 
 
 def server_python(settings: ServersConfig) -> str:
@@ -94,7 +112,7 @@ def managed_replicas(
     each, key = settings.tensor_parallel_size, key or secrets.token_urlsafe(32)
     replicas = []
     for place in range(settings.replicas):
-        first = settings.first_gpu + place * each
+        first = (settings.first_gpu or 0) + place * each
         devices = tuple(range(first, first + each)) if gpus else ()
         own = replace(launch, gpus=devices, log=launch.log / f"server_{place}.log")
         process = ServerProcess(api, own, model_folder)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.generation.server_api import Launch
+from nemo_edo.generation.server_api import Launch, visible_devices
 
 
 class TRTLLM:
@@ -39,7 +39,7 @@ class TRTLLM:
         return [*command, *launch.arguments]
 
     def environment(self, launch: Launch, key: str) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)), "HF_HUB_OFFLINE": "1"}
+        return {"CUDA_VISIBLE_DEVICES": visible_devices(launch.gpus), "HF_HUB_OFFLINE": "1"}
 
     def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
         # Answers have token ids only without detokenization. Stop tokens are stop words here, and cut off by default.

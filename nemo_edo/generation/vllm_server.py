@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.generation.server_api import Launch
+from nemo_edo.generation.server_api import Launch, visible_devices
 
 MODEL_NAME = "policy"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -90,7 +90,7 @@ class VLLM:
         if launch.adapter_rank is not None:
             common["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         if launch.gpus:
-            return {**common, "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus))}
+            return {**common, "CUDA_VISIBLE_DEVICES": visible_devices(launch.gpus)}
         return {
             **common,
             "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_cache_gb),

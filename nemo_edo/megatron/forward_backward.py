@@ -277,7 +277,10 @@ def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, flo
 
 
 def _pair(term: LossTerm) -> Tensor:
-    return torch.stack([torch.as_tensor(part, dtype=torch.float64).detach() for part in (term.sum, term.count)])
+    """[2] float64 on the sum's device; a count may be a plain number."""
+    device = term.sum.device
+    parts = (torch.as_tensor(part, dtype=torch.float64, device=device) for part in (term.sum, term.count))
+    return torch.stack([part.detach() for part in parts])
 
 
 def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> dict[str, tuple[float, float]]:

@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from nemo_edo.errors import UserError
 from nemo_edo.utils.processes import end_with_torchrun
 
 _entered: torch.device | None = None
@@ -25,7 +26,7 @@ def enter(threads: int | None = None) -> torch.device:
     if _entered is not None:
         return _entered
     if torch.cuda.is_available():
-        _entered = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(_entered)
         return _entered
     # The one import of cpu/ outside layer_spec.py: torch has to be adapted before Megatron is imported.
@@ -36,6 +37,20 @@ def enter(threads: int | None = None) -> torch.device:
     without_cuda.adapt()
     _entered = torch.device("cpu")
     return _entered
+
+
+def local_gpu(local_rank: int) -> torch.device:
+    """The GPU of a node's process. Where a scheduler shows each process one GPU only, that one.
+
+    Raises UserError where there are several, but fewer than processes."""
+    visible = torch.cuda.device_count()
+    if visible > 1 and local_rank >= visible:
+        raise UserError(
+            f"this process is number {local_rank + 1} on its node, where {visible} GPUs are visible: start at most "
+            f"{visible} processes on a node (torchrun --nproc-per-node, cluster.processes_per_node), or see to "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", local_rank if visible > 1 else 0)
 
 
 def backend(device: torch.device) -> str:

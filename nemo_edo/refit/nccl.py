@@ -22,7 +22,6 @@ from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.parallel.main_rank import is_main, on_main_for_long
 from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
-from nemo_edo.refit.sleep import NoSleep, Sleep
 from nemo_edo.utils.http import ServerError
 
 Export = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -75,7 +74,6 @@ class NCCLSync:
         name: str,
         attempts: int,
         limit_s: float,
-        sleep: Sleep | None = None,
     ) -> None:
         """name: of the policy, unique; the weights of each version are named after it. attempts: per refit, each with
         a new link. limit_s: seconds that the servers may take for a refit."""
@@ -85,7 +83,6 @@ class NCCLSync:
         self._name = name
         self._attempts = attempts
         self._limit_s = limit_s
-        self._sleep = sleep or NoSleep()
         self._version: int | None = None
         self._described: dict[str, list] | None = None
         self._link: Link | None = None
@@ -109,9 +106,7 @@ class NCCLSync:
         self._engine.policy_version = self._version = version
 
     def release(self) -> None:
-        """``WeightSync``. Sleeping servers lose their weights."""
-        if self._sleep.begin(self._engine.replicas):
-            self._version = None
+        """``WeightSync``. The servers have separate GPUs and keep their weights: NCCL refuses two ranks on one GPU."""
 
     def _label(self, version: int) -> str:
         return f"{self._name}/{version}"
@@ -148,7 +143,6 @@ class NCCLSync:
         if self._link is None or self._linked != _starts(replicas):
             self._connect(replicas, pool)
         for replica in replicas:
-            self._sleep.wake_for_weights(replica)
             replica.request("POST", "/start_weight_update", timeout_s=self._limit_s)
 
     def _connect(self, replicas: Sequence[Replica], pool: ThreadPoolExecutor) -> None:
@@ -195,7 +189,6 @@ class NCCLSync:
             answer.result()
         for replica in replicas:
             replica.request("POST", "/finish_weight_update", json={"weight_version": label}, timeout_s=self._limit_s)
-            self._sleep.wake_for_requests(replica)
             reset_prefix_cache(replica)
             require_weights(replica, label)
 

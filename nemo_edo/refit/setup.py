@@ -54,10 +54,9 @@ def build_server_sync(
 ) -> WeightSync:
     """The WeightSync of a policy. Its first push replaces whatever weights the servers have."""
     settings = cfg.generation.refit
-    sleep = None if cfg.generation.placement == "apart" else _build_sleep(cfg)
     if settings.transport == "nccl":
         name = on_main(lambda: f"{run.name}/{secrets.token_hex(4)}")
-        common = {"attempts": settings.attempts, "limit_s": settings.limit_s, "sleep": sleep}
+        common = {"attempts": settings.attempts, "limit_s": settings.limit_s}
         return NCCLSync(engine, exported(model.built), NCCLLink, name=name, **common)
     adapters = settings.lora == "adapter"
     size = weight_bytes(cfg, model_folder)
@@ -69,6 +68,7 @@ def build_server_sync(
         weights = AdapterWeights(folders.base, settings.limit_s)
     else:
         weights = ReloadedWeights(settings.limit_s)
+    sleep = None if cfg.generation.placement == "apart" else build_sleep(cfg)
     return DiskSync(engine, folders, weights, attempts=settings.attempts, sleep=sleep)
 
 
@@ -98,7 +98,7 @@ def _require_room(root: Path, needed: int) -> None:
         )
 
 
-def _build_sleep(cfg: RunConfig) -> SleepOnTrainersGPUs:
+def build_sleep(cfg: RunConfig) -> SleepOnTrainersGPUs:
     """For servers that share the trainer's GPUs."""
     servers = cfg.generation.servers
     gpus = servers.replicas * servers.tensor_parallel_size

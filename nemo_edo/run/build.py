@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,7 +127,7 @@ def check_servers(cfg: RunConfig) -> None:
         from nemo_edo.generation import servers
         from nemo_edo.parallel.main_rank import on_main
 
-        on_main(lambda: servers.check_servers(cfg, torch.cuda.device_count()))
+        on_main(lambda: servers.check_servers(servers.placed(cfg, _trainers_gpus()), torch.cuda.device_count()))
 
 
 def check_refit(cfg: RunConfig, run: RunFolder) -> None:
@@ -149,8 +150,8 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
     from nemo_edo.parallel.main_rank import is_main, on_main_for_long
 
     folder = model_folder(cfg, run)
-    gpus = torch.cuda.device_count()
-    replicas = servers.build_replicas(cfg, folder, run.path / "servers", gpus) if is_main() else []
+    gpus, own = torch.cuda.device_count(), servers.placed(cfg, _trainers_gpus())
+    replicas = servers.build_replicas(own, folder, run.path / "servers", gpus) if is_main() else []
     on_main_for_long(lambda: servers.start(replicas, cfg.model.seq_length))
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     engine = servers.build_server_engine(
@@ -163,10 +164,17 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
         progress=is_main(),
     )
     if cfg.generation.placement == "shared":
-        from nemo_edo.refit.setup import asleep
+        from nemo_edo.refit.setup import build_sleep
 
-        asleep(cfg).begin(engine.replicas)
+        build_sleep(cfg).begin(engine.replicas)
     return engine
+
+
+def _trainers_gpus() -> int:
+    """GPUs that this run's processes on this machine use."""
+    import torch
+
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torch.distributed.get_backend() == "nccl" else 0
 
 
 def build_weight_sync(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, engine: GenerationEngine) -> WeightSync:

@@ -39,15 +39,27 @@ def enter_twice() -> dict:
             "threads": torch.get_num_threads()}
 
 
-def enter_with_cuda() -> dict:
-    """``enter`` where torch says that there is CUDA, on the node's fourth GPU."""
+def enter_with_cuda(gpus: int = 8) -> dict:
+    """``enter`` of a node's fourth process, which sees so many GPUs."""
     chosen = []
-    torch.cuda.is_available = lambda: True
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: gpus
     torch.cuda.set_device = chosen.append
     os.environ["LOCAL_RANK"] = "3"
     before = state_of_torch()
     device = platform.enter(1)
     return {"device": str(device), "chosen": [str(item) for item in chosen], "changes": changes(before)}
+
+
+def enter_with_one_gpu() -> dict:
+    """As where Slurm shows each task its own."""
+    return enter_with_cuda(gpus=1)
+
+
+def enter_with_too_few_gpus() -> str:
+    try:
+        return str(enter_with_cuda(gpus=3))
+    except UserError as error:
+        return str(error)
 
 
 def make_tensors() -> dict:
@@ -74,8 +86,11 @@ def forked(case) -> dict:
         process.join()
 
 
+CASES = (enter_twice, enter_with_cuda, enter_with_one_gpu, enter_with_too_few_gpus, make_tensors)
+
 if __name__ == "__main__":
     untouched = state_of_torch()
+    from nemo_edo.errors import UserError
     from nemo_edo.megatron import platform
 
     results = {
@@ -85,5 +100,5 @@ if __name__ == "__main__":
     import nemo_edo.generation.megatron_engine
     import nemo_edo.megatron.checkpoint  # noqa: F401
 
-    results |= {case.__name__: forked(case) for case in (enter_twice, enter_with_cuda, make_tensors)}
+    results |= {case.__name__: forked(case) for case in CASES}
     print(json.dumps(results))

@@ -74,7 +74,9 @@ def test_a_run_sees_its_folders_in_a_container(tmp_path):
     for part in (f"{tmp_path}:{tmp_path}", "/data:/data", "--container-image=nvcr.io#edo/nemo:1"):
         assert part in line
     apptainer = script(tmp_path, *CONTAINERS["apptainer"])
+    # --nv without gpus_per_node, too: the partition's nodes may come with GPUs
     assert f"--bind={tmp_path}:{tmp_path}" in apptainer and "'/images/it is.sif' python3 -m" in apptainer
+    assert "apptainer exec --nv --bind=" in apptainer
 
 
 def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):

@@ -271,7 +271,8 @@ def test_another_server_at_the_same_port_and_a_wrong_key_are_noticed(start):
 
 
 def test_a_server_does_not_inherit_the_trainers_variables(tmp_path: Path, monkeypatch):
-    hidden = ("PYTHONPATH", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    hidden = ("PYTHONPATH", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS",
+              "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in hidden:
         monkeypatch.setenv(name, "the trainer's")
     replica = managed(tmp_path, "server 0", PythonAPI("import os; print(sorted(os.environ)); raise SystemExit(1)"))

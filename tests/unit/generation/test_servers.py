@@ -8,7 +8,7 @@ import pytest
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.generation.servers import APIS, build_replicas, check_servers
+from nemo_edo.generation.servers import APIS, build_replicas, check_servers, placed
 from nemo_edo.generation.vllm_server import VLLM
 
 SERVERS = "generation.servers"
@@ -52,6 +52,31 @@ def test_replicas_take_separate_gpus_from_first_gpu_and_too_few_are_refused(monk
     found = commands(cfg, gpus=8)
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in found] == ["4,5", "6,7"]
     assert all(option(command, "tensor-parallel-size") == "2" for command, _ in found)
+
+
+@pytest.mark.parametrize(("inherited", "expected"), [
+    (None, "4,5"), ("", "4,5"), ("8, 9,10,11,12,13,14,15", "12,13"),
+    (",".join(f"GPU-{place}a" for place in range(8)), "GPU-4a,GPU-5a")])  # fmt: skip
+@pytest.mark.parametrize("backend", ["vllm", "trtllm"])
+def test_servers_choose_among_the_gpus_that_the_run_may_use(monkeypatch, backend, inherited, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
+    [(_, environment)] = commands(config(*of_servers(tensor_parallel_size=2, first_gpu=4), backend=backend), gpus=8)
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(("overrides", "trainers", "first"), [
+    ([], 4, "4"), ([], 0, "0"), (of_servers(first_gpu=6), 4, "6"), (["generation.placement=shared"], 4, "0")])
+def test_servers_apart_begin_after_the_trainers_gpus(monkeypatch, overrides, trainers, first):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    [(_, environment)] = commands(placed(config(*overrides), trainers), gpus=8)
+    assert environment["CUDA_VISIBLE_DEVICES"] == first
+
+
+def test_a_gpu_of_the_trainer_is_refused_for_a_server_apart():
+    with pytest.raises(UserError, match=r"first_gpu=3 is a GPU of the trainer.*first_gpu=4"):
+        placed(config(*of_servers(first_gpu=3)), trainers=4)
 
 
 def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):

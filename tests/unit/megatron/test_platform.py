@@ -23,6 +23,11 @@ def test_enter_changes_nothing_where_there_is_cuda(cases):
     assert cases["enter_with_cuda"] == {"device": "cuda:3", "chosen": ["cuda:3"], "changes": []}
 
 
+def test_a_process_that_sees_one_gpu_takes_it_and_too_few_for_a_nodes_processes_are_refused(cases):
+    assert cases["enter_with_one_gpu"] == {"device": "cuda:0", "chosen": ["cuda:0"], "changes": []}
+    assert "number 4 on its node, where 3 GPUs are visible" in cases["enter_with_too_few_gpus"]
+
+
 def test_the_second_call_of_enter_changes_nothing(cases):
     result = cases["enter_twice"]
     some = {"torch.cuda.current_device", "torch.distributed.scatter", "torch.zeros", "Tensor.cuda"}

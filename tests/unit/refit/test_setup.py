@@ -56,6 +56,7 @@ def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_run
     (["generation.placement=shared", "generation.backend=megatron"], "placement is 'shared', expected apart"),
     (["generation.one_step_off=true", CORRECTED, "generation.placement=shared"], "sleep"),
     (["generation.one_step_off=true", CORRECTED, "train.rollouts=somewhere"], "nothing is generated"),
+    (["generation.placement=shared", "generation.refit.transport=nccl"], "'nccl', expected disk .*placement shared"),
     (["generation.stale=perhaps"], "generation.stale is 'perhaps', expected one of refuse, correct"),
     (["generation.refit.transport=pigeon"], "generation.refit.transport is 'pigeon', expected one of disk, nccl"),
     (["generation.backend=trtllm", "generation.refit.transport=nccl"], "disk with generation.backend trtllm"),
