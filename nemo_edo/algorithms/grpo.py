@@ -96,7 +96,13 @@ class GRPO:
             )
         if self.own_advantages is not None:
             return self.own_advantages(scored, rewards, group_ids)
-        return group_advantages(rewards, group_ids, scale=config.advantage_scale, baseline=config.advantage_baseline)
+        return group_advantages(
+            rewards,
+            group_ids,
+            scale=config.advantage_scale,
+            baseline=config.advantage_baseline,
+            deviation=config.advantage_deviation,
+        )
 
     def _paths(self, scored: Sequence[ScoredRollout]) -> list:
         """The solution path of each response, in the order of ``scored``."""

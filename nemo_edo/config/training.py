@@ -137,9 +137,12 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
     advantage_baseline: str = "mean"
     """mean of the group's rewards, or leave-one-out: the mean of the others (RLOO)."""
+    advantage_deviation: str = "population"
+    """The deviation that ``std`` divides by: population, with the group's size n in its denominator, or sample, with
+    n - 1 (TRL, verl)."""
     advantage: Optional[str] = None
     """Import path of a function that computes the advantages, such as my_advantages:ranks (docs/rewards.md), in place
-    of the two above. null: none."""
+    of the three above. null: none."""
     pass_k: Optional[int] = None
     """pass@k training: advantages of the best of k responses instead of the mean (rewards 0 or 1). null: off."""
     novelty_strength: float = 0.0
@@ -173,19 +176,19 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
             require(getattr(self, name) >= 0, f"grpo.{name}", getattr(self, name), "a number of at least 0")
         one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
         one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
+        one_of("grpo.advantage_deviation", self.advantage_deviation, ("population", "sample"))
         one_of("grpo.solution_paths", self.solution_paths, ("arithmetic", "ngrams"))
         positive(self, "grpo", "minibatch_size")
         for name in ("pass_k", "overlong_buffer"):
             value = getattr(self, name)
             require(value is None or value > 0, f"grpo.{name}", value, "null or a number above 0")
         import_path("grpo.advantage", self.advantage)
+        kinds = {"advantage_scale": "std", "advantage_baseline": "mean", "advantage_deviation": "population"}
         if self.advantage is not None:
-            scaled = (self.advantage_scale, self.advantage_baseline) != ("std", "mean")
-            unused = [name for name, used in (("pass_k", self.pass_k), ("advantage_scale or baseline", scaled)) if used]
+            unused = [name for name, default in {"pass_k": None, **kinds}.items() if getattr(self, name) != default]
             require(not unused, "grpo.advantage", self.advantage, f"null with {' or '.join(unused)}, which it replaces")
         if self.pass_k is not None:
-            unused = {"overlong_buffer": None, "advantage_scale": "std", "advantage_baseline": "mean"}
-            for name, default in unused.items():
+            for name, default in {"overlong_buffer": None, **kinds}.items():
                 value, only = getattr(self, name), "null" if default is None else default
                 require(value == default, f"grpo.{name}", value, f"{only} with pass_k, which takes no other")
 

@@ -10,7 +10,12 @@ from nemo_edo.losses.advantages import (
 )
 from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
 from nemo_edo.losses.diagnostics import token_spread
-from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share
+from nemo_edo.losses.exploration import (
+    exploration_noise_term,
+    exploration_per_token,
+    exploration_term,
+    floor_share,
+)
 from nemo_edo.losses.importance import (
     icepop_weights,
     sampler_gap,
@@ -59,6 +64,7 @@ __all__ = [
     "ed_idpo_loss",
     "entropy_bonus",
     "exploration_noise_term",
+    "exploration_per_token",
     "exploration_term",
     "floor_share",
     "group_advantages",

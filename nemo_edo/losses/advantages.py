@@ -9,70 +9,88 @@ Dimensions: B responses, G groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
+
+GroupIds = Tensor | np.ndarray | Sequence[Hashable]
+"""[B], equal for the responses of one group."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
     """Which of B responses belong together."""
 
-    ids_G: Tensor
+    ids: list[Hashable]
+    """G of them, in the order of their first responses."""
     of_B: Tensor
-    """[B] int64, the index of each response's group in ``ids_G``."""
+    """[B] int64, the index of each response's group in ``ids``."""
     size_G: Tensor
 
     def sum_G(self, values_B: Tensor) -> Tensor:
-        return values_B.new_zeros(len(self.ids_G)).index_add(0, self.of_B, values_B)
+        return values_B.new_zeros(len(self.ids)).index_add(0, self.of_B, values_B)
 
     def lowest_G(self, values_B: Tensor) -> Tensor:
-        empty_G = values_B.new_empty(len(self.ids_G))
+        empty_G = values_B.new_empty(len(self.ids))
         return empty_G.scatter_reduce(0, self.of_B, values_B, "amin", include_self=False)
 
     def all_equal_G(self, values_B: Tensor) -> Tensor:
         """[G] bool, by comparison: a variance would have to be compared with a rounding error."""
         return self.lowest_G(values_B) == -self.lowest_G(-values_B)
 
+    def smaller_than(self, size: int) -> list[Hashable]:
+        """Ids of the groups with fewer responses."""
+        return [group for group, small in zip(self.ids, (self.size_G < size).tolist(), strict=True) if small]
+
     def require_pairs(self) -> None:
         """Raises ValueError, with their ids, for groups of one response."""
-        if (self.size_G < 2).any():
-            alone = self.ids_G[self.size_G < 2].tolist()
+        if alone := self.smaller_than(2):
             raise ValueError(f"groups {alone} have one response each: nothing to be compared with")
 
 
 def group_advantages(
     rewards: Tensor | Sequence[float],
-    group_ids: Tensor | Sequence[int],
+    group_ids: GroupIds,
     *,
     scale: str = "std",
     baseline: str = "mean",
+    deviation: str = "population",
+    singletons: str = "error",
     epsilon: float = 1e-6,
 ) -> Tensor:
     """(r - baseline) / (std + epsilon) within each group; [B] (GRPO, Shao et al. 2024).
 
-    rewards: [B]. group_ids: [B] integers in any order, the same for the responses of one group.
-    scale: "std", the population standard deviation of the group, or "none" (Dr.GRPO), which divides by nothing.
+    rewards: [B]. group_ids: [B] integers, strings or other hashable ids in any order, equal for one group's responses.
+    scale: "std", the standard deviation of the group, or "none" (Dr.GRPO), which divides by nothing.
     baseline: "mean" of the group, or "leave-one-out", the mean of the group's other rewards (RLOO).
+    deviation: "population", its squares divided by the group's size n, or "sample", by n - 1 (TRL, verl).
+    singletons: what a group of one gives: "error", ValueError, or "zero", advantage 0.
     A group whose rewards are all equal gets exact zeros.
     Raises ValueError for a group of one, rewards that are not finite, and shapes other than [B].
     """
-    if scale not in ("std", "none"):
-        raise ValueError(f"scale is {scale!r}, expected std or none")
-    if baseline not in ("mean", "leave-one-out"):
-        raise ValueError(f"baseline is {baseline!r}, expected mean or leave-one-out")
+    for name, value, allowed in (
+        ("scale", scale, ("std", "none")),
+        ("baseline", baseline, ("mean", "leave-one-out")),
+        ("deviation", deviation, ("population", "sample")),
+        ("singletons", singletons, ("error", "zero")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}, expected {' or '.join(allowed)}")
     groups, (rewards,) = read_groups(group_ids, rewards=rewards)
-    groups.require_pairs()
+    if singletons == "error":
+        groups.require_pairs()
     values_B, size_G = rewards.double(), groups.size_G.double()  # double: the order of the rows hardly shows
+    others_G = (size_G - 1).clamp(min=1)  # a group of one is all equal: it gets its zeros below
     deviation_B = values_B - (groups.sum_G(values_B) / size_G)[groups.of_B]
     advantages_B = deviation_B
     if baseline == "leave-one-out":  # r - (n * mean - r) / (n - 1)
-        advantages_B = deviation_B * (size_G / (size_G - 1))[groups.of_B]
+        advantages_B = deviation_B * (size_G / others_G)[groups.of_B]
     if scale == "std":
-        variance_G = groups.sum_G(deviation_B.square()) / size_G
+        variance_G = groups.sum_G(deviation_B.square()) / (size_G if deviation == "population" else others_G)
         advantages_B = advantages_B / (variance_G.sqrt()[groups.of_B] + epsilon)
     # The mean of equal rewards may be off by a rounding, which a small std would blow up.
     advantages_B = torch.where(groups.all_equal_G(values_B)[groups.of_B], 0.0, advantages_B)
@@ -81,7 +99,7 @@ def group_advantages(
 
 def informative_groups(
     rewards: Tensor | Sequence[float],
-    group_ids: Tensor | Sequence[int],
+    group_ids: GroupIds,
     *,
     low: float | None = None,
     high: float | None = None,
@@ -90,7 +108,7 @@ def informative_groups(
 
     A group of equal rewards has no advantages and so no policy gradient, but it carries much of the exploration term:
     as 0/1 weights of that term, the result is the control that leaves such groups out.
-    rewards: [B]. group_ids: [B] integers in any order, the same for the responses of one group.
+    rewards: [B]. group_ids: [B], as for ``group_advantages``.
     low, high: where given, only groups with a mean reward in [low, high] are kept (a filter by difficulty), both ends
         included. Groups are kept or dropped whole.
     Raises ValueError for a group of one, rewards that are not finite, shapes other than [B], and low above high.
@@ -105,7 +123,7 @@ def informative_groups(
     return (~groups.all_equal_G(values_B) & (low <= mean_G) & (mean_G <= high))[groups.of_B]
 
 
-def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: Tensor | Sequence[int], k: int) -> Tensor:
+def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: GroupIds, k: int) -> Tensor:
     """Advantages of the best of k responses; [B] (Pass@k Training, Chen et al. 2025, their analytical form).
 
     All k-subsets of a group are rewarded with their highest reward and normalised over the subsets; a response gets
@@ -117,7 +135,7 @@ def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: Tensor | 
 
     and zeros where s = 0: no correct response, or fewer than k wrong ones. Groups may differ in size. k = 1 gives
     ``group_advantages`` with epsilon 0.
-    rewards: [B], 0 and 1. group_ids: [B] integers in any order, the same for the responses of one group.
+    rewards: [B], 0 and 1. group_ids: [B], as for ``group_advantages``.
     Raises ValueError for rewards other than 0 and 1, a group of one or of fewer than k, k below 1, and shapes other
     than [B].
     """
@@ -126,8 +144,7 @@ def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: Tensor | 
     groups, (rewards,) = read_groups(group_ids, rewards=rewards)
     groups.require_pairs()
     require_values("rewards", rewards, (0, 1))
-    if (groups.size_G < k).any():
-        small = groups.ids_G[groups.size_G < k].tolist()
+    if small := groups.smaller_than(k):
         raise ValueError(f"k is {k}, but groups {small} have fewer responses")
     wrong_G = groups.sum_G((rewards == 0).long())
     by_group = [_pass_at_k(*counts, k) for counts in zip(wrong_G.tolist(), groups.size_G.tolist(), strict=True)]
@@ -177,23 +194,37 @@ def soft_overlong_penalty(lengths: Tensor, *, max_length: float, cache_length: f
     return ((max_length - cache_length - lengths) / cache_length).clamp(-1, 0)
 
 
-def read_groups(group_ids: Tensor | Sequence[int], **values_B: Tensor | Sequence[float]) -> tuple[Groups, list[Tensor]]:
+def read_groups(group_ids: GroupIds, **values_B: Tensor | Sequence[float]) -> tuple[Groups, list[Tensor]]:
     """The groups, and the named values as detached tensors on the first one's device.
 
-    Raises ValueError, naming the argument, for shapes other than one [B], values that are not finite and ids that are
-    not integers.
+    Raises ValueError, naming the argument, for shapes other than one [B], values that are not finite and tensors or
+    arrays of ids that are not whole numbers.
     """
     device = torch.as_tensor(next(iter(values_B.values()))).device
-    group_ids = torch.as_tensor(group_ids, device=device)
     values = [torch.as_tensor(value, device=device).detach() for value in values_B.values()]
+    shape = tuple(group_ids.shape) if isinstance(group_ids, (Tensor, np.ndarray)) else (len(group_ids),)
     for name, value in zip(values_B, values, strict=True):
-        if value.ndim != 1 or group_ids.shape != value.shape:
-            raise ValueError(f"{name} {tuple(value.shape)} and group_ids {tuple(group_ids.shape)} must both be [B]")
+        if value.ndim != 1 or shape != tuple(value.shape):
+            raise ValueError(f"{name} {tuple(value.shape)} and group_ids {shape} must both be [B]")
         if not torch.isfinite(value).all():
             raise ValueError(f"{name} are not finite at rows {(~torch.isfinite(value)).nonzero().flatten().tolist()}")
-    if group_ids.is_floating_point() and len(group_ids) > 0:  # an empty list becomes a tensor of floats
-        raise ValueError(f"group_ids are of type {group_ids.dtype}, expected integers")
-    return Groups(*torch.unique(group_ids, return_inverse=True, return_counts=True)), values
+    numbers: dict[Hashable, int] = {}
+    of_B = [numbers.setdefault(group, len(numbers)) for group in _hashable_ids(group_ids)]
+    of_B = torch.tensor(of_B, dtype=torch.int64, device=device)
+    return Groups(list(numbers), of_B, torch.bincount(of_B, minlength=len(numbers))), values
+
+
+def _hashable_ids(group_ids: GroupIds) -> list[Hashable]:
+    if isinstance(group_ids, (Tensor, np.ndarray)):
+        floating = group_ids.is_floating_point() if isinstance(group_ids, Tensor) else group_ids.dtype.kind == "f"
+        if floating and len(group_ids) > 0:  # an empty list becomes a tensor of floats
+            raise ValueError(f"group_ids are of type {group_ids.dtype}, expected whole numbers, strings or other ids")
+        return group_ids.tolist()
+    ids = [group.item() if isinstance(group, (Tensor, np.generic)) else group for group in group_ids]
+    for row, group in enumerate(ids):
+        if not isinstance(group, Hashable):
+            raise ValueError(f"group_ids has a {type(group).__name__} at row {row}, expected ids that can be hashed")
+    return ids
 
 
 def require_values(name: str, values_B: Tensor, allowed: tuple[int, ...]) -> None:

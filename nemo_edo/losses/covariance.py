@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_edo.losses.term import per_token, valid_tokens, without_padding
+from nemo_edo.losses.term import per_token, require_tokens, valid_tokens, without_padding
 
 
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -24,6 +24,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
     result has the type of logprobs. Its unit is nats times the advantages' unit.
     Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
     """
+    require_tokens(mask)
     logprobs_BT, advantages_BT = without_padding(
         mask, logprobs=logprobs.detach(), advantages=per_token(advantages.detach(), mask)
     )

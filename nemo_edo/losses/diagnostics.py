@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from nemo_edo.losses.term import valid_tokens, without_padding
+from nemo_edo.losses.term import require_tokens, valid_tokens, without_padding
 
 
 def token_spread(logprobs: Tensor, entropies: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -21,6 +21,7 @@ def token_spread(logprobs: Tensor, entropies: Tensor, old_logprobs: Tensor, mask
     so that no order of rows changes a bit. The spread is that of the whole population.
     Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
     """
+    require_tokens(mask)
     tensors = without_padding(
         mask, logprobs=logprobs.detach(), entropies=entropies.detach(), old_logprobs=old_logprobs.detach()
     )

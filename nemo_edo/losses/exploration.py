@@ -21,6 +21,8 @@ from nemo_edo.losses.term import (
     per_token,
     reduce_tokens,
     require_finite,
+    require_tokens,
+    token_mean,
     without_padding,
 )
 
@@ -36,6 +38,36 @@ def step_weight(config: GRPOLossConfig | DPOLossConfig, exploration_weight: floa
     return exploration_weight
 
 
+def exploration_per_token(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    log_ratio_floor: float | None = None,
+    weights: Tensor | None = None,
+    on_empty: str = "error",
+) -> Tensor:
+    """log pi_theta - log pi_old of sampled tokens, floored and weighted but not reduced; [B, T], zeros at padding.
+
+    For trainers that reduce a matrix of token losses themselves, with their own denominators.
+    logprobs: [B, T] natural log-probabilities under pi_theta; the gradient flows through these alone.
+    old_logprobs: [B, T] under pi_old, the frozen policy that produced the samples.
+    mask: [B, T], 1 where a response token counts.
+    log_ratio_floor: nats, below 0. A token whose log-ratio is below it has the floor as value and gradient zero.
+    weights: [B] or [B, T] factors on tokens, used as constants: truncated ratios pi_old/mu for samples of another
+        policy mu.
+    on_empty: "error" or "zero", for a mask without a 1 (``term.require_tokens``).
+    Raises ValueError for shapes that differ, NaN or infinity at a valid token, and a floor of 0 or above.
+    """
+    require_tokens(mask, on_empty)
+    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs, old_logprobs=old_logprobs.detach())
+    log_ratio = logprobs - old_logprobs
+    if log_ratio_floor is not None:
+        _check_floor(log_ratio_floor)
+        log_ratio = log_ratio.clamp(min=log_ratio_floor)  # clamp's gradient is exactly zero below its minimum
+    return log_ratio if weights is None else _token_weights(weights, mask) * log_ratio
+
+
 def exploration_term(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -45,25 +77,17 @@ def exploration_term(
     log_ratio_floor: float | None = None,
     weights: Tensor | None = None,
     norm_length: float | None = None,
+    rows: str = "non-empty",
+    on_empty: str = "error",
 ) -> LossTerm:
-    """log pi_theta - log pi_old of sampled tokens, reduced as ``reduce_tokens`` says (sums and counts are there).
+    """``exploration_per_token``, reduced as ``reduce_tokens`` says: sums, counts, norm_length and rows are there.
 
-    logprobs: [B, T] natural log-probabilities under pi_theta; the gradient flows through these alone.
-    old_logprobs: [B, T] under pi_old, the frozen policy that produced the samples.
-    mask: [B, T], 1 where a response token counts.
-    log_ratio_floor: nats, below 0. A token whose log-ratio is below it has the floor as value and gradient zero.
-    weights: [B] or [B, T] factors on tokens, used as constants: truncated ratios pi_old/mu for samples of another
-        policy mu. They do not enter the count.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, and a floor of 0 or above.
+    Arguments and errors are those of these two. Weights do not enter the count.
     """
-    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs, old_logprobs=old_logprobs.detach())
-    log_ratio = logprobs - old_logprobs
-    if log_ratio_floor is not None:
-        _check_floor(log_ratio_floor)
-        log_ratio = log_ratio.clamp(min=log_ratio_floor)  # clamp's gradient is exactly zero below its minimum
-    if weights is not None:
-        log_ratio = _token_weights(weights, mask) * log_ratio
-    return reduce_tokens(log_ratio, mask, reduction, norm_length)
+    values_BT = exploration_per_token(
+        logprobs, old_logprobs, mask, log_ratio_floor=log_ratio_floor, weights=weights, on_empty=on_empty
+    )
+    return reduce_tokens(values_BT, mask, reduction, norm_length, rows=rows, on_empty=on_empty)
 
 
 def exploration_noise_term(
@@ -75,6 +99,8 @@ def exploration_noise_term(
     log_ratio_floor: float | None = None,
     weights: Tensor | None = None,
     norm_length: float | None = None,
+    rows: str = "non-empty",
+    on_empty: str = "error",
 ) -> LossTerm:
     """The control for ``exploration_term``: each token's log-ratio times its detached ratio pi_theta / pi_old.
 
@@ -96,20 +122,23 @@ def exploration_noise_term(
         log_ratio_floor=log_ratio_floor,
         weights=ratio if weights is None else _token_weights(weights, mask) * ratio,
         norm_length=norm_length,
+        rows=rows,
+        on_empty=on_empty,
     )
 
 
 def floor_share(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, log_ratio_floor: float | None) -> LossTerm:
     """How much of the term the floor has switched off: valid tokens with a log-ratio below it; count = valid tokens.
 
-    Arguments and errors as for ``exploration_term``; without a floor the share is 0. Has no gradient.
+    Arguments and errors as for ``exploration_per_token``; without a floor the share is 0, and for an empty mask sum
+    and count are. Has no gradient.
     """
     logprobs, old_logprobs = without_padding(mask, logprobs=logprobs.detach(), old_logprobs=old_logprobs.detach())
     if log_ratio_floor is None:
-        return reduce_tokens(torch.zeros_like(logprobs), mask, "token-mean")
+        return token_mean(torch.zeros_like(logprobs), mask)
     _check_floor(log_ratio_floor)
     below = logprobs - old_logprobs < log_ratio_floor
-    return reduce_tokens(below.to(logprobs.dtype), mask, "token-mean")
+    return token_mean(below.to(logprobs.dtype), mask)
 
 
 def _token_weights(weights: Tensor, mask: Tensor) -> Tensor:

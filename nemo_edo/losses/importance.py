@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import LossTerm, reduce_tokens, require_finite, valid_tokens, without_padding
+from nemo_edo.losses.term import LossTerm, require_finite, require_tokens, token_mean, valid_tokens, without_padding
 
 
 def truncated_importance_weights(
@@ -88,7 +88,7 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
         "sampler_kl_k1": kl_per_token(-log_ratio, zero, "k1"),
         "sampler_kl_k3": kl_per_token(-log_ratio, zero, "k3"),
     }
-    return {name: reduce_tokens(values_BT, mask, "token-mean") for name, values_BT in values.items()}
+    return {name: token_mean(values_BT, mask) for name, values_BT in values.items()}
 
 
 def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -104,6 +104,7 @@ def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     are the means that include it: the gap, which a guard checks, stays finite.
     Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
     """
+    require_tokens(mask)
     log_ratio_N = np.sort(
         _log_ratio(mask, logprobs=logprobs.double(), sampler_logprobs=sampler_logprobs.double())[
             valid_tokens(mask)

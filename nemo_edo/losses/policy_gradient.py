@@ -19,7 +19,16 @@ from nemo_edo.config.checks import require
 from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share, step_weight
 from nemo_edo.losses.importance import icepop_weights, sampler_gap, truncated_importance_weights
 from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import LossTerm, per_token, reduce_tokens, require_finite, valid_tokens, without_padding
+from nemo_edo.losses.term import (
+    LossTerm,
+    per_token,
+    reduce_tokens,
+    require_finite,
+    require_tokens,
+    token_mean,
+    valid_tokens,
+    without_padding,
+)
 
 
 def dapo_config(**changes: object) -> GRPOLossConfig:
@@ -56,13 +65,16 @@ def ppo_clip_loss(
     dual_clip: float | None = None,
     reduction: str,
     norm_length: float | None = None,
+    rows: str = "non-empty",
+    on_empty: str = "error",
 ) -> tuple[LossTerm, dict[str, LossTerm]]:
     """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), minimised (PPO, Schulman et al. 2017, eq. 7).
 
     logprobs, old_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi_theta and under pi_old,
         which produced them; ratio = pi_theta / pi_old at each token. The gradient flows through the first alone.
     advantages: [B], one for each response, or [B, T]. mask: [B, T], 1 where a response token counts.
-    dual_clip: as in ``clipped_surrogate``. reduction, norm_length: as in ``reduce_tokens``, where the counts are.
+    dual_clip: as in ``clipped_surrogate``. reduction, norm_length, rows: as in ``reduce_tokens``, where the counts are.
+    on_empty: "error" or "zero", for a mask without a 1 (``term.require_tokens``).
 
     The metrics log_ratio (log pi_theta - log pi_old), clip_fraction, and of it clip_low_fraction, clip_high_fraction
     and clip_dual_fraction are means over valid tokens, without gradient.
@@ -72,6 +84,7 @@ def ppo_clip_loss(
     require(0 <= clip_low < 1, "clip_low", clip_low, "a number in [0, 1)")
     require(clip_high >= 0, "clip_high", clip_high, "a number of at least 0")
     require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or a number above 1")
+    require_tokens(mask, on_empty)
     logprobs, old_logprobs, advantages = without_padding(
         mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=per_token(advantages.detach(), mask)
     )
@@ -79,8 +92,8 @@ def ppo_clip_loss(
     surrogate, held = clipped_surrogate(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    metrics = {"log_ratio": _token_mean(log_ratio, mask), **_clip_shares(held, mask)}
-    return reduce_tokens(-surrogate, mask, reduction, norm_length), metrics
+    metrics = {"log_ratio": token_mean(log_ratio, mask), **_clip_shares(held, mask)}
+    return reduce_tokens(-surrogate, mask, reduction, norm_length, rows=rows, on_empty=on_empty), metrics
 
 
 def grpo_loss(
@@ -95,6 +108,8 @@ def grpo_loss(
     exploration_factors: Tensor | None = None,
     selected: Tensor | None = None,
     exploration_weight: float | None = None,
+    rows: str = "non-empty",
+    on_empty: str = "error",
 ) -> tuple[LossTerm, dict[str, LossTerm]]:
     """The minimised ED-GRPO loss and its metrics; with an exploration weight of 0, GRPO to the last bit.
 
@@ -110,6 +125,8 @@ def grpo_loss(
         (``clip_cov_selection``, ``kl_cov_selection``); required with one, refused without.
     exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
         config.exploration_weight.
+    rows: the sequences that the loss's count includes (``reduction_count``).
+    on_empty: "error" or "zero", for a mask without a 1 (``term.require_tokens``).
 
     The loss, and the metrics policy_loss (the negated surrogate), kl (the estimate, without beta; absent without
     ref_logprobs), exploration (log-ratio with the floor, without its coefficient) and kl_cov (its penalty, likewise),
@@ -120,22 +137,23 @@ def grpo_loss(
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and a missing
     ref_logprobs, sampler_logprobs or selected.
     """
+    require_tokens(mask, on_empty)
     advantages, logprobs, old_logprobs = without_padding(
         mask, advantages=per_token(advantages.detach(), mask), logprobs=logprobs, old_logprobs=old_logprobs.detach()
     )
     weight = step_weight(config, exploration_weight)
     weights, sampler_metrics = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
-    loss, metrics = _policy_loss(logprobs - old_logprobs, advantages, mask, weights, selected, config)
+    loss, metrics = _policy_loss(logprobs - old_logprobs, advantages, mask, weights, selected, config, rows)
     metrics |= sampler_metrics
 
     if ref_logprobs is not None:
-        kl = _kl_to_reference(logprobs, ref_logprobs, mask, config)
+        kl = _kl_to_reference(logprobs, ref_logprobs, mask, config, rows)
         metrics["kl"] = kl.detached()
         loss = loss.plus(kl, config.beta) if config.beta > 0 else loss
     elif config.beta > 0:
         raise ValueError(f"ref_logprobs is None, but beta is {config.beta}: give them, or set beta to 0")
 
-    exploration = _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config)
+    exploration = _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config, rows)
     metrics["exploration"] = exploration.detached()
     metrics["floor_fraction"] = floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor)
     if weight != 0:  # adding 0 * term would not be bit-equal to GRPO
@@ -151,14 +169,17 @@ def grpo_exploration(
     *,
     sampler_logprobs: Tensor | None = None,
     exploration_factors: Tensor | None = None,
+    rows: str = "non-empty",
+    on_empty: str = "error",
 ) -> LossTerm:
     """The exploration term of ``grpo_loss`` by itself, without its coefficient: for measuring its gradient.
 
     Arguments, weights, reduction, count and errors are those of ``grpo_loss``.
     """
+    require_tokens(mask, on_empty)
     (old_logprobs,) = without_padding(mask, old_logprobs=old_logprobs.detach())
     weights, _ = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
-    return _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config)
+    return _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config, rows)
 
 
 def clipped_surrogate(
@@ -203,6 +224,7 @@ def _policy_loss(
     weights: Tensor,
     selected: Tensor | None,
     config: GRPOLossConfig,
+    rows: str,
 ) -> tuple[LossTerm, dict[str, LossTerm]]:
     """The negated surrogate under the covariance control, and its metrics.
 
@@ -215,27 +237,29 @@ def _policy_loss(
     selected = _selected_tokens(selected, mask, config.covariance_control)
     if config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
         surrogate = torch.where(selected, surrogate.detach(), surrogate)
-    loss = reduce_tokens(-weights * surrogate, mask, config.aggregation, config.norm_length)
+    loss = _reduced(-weights * surrogate, mask, config, rows)
     metrics = {
         "policy_loss": loss.detached(),
-        "log_ratio": _token_mean(log_ratio, mask),
+        "log_ratio": token_mean(log_ratio, mask),
         **_clip_shares(held, mask),
     }
     if selected is not None:
-        metrics["selected_fraction"] = _token_mean(selected, mask)
+        metrics["selected_fraction"] = token_mean(selected, mask)
     if config.covariance_control == "kl-cov":  # eq. 14, its KL estimated by |log-ratio| as in the authors' code
         penalty_BT = torch.where(selected, weights * log_ratio.abs(), 0.0)
-        penalty = reduce_tokens(penalty_BT, mask, config.aggregation, config.norm_length)
+        penalty = _reduced(penalty_BT, mask, config, rows)
         metrics["kl_cov"] = penalty.detached()
         loss = loss.plus(penalty, config.kl_cov_coefficient)
     return loss, metrics
 
 
-def _kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: GRPOLossConfig) -> LossTerm:
+def _kl_to_reference(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str
+) -> LossTerm:
     (ref_logprobs,) = without_padding(mask, ref_logprobs=ref_logprobs.detach())
     kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
     require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
-    return reduce_tokens(kl_BT, mask, config.aggregation, config.norm_length)
+    return _reduced(kl_BT, mask, config, rows)
 
 
 def _exploration(
@@ -245,6 +269,7 @@ def _exploration(
     weights: Tensor,
     exploration_factors: Tensor | None,
     config: GRPOLossConfig,
+    rows: str,
 ) -> LossTerm:
     if exploration_factors is not None:
         (factors,) = without_padding(mask, exploration_factors=per_token(exploration_factors.detach(), mask))
@@ -258,6 +283,8 @@ def _exploration(
         log_ratio_floor=config.log_ratio_floor,
         weights=weights,
         norm_length=config.norm_length,
+        rows=rows,
+        on_empty="zero",
     )
 
 
@@ -284,7 +311,7 @@ def _sampler_weights(
     else:
         weights = icepop_weights(old_logprobs, sampler_logprobs, mask, low=config.icepop_low, high=config.icepop_high)
         bounded = weights == 0
-    metrics |= {"sampler_weight": _token_mean(weights, mask), "sampler_bounded": _token_mean(bounded, mask)}
+    metrics |= {"sampler_weight": token_mean(weights, mask), "sampler_bounded": token_mean(bounded, mask)}
     return weights, metrics
 
 
@@ -304,9 +331,10 @@ def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Ten
 
 def _clip_shares(held: dict[str, Tensor], mask: Tensor) -> dict[str, LossTerm]:
     """clip_fraction, and of it the share of each bound: no token is clipped by two."""
-    shares = {f"clip_{bound}_fraction": _token_mean(at_BT, mask) for bound, at_BT in held.items()}
-    return {"clip_fraction": _token_mean(sum(held.values()), mask), **shares}
+    shares = {f"clip_{bound}_fraction": token_mean(at_BT, mask) for bound, at_BT in held.items()}
+    return {"clip_fraction": token_mean(sum(held.values()), mask), **shares}
 
 
-def _token_mean(values_BT: Tensor, mask: Tensor) -> LossTerm:
-    return reduce_tokens(values_BT.detach(), mask, "token-mean")
+def _reduced(values_BT: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str) -> LossTerm:
+    """As every term of the loss is; whether the mask may be empty has been checked."""
+    return reduce_tokens(values_BT, mask, config.aggregation, config.norm_length, rows=rows, on_empty="zero")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 REDUCTIONS = ("seq-sum", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
+ROWS = ("non-empty", "all")
+ON_EMPTY = ("error", "zero")
 
 
 class NotFinite(ValueError):
@@ -58,14 +60,23 @@ class LossTerm:
 
 
 def valid_tokens(mask_BT: Tensor) -> Tensor:
-    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional, has values other than 0 and 1, or is
-    empty: a loss over no token at all is a mistake of its caller."""
+    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional or has values other than 0 and 1."""
     if mask_BT.ndim != 2:
         raise ValueError(f"mask has shape {tuple(mask_BT.shape)}, expected [B, T]")
-    valid_BT = valid_entries("mask", mask_BT, mask_BT)
-    if not valid_BT.any():
+    return valid_entries("mask", mask_BT, mask_BT)
+
+
+def require_tokens(mask_BT: Tensor, on_empty: str = "error") -> None:
+    """What the losses do first with a mask that has no 1.
+
+    on_empty: "error", ValueError: in one process, a loss over no token at all is a mistake of its caller; "zero": the
+    sum is 0 and has a gradient, of zeros. For trainers that form such micro-batches (all responses truncated and
+    masked): an error on one rank would leave the others waiting.
+    """
+    if on_empty not in ON_EMPTY:
+        raise ValueError(f"on_empty is {on_empty!r}, expected one of {', '.join(ON_EMPTY)}")
+    if not valid_tokens(mask_BT).any() and on_empty == "error":
         raise ValueError(f"mask is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts")
-    return valid_BT
 
 
 def valid_entries(name: str, mask: Tensor | None, values: Tensor) -> Tensor:
@@ -139,20 +150,37 @@ def check_coefficient(name: str, value: float) -> None:
 # --- reductions ----------------------------------------------------------------------------------------------------
 
 
-def reduction_count(mask_BT: Tensor, reduction: str) -> Tensor:
+def reduction_count(
+    mask_BT: Tensor, reduction: str, *, rows: str = "non-empty", on_empty: str = "error"
+) -> Tensor:
     """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values.
 
-    Scalar int64: valid tokens for "token-mean", otherwise sequences with at least one valid token.
+    Scalar int64: valid tokens for "token-mean", otherwise sequences.
+    rows: which sequences count: "non-empty", those with at least one valid token, or "all", those without one too
+        (TRL). on_empty: see ``require_tokens``.
     Raises ValueError for an unknown reduction or an invalid mask.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
+    if rows not in ROWS:
+        raise ValueError(f"rows is {rows!r}, expected one of {', '.join(ROWS)}")
+    require_tokens(mask_BT, on_empty)
     valid_BT = valid_tokens(mask_BT)
-    return valid_BT.sum() if reduction == "token-mean" else valid_BT.any(dim=1).sum()
+    if reduction == "token-mean":
+        return valid_BT.sum()
+    return (valid_BT.any(dim=1) | (rows == "all")).sum()
 
 
-def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_length: float | None = None) -> LossTerm:
-    """Adds up token values where the mask is 1; a sequence without such a token contributes nothing.
+def reduce_tokens(
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    reduction: str,
+    norm_length: float | None = None,
+    *,
+    rows: str = "non-empty",
+    on_empty: str = "error",
+) -> LossTerm:
+    """Adds up token values where the mask is 1; a sequence without such a token adds nothing to the sum.
 
     ============================  ================================================  =========
     reduction                     sum                                               count
@@ -165,10 +193,11 @@ def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_lengt
 
     norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
     reductions do not read it.
+    rows: the sequences that the count includes (``reduction_count``). on_empty: see ``require_tokens``.
     Raises ValueError for shapes that differ, an empty mask, NaN or infinity at a valid token, an unknown reduction or
     a missing norm_length.
     """
-    count = reduction_count(mask_BT, reduction)
+    count = reduction_count(mask_BT, reduction, rows=rows, on_empty=on_empty)
     (values_BT,) = without_padding(mask_BT, values_BT=values_BT)
     sums_B = values_BT.sum(dim=1)
     if reduction == "seq-mean-token-mean":
@@ -181,6 +210,11 @@ def reduce_tokens(values_BT: Tensor, mask_BT: Tensor, reduction: str, norm_lengt
     return LossTerm(sums_B.sum(), count)
 
 
+def token_mean(values_BT: Tensor, mask_BT: Tensor) -> LossTerm:
+    """A metric: the mean over valid tokens, without gradient; sum and count 0 for an empty mask."""
+    return reduce_tokens(values_BT.detach(), mask_BT, "token-mean", on_empty="zero")
+
+
 def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
     """The values of the rows that count, added up; count = those rows."""
     return LossTerm(torch.where(valid, values, 0.0).sum(), valid.sum())
@@ -189,22 +223,28 @@ def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
 # --- the two plainest losses ---------------------------------------------------------------------------------------
 
 
-def sft_loss(logprobs_BT: Tensor, mask_BT: Tensor) -> LossTerm:
+def sft_loss(logprobs_BT: Tensor, mask_BT: Tensor, *, on_empty: str = "error") -> LossTerm:
     """Negative log-likelihood in nats, summed over tokens with mask 1; count = such tokens.
 
     Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
     """
     (logprobs_BT,) = without_padding(mask_BT, logprobs_BT=logprobs_BT)
-    return reduce_tokens(-logprobs_BT, mask_BT, "token-mean")
+    return reduce_tokens(-logprobs_BT, mask_BT, "token-mean", on_empty=on_empty)
 
 
 def entropy_bonus(
-    entropies_BT: Tensor, mask_BT: Tensor, *, reduction: str, norm_length: float | None = None
+    entropies_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    reduction: str,
+    norm_length: float | None = None,
+    rows: str = "non-empty",
+    on_empty: str = "error",
 ) -> LossTerm:
     """The **negative** entropy: multiplied by a positive coefficient and added to a minimised loss, it raises entropy.
 
     entropies_BT: exact entropies in nats of pi_theta(. | x, y_<t) at the sampled positions.
-    Sum, count and errors are those of ``reduce_tokens``.
+    Sum, count, the other arguments and errors are those of ``reduce_tokens``.
     """
     (entropies_BT,) = without_padding(mask_BT, entropies_BT=entropies_BT)
-    return reduce_tokens(-entropies_BT, mask_BT, reduction, norm_length)
+    return reduce_tokens(-entropies_BT, mask_BT, reduction, norm_length, rows=rows, on_empty=on_empty)

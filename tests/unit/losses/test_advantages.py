@@ -2,6 +2,7 @@ import math
 from functools import partial
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,6 +49,32 @@ def test_each_group_agrees_with_the_formula_sums_to_zero_and_ignores_a_shift(sca
         assert found[ids == group].sum().item() == pytest.approx(0, abs=1e-9)
     shifted = group_advantages(rewards + eighths / 8, ids, scale=scale, baseline=baseline)
     torch.testing.assert_close(shifted, found, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("deviation", ["population", "sample"])
+def test_ids_may_be_anything_hashable_and_the_deviation_the_populations_or_the_samples(deviation):
+    rewards, numbers = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0]), [7, 3, 7, 3, 7]
+    found = group_advantages(rewards, torch.tensor(numbers), deviation=deviation)
+    names = {7: "b", 3: ("a", None)}
+    for ids in ([names[n] for n in numbers], np.array(["x" * n for n in numbers], dtype=object), np.array(numbers),
+                [torch.tensor(n) for n in numbers], list(np.array(numbers))):
+        assert torch.equal(group_advantages(rewards, ids, deviation=deviation), found)
+    for group in ([0, 2, 4], [1, 3]):
+        r = rewards[group].double()
+        expected = (r - r.mean()) / (r.std(correction=int(deviation == "sample")) + 1e-6)
+        torch.testing.assert_close(found[group], expected.float())
+    assert torch.equal(informative_groups(rewards, [names[n] for n in numbers]), torch.tensor([True] * 5))
+
+
+@every_kind
+@every_baseline
+@pytest.mark.parametrize("deviation", ["population", "sample"])
+def test_a_group_of_one_may_have_advantage_zero_and_changes_no_other(scale, baseline, deviation):
+    options = {"scale": scale, "baseline": baseline, "deviation": deviation}
+    found = group_advantages([1.0, 5.0, 0.0], ["p", "alone", "p"], singletons="zero", **options)
+    assert found[1] == 0 and torch.equal(found[[0, 2]], group_advantages([1.0, 0.0], ["p", "p"], **options))
+    with pytest.raises(ValueError, match=r"groups \['alone'\] have one response each"):
+        group_advantages([1.0, 5.0, 0.0], ["p", "alone", "p"], **options)
 
 
 @every_kind
@@ -164,6 +191,9 @@ def test_groups_that_do_not_fit_are_errors(function, rewards, ids, message):
 @pytest.mark.parametrize(("call", "message"), [
     (partial(group_advantages, scale="max"), "scale is 'max'"),
     (partial(group_advantages, baseline="none"), "baseline is 'none'"),
+    (partial(group_advantages, deviation="n"), "deviation is 'n'"),
+    (partial(group_advantages, singletons="skip"), "singletons is 'skip'"),
+    (lambda r, _: group_advantages(r, ["a", "a", {}, "a", "a"]), "group_ids has a dict at row 2"),
     (partial(informative_groups, low=0.8, high=0.2), "low is 0.8 and high is 0.2"),
     (partial(informative_groups, low=math.nan), "low is nan"),
     (partial(pass_at_k_advantages, k=0), "k is 0"),

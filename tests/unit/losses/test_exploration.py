@@ -4,7 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from nemo_edo.losses import exploration_noise_term, exploration_term, floor_share, reduction_count
+from nemo_edo.losses import (
+    exploration_noise_term,
+    exploration_per_token,
+    exploration_term,
+    floor_share,
+    reduce_tokens,
+    reduction_count,
+)
 from nemo_edo.losses.term import REDUCTIONS
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
@@ -47,6 +54,36 @@ def test_weights_multiply_the_gradient_and_neither_frozen_policy_nor_count_depen
     assert torch.equal(plain, other)
     torch.testing.assert_close(weighted, weights * plain)
     assert all(term.count == reduction_count(batch.mask, reduction) for term in terms)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_matrix_of_the_term_is_zero_at_padding_and_reduces_to_the_term(random_batch, reduction):
+    batch = random_batch(7)
+    options = {"log_ratio_floor": -0.2, "weights": batch.ref.exp()}
+    old = torch.where(batch.mask == 1, batch.old, torch.nan)
+    matrix = exploration_per_token(batch.logprobs, old, batch.mask, **options)
+    written_out = (batch.logprobs - batch.old).clamp(min=-0.2) * batch.ref.exp() * batch.mask
+    torch.testing.assert_close(matrix, written_out, rtol=0, atol=0)
+    found = reduce_tokens(matrix, batch.mask, reduction, 7, rows="all")
+    expected = exploration_term(
+        batch.logprobs, old, batch.mask, reduction=reduction, norm_length=7, rows="all", **options
+    )
+    assert (found.sum, found.count) == (expected.sum, expected.count)
+    assert torch.equal(*(grad(term.sum, batch.logprobs, retain_graph=True)[0] for term in (found, expected)))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_for_an_empty_mask_every_form_of_the_term_is_an_error_or_zero_with_a_gradient(shape):
+    logprobs, empty = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
+    forms = [exploration_per_token] + [
+        lambda *a, term=term, **k: term(*a, reduction="token-mean", **k).mean()
+        for term in (exploration_term, exploration_noise_term)
+    ]
+    for form in forms:
+        with pytest.raises(ValueError, match="mask is empty"):
+            form(logprobs, empty, empty)
+        value = form(logprobs, empty, empty, on_empty="zero").sum()
+        assert value == 0 and torch.equal(grad(value, logprobs)[0], empty)
 
 
 @few

@@ -18,11 +18,12 @@ from nemo_edo.losses import (
     gspo_config,
     ppo_clip_loss,
 )
+from nemo_edo.losses.term import ROWS
 
 few = settings(max_examples=15, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
-OPTIONS = ("sampler_logprobs", "exploration_factors", "selected", "exploration_weight")
+OPTIONS = ("sampler_logprobs", "exploration_factors", "selected", "exploration_weight", "rows", "on_empty")
 
 any_changes = st.fixed_dictionaries(
     {
@@ -79,17 +80,18 @@ def gradient_of(batch, settings_, **changes):
     return grad(loss_of(batch, settings_, **changes).mean(), changes.get("logprobs", batch.logprobs))[0]
 
 
-def dense_grpo(batch, settings_):
+def dense_grpo(batch, settings_, counts="non-empty"):
     """The mean loss and its gradient from the formulas, token by token, in plain Python."""
     rows = [row for row in range(len(batch.lengths)) if batch.lengths[row] > 0]
     tokens = sum(int(batch.lengths[row]) for row in rows)
+    counted = len(batch.lengths) if counts == "all" else len(rows)
     loss, gradient = 0.0, torch.zeros_like(batch.old)
     for row in rows:
         length = int(batch.lengths[row])
         divisor = {
-            "seq-mean-token-mean": length * len(rows),
+            "seq-mean-token-mean": length * counted,
             "token-mean": tokens,
-            "seq-mean-token-sum-norm": settings_.norm_length * len(rows),
+            "seq-mean-token-sum-norm": settings_.norm_length * counted,
         }[settings_.aggregation]
         log_ratios = [(batch.logprobs[row, t] - batch.old[row, t]).item() for t in range(length)]
         for t, log_ratio in enumerate(log_ratios):
@@ -136,27 +138,26 @@ def dense_token(batch, settings_, row, t, ratio, log_ratio):
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(seed=seeds, changes=any_changes)
-def test_every_combination_of_options_agrees_with_the_formulas_written_out(optioned_batch, seed, changes):
+@given(seed=seeds, changes=any_changes, counts=st.sampled_from(ROWS))
+def test_every_combination_of_options_agrees_with_the_formulas_written_out(optioned_batch, seed, changes, counts):
     settings_ = config(**changes)
     batch = optioned_batch(seed, settings_)
-    loss, gradient = dense_grpo(batch, settings_)
-    assert loss_of(batch, settings_).mean().item() == pytest.approx(loss, abs=1e-12)
-    torch.testing.assert_close(gradient_of(batch, settings_), gradient, rtol=0, atol=1e-12)
+    loss, gradient = dense_grpo(batch, settings_, counts)
+    assert loss_of(batch, settings_, rows=counts).mean().item() == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close(gradient_of(batch, settings_, rows=counts), gradient, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(seed=seeds, changes=any_changes, cuts=st.lists(st.integers(0, 6), max_size=4))
-def test_any_split_into_micro_batches_gives_the_same_gradient(optioned_batch, seed, changes, cuts):
+@given(seed=seeds, changes=any_changes, counts=st.sampled_from(ROWS),
+       cuts=st.lists(st.integers(0, 6), max_size=4))
+def test_any_split_into_micro_batches_gives_the_same_gradient(optioned_batch, seed, changes, counts, cuts):
     settings_ = config(**changes)
     batch = optioned_batch(seed, settings_)
-    whole, whole_metrics = loss_and_metrics(batch, settings_)
+    whole, whole_metrics = loss_and_metrics(batch, settings_, rows=counts)
     parts, edges = [], [0, *sorted(cuts), 6]
     for start, end in zip(edges[:-1], edges[1:], strict=True):
-        if not batch.mask[start:end].any():
-            continue  # padding alone is no micro-batch
-        rows = {name: value[start:end] for name, value in vars(batch).items()}
-        parts.append(loss_and_metrics(batch, settings_, **rows))
+        part = {name: value[start:end] for name, value in vars(batch).items()}
+        parts.append(loss_and_metrics(batch, settings_, **part, rows=counts, on_empty="zero"))
     total = sum((term for term, _ in parts[1:]), start=parts[0][0])
     gradients = [grad(term.mean(), batch.logprobs, retain_graph=True)[0] for term in (total, whole)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)

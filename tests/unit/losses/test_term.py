@@ -41,6 +41,31 @@ def test_an_empty_mask_is_an_error(reduction, shape):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_an_empty_mask_may_give_zero_with_a_gradient_of_zeros_instead(reduction, shape):
+    values, mask = torch.full(shape, torch.nan, requires_grad=True), torch.zeros(shape)
+    term = reduce_tokens(values, mask, reduction, norm_length=8, on_empty="zero")
+    assert (term.sum.item(), int(term.count), term.mean().item()) == (0, 0, 0)
+    (gradient,) = torch.autograd.grad(term.mean(), values)
+    assert torch.equal(gradient, torch.zeros(shape))
+    with pytest.raises(ValueError, match="on_empty is 'skip', expected one of error, zero"):
+        reduce_tokens(values, mask, reduction, norm_length=8, on_empty="skip")
+
+
+@pytest.mark.parametrize(("reduction", "count"), [
+    ("seq-sum", 3), ("seq-mean-token-mean", 3), ("token-mean", 4), ("seq-mean-token-sum-norm", 3),
+])
+def test_rows_without_a_token_count_where_all_rows_do(reduction, count):
+    found, plain = (reduce_tokens(VALUES, MASK, reduction, 8, rows=rows) for rows in ("all", "non-empty"))
+    assert (found.sum, int(found.count)) == (plain.sum, count)
+    assert int(reduction_count(MASK, reduction, rows="all")) == count
+    nothing = reduce_tokens(VALUES, 0 * MASK, reduction, 8, rows="all", on_empty="zero")
+    assert (nothing.mean().item(), int(nothing.count)) == (0, 0 if reduction == "token-mean" else 3)
+    with pytest.raises(ValueError, match="rows is 'some', expected one of non-empty, all"):
+        reduction_count(MASK, reduction, rows="some")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_an_all_masked_sequence_contributes_nothing_and_divides_nothing_by_zero(reduction):
     values = torch.full((2, 3), torch.nan)
     values[0] = 2.0
