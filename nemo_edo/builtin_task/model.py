@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.builtin_task.arithmetic import max_number
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -74,7 +74,7 @@ def write_base_model(folder: str | Path, architecture: Mapping[str, Any], config
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"model.architecture.model_type is {model_type!r}, expected a causal language model of transformers"
-            + _nearest(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            + did_you_mean(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         )
     _check_fields(fields, AutoConfig.for_model(model_type))
     tokenizer = write_tokenizer(folder, config)
@@ -101,9 +101,4 @@ def _check_fields(fields: dict[str, Any], default: PretrainedConfig) -> None:
             raise UserError(f"model.architecture.{name} is filled in from the built-in tokenizer; leave it out")
         if name not in known:
             kind = type(default).__name__
-            raise UserError(f"model.architecture.{name} is not a field of {kind}{_nearest(name, known)}")
-
-
-def _nearest(name: str, known: Mapping[str, Any] | set[str]) -> str:
-    matches = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+            raise UserError(f"model.architecture.{name} is not a field of {kind}{did_you_mean(name, known)}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from nemo_edo.config import ClusterConfig
-from nemo_edo.config.compose import shipped_config_dir
+from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ and line or the override that it comes from, and what would be right.
 
 from __future__ import annotations
 
-import difflib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import is_dataclass
@@ -20,19 +20,16 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
 from nemo_edo.config.hydra import DEFAULT, ConfigError, Sources, compose_values, require_config
+from nemo_edo.config.shipped import shipped_config_dir
+from nemo_edo.config.suggestions import suggestion
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 NOT_GIVEN = "(not given)"
+MAY_BE_INFINITE = ("ceiling", "floor")
+"""Last names of keys: a guard's bound may be switched off."""
 JOB = "job"
 """The key that says which job a config is for, where it is not a run's."""
 JOBS = {"reward_model": RewardModelRunConfig, "score": ScoreConfig}
-
-
-def shipped_config_dir() -> Path:
-    """``conf/``: inside the package where it is installed from a wheel, at the root of a source checkout."""
-    package = Path(__file__).parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
 
 
 def compose_run(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> RunConfig:
@@ -159,15 +156,17 @@ def _schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_keys(values: dict, keys: dict[str, Any], prefix: str, place: Callable[[str], str]) -> None:
-    """Every key is known, and every section a mapping."""
+    """Every key is known, every section a mapping, and every number finite, except a bound's."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key not in keys:
-            raise ConfigError(f"unknown key {key} ({place(key)}); the nearest known key is {_nearest(key, keys)}")
+            raise ConfigError(f"unknown key {key} ({place(key)}){suggestion(key, keys)}")
         if is_dataclass(keys[key]):
             if not isinstance(value, dict):
                 raise ConfigError(f"{key} is {value!r}, expected a section of settings ({place(key)})")
             _check_keys(value, keys, f"{key}.", place)
+        elif isinstance(value, float) and not math.isfinite(value) and name not in MAY_BE_INFINITE:
+            raise ConfigError(f"{key} is {value!r}, expected a finite number ({place(key)})")
 
 
 def _missing(values: dict, prefix: str = "") -> list[str]:
@@ -179,18 +178,6 @@ def _missing(values: dict, prefix: str = "") -> list[str]:
         elif value == "???":
             found.append(f"{prefix}{name}")
     return found
-
-
-def _nearest(key: str, keys: dict[str, Any]) -> str:
-    """A known key of the same last name (``grpo.lr`` means ``grpo.optimizer.lr``), otherwise one of the same
-    section, and of those the one most alike."""
-    section, _, name = key.rpartition(".")
-
-    def likeness(known: str) -> tuple[bool, bool, float]:
-        known_section, _, known_name = known.rpartition(".")
-        return known_name == name, known_section == section, difflib.SequenceMatcher(None, key, known).ratio()
-
-    return max(keys, key=likeness)
 
 
 def _typed(schema: Any, values: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:

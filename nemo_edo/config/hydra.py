@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import did_you_mean
 
 DEFAULT = "a default of nemo_edo/config/"
 EXPERIMENT = "experiment"
@@ -200,9 +200,7 @@ def _missing_choice(error: MissingConfigException, overrides: list[str], folders
 
 
 def _choices(name: str, names: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"{hint} (there are: {', '.join(names)})"
+    return f"{did_you_mean(name, names)} (there are: {', '.join(names)})"
 
 
 def _shown(path: Path) -> str:

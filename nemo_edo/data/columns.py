@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from nemo_edo.data.answers import canonical_number
 from nemo_edo.data.benchmarks import MATH, NUMBER
 from nemo_edo.data.rows import RowError
 from nemo_edo.types import Problem
+from nemo_edo.utils.wording import did_you_mean, shown
 
 
 @dataclass
@@ -57,7 +57,8 @@ class Columns:
         whole = isinstance(value, int) and not isinstance(value, bool) and name in ("answer", "id")
         if not isinstance(value, str) and not whole:
             expected = "a text or a whole number" if name in ("answer", "id") else "a text"
-            raise RowError(f'column "{column}" is {_shown(value)}, expected {expected}')
+            given = "null" if value is None else shown(value)
+            raise RowError(f'column "{column}" is {given}, expected {expected}')
         text = str(value)
         if not text.strip():
             raise RowError(f'column "{column}" is blank, expected a text')
@@ -74,20 +75,12 @@ def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = json.loads(json.dumps(value))
         except (TypeError, ValueError) as error:
             raise RowError(
-                f'column "{name}" is {_shown(value)}, which is not a text, a number, true, false, null, or a list or '
+                f'column "{name}" is {shown(value)}, which is not a text, a number, true, false, null, or a list or '
                 "mapping of them; convert the column, or leave it out"
             ) from error
     return values
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
-
-
 def _nearest(name: str, row: Mapping[str, Any]) -> str:
     names = [str(one) for one in row]
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return (f"; did you mean {found[0]}?" if found else "") + f" (its columns: {', '.join(names) or 'none'})"
+    return f"{did_you_mean(name, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"

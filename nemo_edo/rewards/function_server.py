@@ -21,6 +21,7 @@ from typing import Any
 
 from nemo_edo.errors import UserError
 from nemo_edo.utils.import_path import load_function, said, wanted_arguments
+from nemo_edo.utils.wording import shown
 
 ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solution", "problem_id", "finished")
 """What a function can take by name."""
@@ -72,7 +73,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], batch: bool
     elif hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, list | tuple) or len(returned) != responses:
-        size = f"{len(returned)} results" if isinstance(returned, list | tuple) else _shown(returned)
+        size = f"{len(returned)} results" if isinstance(returned, list | tuple) else shown(returned)
         return Failure(f"returned {size} for {responses} responses, expected a list with one for each")
     results = []
     for row, value in enumerate(returned):
@@ -92,15 +93,10 @@ def as_result(value: Any) -> Result:
     for name, one in entries.items():
         number = one.item() if getattr(one, "shape", None) == () else one  # of NumPy and torch
         if not isinstance(number, Real) or not math.isfinite(number):
-            entry = f"{_shown(one)} as {name!r}" if isinstance(value, dict) else _shown(one)
+            entry = f"{shown(one)} as {name!r}" if isinstance(value, dict) else shown(one)
             raise ValueError(f"{entry}; {_EXPECTED}")
         result[str(name)] = float(number)
     return result if SCORE in result else {SCORE: math.fsum(result.values()), **result}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 
 
 def _end_with(parent: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import did_you_mean
 
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -48,7 +48,7 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(function, part):
             public = [one for one in dir(function) if not one.startswith("_")]
-            raise UserError(f"{key} is {path!r}, but {module_name} has no {name}{_nearest(part, public)}")
+            raise UserError(f"{key} is {path!r}, but {module_name} has no {name}{did_you_mean(part, public)}")
         function = getattr(function, part)
     if not callable(function):
         raise UserError(f"{key} is {path!r}, which is not a function but of type {type(function).__name__}")
@@ -68,8 +68,8 @@ def wanted_arguments(function: Callable[..., Any], offered: Collection[str], whe
     unknown = by_position + [p.name for p in named if p.name not in offered and p.default is p.empty]
     if unknown:
         raise UserError(
-            f"{where} takes {unknown[0]!r}{_nearest(unknown[0], offered)}; its arguments are given by name, and there "
-            f"are {', '.join(offered)}"
+            f"{where} takes {unknown[0]!r}{did_you_mean(unknown[0], offered)}; its arguments are given by name, and "
+            f"there are {', '.join(offered)}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(offered)
@@ -82,8 +82,3 @@ def said(error: BaseException) -> str:
     own = [frame for frame in frames if "importlib" not in frame.filename] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def _nearest(name: str, names: Collection[str]) -> str:
-    found = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {found[0]}?" if found else ""

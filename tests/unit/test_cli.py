@@ -15,10 +15,15 @@ from omegaconf import OmegaConf
 import nemo_edo
 import nemo_edo.run
 import nemo_edo.search
-from nemo_edo.cli import COMMANDS, main
+from nemo_edo.cli import main
+from nemo_edo.cli.arguments import COMMANDS, HELP_WIDTH
+from nemo_edo.cli.commands import RUN
+from nemo_edo.config.compose import compose_run
 from nemo_edo.doctor import preflight
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.utils.files import replacing
+
+DOCS = Path(nemo_edo.__file__).parents[1] / "docs"
 
 
 class Recorder(SimpleNamespace):
@@ -191,6 +196,8 @@ def test_a_failed_member_is_named_with_its_log_and_a_sweep_under_torchrun_is_ref
     ("report runs/none*", r"runs/none\*"),
     ("train -m", "nothing is swept"),
     ("train --jobs=2", "--jobs .* -m"),
+    ("train -m seed=1,2 --print-config", "--print-config .* -m"),
+    ("train idpo_quickstart", "--config-name idpo_quickstart"),
     ("train seed=1,2", r"\[a,b\].* -m"),
 ])
 def test_arguments_that_do_not_fit_are_named_before_any_work(jobs, search_job, swept, capsys, arguments, named):
@@ -204,7 +211,7 @@ def test_a_users_error_is_one_line_on_stderr_of_every_rank(jobs, monkeypatch, ca
     monkeypatch.setenv("RANK", rank)
     assert main(["train", "grpo.alhpa=0.01"]) == 2
     shown = capsys.readouterr()
-    assert re.fullmatch("nemo-edo: error: .*grpo.alhpa=0.01.* grpo.alpha\n", shown.err) and shown.out == ""
+    assert re.fullmatch("nemo-edo: error: .*grpo.alhpa=0.01.* grpo.alpha.\n", shown.err) and shown.out == ""
     assert jobs.calls == []
 
 
@@ -225,7 +232,9 @@ def test_each_kind_of_end_has_its_status_and_only_a_bug_a_traceback(jobs: Record
 
 
 @pytest.mark.parametrize(("arguments", "status", "printed"), [
-    ([], 2, "required"), (["lunch"], 2, "invalid choice"), (["train", "--config-nmae", "x"], 2, "--config-nmae"),
+    ([], 0, ""), (["lunch"], 2, "no command lunch; did you mean launch?"),
+    (["train", "--config-nmae", "x"], 2, "unknown option --config-nmae; did you mean --config-name?"),
+    (["report", "a", "b", "--ouy=x"], 2, "unknown option --ouy; did you mean --out?"),
     (["report"], 2, "required: RUN"), (["train", "-m", "--jobs=0"], 2, "--jobs: 0"),
     (["train", "--on-bad-rows=drop"], 2, "drop"), (["--version"], 0, f"nemo-edo {nemo_edo.__version__}\n"),
     (["--help"], 0, ""),
@@ -236,7 +245,26 @@ def test_help_version_and_arguments_that_cannot_be_parsed_end_before_any_job(job
     shown = capsys.readouterr()
     assert stopped.value.code == status and printed in (shown.err if status else shown.out) and jobs.calls == []
     commands = re.findall(r"^    (\w+)", shown.out, re.MULTILINE)
-    assert commands == (list(COMMANDS) if arguments == ["--help"] else [])
+    assert commands == (list(COMMANDS) if arguments in ([], ["--help"]) else [])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_examples_and_a_page_that_exists_within_80_columns(capsys, command: str):
+    assert list(RUN) == list(COMMANDS)
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown, described = capsys.readouterr().out, COMMANDS[command]
+    assert all(f"  nemo-edo {example}\n" in shown for example in described.examples) and described.examples
+    assert (DOCS / described.page).is_file() and shown.endswith(f"docs: docs/{described.page}\n")
+    assert max(map(len, shown.splitlines())) <= HELP_WIDTH
+    assert ("idpo_quickstart" in shown.partition("configs")[2]) == described.lists_configs
+
+
+@pytest.mark.parametrize("option", [["--print-config"], ["--cfg", "job"]])
+def test_print_config_prints_a_config_that_composes_to_the_same_and_trains_nothing(jobs, capsys, tmp_path, option):
+    assert main(["train", "seed=7", *option]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert compose_run("printed", [], tmp_path) == compose_run("quickstart", ["seed=7"]) and jobs.calls == []
 
 
 def test_a_wrong_config_is_an_error_before_torch_is_loaded():
@@ -251,7 +279,7 @@ def test_a_place_that_cannot_be_written_to_is_one_message_that_names_it(tmp_path
         with replacing(tmp_path / "report.html"):
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setitem(COMMANDS, "report", (COMMANDS["report"][0], fail))
+    monkeypatch.setitem(RUN, "report", fail)
     assert main(["report", str(tmp_path)]) == 2
     assert f"nemo-edo: error: {tmp_path}/report.html: {os.strerror(code)}; make room" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import pytest
 import nemo_edo.run
 import nemo_edo.search
 from nemo_edo.cli import main
+from nemo_edo.cli.arguments import COMMANDS as DECLARED
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_job, compose_run, resolved_yaml
 
@@ -34,7 +35,9 @@ def commands() -> list[tuple[str, list[str]]]:
             if "nemo-edo" in words and words[:2] != ["docker", "build"]:
                 last = len(words) - 1 - words[::-1].index("nemo-edo")
                 found.append((page, words[last + 1 :]))
-    return found
+    examples = ((name, shlex.split(example)) for name, command in DECLARED.items()
+                for example in command.examples)
+    return [*found, *((f"{name} --help", words) for name, words in examples)]
 
 
 COMMANDS = commands()

@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_edo.config.compose import shipped_config_dir
 from nemo_edo.config.hydra import compose_values
+from nemo_edo.config.shipped import shipped_config_dir
 
 
 @functools.cache

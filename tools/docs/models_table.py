@@ -13,8 +13,9 @@ import yaml
 from generated import between_markers, model_section
 
 from nemo_edo.config import ModelConfig, ParallelismConfig, RunConfig
-from nemo_edo.config.compose import compose_incomplete, shipped_config_dir
+from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
+from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.doctor.memory import Memory, Workload, host_bytes
 from nemo_edo.doctor.workload import largest, workloads
 from nemo_edo.errors import UserError

@@ -86,7 +86,7 @@ def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     arguments = json.loads((folder / "members" / "0.json").read_text())
     assert arguments == ["train", "--config-path", str(folder / "members"), "--config-name", "0"]
     assert "seed: 7" in (folder / "members" / "0.yaml").read_text()
-    assert (folder / "code" / "nemo_edo" / "cli.py").is_file() and (folder / "code" / "conf").is_dir()
+    assert (folder / "code" / "nemo_edo" / "cli" / "entry.py").is_file() and (folder / "code" / "conf").is_dir()
     assert not list((folder / "code").rglob("__pycache__"))
 
 

@@ -1,6 +1,7 @@
 """Composition: Hydra's syntax works, values are typed, and each mistake is one line that says what and where."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, resolved_yaml
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, default_values, resolved_yaml
+from nemo_edo.config.suggestions import MEANS, suggestion
 
 
 def write_configs(folder: Path, **files: str) -> Path:
@@ -154,7 +156,7 @@ def test_an_arm_with_alpha_null_replaces_the_sections_alpha_by_a_coefficient():
 
 
 @pytest.mark.parametrize(("differences", "told"), [
-    ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); the nearest known key is arms.a.alpha"),
+    ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); did you mean arms.a.alpha?"),
     ({"beta": "x"}, "arms.a.beta is 'x', expected a number (arms.a)"),
     ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of grpo, idpo (arms.a)"),
     ({"algorithm": "idpo", "clip_high": 0.3}, "unknown key arms.a.clip_high (arms.a)"),
@@ -168,10 +170,17 @@ def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, diff
 
 
 @pytest.mark.parametrize(("line", "told"), [
-    ("grpo.alhpa=0.01", ["unknown key grpo.alhpa", "nearest known key is grpo.alpha"]),
-    ("dta=gsm8k", ["unknown key dta", "nearest known key is data"]),
-    ("grpo={alhpa: 1}", ["unknown key grpo.alhpa", "nearest known key is grpo.alpha"]),
-    ("arms.ed_grpo.optimizer.rl=1", ["unknown key", "nearest known key is arms.ed_grpo.optimizer.lr"]),
+    ("grpo.alhpa=0.01", ["unknown key grpo.alhpa", "did you mean grpo.alpha?"]),
+    ("dta=gsm8k", ["unknown key dta", "did you mean data?"]),
+    ("grpo={alhpa: 1}", ["unknown key grpo.alhpa", "did you mean grpo.alpha?"]),
+    ("arms.ed_grpo.optimizer.rl=1", ["unknown key", "did you mean arms.ed_grpo.optimizer.lr?"]),
+    ("iterations=0", ["did you mean grpo.iterations or idpo.iterations?; for one arm: arms.NAME.iterations"]),
+    ("grpo.lr=1", ["did you mean grpo.optimizer.lr?"]),
+    ("learning_rate=1", ["did you mean sft.optimizer.lr, grpo.optimizer.lr or idpo.optimizer.lr?"]),
+    ("sampling.num_generations=1", ["did you mean sampling.samples_per_prompt?"]),
+    ("+foo=1", ["unknown key foo (command line: +foo=1)"]),
+    ("grpo.optimizer.lr=1e999", ["grpo.optimizer.lr is inf, expected a finite number"]),
+    ("arms.ed_grpo.beta=nan", ["arms.ed_grpo.beta is nan, expected a finite number"]),
     ("grpo.alpha=x", ["grpo.alpha is 'x', expected a number or null"]),
     ("grpo.iterations=2.5", ["grpo.iterations is 2.5, expected an integer"]),
     ("parallelism.use_distributed_optimizer=maybe", ["parallelism.use_distributed_optimizer is", "true or false"]),
@@ -194,6 +203,19 @@ def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, diff
 def test_mistake_on_the_command_line_is_one_line_with_key_place_and_remedy(line: str, told: list[str]):
     message = message_of("quickstart", [line])
     assert all(part in message for part in [*told, f"command line: {line}"])
+
+
+def test_what_other_trainers_call_a_setting_means_one_of_ours_and_a_name_like_no_other_means_none():
+    known = list(every_key(default_values(None)))
+    names = {key.rpartition(".")[2] for key in known}
+    assert set(MEANS.values()) <= names and not names & (set(MEANS) - {"max_tokens"})
+    assert suggestion("foo", known) == ""
+
+
+def every_key(values: dict, prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + name
+        yield from every_key(value, f"{prefix}{name}.") if isinstance(value, dict) else ()
 
 
 @pytest.mark.parametrize(("line", "names"), [

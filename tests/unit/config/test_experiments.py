@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from helpers.experiment_run import experiment_record
 
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, shipped_config_dir
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run
+from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.doctor.report import Devices, of_config
 from nemo_edo.evaluation.results import START

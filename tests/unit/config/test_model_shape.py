@@ -4,8 +4,8 @@ import pytest
 import torch
 from generated import model_section
 
-from nemo_edo.config.compose import shipped_config_dir
 from nemo_edo.config.model_shape import ModelShape, check_convertible, check_expected, check_positions
+from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 
 PUBLISHED = {  # numbers in the safetensors files of the models' pages on Hugging Face, tied weights counted once

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from nemo_edo.config import GRPOConfig, GRPOLossConfig, IDPOConfig
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_job, compose_run, shipped_config_dir
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_job, compose_run
+from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.losses import dapo_config, dr_grpo_config, gspo_config
 
 JOBS = {"reward_model", "reward_model_arithmetic", "score"}

@@ -12,7 +12,7 @@ import pytest
 from nemo_edo.utils.processes import kept
 
 STARTED = """
-import nemo_edo.cli as cli, time
+import nemo_edo.cli.entry as cli, time
 cli._run = lambda _: print("ready", flush=True) or time.sleep(120)
 cli.main()"""
 STARTER = f"""

@@ -1,0 +1,314 @@
+"""The arguments of each ``nemo-edo`` command, and its help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import nemo_edo
+from nemo_edo.config.shipped import shipped_configs
+from nemo_edo.utils.wording import did_you_mean
+
+HELP_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a command is called."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    examples: tuple[str, ...]
+    """Without the ``nemo-edo`` in front."""
+    page: str
+    """Of the documentation: a file in ``docs/``."""
+    lists_configs: bool = False
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and overrides after the first option; the command's name is ``command``.
+
+    Ends the process with a message for what cannot be parsed, and after the help, which is all there is without a
+    command.
+    """
+    parser, commands = build_parser()
+    if not argv:
+        parser.print_help()
+        raise SystemExit(0)
+    if not argv[0].startswith("-") and argv[0] not in commands:
+        parser.error(f"no command {argv[0]}{did_you_mean(argv[0], commands)} (there are: {', '.join(commands)})")
+    args, rest = parser.parse_known_args(argv)
+    # argparse accepts positional arguments in one place only; overrides may come before and after an option.
+    options = [argument for argument in rest if argument.startswith("-")]
+    if options:
+        _unknown_option(commands[args.command], options[0])
+    if rest and "overrides" not in args:
+        commands[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    return args, rest
+
+
+def _unknown_option(command: argparse.ArgumentParser, option: str) -> NoReturn:
+    name = option.partition("=")[0]
+    known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", command.format_help().partition("\nexamples:")[0]))
+    command.error(f"unknown option {name}{did_you_mean(name, known)} ({command.prog} --help lists them)")
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command line's parser, and that of each command by its name."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-edo",
+        description=_sentence(nemo_edo.__doc__.rstrip(".")),
+        formatter_class=_format,
+        epilog="start here:\n  nemo-edo train                 the quickstart: minutes on a CPU\n"
+        "  nemo-edo COMMAND --help        arguments, examples and the page of the docs\n\n"
+        "docs: README.md, docs/quickstart.md, docs/configuration.md",
+    )
+    parser.add_argument("--version", action="version", version=f"nemo-edo {nemo_edo.__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    made = {}
+    for name, command in COMMANDS.items():
+        made[name] = subparsers.add_parser(
+            name, help=command.help, description=_sentence(command.help), epilog=_epilog(command),
+            formatter_class=_format,
+        )  # fmt: skip
+        command.add_arguments(made[name])
+    return parser, made
+
+
+def _format(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=HELP_WIDTH)
+
+
+def _sentence(text: str) -> str:
+    return "\n".join(textwrap.wrap(f"{text[0].upper()}{text[1:]}.", HELP_WIDTH))
+
+
+def _epilog(command: Command) -> str:
+    examples = "\n".join(f"  nemo-edo {example}" for example in command.examples)
+    return f"examples:\n{examples}\n\n{_configs() if command.lists_configs else ''}docs: docs/{command.page}"
+
+
+def _configs() -> str:
+    names = shipped_configs()
+    plain = [name for name in names if "/" not in name]
+    lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+    return (
+        "configs (--config-name):\n" + "\n".join(lines) + "\n"
+        f"  and {len(names) - len(plain)} of experiment/, listed in docs/experiments.md\n\n"
+    )
+
+
+def _train(command: argparse.ArgumentParser) -> None:
+    _add_config(command)
+    command.add_argument(
+        "-m", "--multirun", action="store_true", help="a sweep: one run for each combination of the values KEY=A,B"
+    )
+    command.add_argument("--jobs", type=_count, metavar="N", help="with -m: concurrent runs; default: 1")
+    command.add_argument("--processes", type=_count, metavar="N", help="with -m: torchrun processes per run")
+    command.add_argument(
+        "--print-config", action="store_true", help="print every setting with its value, as YAML, and train nothing"
+    )
+    command.add_argument(
+        "--cfg", choices=("job",), dest="print_config", help="the same in Hydra's words: --cfg job"
+    )
+    _add_overrides(command)
+
+
+def _launch(command: argparse.ArgumentParser) -> None:
+    _add_config(command)
+    command.add_argument("-m", "--multirun", action="store_true", help="a sweep, as a job array with one report")
+    command.add_argument("--dry-run", action="store_true", help="print the job's script without submitting it")
+    _add_overrides(command)
+
+
+def _collect(command: argparse.ArgumentParser) -> None:
+    _add_config(command)
+    command.add_argument("--arm", metavar="NAME", help="default: every arm")
+    _add_overrides(command)
+
+
+def _evaluate(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="RUN|KEY=VALUE",
+        help="the run's folder (several with --stored), and settings",
+    )
+    command.add_argument("--arm", metavar="NAME", help="default: every arm")
+    command.add_argument(
+        "--stored", action="store_true", help="use the stored responses: loads no model, generates nothing"
+    )
+    _add_config(command, default=None, help="instead of RUN: evaluate the config's untrained model")
+
+
+def _search(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "overrides", nargs="*", metavar="RUN|KEY=VALUE", help="the run's folder, and settings (search.*)"
+    )
+    command.add_argument("--arm", metavar="NAME", help="default: the only arm")
+    _add_config(command, default=None, help="instead of RUN: search with the config's untrained model")
+
+
+def _score(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    command.add_argument(
+        "--model", required=True, metavar="FOLDER|URL", help="the reward model, or a vLLM server that serves it"
+    )
+    command.add_argument("--name", required=True, metavar="NAME", help="the name to store the scores under")
+    command.add_argument("--arm", metavar="NAME", help="default: every arm")
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="for a model at a URL: folder of its tokenizer and config.json"
+    )
+    _add_overrides(command)
+
+
+def _report(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run's folder, a sweep's folder, or a pattern of folders"
+    )
+    command.add_argument("-o", "--out", type=Path, metavar="OUT.html", help="default: report.html in the common folder")
+    command.add_argument(
+        "--table",
+        metavar="NAME",
+        help="instead: a table of the paper (main, ood, seeds, alpha, test_time, iterations) with the runs' numbers, "
+        "to the terminal or to OUT.html, OUT.md or OUT.csv",
+    )
+    command.add_argument("--baseline", metavar="LABEL", help="for several runs: the arm to compare with")
+
+
+def _doctor(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config-name", metavar="NAME", help="default: check the machine only")
+    _add_config_path(command)
+    command.add_argument("--gpus", type=_count, metavar="N", help="GPUs of all nodes; default: this machine's")
+    command.add_argument(
+        "--gpu-memory", metavar="SIZE", help="memory of each GPU; default: this machine's, or 80GB"
+    )
+    _add_overrides(command)
+
+
+def _export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    command.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    command.add_argument(
+        "--arm", metavar="NAME", help="default: the only arm, or the arm that changes nothing in the grpo section"
+    )
+    command.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="size of each weights file; default: %(default)s"
+    )
+
+
+def _replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="RUN/failures/ARM_step_XXXXXXXX.safetensors")
+    _add_overrides(command)
+
+
+def _add_config(
+    command: argparse.ArgumentParser, default: str | None = "quickstart", help: str = "default: %(default)s"
+) -> None:
+    command.add_argument("--config-name", default=default, metavar="NAME", help=help)
+    _add_config_path(command)
+    command.add_argument(
+        "--on-bad-rows", choices=("skip", "error"), help="for invalid rows of problem files; default: the config's"
+    )
+
+
+def _add_config_path(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config-path", metavar="DIR", help="folder of the config; default: the package's configs")
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, in Hydra's override syntax")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+COMMANDS = {
+    "train": Command(
+        "train a policy for each arm of a config, and write the report",
+        _train,
+        (
+            "train",
+            "train --config-name idpo_quickstart seed=2",
+            "train name=strong arms.ed_grpo.alpha=0.1",
+            "train --print-config grpo.iterations=3",
+            "train -m seed=1,2,3 name=seeds",
+        ),
+        "quickstart.md",
+        lists_configs=True,
+    ),
+    "launch": Command(
+        "submit a config, or a sweep, as a Slurm job",
+        _launch,
+        ("launch cluster=slurm --dry-run", "launch -m --config-name alpha_sweep seed=1,2 cluster=slurm --dry-run"),
+        "cluster.md",
+        lists_configs=True,
+    ),
+    "collect": Command(
+        "generate and store the responses of a config's first iteration, without training",
+        _collect,
+        ("collect --arm grpo", "collect --config-name rivals"),
+        "experiments.md",
+        lists_configs=True,
+    ),
+    "evaluate": Command(
+        "evaluate a run's trained policies, or any model",
+        _evaluate,
+        (
+            "evaluate runs/quickstart evaluation.samples=16",
+            "evaluate runs/a runs/b --stored",
+            "evaluate --config-name evaluate model.path=DIR data.test=FILE",
+        ),
+        "evaluation.md",
+    ),
+    "search": Command(
+        "solve test problems by SearchLLM, with a run's policy or any model",
+        _search,
+        ("search runs/quickstart --arm grpo search.reward_model=DIR",),
+        "search.md",
+    ),
+    "score": Command(
+        "score a run's stored responses with a process reward model",
+        _score,
+        ("score runs/quickstart --model DIR --name prm",),
+        "reward_models.md",
+    ),
+    "report": Command(
+        "write the report of one or several runs, a single HTML file",
+        _report,
+        (
+            "report runs/quickstart",
+            "report 'runs/seed_*' -o seeds.html --baseline GRPO",
+            "report runs/paper --table main -o main.md",
+        ),
+        "studies.md",
+    ),
+    "doctor": Command(
+        "check a config and this machine before a run",
+        _doctor,
+        ("doctor", "doctor --config-name grpo_gsm8k model=llama3_1_8b --gpus 8"),
+        "doctor.md",
+        lists_configs=True,
+    ),
+    "export": Command(
+        "write a trained policy as a Hugging Face folder",
+        _export,
+        ("export runs/quickstart exported/grpo --arm grpo",),
+        "quickstart.md",
+    ),
+    "replay": Command(
+        "find the responses behind a training step that a guard stopped",
+        _replay,
+        ("replay runs/quickstart/failures/grpo_step_00000012.safetensors",),
+        "guards.md",
+    ),
+}

@@ -1,0 +1,232 @@
+"""What each ``nemo-edo`` command calls: the part of the package that does the work, which is imported only then."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from nemo_edo.config.shipped import shipped_configs
+from nemo_edo.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_edo.config import RunConfig
+
+
+def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
+    from nemo_edo.config import RewardModelRunConfig
+    from nemo_edo.config.compose import compose_job, require_run, resolved_yaml
+
+    overrides = _overrides(args, more_overrides)
+    if args.multirun:
+        if args.print_config:
+            raise UserError("--print-config is for one run: leave out -m")
+        return _sweep(args, overrides)
+    if args.jobs or args.processes:
+        raise UserError("--jobs and --processes are for sweeps: add -m")
+    cfg = compose_job(args.config_name, overrides, args.config_path)
+    if args.print_config:
+        say(resolved_yaml(cfg).rstrip())
+        return 0
+    if isinstance(cfg, RewardModelRunConfig):
+        _quiet()
+        from nemo_edo.reward_models.train import train_reward_model
+
+        train_reward_model(cfg)
+        return 0
+    from nemo_edo.doctor.preflight import preflight
+
+    cfg = preflight(require_run(cfg, args.config_name))
+    _jobs().train(cfg)
+    return 0
+
+
+def _overrides(args: argparse.Namespace, more_overrides: list[str]) -> list[str]:
+    bad_rows = [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
+    given = [*args.overrides, *more_overrides]
+    for text in given:
+        if text in shipped_configs():
+            raise UserError(f"{text}: a config is named with --config-name {text}")
+    return [*given, *bad_rows]
+
+
+def _named_config(args: argparse.Namespace, more_overrides: list[str]) -> RunConfig:
+    """Checked before torch and Megatron are imported."""
+    from nemo_edo.config.compose import compose_run
+    from nemo_edo.doctor.preflight import preflight
+
+    return preflight(compose_run(args.config_name, _overrides(args, more_overrides), args.config_path))
+
+
+def _runs_and_overrides(
+    args: argparse.Namespace, more_overrides: list[str], *, stored: bool = False
+) -> tuple[list[Path], list[str]]:
+    """The folders of runs, none with --config-name, and the overrides. Raises UserError for arguments that cannot be
+    combined."""
+    given = args.overrides + more_overrides
+    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
+    if args.config_name is None and (args.config_path or args.on_bad_rows):
+        raise UserError("--config-path and --on-bad-rows need --config-name; a run's folder has its own config")
+    if args.config_name is not None and (runs or args.arm or stored):
+        wrong = runs[0] if runs else "--arm" if args.arm else "--stored"
+        raise UserError(f"{wrong} cannot be combined with --config-name, which names one policy: the config's model")
+    return runs, [one for one in given if Path(one) not in runs]
+
+
+def _collect(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    cfg = _named_config(args, more_overrides)
+    _jobs().collect(cfg, args.arm)
+
+
+def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
+    from nemo_edo.run.sweep import plan_sweep, run_sweep
+
+    if "RANK" in os.environ:
+        raise UserError("a sweep starts its runs' processes itself: use --processes N instead of torchrun")
+    sweep = plan_sweep(args.config_name, overrides, args.config_path)
+    failures = run_sweep(sweep, jobs=args.jobs or 1, processes=args.processes or 1)
+    for failure in failures:
+        message = f"nemo-edo: {failure.member.name} failed with status {failure.status}: see {failure.log}"
+        print(message, file=sys.stderr)
+    print(f"{len(sweep.members) - len(failures)} of {len(sweep.members)} runs have finished.")
+    print(f"To write their report: nemo-edo report {shlex.quote(str(sweep.folder))}")
+    return 1 if failures else 0
+
+
+def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    from nemo_edo.cluster.launch import launch, plan
+
+    planned = plan(args.config_name, _overrides(args, more_overrides), args.config_path, multirun=args.multirun)
+    say(launch(planned, dry_run=args.dry_run))
+
+
+def _evaluate(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    runs, overrides = _runs_and_overrides(args, more_overrides, stored=args.stored)
+    if args.config_name is not None:
+        cfg = _named_config(args, more_overrides)
+        say_all(_jobs().evaluate_model(cfg))
+        return
+    if not runs:
+        raise UserError("name the folder of a run, or a config with --config-name")
+    if args.stored:
+        from nemo_edo.run.evaluate_stored import evaluate_stored
+
+        say_all(evaluate_stored(runs, args.arm, overrides))
+        return
+    if len(runs) > 1:
+        raise UserError(f"evaluate takes one run, not {len(runs)}; --stored takes several")
+    _jobs().evaluate(runs[0], args.arm, overrides)
+
+
+def _search(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    runs, overrides = _runs_and_overrides(args, more_overrides)
+    if args.config_name is None and len(runs) != 1:
+        raise UserError(f"name the folder of one run, or a config with --config-name; got {len(runs)} runs")
+    cfg = _named_config(args, more_overrides) if args.config_name is not None else None
+    _quiet()
+    from nemo_edo.search import job
+
+    say_all(job.search(runs[0], args.arm, overrides) if cfg is None else job.search_model(cfg))
+
+
+def _report(args: argparse.Namespace, _: list[str]) -> None:
+    from nemo_edo.report.page import write_report
+    from nemo_edo.report.run_set import find_runs, read_runs
+
+    if args.table is not None:
+        _table(args)
+        return
+    say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
+
+
+def _table(args: argparse.Namespace) -> None:
+    from nemo_edo.report.paper.published import TABLES
+    from nemo_edo.report.paper.tables import write_table
+    from nemo_edo.report.run_set import find_runs
+
+    if args.table not in TABLES:
+        raise UserError(f"--table is {args.table!r}, expected one of {', '.join(TABLES)}")
+    if args.baseline is not None:
+        raise UserError("--baseline cannot be combined with --table: the paper's tables have no baseline")
+    say_all(write_table(find_runs(args.runs), args.table, args.out))
+
+
+def _score(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    from nemo_edo.config.compose import compose_job
+
+    # With the URL, so that composing the config checks the other settings of servers together with it.
+    urls = [f"servers.urls=['{args.model}']"] if args.model.startswith(("http://", "https://")) else []
+    cfg = compose_job("score", urls + args.overrides + more_overrides)
+    _quiet()
+    from nemo_edo.reward_models import score_run
+
+    say_all(score_run.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg))
+
+
+def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
+    from nemo_edo.doctor.report import diagnose
+    from nemo_edo.utils.files import parse_size
+
+    overrides = args.overrides + more_overrides
+    if args.config_name is None and overrides:
+        raise UserError(f"{' '.join(overrides)}: settings need --config-name")
+    memory = args.gpu_memory and parse_size("--gpu-memory", args.gpu_memory, ("GB", "GIB"))
+    text, good = diagnose(args.config_name, overrides, args.config_path, count=args.gpus, memory=memory)
+    say(text)
+    return 0 if good else 2
+
+
+def _export(args: argparse.Namespace, _: list[str]) -> None:
+    from nemo_edo.utils.files import parse_size
+
+    size = parse_size("--max-shard-size", args.max_shard_size)
+    _jobs().export(args.run, args.out, args.arm, size)
+
+
+def _replay(args: argparse.Namespace, more_overrides: list[str]) -> None:
+    _jobs().replay(args.file, args.overrides + more_overrides)
+
+
+def _jobs():
+    """Imports torch and Megatron: called only once the configuration is valid."""
+    _quiet()
+    from nemo_edo.run import jobs
+
+    return jobs
+
+
+def _quiet() -> None:
+    from nemo_edo.run.tracking import quiet_libraries
+
+    quiet_libraries()
+
+
+def say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
+
+
+def say(message: str, file: TextIO | None = None) -> None:
+    """Prints on the first rank only. Errors of the user's input are printed on every rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=file)
+
+
+RUN = {
+    "train": _train,
+    "launch": _launch,
+    "collect": _collect,
+    "evaluate": _evaluate,
+    "search": _search,
+    "score": _score,
+    "report": _report,
+    "doctor": _doctor,
+    "export": _export,
+    "replay": _replay,
+}
+"""What runs each of ``arguments.COMMANDS``: it takes the arguments and the overrides after the first option, and
+returns the exit status (None: 0)."""

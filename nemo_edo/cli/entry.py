@@ -1,0 +1,50 @@
+"""Runs one command and gives its end a message and an exit status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+from nemo_edo.cli.arguments import parse
+from nemo_edo.cli.commands import RUN, say
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
+from nemo_edo.utils.processes import end_with_torchrun
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What the system says of a full disk, a used up quota, and a place that may not be written to."""
+STOPPED_BY_GUARD = 3
+"""The exit status."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0 on success; 1 where a member of a sweep failed; 2 for an error in
+    the user's input; 3 where a guard stopped the run; 75 (EX_TEMPFAIL) where a run was asked to stop and can resume."""
+    end_with_torchrun()  # before the imports, which take a while
+    status = _run(argv)
+    tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
+    return status
+
+
+def _run(argv: list[str] | None) -> int:
+    args, rest = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return RUN[args.command](args, rest) or 0
+    except UserError as error:
+        print(f"nemo-edo: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        message = f"{place}{error.strerror}; make room or give access, and rerun the command"
+        print(f"nemo-edo: error: {message}", file=sys.stderr)
+        return 2
+    except StoppedByGuard as stopped:
+        hint = "its state is saved; the same command resumes it, if necessary with other guards.* settings"
+        say(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", file=sys.stderr)
+        return STOPPED_BY_GUARD
+    except RunStopped as stopped:
+        say(f"nemo-edo: {stopped}; the same command resumes the run", file=sys.stderr)
+        return os.EX_TEMPFAIL

@@ -1,0 +1,19 @@
+"""Parts of error messages: the name that was probably meant, and a value in a few words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """``; did you mean NEAREST?``, or nothing where no known name is alike (by ``difflib``'s ratio)."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value as Python writes it, with its type, cut after ``limit`` characters."""
+    text = repr(value)
+    return f"{text if len(text) <= limit else text[:limit] + '...'} ({type(value).__name__})"
