@@ -57,7 +57,8 @@ class Policy(Protocol):
         """Norm of the exploration term's gradient at weight 1 over that of the rest of the loss. Takes no step."""
 
     def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the batch's tokens and exact entropies (nats), each [B, T], of the current weights."""
+        """Log-probabilities of the response tokens and exact entropies (nats) of the current weights, each [B, T]; zero
+        where the mask is."""
 
     def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities under the reference policy."""

@@ -41,8 +41,9 @@ class ModelConfig:
     every score and takes no packed sequences. auto: te where it is installed and there is a GPU, otherwise sdpa, and
     local for a model that sdpa cannot compute."""
     loss_head: str = "auto"
-    """logits: the output layer's logits are in memory for all tokens of a micro-batch. fused: they never are, which
-    takes a fraction of the memory and a fourth matrix product. auto: fused from 16,384 vocabulary entries per rank."""
+    """logits: the output layer's logits are in memory for all response tokens of a micro-batch. fused: they never are,
+    which takes a fraction of the memory and a fourth matrix product. auto: fused from 16,384 vocabulary entries per
+    rank."""
 
     def __post_init__(self) -> None:
         if self.seq_length is not None:

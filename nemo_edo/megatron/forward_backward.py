@@ -139,10 +139,8 @@ def logprobs_and_entropy(
     temperature: float,
     head: LossHead,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank.
-
-    Zero after a row's last response token.
-    """
+    """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank; zero
+    where ``batch.mask`` is."""
 
     def keep(outputs: Tensor, inputs: ModelInputs):
         return (
@@ -176,9 +174,9 @@ def _of_global_batch(batch: TrainingBatch, cut: _Cut, stored: list[tuple[Tensor,
 def _logprobs_and_entropy(
     head: LossHead, outputs: Tensor, inputs: ModelInputs, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the micro-batch's rows, each [b, T], from the model's output for its
-    inputs."""
-    values = head(outputs, context_share(inputs.targets), temperature)
+    """Log-probabilities and entropies of the micro-batch's rows, each [b, T] and zero where its mask is, from the
+    model's output for its inputs."""
+    values = head(outputs, context_share(inputs.targets), inputs.read, temperature)
     logprobs, entropies = (inputs.to_rows(value) for value in values)
     return logprobs, entropies
 

@@ -1,8 +1,9 @@
-"""From the last stage's hidden states to log-probabilities: through logits, or without ever holding them.
+"""From the last stage's hidden states to log-probabilities, of those positions alone that the loss reads.
 
-The fused head takes the output layer out of the model's forward pass: in its place the hidden states come out, and
-``linear_logprobs_and_entropy`` makes log-probabilities of them and of the weight that the model would have multiplied
-them with, tied or not. Weights, their names, checkpoints, hooks and the generation engine are unaffected.
+The output layer is taken out of the model's forward pass: in its place the hidden states come out. Those at prompts and
+padding are left, and the others are multiplied with the weight that the model would have used, tied or not: into
+logits, or with the fused head without ever holding them (``linear_logprobs_and_entropy``). Weights, their names,
+checkpoints, hooks and the generation engine are unaffected.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -39,9 +41,11 @@ class LossHead:
         self._vocab_size = vocab_size
         self._layer = model.output_layer if model.post_process else None
         self._weight: Tensor | None = None
-        self.fused = self._layer is not None and kind != "logits" and self._can_fuse(model, kind)
+        self._multiplies = self._layer is not None and self._only_multiplies(model, kind)
+        large = self._multiplies and self._layer.output_size_per_partition >= FUSED_FROM_COLUMNS
+        self.fused = self._multiplies and (kind == "fused" or (kind == "auto" and large))
 
-    def _can_fuse(self, model: MegatronModule, kind: str) -> bool:
+    def _only_multiplies(self, model: MegatronModule, kind: str) -> bool:
         plain = type(self._layer) is ColumnParallelLinear and self._layer.bias is None
         plain = plain and model.config.mtp_num_layers is None
         if kind == "fused" and not plain:
@@ -49,12 +53,12 @@ class LossHead:
                 "model.loss_head fused needs an output layer that is a matrix product and no more; this model's is "
                 f"{type(self._layer).__name__}: set model.loss_head=logits"
             )
-        return plain and (kind == "fused" or self._layer.output_size_per_partition >= FUSED_FROM_COLUMNS)
+        return plain
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside the block the model's outputs are what ``__call__`` takes."""
-        if not self.fused:
+        if not self._multiplies:
             yield
             return
         self._layer.forward = self._hidden_states
@@ -73,24 +77,33 @@ class LossHead:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         return hidden, None
 
-    def __call__(self, outputs: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of ``targets`` [b, s] and entropies, of softmax(logits / temperature), each [b, s].
+    def __call__(self, outputs: Tensor, targets: Tensor, read: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of ``targets`` [b, s] and entropies, of softmax(logits / temperature), each [b, s]; zero
+        but at ``read``, the indices [n] into the b * s positions that the loss reads.
 
-        outputs: the model's, [b, s, V / tp] or with a fused head [b, s, hidden]; they must serve nothing else.
+        outputs: the model's, [b, s, hidden], or [b, s, V / tp] where its output layer does more than multiply.
         """
+        chosen = outputs.flatten(0, 1).index_select(0, read)[None]
+        values = self._of_positions(chosen, targets.flatten().index_select(0, read)[None], temperature)
+        nothing = values[0].new_zeros(targets.numel())
+        return tuple(nothing.index_copy(0, read, value[0]).view_as(targets) for value in values)
+
+    def _of_positions(self, outputs: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """[1, n] each, of [1, n, hidden or V / tp] and of [1, n]."""
         group = parallel_state.get_tensor_model_parallel_group()
         options = {"group": group, "temperature": temperature, "vocab_size": self._vocab_size}
+        if self._multiplies and not self._layer.sequence_parallel:
+            # Not before the model transposes its outputs: the gradient would come back transposed, and Megatron's
+            # all-reduce of a tensor that is not contiguous adds up a copy and returns the tensor as it was.
+            outputs = copy_to_tensor_model_parallel_region(outputs, group=self._layer.tp_group)
         if self.fused:
             start = group.rank() * len(self._weight)
-            if not self._layer.sequence_parallel:
-                # Not before the model transposes its outputs: the gradient would come back transposed, and Megatron's
-                # all-reduce of a tensor that is not contiguous adds up a copy and returns the tensor as it was.
-                outputs = copy_to_tensor_model_parallel_region(outputs, group=self._layer.tp_group)
             return linear_logprobs_and_entropy(outputs, self._weight, targets, vocab_start=start, **options)
-        start = group.rank() * outputs.shape[-1]
-        overwrite = torch.is_grad_enabled() and outputs.requires_grad
+        logits = F.linear(outputs, self._weight) if self._multiplies else outputs
+        start = group.rank() * logits.shape[-1]
+        overwrite = torch.is_grad_enabled() and logits.requires_grad  # the logits, or the copy, are nobody else's
         return vocab_parallel_logprobs_and_entropy(
-            outputs, targets, vocab_start=start, overwrite_logits=overwrite, **options
+            logits, targets, vocab_start=start, overwrite_logits=overwrite, **options
         )
 
 

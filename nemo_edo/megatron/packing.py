@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from nemo_edo.megatron.shapes import gather_context, pad_to
+from nemo_edo.megatron.shapes import context_share, gather_context, pad_to
 from nemo_edo.types import TrainingBatch
 
 
@@ -25,6 +25,8 @@ class ModelInputs:
     """[r, s] the ids that follow them."""
     positions: Tensor
     """[r, s] each one's place in its own sequence."""
+    read: Tensor
+    """[n] indices into this context-parallel rank's share of the r * s positions: those that a loss reads."""
     packed: PackedSeqParams | None = None
     """Where the sequences of a pack begin and end; None: a row is a sequence."""
     kept: Tensor | None = None
@@ -47,7 +49,7 @@ def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
     the padding."""
     inputs, targets = pad_to(micro.tokens[:, :-1], shape), pad_to(micro.tokens[:, 1:], shape)
     positions = torch.arange(shape[1], device=inputs.device).expand_as(inputs)
-    return ModelInputs(micro, inputs, targets, positions)
+    return ModelInputs(micro, inputs, targets, positions, read_places(pad_to(micro.mask, shape)))
 
 
 def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int, int]) -> ModelInputs:
@@ -70,4 +72,12 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return ModelInputs(micro, inputs, targets, (torch.arange(shape[1], device=device) - starts)[None], packed, kept)
+    positions = (torch.arange(shape[1], device=device) - starts)[None]
+    read = read_places(pad_to(micro.mask[kept][None], shape))
+    return ModelInputs(micro, inputs, targets, positions, read, packed, kept)
+
+
+def read_places(mask: Tensor) -> Tensor:
+    """``ModelInputs.read`` of the loss's mask at the model's positions, [r, s]. It waits for the device, so it is made
+    before the model runs."""
+    return context_share(mask).flatten().nonzero().squeeze(-1)

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemo_edo.data.packs import Prompts
-from nemo_edo.megatron.packing import ModelInputs
+from nemo_edo.megatron.packing import ModelInputs, read_places
 from nemo_edo.types import TrainingBatch
 
 FULL = 0.75
@@ -97,7 +97,7 @@ def shared_inputs(
     places, kept, own = _places(lengths, prompts, device)
 
     def packed(rows: Tensor) -> Tensor:
-        pack = torch.zeros(shape[1], dtype=torch.int64, device=device)
+        pack = torch.zeros(shape[1], dtype=rows.dtype, device=device)
         pack[places[own]] = rows[own]
         return pack
 
@@ -118,7 +118,8 @@ def shared_inputs(
         others=(copies(kept) & ~original).nonzero().squeeze(-1),
     )
     inputs, targets = (packed(tokens)[None] for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
-    return ModelInputs(micro, inputs, targets, packed_seq_params.positions[None], packed_seq_params, kept, places)
+    positions, read = packed_seq_params.positions[None], read_places(packed(micro.mask)[None])
+    return ModelInputs(micro, inputs, targets, positions, read, packed_seq_params, kept, places)
 
 
 def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -171,11 +171,11 @@ class MegatronGPTModel(ModelPT):
         self.model.train()
 
     def get_inference_log_probs(self, batch: TrainingBatch) -> Tensor:
-        """[B, T] log-probabilities of the batch's tokens under the current weights."""
+        """[B, T] log-probabilities of the response tokens under the current weights; zero where the mask is."""
         return self.logprobs(batch)[0]
 
     def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and exact entropies, each [B, T]: ``interfaces.Policy``."""
+        """Log-probabilities and exact entropies of the response tokens, each [B, T]: ``interfaces.Policy``."""
         return self.policy.logprobs(batch, micro_batching=self.micro_batching, temperature=self.temperature)
 
     @property

@@ -64,6 +64,22 @@ def test_values_and_gradients_of_the_fused_head_are_the_dense_ones(tiny, tmp_pat
     assert max(far.values()) < 1e-5, far
 
 
+@pytest.mark.parametrize("kind", ["fused", "logits"])
+def test_only_positions_that_the_loss_reads_are_multiplied(policy, tiny, monkeypatch, kind):
+    """Prompts and padding cost no logits, and a micro-batch that has only these no product at all."""
+    policy, batch, rows = with_head(policy, kind), tiny.random_batch(), []
+    original = output_layer.LossHead._of_positions
+
+    def watched(head, outputs, *arguments):
+        rows.append(outputs.shape[1])
+        return original(head, outputs, *arguments)
+
+    monkeypatch.setattr(output_layer.LossHead, "_of_positions", watched)
+    found = policy.logprobs(batch, **CUT)
+    assert sum(rows) == int(batch.mask.sum()) < batch.mask.numel()
+    assert all((values != 0).equal(batch.mask > 0) for values in found)
+
+
 def test_the_models_own_output_layer_is_back_after_a_pass_even_one_that_fails(policy, tiny):
     fused, batch = with_head(policy, "fused"), tiny.random_batch()
     layer = unwrap_model(policy.chunks[0]).output_layer
