@@ -44,7 +44,8 @@ def _hazards_of_kl(config: GRPOConfig) -> list[str]:
             f"beta is 0, and with it the exploration weight alpha * beta: alpha = {config.effective_alpha:g} does "
             "nothing; give the weight itself, exploration_coefficient=..., or alpha=0 if no exploration is meant"
         )
-    if config.kl_estimator == "k1" and config.beta and config.exploration_control == "none":
+    plain = config.exploration_control == "none" and config.kl_importance == "none"
+    if config.kl_estimator == "k1" and config.beta and plain:
         both, weight = config.beta + config.exploration_weight, config.exploration_weight
         same = f": without a floor, the loss is that of GRPO with beta = {both:g} and alpha = 0" if weight else ""
         found.append(

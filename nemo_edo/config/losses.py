@@ -10,6 +10,7 @@ from nemo_edo.config.checks import one_of, positive, require, share
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
+SAMPLER_CORRECTIONS = ("none", "tis", "icepop", "sequence-mask")
 CONTROLLERS = ("entropy", "gradient-share")
 SCHEDULES = ("constant", "linear", "cosine", "warmup-hold-decay", *CONTROLLERS)
 PAPER_ALPHA = 1e-3
@@ -54,8 +55,11 @@ def _check_exploration(config: ExplorationWeight, section: str) -> None:
 class GRPOLossConfig(ExplorationWeight):
     """The ED-GRPO objective (``losses.grpo_loss``). ``alpha = 0`` is GRPO."""
 
+    surrogate: str = "clip"
+    """clip: PPO's clipped ratio times advantage; cispo: every token's log-probability times its advantage and its
+    ratio, a constant within the bounds; reinforce: log-probability times advantage, without ratio and clip."""
     clip_low: float = 0.2
-    """The ratio's lower bound is 1 - clip_low."""
+    """The ratio's lower bound is 1 - clip_low (with cispo, 1: none)."""
     clip_high: float = 0.2
     """The ratio's upper bound is 1 + clip_high (DAPO: 0.28)."""
     dual_clip: Optional[float] = None
@@ -65,6 +69,10 @@ class GRPOLossConfig(ExplorationWeight):
     kl_estimator: str = "k3"
     """k1, k2 or k3: how the KL to the reference is estimated from sampled tokens; k1+ and k3+: with the gradient of k2
     (``losses.kl_per_token``)."""
+    kl_importance: str = "none"
+    """What multiplies the KL's estimate, with its gradient, to descend the KL of the policy that samples: none;
+    ratio, pi_theta / pi_old of the token (DeepSeek-V3.2, TRL's default, slime); on-policy, a 1 with the gradient of log
+    pi_theta (NeMo-RL's default), exact before the first step of an iteration."""
     aggregation: str = "seq-mean-token-mean"
     """How token values become one number, in every term of the loss: seq-mean-token-mean (the paper), token-mean
     (DAPO) or seq-mean-token-sum-norm (Dr.GRPO); see ``losses.reduce_tokens``."""
@@ -81,13 +89,21 @@ class GRPOLossConfig(ExplorationWeight):
     """token: a ratio for each token; sequence: one for each response, exp of its mean log-ratio (GSPO)."""
     sampler_correction: str = "none"
     """For samples whose sampler's log-probabilities differ from the trainer's pi_old. none; tis: tokens are weighted by
-    their ratio, truncated; icepop: by their ratio, and not at all where it is outside the bounds."""
+    their ratio, truncated; icepop: by their ratio, and not at all where it is outside the bounds; sequence-mask: by
+    their ratio, and not at all in responses whose mean log-ratio is outside the log of the bounds."""
+    sampler_level: str = "token"
+    """The ratio of tis and icepop. token: each token's own; sequence: the whole response's, the product of its tokens',
+    as objectives by sequence (GSPO) need it."""
     tis_cap: float = 2.0
     """Upper bound on tis's weights pi_old / pi_gen."""
     icepop_low: float = 0.5
     """Lower bound on icepop's ratios pi_old / pi_gen."""
     icepop_high: float = 5.0
     """Upper bound on icepop's ratios pi_old / pi_gen."""
+    sequence_mask_low: float = 0.999
+    """Lower bound of sequence-mask on the geometric mean of a response's ratios pi_old / pi_gen."""
+    sequence_mask_high: float = 1.002
+    """Its upper bound."""
     exploration_control: str = "none"
     """none: the exploration term itself. noise: the control that weights it by the detached ratio pi_theta / pi_old,
     so that its expected gradient is zero and only noise of the same size is left."""
@@ -104,11 +120,18 @@ class GRPOLossConfig(ExplorationWeight):
     """Weight of kl-cov's penalty |log pi_theta - log pi_old|."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.clip_low < 1, "grpo.clip_low", self.clip_low, "a number in [0, 1)")
+        one_of("grpo.surrogate", self.surrogate, ("clip", "cispo", "reinforce"))
+        fits = 0 <= self.clip_low < 1 or (self.surrogate == "cispo" and self.clip_low == 1)
+        require(fits, "grpo.clip_low", self.clip_low, "a number in [0, 1), or 1 with surrogate cispo")
+        for name, default in (("dual_clip", None), ("importance_sampling_level", "token")):
+            value, only = getattr(self, name), "null" if default is None else default
+            fits = self.surrogate == "clip" or value == default
+            require(fits, f"grpo.{name}", value, f"{only} with surrogate {self.surrogate}, which has no other")
         require(self.clip_high >= 0, "grpo.clip_high", self.clip_high, "a number of at least 0")
         require(self.dual_clip is None or self.dual_clip > 1, "grpo.dual_clip", self.dual_clip, "null or a number > 1")
         require(self.beta >= 0, "grpo.beta", self.beta, "a number of at least 0")
         one_of("grpo.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("grpo.kl_importance", self.kl_importance, ("none", "on-policy", "ratio"))
         one_of("grpo.aggregation", self.aggregation, AGGREGATIONS)
         needs_length = self.aggregation == "seq-mean-token-sum-norm"
         require(
@@ -119,14 +142,20 @@ class GRPOLossConfig(ExplorationWeight):
         )
         _check_exploration(self, "grpo")
         one_of("grpo.importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
-        one_of("grpo.sampler_correction", self.sampler_correction, ("none", "tis", "icepop"))
+        one_of("grpo.sampler_correction", self.sampler_correction, SAMPLER_CORRECTIONS)
+        one_of("grpo.sampler_level", self.sampler_level, ("token", "sequence"))
+        by_sequence = self.sampler_correction in ("tis", "icepop")
+        fits = self.sampler_level == "token" or by_sequence
+        require(fits, "grpo.sampler_level", self.sampler_level, "token, but with sampler_correction tis or icepop")
         one_of("grpo.exploration_control", self.exploration_control, ("none", "noise"))
         one_of("grpo.covariance_control", self.covariance_control, ("none", "clip-cov", "kl-cov"))
         positive(self, "grpo", "tis_cap", "kl_cov_coefficient")
-        for low, high in (("icepop_low", "icepop_high"), ("clip_cov_low", "clip_cov_high")):
+        for name in ("icepop", "sequence_mask", "clip_cov"):
+            low, high = f"{name}_low", f"{name}_high"
             below, above = getattr(self, low), getattr(self, high)
             require(below < above, f"grpo.{low}", below, f"a number below grpo.{high} = {above}")
-        require(self.icepop_low >= 0, "grpo.icepop_low", self.icepop_low, "a number of at least 0")
+        for name in ("icepop_low", "sequence_mask_low"):
+            require(getattr(self, name) >= 0, f"grpo.{name}", getattr(self, name), "a number of at least 0")
         share(self, "grpo", "covariance_share")
 
 

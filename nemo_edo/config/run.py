@@ -251,7 +251,7 @@ class RunConfig:
         algorithm = "algorithm" if section in ALGORITHMS else f"{section}.algorithm"
         rules = (  # (refused where, key, its value, what would be right and why)
             (is_idpo, algorithm, "idpo", f"grpo with {stale}: iterative DPO has no importance correction"),
-            (correction == "none", f"{section}.sampler_correction", correction, f"tis or icepop with {stale}"),
+            (correction == "none", f"{section}.sampler_correction", correction, f"a correction with {stale}"),
             (
                 generation.one_step_off and self.train.rollouts is not None,
                 "generation.one_step_off",

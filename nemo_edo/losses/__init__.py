@@ -20,17 +20,20 @@ from nemo_edo.losses.importance import (
     icepop_weights,
     sampler_gap,
     sampler_mismatch,
+    sequence_masked_weights,
     truncated_importance_weights,
 )
 from nemo_edo.losses.kl import kl_per_token
 from nemo_edo.losses.novelty import NgramPaths, PathFunction, each_path, novelty_advantages, redundancy_shares
 from nemo_edo.losses.policy_gradient import (
+    cispo_config,
     dapo_config,
     dr_grpo_config,
     grpo_exploration,
     grpo_loss,
     gspo_config,
     ppo_clip_loss,
+    reinforce_config,
 )
 from nemo_edo.losses.preference import (
     dpo_loss,
@@ -56,6 +59,7 @@ __all__ = [
     "PathFunction",
     "Schedule",
     "build_schedule",
+    "cispo_config",
     "clip_cov_selection",
     "dapo_config",
     "dpo_loss",
@@ -86,10 +90,12 @@ __all__ = [
     "reduce_tokens",
     "reduction_count",
     "redundancy_shares",
+    "reinforce_config",
     "sampler_gap",
     "sampler_mismatch",
     "selm_loss",
     "sequence_logprobs",
+    "sequence_masked_weights",
     "sft_loss",
     "soft_overlong_penalty",
     "token_covariances",

@@ -4,12 +4,10 @@ The paper's ED-GRPO equation prints an argmin over the surrogate without its min
 
     L = - surrogate + beta * KL(pi_theta || pi_ref) + alpha * beta * E_{pi_old}[log pi_theta - log pi_old]
 
-with one aggregation for all terms. PPO, DAPO, Dr.GRPO and GSPO are settings of it.
+with one aggregation for all terms. PPO, DAPO, Dr.GRPO, GSPO, CISPO and REINFORCE are settings of it.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
 from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share, step_weight
-from nemo_edo.losses.importance import icepop_weights, sampler_gap, truncated_importance_weights
+from nemo_edo.losses.importance import sampler_weights
 from nemo_edo.losses.kl import kl_per_token
 from nemo_edo.losses.term import (
     LossTerm,
@@ -47,6 +45,19 @@ def gspo_config(**changes: object) -> GRPOLossConfig:
     """GSPO (Zheng et al. 2025, eq. 5): one ratio for each sequence, with a range that fits its mean log-ratio; no KL.
     Exploration as for ``dapo_config``."""
     return _variant(changes, importance_sampling_level="sequence", clip_low=3e-4, clip_high=4e-4, beta=0.0)
+
+
+def cispo_config(**changes: object) -> GRPOLossConfig:
+    """CISPO (MiniMax 2025, "MiniMax-M1", eq. 4): the gradient of every token's log pi_theta, weighted by its ratio;
+    this has no lower bound and is cut off at 5 (Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute
+    for LLMs"); the mean over all tokens, no KL. Exploration as for ``dapo_config``."""
+    return _variant(changes, surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token-mean", beta=0.0)
+
+
+def reinforce_config(**changes: object) -> GRPOLossConfig:
+    """REINFORCE (Williams 1992): A * log pi_theta without ratio and clip, as if every step were the first; no KL. With
+    leave-one-out advantages (``group_advantages``), RLOO (Ahmadian et al. 2024). Exploration as for ``dapo_config``."""
+    return _variant(changes, surrogate="reinforce", beta=0.0)
 
 
 def _variant(changes: dict[str, object], **settings: object) -> GRPOLossConfig:
@@ -142,12 +153,12 @@ def grpo_loss(
         mask, advantages=per_token(advantages.detach(), mask), logprobs=logprobs, old_logprobs=old_logprobs.detach()
     )
     weight = step_weight(config, exploration_weight)
-    weights, sampler_metrics = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
-    loss, metrics = _policy_loss(logprobs - old_logprobs, advantages, mask, weights, selected, config, rows)
+    weights, sampler_metrics = sampler_weights(old_logprobs, sampler_logprobs, mask, config)
+    loss, metrics = _policy_loss(logprobs, old_logprobs, advantages, mask, weights, selected, config, rows)
     metrics |= sampler_metrics
 
     if ref_logprobs is not None:
-        kl = _kl_to_reference(logprobs, ref_logprobs, mask, config, rows)
+        kl = _kl_to_reference(logprobs, old_logprobs, ref_logprobs, mask, config, rows)
         metrics["kl"] = kl.detached()
         loss = loss.plus(kl, config.beta) if config.beta > 0 else loss
     elif config.beta > 0:
@@ -178,7 +189,7 @@ def grpo_exploration(
     """
     require_tokens(mask, on_empty)
     (old_logprobs,) = without_padding(mask, old_logprobs=old_logprobs.detach())
-    weights, _ = _sampler_weights(old_logprobs, sampler_logprobs, mask, config)
+    weights, _ = sampler_weights(old_logprobs, sampler_logprobs, mask, config)
     return _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config, rows)
 
 
@@ -205,6 +216,37 @@ def clipped_surrogate(
     return surrogate, held
 
 
+def cispo_surrogate(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """clip(ratio, 1 - clip_low, 1 + clip_high) A log pi at each token, to be maximised (MiniMax 2025, eq. 4), and where
+    the ratio is cut off.
+
+    The ratio is a constant, so that no token loses its gradient, unlike in ``clipped_surrogate``. clip_low 1: no lower
+    bound. The value is not PPO's: it is that of REINFORCE, weighted.
+    Arguments of one shape, not reduced. Raises ValueError for ratios that overflow.
+    """
+    ratio = log_ratio.detach().exp()
+    require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
+    low, high = 1 - clip_low, 1 + clip_high
+    held = {"low": ratio < low, "high": ratio > high, "dual": torch.zeros_like(ratio, dtype=torch.bool)}
+    return ratio.clamp(low, high) * advantages * logprobs, held
+
+
+def _surrogate(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor, config: GRPOLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[B, T], to be maximised, and where it is clipped: config.surrogate."""
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    if config.surrogate == "cispo":
+        return cispo_surrogate(logprobs, log_ratio, advantages, **clips)
+    if config.surrogate == "reinforce":
+        nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
+        return advantages * logprobs, {"low": nowhere, "high": nowhere, "dual": nowhere}
+    at_level = _sequence_log_ratio(log_ratio, mask) if config.importance_sampling_level == "sequence" else log_ratio
+    return clipped_surrogate(at_level, advantages, **clips, dual_clip=config.dual_clip)
+
+
 def _sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """GSPO-token's log-ratio (Zheng et al. 2025, eq. 14); [B, T].
 
@@ -218,7 +260,8 @@ def _sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def _policy_loss(
-    log_ratio: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     weights: Tensor,
@@ -230,10 +273,8 @@ def _policy_loss(
 
     Our clip stays on with KL-Cov too, whose authors take the unclipped surrogate for all tokens.
     """
-    at_level = _sequence_log_ratio(log_ratio, mask) if config.importance_sampling_level == "sequence" else log_ratio
-    surrogate, held = clipped_surrogate(
-        at_level, advantages, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-    )
+    log_ratio = logprobs - old_logprobs
+    surrogate, held = _surrogate(logprobs, log_ratio, advantages, mask, config)
     selected = _selected_tokens(selected, mask, config.covariance_control)
     if config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
         surrogate = torch.where(selected, surrogate.detach(), surrogate)
@@ -254,10 +295,13 @@ def _policy_loss(
 
 
 def _kl_to_reference(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str
 ) -> LossTerm:
     (ref_logprobs,) = without_padding(mask, ref_logprobs=ref_logprobs.detach())
     kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
+    if config.kl_importance != "none":
+        sampler = old_logprobs if config.kl_importance == "ratio" else logprobs.detach()
+        kl_BT = (logprobs - sampler).exp() * kl_BT
     require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
     return _reduced(kl_BT, mask, config, rows)
 
@@ -286,33 +330,6 @@ def _exploration(
         rows=rows,
         on_empty="zero",
     )
-
-
-def _sampler_weights(
-    old_logprobs: Tensor, sampler_logprobs: Tensor | None, mask: Tensor, config: GRPOLossConfig
-) -> tuple[Tensor, dict[str, LossTerm]]:
-    """[B, T] constants that lead from pi_gen's samples to pi_old's, ones without a correction, and their metrics."""
-    correction = config.sampler_correction
-    weights = torch.ones_like(old_logprobs)
-    if sampler_logprobs is None:
-        if correction != "none":
-            raise ValueError(
-                f"sampler_logprobs is None, but sampler_correction is {correction!r}: give the sampler's "
-                "log-probabilities of the tokens, or set sampler_correction to none"
-            )
-        return weights, {}
-    (sampler_logprobs,) = without_padding(mask, sampler_logprobs=sampler_logprobs.detach())
-    metrics = sampler_gap(old_logprobs, sampler_logprobs, mask)
-    if correction == "none":
-        return weights, metrics
-    if correction == "tis":
-        weights = truncated_importance_weights(old_logprobs, sampler_logprobs, mask, cap=config.tis_cap)
-        bounded = old_logprobs - sampler_logprobs > math.log(config.tis_cap)
-    else:
-        weights = icepop_weights(old_logprobs, sampler_logprobs, mask, low=config.icepop_low, high=config.icepop_high)
-        bounded = weights == 0
-    metrics |= {"sampler_weight": token_mean(weights, mask), "sampler_bounded": token_mean(bounded, mask)}
-    return weights, metrics
 
 
 def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Tensor | None:

@@ -116,6 +116,7 @@ def _baseline_labels(settings: GRPOConfig) -> list[str]:
         f"pass@{settings.pass_k}": settings.pass_k,
         f"novelty {settings.novelty_strength:g}": settings.novelty_strength,
         "dynamic sampling": settings.dynamic_sampling,
+        settings.surrogate: settings.surrogate != "clip",
         "sequence ratios": settings.importance_sampling_level == "sequence",
     }
     return [label for label, present in labels.items() if present]

@@ -1,13 +1,12 @@
 """Values and gradients against TRL's own trainers, on one batch of float32, with the same settings."""
 
-import math
-
 import pytest
 import torch
 from torch.autograd import grad
 
 from nemo_edo.losses import (
     GRPOLossConfig,
+    cispo_config,
     dapo_config,
     dpo_loss,
     dr_grpo_config,
@@ -44,6 +43,11 @@ GRPO = {
         {"loss_type": "dr_grpo", "max_completion_length": 9, "scale_rewards": "none"},
         dr_grpo_config(9),
     ),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, cispo_config(clip_high=0.2)),
+    "kl weighted by the ratio": (
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
+        plain(beta=0.1, kl_importance="ratio"),
+    ),
     "two-sided clip": ({"loss_type": "grpo", "delta": 1.5}, plain(dual_clip=1.5)),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2, "epsilon_high": 4e-2},
@@ -68,6 +72,15 @@ GRPO_OF_SAMPLER = {
     "masked importance weights": (
         {"loss_type": "dapo", **MASKED},
         plain(aggregation="token-mean", sampler_correction="icepop", icepop_low=0.0, icepop_high=1.2),
+    ),
+    "gspo with truncated weights of responses": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2,
+         **TRUNCATED, "vllm_importance_sampling_mode": "sequence_truncate"},
+        gspo_config(clip_low=3e-2, clip_high=3e-2, sampler_correction="tis", tis_cap=1.2, sampler_level="sequence"),
+    ),
+    "masked weights of responses": (
+        {"loss_type": "grpo", **MASKED, "vllm_importance_sampling_mode": "sequence_mask"},
+        plain(sampler_correction="icepop", icepop_low=0.0, icepop_high=1.2, sampler_level="sequence"),
     ),
     "gspo-token with truncated importance weights": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 3e-2, **TRUNCATED},
@@ -146,12 +159,9 @@ def assert_agree(loss: torch.Tensor, expected: dict[str, torch.Tensor], **leaves
 
 
 def trl_advantages(rewards: torch.Tensor, scale: str) -> torch.Tensor:
-    """Ours, by the sample instead of the population standard deviation, and TRL's 1e-4 added to it."""
     groups = torch.arange(len(rewards)) // GROUP
-    if scale == "none":
-        return group_advantages(rewards, groups, scale="none")
-    shrink = math.sqrt((GROUP - 1) / GROUP)
-    return shrink * group_advantages(rewards, groups, epsilon=1e-4 * shrink)
+    scale = "none" if scale == "none" else "std"
+    return group_advantages(rewards, groups, scale=scale, deviation="sample", epsilon=1e-4)
 
 
 @pytest.mark.parametrize("name", [*GRPO, *GRPO_OF_SAMPLER])

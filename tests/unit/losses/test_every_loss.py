@@ -20,6 +20,7 @@ from nemo_edo.losses import (
     sampler_gap,
     sampler_mismatch,
     sequence_logprobs,
+    sequence_masked_weights,
     sft_loss,
     token_covariances,
     token_spread,
@@ -35,6 +36,8 @@ grpo_a = GRPOLossConfig(importance_sampling_level="sequence", sampler_correction
                         covariance_control="clip-cov", exploration_control="noise", log_ratio_floor=-0.1)
 grpo_b = GRPOLossConfig(aggregation="token-mean", sampler_correction="icepop", icepop_low=0.6, icepop_high=1.5,
                         alpha=1.0, covariance_control="kl-cov", dual_clip=1.3, kl_estimator="k2")
+grpo_c = GRPOLossConfig(aggregation="token-mean", sampler_correction="sequence-mask", sequence_mask_low=0.6, alpha=1.0,
+                        covariance_control="kl-cov", surrogate="cispo", kl_importance="ratio")
 # A function of a mask and the tensors that are named, whose gradient goes into the first one alone.
 DIFFERENTIABLE = {
     "sft_loss": (sft_loss, ("logprobs_BT",)),
@@ -45,6 +48,7 @@ DIFFERENTIABLE = {
                       ("logprobs", "old_logprobs", "advantages")),
     "grpo_loss a": (partial(grpo_loss, config=grpo_a), GRPO),
     "grpo_loss b": (partial(grpo_loss, config=grpo_b), GRPO),
+    "grpo_loss c": (partial(grpo_loss, config=grpo_c), GRPO),
 }
 for reduction in REDUCTIONS:
     options = {"reduction": reduction, "norm_length": 7}
@@ -58,6 +62,7 @@ WITHOUT_GRADIENT = {
     "token weights": (partial(truncated_importance_weights, cap=1.1), BEHAVIOR),
     "sequence weights": (partial(truncated_importance_weights, cap=1.1, level="sequence"), BEHAVIOR),
     "icepop": (partial(icepop_weights, low=0.7, high=1.2), BEHAVIOR),
+    "sequence-mask": (partial(sequence_masked_weights, low=0.7, high=1.2), BEHAVIOR),
     "sampler_gap": (sampler_gap, SAMPLER),
     "sampler_mismatch": (sampler_mismatch, SAMPLER),
     "covariances": (token_covariances, ("logprobs", "advantages")),

@@ -8,6 +8,7 @@ from nemo_edo.losses import (
     icepop_weights,
     sampler_gap,
     sampler_mismatch,
+    sequence_masked_weights,
     truncated_importance_weights,
 )
 
@@ -42,10 +43,16 @@ def test_ratios_beyond_the_largest_number_are_truncated_without_overflow(level, 
 @given(seed=seeds, low=st.floats(0, 0.95), high=st.floats(1.0, 1.5))
 def test_icepop_weights_are_the_ratio_within_the_bounds_and_zero_outside(random_batch, seed, low, high):
     batch = random_batch(seed)
-    weights = icepop_weights(batch.logprobs, batch.old, batch.mask, low=low, high=high)
-    ratio = (batch.logprobs - batch.old).detach().exp()
-    kept = (ratio >= low) & (ratio <= high) & (batch.mask == 1)
-    assert torch.equal(weights, torch.where(kept, ratio, 0.0))
+    both = (batch.logprobs, batch.old, batch.mask)
+    log_ratio, valid = (batch.logprobs - batch.old).detach() * batch.mask, batch.mask == 1
+    of_sequences = log_ratio.sum(1, keepdim=True).exp().expand_as(log_ratio)
+    for level, ratio in (("token", log_ratio.exp()), ("sequence", of_sequences)):
+        weights = icepop_weights(*both, low=low, high=high, level=level)
+        kept = (ratio >= low) & (ratio <= high) & valid
+        assert torch.equal(weights, torch.where(kept, ratio, 0.0))
+    mean = of_sequences ** (1 / batch.lengths.clamp(min=1)[:, None])
+    weights = sequence_masked_weights(*both, low=low, high=high)
+    torch.testing.assert_close(weights, torch.where((mean >= low) & (mean <= high) & valid, log_ratio.exp(), 0.0))
 
 
 def test_icepops_bounds_belong_to_the_range_and_an_overflow_does_not():
@@ -66,6 +73,7 @@ def test_sampler_gaps_and_mismatches_are_means_and_percentiles_of_their_formulas
     found = sampler_gap(batch.logprobs, batch.old, batch.mask)
     log_ratio = (batch.logprobs - batch.old).detach()[batch.mask == 1].numpy()
     ratio = np.exp(log_ratio)
+    of_rows = ((batch.logprobs - batch.old).detach() * batch.mask).sum(1)[batch.lengths > 0].exp().numpy()
     means = {
         "sampler_gap": abs(log_ratio).mean(),
         "sampler_ratio": ratio.mean(),
@@ -79,6 +87,10 @@ def test_sampler_gaps_and_mismatches_are_means_and_percentiles_of_their_formulas
         "sampler_gap_max": abs(log_ratio).max(),
         **{f"sampler_ratio_p{q}": np.percentile(ratio, q) for q in (1, 50, 99)},
         "sampler_ratio_max": ratio.max(),
+        "sampler_chi2": (ratio**2).mean() - 1,
+        "sampler_ess": ratio.mean() ** 2 / (ratio**2).mean(),
+        "sampler_chi2_sequence": (of_rows**2).mean() - 1,
+        "sampler_ess_sequence": of_rows.mean() ** 2 / (of_rows**2).mean(),
     }, rel=1e-10, abs=1e-14)
 
 
@@ -88,6 +100,8 @@ def test_a_mismatch_beyond_all_numbers_still_has_a_gap_and_no_order_of_rows_chan
     found = sampler_mismatch(trainer, sampler, mask)
     assert found["sampler_gap"] == pytest.approx((9998 + 0 + 1 + 0.5) / 4)
     assert found["sampler_ratio_max"] == torch.inf
+    assert (found["sampler_chi2"], found["sampler_chi2_sequence"]) == pytest.approx((np.exp(40) / 4, np.exp(40) / 2))
+    assert (found["sampler_ess"], found["sampler_ess_sequence"]) == (1 / 4, 1 / 2)
     turned = sampler_mismatch(trainer.flip(0), sampler.flip(0), mask)
     assert {name: turned[name] for name in MEANS_AND_EXTREMES} == {name: found[name] for name in MEANS_AND_EXTREMES}
 
@@ -96,6 +110,8 @@ def test_a_mismatch_beyond_all_numbers_still_has_a_gap_and_no_order_of_rows_chan
     (truncated_importance_weights, "cap", {"cap": cap}) for cap in (0.0, -1.0, torch.inf, torch.nan, 1e39)
 ] + [
     (truncated_importance_weights, "level", {"cap": 2.0, "level": "group"}),
+    (icepop_weights, "level", {"low": 0.5, "high": 2.0, "level": "group"}),
+    (sequence_masked_weights, "low and high", {"low": 2.0, "high": 0.5}),
 ] + [
     (icepop_weights, "low and high", {"low": low, "high": high})
     for low, high in ((-0.1, 2.0), (2.0, 2.0), (3.0, 2.0), (0.5, torch.inf), (torch.nan, 2.0))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import grad
 
 from nemo_edo.config import AGGREGATIONS
-from nemo_edo.config.losses import KL_ESTIMATORS
+from nemo_edo.config.losses import KL_ESTIMATORS, SAMPLER_CORRECTIONS
 from nemo_edo.losses import (
     GRPOLossConfig,
     dapo_config,
@@ -25,22 +25,38 @@ seeds = st.integers(0, 2**32 - 1)
 every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 OPTIONS = ("sampler_logprobs", "exploration_factors", "selected", "exploration_weight", "rows", "on_empty")
 
+
+def fitting(changes: dict) -> dict:
+    """Without the settings that those before them rule out."""
+    if changes["surrogate"] != "clip":
+        changes |= {"dual_clip": None, "importance_sampling_level": "token"}
+    if changes["sampler_correction"] not in ("tis", "icepop"):
+        changes["sampler_level"] = "token"
+    return changes
+
+
 any_changes = st.fixed_dictionaries(
     {
         "aggregation": st.sampled_from(AGGREGATIONS),
         "beta": st.sampled_from([0.0, 0.3]),
         "exploration_coefficient": st.sampled_from([0.01, 0.3, 1.0, 2.0]),
+        "surrogate": st.sampled_from(["clip", "clip", "cispo", "reinforce"]),
+        "kl_importance": st.sampled_from(["none", "on-policy", "ratio"]),
+        "sampler_level": st.sampled_from(["token", "sequence"]),
         "kl_estimator": st.sampled_from([name for name in KL_ESTIMATORS if name != "k1"]),
         "clip_low": st.sampled_from([0.1, 0.2]),
         "clip_high": st.sampled_from([0.2, 0.28]),
         "dual_clip": st.sampled_from([None, 1.3]),
         "log_ratio_floor": st.sampled_from([None, -0.1]),
         "importance_sampling_level": st.sampled_from(["token", "sequence"]),
-        "sampler_correction": st.sampled_from(["none", "tis", "icepop"]),
+        "sampler_correction": st.sampled_from(SAMPLER_CORRECTIONS),
         "exploration_control": st.sampled_from(["none", "noise"]),
         "covariance_control": st.sampled_from(["none", "clip-cov", "kl-cov"]),
     }
-).map(lambda changes: {**changes, "alpha": None, "tis_cap": 1.1, "icepop_low": 0.6, "icepop_high": 1.5})
+).map(lambda changes: fitting({
+    **changes, "alpha": None, "tis_cap": 1.1, "icepop_low": 0.6, "icepop_high": 1.5,
+    "sequence_mask_low": 0.9, "sequence_mask_high": 1.2,
+}))
 
 
 def config(**changes) -> GRPOLossConfig:
@@ -97,19 +113,36 @@ def dense_grpo(batch, settings_, counts="non-empty"):
         for t, log_ratio in enumerate(log_ratios):
             mean_log_ratio = sum(log_ratios) / length
             at_level = mean_log_ratio if settings_.importance_sampling_level == "sequence" else log_ratio
-            value, slope = dense_token(batch, settings_, row, t, math.exp(at_level), log_ratio)
+            gaps = (batch.old - batch.sampler_logprobs)[row, :length].tolist()
+            weight = dense_sampler_weight(settings_, gaps, t)
+            value, slope = dense_token(batch, settings_, row, t, math.exp(at_level), log_ratio, weight)
             loss += value / divisor
             gradient[row, t] = slope / divisor
     return loss, gradient
 
 
-def dense_token(batch, settings_, row, t, ratio, log_ratio):
+def dense_sampler_weight(settings_, gaps, t):
+    ratio = math.exp(sum(gaps) if settings_.sampler_level == "sequence" else gaps[t])
+    if settings_.sampler_correction == "tis":
+        return min(ratio, settings_.tis_cap)
+    if settings_.sampler_correction == "icepop":
+        return ratio if settings_.icepop_low <= ratio <= settings_.icepop_high else 0.0
+    if settings_.sampler_correction == "sequence-mask":
+        mean = math.prod(map(math.exp, gaps)) ** (1 / len(gaps))
+        return ratio if settings_.sequence_mask_low <= mean <= settings_.sequence_mask_high else 0.0
+    return 1.0
+
+
+def dense_token(batch, settings_, row, t, ratio, log_ratio, weight):
     advantage = batch.advantages.view(len(batch.lengths), -1).expand(batch.mask.shape)[row, t].item()
     clipped = min(max(ratio, 1 - settings_.clip_low), 1 + settings_.clip_high)
     surrogate = min(ratio * advantage, clipped * advantage)
     slope = ratio * advantage if surrogate == ratio * advantage else 0.0
     if settings_.dual_clip is not None and advantage < 0 and surrogate < settings_.dual_clip * advantage:
         surrogate, slope = settings_.dual_clip * advantage, 0.0
+    if settings_.surrogate != "clip":
+        slope = advantage * (clipped if settings_.surrogate == "cispo" else 1.0)
+        surrogate = slope * batch.logprobs[row, t].item()
 
     selected = settings_.covariance_control != "none" and batch.selected[row, t].item()
     penalty = 0.0
@@ -119,12 +152,6 @@ def dense_token(batch, settings_, row, t, ratio, log_ratio):
         penalty = settings_.kl_cov_coefficient * abs(log_ratio)
         slope -= settings_.kl_cov_coefficient * math.copysign(1.0, log_ratio)
 
-    weight, sampler_ratio = 1.0, math.exp(batch.old[row, t] - batch.sampler_logprobs[row, t])
-    if settings_.sampler_correction == "tis":
-        weight = min(sampler_ratio, settings_.tis_cap)
-    elif settings_.sampler_correction == "icepop":
-        weight = sampler_ratio if settings_.icepop_low <= sampler_ratio <= settings_.icepop_high else 0.0
-
     floor = -math.inf if settings_.log_ratio_floor is None else settings_.log_ratio_floor
     factor = settings_.exploration_weight * batch.exploration_factors[row].item()
     if settings_.exploration_control == "noise":
@@ -133,6 +160,9 @@ def dense_token(batch, settings_, row, t, ratio, log_ratio):
     d = (batch.logprobs[row, t] - batch.ref[row, t]).item()
     kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[settings_.kl_estimator[:2]]
     kl_slope = d if settings_.kl_estimator != "k3" else 1 - math.exp(-d)
+    kl_weight = math.exp(log_ratio) if settings_.kl_importance == "ratio" else 1.0
+    kl_slope = kl_weight * (kl_slope + kl * (settings_.kl_importance != "none"))
+    kl *= kl_weight
     value = weight * (-surrogate + penalty + factor * max(log_ratio, floor)) + settings_.beta * kl
     return value, weight * (-slope + factor * (log_ratio >= floor)) + settings_.beta * kl_slope
 
@@ -254,6 +284,68 @@ def test_metrics_are_the_unweighted_parts_and_the_shares_of_valid_tokens(random_
         batch.logprobs, batch.old, batch.mask, reduction=aggregation, log_ratio_floor=-0.1, norm_length=7
     )
     assert torch.equal(metrics["exploration"].mean(), expected.mean())
+
+
+NEMO_RL = {  # one response of three tokens with advantages 1, -1, 2, pi_old e^-1 each; what its tests have in common
+    "off_policy": ([-1.69315, -1.0, -0.59453], [-0.5, -1.5, -0.8]), "on_policy": ([-1.0] * 3, [-0.5, -3.5, -0.8]),
+    "near": ([-1.0] * 3, [-1.0005] * 3), "far": ([-1.0] * 3, [-1.005] * 3),
+    "reinforce": ([-0.5, -1.0, -1.5], [-1.0] * 3),
+}
+UNCAPPED = {"sampler_correction": "tis", "tis_cap": 1e9}
+
+
+@pytest.mark.parametrize(("case", "changes", "expected"), [
+    ("off_policy", {"aggregation": "token-mean"}, -0.6333),
+    ("reinforce", {"surrogate": "reinforce", "clip_low": 0.0, "clip_high": 0.0}, 0.8333),
+    ("off_policy", {"surrogate": "cispo"}, (0.8 * 1.69315 - 1.0 + 2 * 1.2 * 0.59453) / 3),
+    ("off_policy", {"surrogate": "cispo", **UNCAPPED},
+     (math.exp(-0.5) * 0.8 * 1.69315 - math.exp(0.5) + math.exp(-0.2) * 2 * 1.2 * 0.59453) / 3),
+    ("off_policy", {"importance_sampling_level": "sequence", "sampler_level": "sequence", **UNCAPPED}, -0.4959),
+    ("off_policy", {"importance_sampling_level": "sequence", **UNCAPPED}, -0.1802),
+    ("on_policy", {"sampler_correction": "icepop"}, -(math.exp(-0.5) + 2 * math.exp(-0.2)) / 3),
+    ("near", {"sampler_correction": "sequence-mask"}, -2 / 3 * math.exp(0.0005)),
+    ("far", {"sampler_correction": "sequence-mask"}, 0.0),
+])
+def test_the_losses_have_the_values_of_nemo_rls_own_tests(case, changes, expected):
+    """tests/unit/algorithms/test_loss_functions.py at 7ea279a, by hand there; -0.1802 is GSPO with weights by token."""
+    logprobs, sampler = (torch.tensor([x], dtype=torch.float64) for x in NEMO_RL[case])
+    advantages = torch.tensor([[1.0, -1.0, 2.0]])
+    term, _ = grpo_loss(logprobs, torch.full((1, 3), -1.0), None, advantages, torch.ones(1, 3),
+                        config(beta=0.0, **changes), sampler_logprobs=sampler)
+    assert term.mean().item() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"surrogate": "pg"}, "grpo.surrogate is 'pg'"), ({"clip_low": 1.0}, "grpo.clip_low is 1.0"),
+    ({"surrogate": "cispo", "dual_clip": 3.0}, "grpo.dual_clip is 3.0, expected null with surrogate cispo"),
+    ({"surrogate": "reinforce", "importance_sampling_level": "sequence"}, "grpo.importance_sampling_level is 'seq"),
+    ({"sampler_level": "sequence"}, "grpo.sampler_level is 'sequence', expected token"),
+    ({"sampler_correction": "sequence-mask", "sampler_level": "sequence"}, "grpo.sampler_level is 'sequence'"),
+    ({"sequence_mask_low": 2.0}, "grpo.sequence_mask_low is 2.0, expected a number below grpo.sequence_mask_high"),
+    ({"kl_importance": "yes"}, "grpo.kl_importance is 'yes'"),
+])
+def test_settings_that_exclude_each_other_are_named(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        config(**changes)
+
+
+def test_the_kl_weighted_by_the_ratio_is_unbiased_off_policy_with_the_gradient_of_the_exact_kl(policy):
+    logits, other = policy.random_logits(3), policy.random_logits(4)
+    logprobs, old = policy.logprobs(logits), policy.logprobs(other).detach()
+    ref = policy.logprobs(policy.random_logits(5)).detach()
+    first = policy.mask[:, :1]  # of first tokens, whose exact KL is a sum over three
+    columns = [torch.where(policy.mask == 1, x, 0.0)[:, :1] for x in (logprobs, old, ref)]
+    by_old = policy.probabilities(old)[:, None]  # each response once, weighted by what its sampler gives it
+    settings_ = config(beta=1.0, kl_estimator="k3", kl_importance="ratio", aggregation="token-mean")
+    rows = [slice(row, row + 1) for row in range(len(first))]
+    losses = [grpo_loss(*(x[row] for x in columns), torch.zeros(1), first[row], settings_)[0] for row in rows]
+    value = sum(weight * loss.mean() for weight, loss in zip(by_old, losses, strict=True))
+    root, root_ref = (policy.probabilities(x)[:, None] for x in (logprobs, ref))
+    exact = sum((root[rows].sum() * (root[rows].sum() / root_ref[rows].sum()).log())
+                for rows in ([i for i, y in enumerate(policy.responses) if y[0] == token] for token in range(3)))
+    torch.testing.assert_close(value.squeeze(), exact, rtol=0, atol=1e-12)
+    gradients = [grad(x.sum(), logits, retain_graph=True)[0] for x in (value, exact)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
 def test_ratios_that_overflow_are_an_error_rather_than_a_nan_gradient():

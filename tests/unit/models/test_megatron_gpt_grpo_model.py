@@ -65,8 +65,10 @@ def full_batch(raw_batch):
 
 
 @pytest.mark.parametrize("changes", [
-    {"covariance_control": "kl-cov", "sampler_correction": "tis"},
-    {"covariance_control": "clip-cov", "sampler_correction": "icepop", "exploration_control": "noise"},
+    {"covariance_control": "kl-cov", "sampler_correction": "tis", "sampler_level": "sequence",
+     "importance_sampling_level": "sequence"},
+    {"covariance_control": "clip-cov", "sampler_correction": "icepop", "exploration_control": "noise",
+     "surrogate": "cispo", "kl_importance": "ratio"},
 ], ids=lambda changes: changes["covariance_control"])
 def test_sampler_logprobs_exploration_factors_and_selected_tokens_reach_the_loss(make_model, full_batch, changes):
     model = make_model(replace(ED_GRPO, **changes))
