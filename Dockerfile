@@ -30,6 +30,11 @@ COPY nemo_edo nemo_edo
 RUN python3 -m pip install --no-deps . \
     && useradd --create-home --uid 10001 edo
 
+# What could be absent without an error until a job runs: Transformer Engine, without which training would use other
+# kernels, and the NCCL that the trainer shares with vLLM's servers. Neither needs a GPU.
+RUN python3 -c 'from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE; import transformer_engine.pytorch, onnxscript; assert HAVE_TE' \
+    && python3 -c 'from nemo_edo.refit.libnccl import Library; from nemo_edo.utils.processes import package_file; print(Library(package_file("/opt/vllm/bin/python", "nvidia.nccl", "lib/libnccl.so.2")))'
+
 USER 10001
 WORKDIR /home/edo
 ENTRYPOINT ["nemo-edo"]

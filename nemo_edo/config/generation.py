@@ -100,6 +100,9 @@ class RefitConfig:
     """With disk: where these folders are, on a file system that every server sees under the same path. null: this
     machine's shared memory (/dev/shm) for servers that the run starts, the run's own folder for those at
     servers.urls."""
+    nccl_library: Optional[str] = None
+    """With nccl: the libnccl.so.2 that trainer and servers load, as NCCL refuses ranks of different versions. null:
+    that of the servers' environment (servers.python)."""
     lora: str = "merged"
     """With lora.rank above 0. merged: the whole model with its adapters merged, each time; adapter: only the adapters,
     after the base weights were sent once."""

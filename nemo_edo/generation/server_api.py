@@ -43,6 +43,8 @@ class Launch:
     max_in_flight: int
     sleeps: bool
     """Whether the server must support sleep mode, which frees its GPU memory."""
+    nccl_library: str | None
+    """The library of a refit through NCCL; None: without."""
     adapter_rank: int | None
     """Rank of its LoRA adapters; None: without adapters."""
     arguments: tuple[str, ...]

@@ -25,6 +25,7 @@ from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.utils.api_key import ApiKey, key_of_environment
 from nemo_edo.utils.http import ServerError
+from nemo_edo.utils.processes import package_file
 
 APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-vllm", Path("/opt/vllm"))
@@ -84,6 +85,19 @@ def server_python(settings: ServersConfig) -> str:
         return settings.python
     found = [str(folder / "bin" / "python") for folder in ENVIRONMENTS if (folder / "bin" / "python").exists()]
     return str(Path(found[0]).absolute()) if found else sys.executable
+
+
+def nccl_library(cfg: RunConfig) -> str:
+    """The libnccl.so.2 of a refit from GPU to GPU, for both of its ends. Raises UserError where there is none."""
+    given = cfg.generation.refit.nccl_library
+    python = server_python(cfg.generation.servers)
+    found = given or package_file(python, "nvidia.nccl", "lib/libnccl.so.2")
+    if found is None or not Path(found).is_file():
+        where = given or f"the environment of {python} (its package nvidia-nccl)"
+        raise UserError(
+            f"generation.refit.nccl_library: there is no libnccl.so.2 in {where}: name the file that the servers load"
+        )
+    return found
 
 
 def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, key: str | None = None) -> list[Replica]:
@@ -182,6 +196,7 @@ def _launch(cfg: RunConfig, logs: Path) -> Launch:
         memory_share=settings.memory_share,
         max_in_flight=settings.max_in_flight,
         sleeps=cfg.generation.placement == "shared",
+        nccl_library=nccl_library(cfg) if cfg.generation.refit.transport == "nccl" else None,
         adapter_rank=cfg.lora.rank if cfg.lora.rank and cfg.generation.refit.lora == "adapter" else None,
         arguments=(*settings.arguments, *_transfer_arguments(cfg)),
         log=logs,

@@ -89,6 +89,8 @@ class VLLM:
         }
         if launch.adapter_rank is not None:
             common["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        if launch.nccl_library is not None:
+            common["VLLM_NCCL_SO_PATH"] = launch.nccl_library
         if launch.gpus:
             return {**common, "CUDA_VISIBLE_DEVICES": visible_devices(launch.gpus)}
         return {

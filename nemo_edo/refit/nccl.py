@@ -12,7 +12,8 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.parallel.main_rank import is_main, on_main_for_long
+from nemo_edo.refit.libnccl import Communicator, Library, Stream
 from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
 from nemo_edo.utils.http import ServerError
 
@@ -28,38 +30,49 @@ Export = Callable[[], Iterator[tuple[str, Tensor]]]
 """The current weights under Hugging Face's names, in the same order each time. All ranks iterate it together."""
 
 
-REFUSED_WITHIN_S = 1.0
-"""A server that cannot join answers within this time; one that joins waits for the trainer."""
+STUCK_AFTER_S = 5.0
+"""Once a refit has failed, a server that has not answered by then waits in NCCL for a rank that will not come."""
+
+Check = Callable[[], None]
+"""Raises ServerError where a server has left the refit; called while others are waited for."""
 
 
 class Link(Protocol):
-    """The trainer's end of a process group: it is rank 0, and the servers' workers are the others."""
+    """The trainer's end of a process group: it is rank 0, and the servers' workers are the others. Whatever raises a
+    ServerError has aborted it."""
 
     unique_id: bytes
 
-    def join(self, world_size: int) -> None:
+    def join(self, world_size: int, check: Check) -> None:
         """Returns once all ranks have joined."""
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, check: Check) -> None:
         """Sends the tensor to all other ranks."""
+
+    def abort(self) -> None:
+        """Leaves the group without waiting for the others."""
 
 
 class NCCLLink:
-    """A Link by torch's bindings of NCCL."""
+    """A Link through NCCL."""
 
-    def __init__(self) -> None:
-        self.unique_id: bytes = torch.cuda.nccl.unique_id()
-        self._communicator: Any = None
+    def __init__(self, library: Library, device: torch.device, stream: Callable[[], Stream], limit_s: float) -> None:
+        """stream: the current one of the device. limit_s: seconds for the join and for each broadcast."""
+        self.unique_id = library.unique_id()
+        self._library, self._device, self._stream, self._limit_s = library, device, stream, limit_s
+        self._communicator: Communicator | None = None
 
-    def join(self, world_size: int) -> None:
-        self._communicator = torch.cuda.nccl.init_rank(world_size, self.unique_id, 0)
-        # As vLLM's workers do first.
-        torch.cuda.nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[self._communicator])
-        torch.cuda.synchronize()
+    def join(self, world_size: int, check: Check) -> None:
+        settings = {"rank": 0, "size": world_size, "stream": self._stream, "check": check, "limit_s": self._limit_s}
+        self._communicator = Communicator(self._library, self.unique_id, **settings)
+        self._communicator.all_reduce(torch.zeros(1, device=self._device), check)  # as vLLM's workers do first
 
-    def broadcast(self, tensor: Tensor) -> None:
-        torch.cuda.nccl.broadcast([tensor.to("cuda").contiguous()], comms=[self._communicator])
-        torch.cuda.synchronize()
+    def broadcast(self, tensor: Tensor, check: Check) -> None:
+        self._communicator.broadcast(tensor.to(self._device).contiguous(), check)
+
+    def abort(self) -> None:
+        if self._communicator is not None:
+            self._communicator.abort()
 
 
 class NCCLSync:
@@ -132,8 +145,9 @@ class NCCLSync:
             try:
                 on_main_for_long(lambda: self._finish(replicas, receiving, error, label))
             except ServerError as failure:
-                self._link = None
                 error = str(failure)
+            if error is not None and is_main():
+                self._give_up(replicas, receiving)
         return error
 
     def _prepare(self, replicas: Sequence[Replica], pool: ThreadPoolExecutor) -> None:
@@ -163,11 +177,14 @@ class NCCLSync:
             }
             body = {"init_info": info}
             answers.append(pool.submit(_post, replica, "/init_weight_transfer_engine", body, self._limit_s))
-        for answer in wait(answers, REFUSED_WITHIN_S).done:
-            answer.result()
-        link.join(1 + sum(sizes))
-        for answer in answers:
-            answer.result()
+        try:
+            link.join(1 + sum(sizes), partial(_require_no_failure, answers))
+            for answer in answers:
+                answer.result()
+        except ServerError:
+            link.abort()
+            self._give_up(replicas, answers)
+            raise
         self._link = link
 
     def _receive(self, replicas: Sequence[Replica], pool: ThreadPoolExecutor) -> list[Future]:
@@ -176,11 +193,26 @@ class NCCLSync:
         return [pool.submit(_post, replica, "/update_weights", body, self._limit_s) for replica in replicas]
 
     def _send(self, tensor: Tensor, receiving: Sequence[Future]) -> str | None:
-        for answer in receiving:
-            if answer.done() and answer.exception() is not None:  # it receives no more, so that a broadcast would hang
-                return str(answer.exception())
-        self._link.broadcast(tensor)
+        """The error, or None. A server that receives no more is noticed while the broadcast waits for it."""
+        try:
+            self._link.broadcast(tensor, partial(_require_no_failure, receiving))
+        except ServerError as failure:
+            return str(failure)
         return None
+
+    def _give_up(self, replicas: Sequence[Replica], answers: Sequence[Future]) -> None:
+        """Leaves the group. The run's own servers that still wait in NCCL, which nothing else ends, are stopped: the
+        next attempt restarts them. answers: to what the replicas were last asked; empty: to nothing."""
+        if self._link is not None:
+            self._link.abort()
+        self._link = None
+        stuck = wait(answers, STUCK_AFTER_S).not_done
+        for place, replica in enumerate(replicas):
+            if not answers or answers[place] not in stuck:
+                with contextlib.suppress(ServerError):  # where no update is open; an open one would refuse the next
+                    replica.request("POST", "/finish_weight_update", timeout_s=self._limit_s)
+            elif replica.is_managed:
+                replica.stop()
 
     def _finish(self, replicas: Sequence[Replica], receiving: Sequence[Future], error: str | None, label: str) -> None:
         if error is not None:
@@ -211,6 +243,12 @@ def _describe(weights: Iterator[tuple[str, Tensor]]) -> dict[str, list]:
         described["dtype_names"].append(str(tensor.dtype).removeprefix("torch."))
         described["shapes"].append(list(tensor.shape))
     return described
+
+
+def _require_no_failure(answers: Sequence[Future]) -> None:
+    for answer in answers:
+        if answer.done():
+            answer.result()
 
 
 def _post(replica: Replica, path: str, body: dict, limit_s: float) -> None:

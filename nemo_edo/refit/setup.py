@@ -14,10 +14,12 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
+from nemo_edo.generation.servers import nccl_library
 from nemo_edo.interfaces import WeightSync
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders
+from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
 from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, ServerWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs, free_gpu_memory
@@ -42,6 +44,8 @@ def check_refit(cfg: RunConfig, run: Path) -> None:
         )
     if refit.transport == "nccl" and not on_gpu:
         raise UserError("generation.refit.transport is nccl, which needs GPUs, and there is none here; set it to disk")
+    if refit.transport == "nccl":
+        Library(nccl_library(cfg))
     if refit.lora == "adapter" and not cfg.lora.rank:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
     if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
@@ -57,7 +61,12 @@ def build_server_sync(
     if settings.transport == "nccl":
         name = on_main(lambda: f"{run.name}/{secrets.token_hex(4)}")
         common = {"attempts": settings.attempts, "limit_s": settings.limit_s}
-        return NCCLSync(engine, exported(model.built), NCCLLink, name=name, **common)
+
+        def new_link() -> NCCLLink:
+            gpu = torch.device("cuda", torch.cuda.current_device())
+            return NCCLLink(Library(nccl_library(cfg)), gpu, torch.cuda.current_stream, settings.limit_s)
+
+        return NCCLSync(engine, exported(model.built), new_link, name=name, **common)
     adapters = settings.lora == "adapter"
     size = weight_bytes(cfg, model_folder)
     folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_only=adapters)

@@ -175,6 +175,7 @@ def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: b
         memory_share=settings.memory_share,
         max_in_flight=settings.max_in_flight,
         sleeps=False,
+        nccl_library=None,
         adapter_rank=None,
         arguments=tuple(arguments),
         log=work,

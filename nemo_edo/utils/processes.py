@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 """For prctl(2): the signal that the kernel sends to this process when the thread that started it ends."""
@@ -59,6 +60,20 @@ def _keep(parent: int, command: Sequence[str]) -> int:
         with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
             os.killpg(running.pid, signal.SIGKILL)
     return running.wait()
+
+
+def package_file(python: str, package: str, file: str) -> str | None:
+    """The path of a file of a package (with a dot, of a namespace) in an interpreter's environment; None where it has
+    neither."""
+    probe = (
+        "import importlib.util as util, sys; name = sys.argv[1]; "
+        "spec = util.find_spec(name.partition('.')[0]) and util.find_spec(name); "
+        "print(*(spec.submodule_search_locations if spec else ()), sep='\\n')"
+    )
+    # -I: neither this folder's modules nor PYTHONPATH's
+    done = subprocess.run([python, "-I", "-c", probe, package], capture_output=True, text=True)
+    found = (Path(folder) / file for folder in done.stdout.splitlines())
+    return next((str(path) for path in found if path.is_file()), None)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 import base64
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+
+import torch
 
 from nemo_edo.utils.http import ServerError
 
@@ -17,26 +20,41 @@ class Link:
         self.unique_id = bytes(range(128))
         self.ranks: list[int] = []
         self._queues: dict[str, queue.Queue] = {server.name: queue.Queue() for server in servers}
-        self._limit_s, self._complete, self._lock = limit_s, threading.Event(), threading.Lock()
+        self._limit_s, self._lock = limit_s, threading.Lock()
+        self._complete, self._aborted = threading.Event(), threading.Event()
         for server in servers:
             server.link = self
 
-    def meet(self, ranks: range, world_size: int) -> None:
+    def meet(self, ranks: range, world_size: int, check=lambda: None) -> None:
         with self._lock:
             self.ranks += ranks
             if sorted(self.ranks) == list(range(world_size)):
                 self._complete.set()
-        assert self._complete.wait(self._limit_s), "the others did not come"
+        deadline = time.monotonic() + self._limit_s
+        while not self._complete.wait(0.01):
+            check()
+            if self._aborted.is_set() or time.monotonic() > deadline:
+                raise ServerError("the others did not come")
 
-    def join(self, world_size: int) -> None:
-        self.meet(range(1), world_size)
+    def join(self, world_size: int, check) -> None:
+        self.meet(range(1), world_size, check)
 
-    def broadcast(self, tensor) -> None:
+    def join_as_server(self, unique_id: bytes, ranks: range, world_size: int) -> None:
+        assert unique_id == self.unique_id
+        self.meet(ranks, world_size)
+
+    def broadcast(self, tensor, check) -> None:
+        check()
         for waiting in self._queues.values():
             waiting.put(tensor.clone())
 
-    def receive(self, server):
-        return self._queues[server.name].get(timeout=self._limit_s)
+    def receive(self, server, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        tensor = self._queues[server.name].get(timeout=self._limit_s)
+        assert (tensor.dtype, list(tensor.shape)) == (dtype, shape)
+        return tensor
+
+    def abort(self) -> None:
+        self._aborted.set()
 
 
 @dataclass
@@ -64,6 +82,8 @@ class ScriptedReplica:
     asked: list[tuple] = field(default_factory=list)
     link: Link | None = None
     received: list[tuple] = field(default_factory=list)
+    is_updating: bool = False
+    is_running: bool = True
 
     @property
     def has_worker_extension(self) -> bool:
@@ -73,13 +93,17 @@ class ScriptedReplica:
         return self.name
 
     def is_healthy(self) -> bool:
-        return True
+        return self.is_running
+
+    def stop(self) -> None:
+        self.is_running = False
 
     def request(self, method: str, path: str, json=None, params=None, timeout_s=60.0, answers_json=True):
         self.asked.append((method, path, json, params))
         fails = self.faults.get(path, 0) > 0
         if fails:
             self.faults[path] -= 1
+            self.is_updating &= path != "/update_weights"  # an update that breaks ends it, as in vLLM's workers
             if path not in ("/reset_prefix_cache", "/weight_info"):
                 raise ServerError(f"{self.name}: {method} {path}: status 500")
         return getattr(self, path.strip("/").replace("/", "_"))(json, params, fails)
@@ -89,6 +113,7 @@ class ScriptedReplica:
         if self.cannot_start:
             raise ServerError(f"{self.name} has ended with status 1")
         self.starts += 1
+        self.is_updating, self.is_running = False, True
         self.weights, self.version, self.adapters = str(model_folder), "default", {}
 
     # --- the endpoints ----------------------------------------------------------------------------------------------
@@ -127,16 +152,18 @@ class ScriptedReplica:
     def init_weight_transfer_engine(self, json, params, fails):
         """Waits, as a worker does, until the trainer has joined."""
         info = json["init_info"]
-        assert base64.b64decode(info["nccl_unique_id_b64"]) == self.link.unique_id and info["packed"] is False
-        self.link.meet(range(info["rank_offset"], info["rank_offset"] + self.workers), info["world_size"])
+        assert info["packed"] is False
+        ranks = range(info["rank_offset"], info["rank_offset"] + self.workers)
+        self.link.join_as_server(base64.b64decode(info["nccl_unique_id_b64"]), ranks, info["world_size"])
         return {"message": "Weight transfer initialized"}
 
     def shutdown_weight_transfer_engine(self, json, params, fails):
         return {"message": "Weight transfer shut down"}
 
     def start_weight_update(self, json, params, fails):
-        assert not self.asleep
-        self.received = []
+        if self.is_updating:  # as vLLM's workers
+            raise ServerError(f"{self.name}: start_weight_update called while a weight update is already active")
+        self.received, self.is_updating = [], True
         return {"message": "Weight update started"}
 
     def update_weights(self, json, params, fails):
@@ -144,13 +171,14 @@ class ScriptedReplica:
         info = json["update_info"]
         assert info.keys() == {"names", "dtype_names", "shapes"}
         for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            tensor = self.link.receive(self)
-            assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
-            self.received.append((name, tensor))
+            self.received.append((name, self.link.receive(self, getattr(torch, dtype), shape)))
         return {"message": "Weights updated"}
 
     def finish_weight_update(self, json, params, fails):
-        self.version = json["weight_version"]
+        if not self.is_updating:
+            raise ServerError(f"{self.name}: finish_weight_update called without a matching start_weight_update")
+        self.is_updating = False
+        self.version = (json or {}).get("weight_version", self.version)
         return {"message": "Weight update finished"}
 
     def v1_models(self, json, params, fails):

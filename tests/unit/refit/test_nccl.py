@@ -5,16 +5,10 @@ import torch
 from helpers.scripted_server import Link, ScriptedReplica, engine_of
 
 from nemo_edo.errors import UserError
-from nemo_edo.refit import nccl
 from nemo_edo.refit.nccl import NCCLSync, exported
 from nemo_edo.utils.http import ServerError
 
 LIMIT_S = 20.0
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(nccl, "REFUSED_WITHIN_S", 0.05)
 
 
 @pytest.fixture
@@ -71,12 +65,18 @@ def test_a_version_is_sent_once_and_a_restarted_server_gets_a_new_link(sync_of):
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"])
-def test_a_refit_that_breaks_is_tried_again_with_a_new_link(sync_of, monkeypatch, path: str):
-    monkeypatch.setattr(nccl, "REFUSED_WITHIN_S", 0.5)  # the refusal has to come before the link is waited for
+def test_a_refit_that_breaks_is_tried_again_with_a_new_link(sync_of, path: str):
     server = ScriptedReplica(faults={path: 1})
     engine, sync, links = sync_of(server)
     sync.push(1)
     assert server.version == "run/1" and engine.policy_version == 1 and len(links) == 2
+
+
+def test_a_server_that_cannot_begin_leaves_no_update_open_at_the_others(sync_of):
+    others, broken = ScriptedReplica("server 0"), ScriptedReplica("server 1", faults={"/start_weight_update": 1})
+    _, sync, _ = sync_of(others, broken)
+    sync.push(1)
+    assert others.version == broken.version == "run/1"
 
 
 def test_a_server_that_refuses_the_weights_is_named_and_the_version_stays(sync_of):

@@ -1,0 +1,180 @@
+"""NVIDIA's NCCL by ctypes: the few functions that a refit calls, as vLLM's own wrapper has them
+(``vllm/distributed/device_communicators/pynccl_wrapper.py``).
+
+torch's Python binding cannot make a communicator (``torch.cuda.nccl.init_rank`` fails since Python 3.10), and NCCL
+refuses ranks of different versions: the trainer loads the library of the servers' environment, whatever torch has.
+Communicators are non-blocking (nccl.h, ``ncclConfig_t``), so that a rank that dies costs an error and not the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_edo.utils.http import ServerError
+
+ID_BYTES = 128
+OLDEST = 21400
+"""NCCL 2.14: the first with communicators that do not block."""
+_SUCCESS, _IN_PROGRESS, _SUM = 0, 7, 0
+_POLL_S = 2e-4
+_TYPES = {
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
+    torch.float64: 8, torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
+}  # fmt: skip
+"""``ncclDataType_t``."""
+
+
+class NCCLError(ServerError):
+    """A function of NCCL has failed, or has not ended in time."""
+
+
+class Stream(Protocol):
+    """What is used of a ``torch.cuda.Stream``."""
+
+    cuda_stream: int
+
+    def query(self) -> bool:
+        """Whether all of its work is done."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` as of 2.14, which later versions accept: they read as much of it as ``size`` and ``version``
+    say."""
+
+    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
+
+    @classmethod
+    def non_blocking(cls) -> _Config:
+        return cls(ctypes.sizeof(cls), 0xCAFEBEEF, OLDEST, 0)
+
+
+_FUNCTIONS: dict[str, tuple] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(_UniqueId),),
+    "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, _UniqueId, c_int, POINTER(_Config)),
+    "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
+    "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclBroadcast": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclCommAbort": (c_void_p,),
+}
+"""Argument types; each returns an ``ncclResult_t``."""
+
+
+class Library:
+    """A ``libnccl.so.2``. Raises NCCLError where the file is none, or older than 2.14."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        try:
+            self._library = ctypes.CDLL(self.path)
+            for name, arguments in _FUNCTIONS.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = arguments, c_int
+            self._library.ncclGetErrorString.restype = c_char_p
+        except (OSError, AttributeError) as error:
+            raise NCCLError(f"{self.path} is no NCCL of 2.14 or newer: {error}") from error
+        version = c_int()
+        self.require(self._library.ncclGetVersion(byref(version)), "ncclGetVersion")
+        self.code = version.value
+        if self.code < OLDEST:
+            raise NCCLError(f"{self} is older than 2.14")
+
+    def __str__(self) -> str:
+        return f"NCCL {self.code // 10000}.{self.code // 100 % 100}.{self.code % 100} ({self.path})"
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return getattr(self._library, name)
+
+    def unique_id(self) -> bytes:
+        """What the ranks of a new communicator share. This process waits for the others in the background."""
+        found = _UniqueId()
+        self.require(self._library.ncclGetUniqueId(byref(found)), "ncclGetUniqueId")
+        return bytes(found)
+
+    def require(self, status: int, what: str) -> None:
+        """Raises NCCLError, with NCCL's own words, where a call has failed."""
+        if status not in (_SUCCESS, _IN_PROGRESS):
+            said = self._library.ncclGetErrorString(c_int(status)).decode()
+            raise NCCLError(f"{what}: {said} (status {status}); NCCL_DEBUG=WARN says more. This process has {self}")
+
+
+class Communicator:
+    """One rank of a group of GPUs. Whatever a call raises, the communicator is aborted: all ranks need a new one."""
+
+    def __init__(
+        self,
+        library: Library,
+        unique_id: bytes,
+        *,
+        rank: int,
+        size: int,
+        stream: Callable[[], Stream],
+        check: Callable[[], None],
+        limit_s: float,
+    ) -> None:
+        """Returns once all ranks have joined. stream: the current one, on which calls are enqueued. check: raises where
+        another rank will not come; called while waiting. limit_s: seconds for each call, this one included.
+
+        Raises NCCLError, and what ``check`` raises."""
+        self._library, self._stream, self._limit_s = library, stream, limit_s
+        self._communicator: c_void_p | None = c_void_p()
+        shared, config = _UniqueId.from_buffer_copy(unique_id), _Config.non_blocking()
+        self._call(
+            "ncclCommInitRankConfig", check, byref(self._communicator), size, shared, rank, byref(config), waits=False
+        )
+
+    def all_reduce(self, tensor: Tensor, check: Callable[[], None]) -> None:
+        """Sums a contiguous tensor over all ranks, in place."""
+        self._collective("ncclAllReduce", tensor, _SUM, check)
+
+    def broadcast(self, tensor: Tensor, check: Callable[[], None], *, root: int = 0) -> None:
+        """Sends a contiguous tensor from the root to all other ranks; returns once they have it."""
+        self._collective("ncclBroadcast", tensor, root, check)
+
+    def abort(self) -> None:
+        """Ends what is enqueued, and leaves the group; the others are not waited for."""
+        if self._communicator:
+            self._library.ncclCommAbort(self._communicator)
+        self._communicator = None
+
+    def _collective(self, name: str, tensor: Tensor, operand: int, check: Callable[[], None]) -> None:
+        """operand: the root or the reduction."""
+        if self._communicator is None:
+            raise NCCLError(f"{name} on a communicator that was aborted")
+        if not tensor.is_contiguous() or tensor.dtype not in _TYPES:
+            raise NCCLError(f"{name} of {tensor.dtype} {tuple(tensor.shape)}: not contiguous, or a type without a code")
+        address, stream = c_void_p(tensor.data_ptr()), c_void_p(self._stream().cuda_stream)
+        number = tensor.numel(), _TYPES[tensor.dtype], operand
+        self._call(name, check, address, address, *number, self._communicator, stream, waits=True)
+
+    def _call(self, name: str, check: Callable[[], None], *arguments: object, waits: bool) -> None:
+        """waits: until the stream is done, so that the tensor may be freed and a failure belongs to this call."""
+        deadline, status = time.monotonic() + self._limit_s, c_int()
+        try:
+            self._library.require(getattr(self._library, name)(*arguments), name)
+            while True:
+                self._library.require(
+                    self._library.ncclCommGetAsyncError(self._communicator, byref(status)), "ncclCommGetAsyncError"
+                )
+                self._library.require(status.value, name)
+                if status.value == _SUCCESS and (not waits or self._stream().query()):
+                    return
+                check()
+                if time.monotonic() > deadline:
+                    raise NCCLError(f"{name} has not ended after {self._limit_s:g} s: another rank does not take part")
+                time.sleep(_POLL_S)
+        except ServerError:
+            self.abort()
+            raise

@@ -1,0 +1,96 @@
+"""A real vLLM server on the CPU that receives weights through the stub of NCCL, on the quickstart's model. Writes
+FOLDER/results.json for tests/servers/test_nccl_refit.py."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import nccl_stub
+import psutil
+from refit_worker import GREEDY, SAMPLED, largest_gap, move
+
+from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.config.compose import compose_run
+from nemo_edo.generation import servers as building
+from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.refit.libnccl import Library
+from nemo_edo.refit.nccl import NCCLSync, exported
+from nemo_edo.run import build, inputs
+from nemo_edo.run.folder import RunFolder
+
+INSIDE = Path(__file__).parent / "inside_stub_server"
+LIMIT_S = 120.0
+
+
+class StubVLLM(VLLM):
+    """vLLM with the worker extension of ``inside_stub_server``."""
+
+    def environment(self, launch, key):
+        found = super().environment(launch, key)
+        return {**found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(INSIDE)])}
+
+
+def pushed(model, in_process, servers, sync, data, version: int) -> dict:
+    """Both engines' responses after a push."""
+    sync.push(version)
+    greedy = sampling_requests(data.train[:40], data.prompts, 1, 1, "greedy")
+    texts = [[r.text for r in engine.generate(greedy, GREEDY)] for engine in (in_process, servers)]
+    rollouts = servers.generate(sampling_requests(data.train[:32], data.prompts, 2, 1, "sampled"), SAMPLED)
+    [replica] = servers.replicas
+    return {
+        "greedy_same": sum(one == other for one, other in zip(*texts, strict=True)),
+        "greedy": texts[1],
+        "versions": sorted({r.policy_version for r in rollouts}),
+        "largest_gap": largest_gap(model, rollouts, data),
+        "name": replica.request("GET", "/weight_info")["weight_version"],
+        "starts": replica.starts,
+    }
+
+
+def killing_once(weights, replica, after: int):
+    """An export during which the server's processes are killed."""
+    killed = []
+
+    def export():
+        for place, weight in enumerate(weights()):
+            if place == after and not killed:
+                killed.append([child.kill() for child in psutil.Process(replica.process._process.pid).children()])
+            yield weight
+
+    return export
+
+
+def main(folder: Path) -> None:
+    library = Library(nccl_stub.build(folder))
+    cfg = compose_run("quickstart", [
+        f"output_dir={folder}", "name=run", "generation=vllm", "~arms", "generation.refit.transport=nccl",
+        f"generation.refit.nccl_library={library.path}",
+        "generation.servers.arguments=[--worker-extension-cls,stub_worker.StubWorker]",
+    ])  # fmt: skip
+    run = RunFolder(folder / "run")
+    run.data.mkdir(parents=True)
+    device_and_groups(cfg.parallelism, cfg.seed, 1)
+    inputs.write_builtin_files(cfg, run)
+    data, model = inputs.load_data(cfg, run), build.build_model(cfg, run, cfg.grpo)
+    in_process = build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
+    building.APIS["vllm"] = StubVLLM
+    servers = build.start_servers(cfg, run, data)
+    try:
+        sync = NCCLSync(servers, exported(model.built), lambda: nccl_stub.link(library, LIMIT_S), name="run",
+                        attempts=2, limit_s=LIMIT_S)  # fmt: skip
+        results = []
+        for version in range(2):
+            move(model, version)
+            results.append(pushed(model, in_process, servers, sync, data, version))
+        move(model, 2)
+        sync._export = killing_once(sync._export, servers.replicas[0], after=3)
+        results.append(pushed(model, in_process, servers, sync, data, 2))
+    finally:
+        servers.close()
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
