@@ -99,7 +99,7 @@ def generate_ahead(
 
     def stop_if_asked() -> None:
         if stop.is_set():
-            raise RunStopped(f"asked to stop: the finished parts of iteration {t} are saved")
+            raise RunStopped(f"stopped, with the finished parts of iteration {t} saved")
 
     return generate_samples(plan, t, engine=engine, scorer=scorer, store=store, before_part=stop_if_asked).speed
 

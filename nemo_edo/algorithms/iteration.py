@@ -19,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from tqdm import tqdm
-
 from nemo_edo.algorithms.ahead import Ahead, NothingAhead
 from nemo_edo.algorithms.collection import Collected, Objective, step_statistics
 from nemo_edo.algorithms.guards import Guards, loggable, respond
@@ -64,7 +62,7 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], None]) -
     if start.step == 0:  # within an iteration, the weights have no version
         run.weight_sync.push(start.iteration)
     with closing(run.ahead):
-        for t in _iterations(start.iteration, plan):
+        for t in range(start.iteration, last):
             if start.step and t == start.iteration:
                 first, collected = start.step, run.progress.kept(t)
             else:
@@ -100,12 +98,6 @@ class _State:
     def position(self, t: int, step: int = 0) -> Position:
         """Iteration t, with ``step`` of its optimizer steps taken."""
         return Position(t, step, self.steps_taken, self.schedule.state_dict(), self.guards.state_dict())
-
-
-def _iterations(first: int, plan: Plan) -> tqdm:
-    """The numbers of the remaining iterations, with a progress bar."""
-    total, label = plan.config.iterations, plan.bar
-    return tqdm(range(first, total), desc=label, disable=label is None, initial=first, total=total)
 
 
 # --- samples ------------------------------------------------------------------------------------------------------

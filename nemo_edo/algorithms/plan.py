@@ -28,8 +28,6 @@ class Plan:
     """Iterations by which the sampling policy lags behind the trained one: 1 for one-step-off generation."""
     keeps_stale: bool = False
     """Whether to train on responses of earlier policies than an iteration asks for; False: they are an error."""
-    bar: str | None = None
-    """The progress bar's label; None for no bar."""
 
     def versions(self, t: int) -> range:
         """The policies that may have generated iteration t's responses; the last one is asked to."""

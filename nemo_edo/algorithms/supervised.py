@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count, islice
 
-from tqdm import tqdm
-
 from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.progress import FromTheBeginning, Position, Progress
 from nemo_edo.config import GuardsConfig, SFTConfig
@@ -25,13 +23,12 @@ def train_supervised(
     pad_id: int,
     seed: int,
     log: Log,
-    bar: bool = False,
     progress: Progress | None = None,
     guards: GuardsConfig | None = None,
 ) -> None:
     """``config.steps`` optimizer steps over seeded permutations of the solutions, whole batches only.
 
-    bar: whether to show a progress bar. progress: where to resume; None: at the beginning, and nothing is kept.
+    progress: where to resume; None: at the beginning, and nothing is kept.
     guards: None: with their defaults. Raises StoppedByGuard where one of them ends the training.
     """
     progress = progress or FromTheBeginning()
@@ -44,10 +41,7 @@ def train_supervised(
         if len(rows) == batch_size
     )
     first = progress.start.step
-    steps = tqdm(
-        islice(batches, first, config.steps), initial=first, total=config.steps, desc="warm-up", disable=not bar
-    )
-    for step, rows in enumerate(steps, start=first):
+    for step, rows in enumerate(islice(batches, first, config.steps), start=first):
         batch = build_batch([solutions[row] for row in rows], pad_id=pad_id)
         metrics = policy.train_step(batch, grad_norm_limit=watch.grad_norm_limit)
         alarms = watch.step(metrics)

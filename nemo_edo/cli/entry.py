@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 
 from nemo_edo.cli.arguments import parse
@@ -20,7 +21,8 @@ STOPPED_BY_GUARD = 3
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0 on success; 1 where a member of a sweep failed; 2 for an error in
-    the user's input; 3 where a guard stopped the run; 75 (EX_TEMPFAIL) where a run was asked to stop and can resume."""
+    the user's input; 3 where a guard stopped the run; 75 (EX_TEMPFAIL) where a run was asked to stop and can resume;
+    130 where Ctrl-C ended another command."""
     end_with_torchrun()  # before the imports, which take a while
     status = _run(argv)
     tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
@@ -48,3 +50,6 @@ def _run(argv: list[str] | None) -> int:
     except RunStopped as stopped:
         say(f"nemo-edo: {stopped}; the same command resumes the run", file=sys.stderr)
         return os.EX_TEMPFAIL
+    except KeyboardInterrupt:  # where no run is in progress: while it starts, or in a command that has no state
+        say("nemo-edo: interrupted; what was finished is saved, and the same command resumes", file=sys.stderr)
+        return 128 + signal.SIGINT

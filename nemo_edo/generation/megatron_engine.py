@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import Tensor
-from tqdm import tqdm
 
 from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
@@ -22,12 +21,11 @@ from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.megatron.decoding_cache import CacheContext
 from nemo_edo.megatron.layer_spec import shared_prompt_cache, shares_prompts
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
+from nemo_edo.utils.status_line import Counter
 
 COMPACT_BELOW = 0.9
 """Ended rows leave the cache once fewer than this share of its rows are alive: a copy of the cache costs time, too."""
 
-PROGRESS_DELAY_S = 2.0
-"""Shorter generations show no progress bar."""
 
 
 class MegatronEngine:
@@ -66,15 +64,13 @@ class MegatronEngine:
         rollouts: list[Rollout | None] = [None] * len(mine)
         with (
             token_by_token(self._built.chunks) as self._chunks,
-            tqdm(
-                total=len(mine), desc="generate", disable=not self._progress, leave=False, delay=PROGRESS_DELAY_S
-            ) as bar,
+            Counter("generate", len(mine), shown=self._progress) as counter,
         ):
             for start in range(0, len(order), self._max_batch_size):
                 places = order[start : start + self._max_batch_size]
                 for place, rollout in zip(places, self._batch([mine[i] for i in places], sampling), strict=True):
                     rollouts[place] = rollout
-                bar.update(len(places))
+                counter.add(len(places))
         return _interleave(_gather(rollouts), len(requests))
 
     @torch.inference_mode()

@@ -10,7 +10,6 @@ from threading import Event
 from typing import Protocol
 
 import aiohttp
-from tqdm import tqdm
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, UserError
@@ -23,9 +22,7 @@ from nemo_edo.generation.supervision import post
 from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError, body_limit
-
-PROGRESS_DELAY_S = 2.0
-"""Shorter generations show no progress bar."""
+from nemo_edo.utils.status_line import Counter
 
 
 class ServerEngine:
@@ -126,12 +123,12 @@ class ServerEngine:
         stop: Event | None,
     ) -> None:
         """Fills ``rollouts``, by the requests' places."""
-        quiet, strings = not self._progress, StopStrings(sampling.stop, self._decode)
-        with tqdm(total=len(requests), desc="generate", disable=quiet, leave=False, delay=PROGRESS_DELAY_S) as bar:
+        strings = StopStrings(sampling.stop, self._decode)
+        with Counter("generate", len(requests), shown=self._progress) as counter:
 
             def on_answer(place: int, rollout: Rollout) -> None:
                 rollouts[place] = rollout
-                bar.update()
+                counter.add()
 
             sends = [partial(self._send, request=request, sampling=sampling, strings=strings) for request in requests]
             async with Dispatcher(self.replicas, self._settings, self._restart) as servers:

@@ -26,7 +26,6 @@ from typing import Any
 
 import aiohttp
 import torch
-from tqdm import tqdm
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
@@ -38,12 +37,12 @@ from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.reward_models.formats import SKYWORK, Encoded, RewardFolder, load_format
 from nemo_edo.reward_models.skywork import write_servable
 from nemo_edo.utils.http import Fault, body_limit
+from nemo_edo.utils.status_line import Counter
 
 POOLING = "/pooling"
 MODEL_NAME = "reward_model"
 TOKENS, SEQUENCE = "token_classify", "classify"
 """vLLM's names of its tasks: one row per token, and one row per sequence."""
-PROGRESS_DELAY_S = 2.0
 
 
 class VLLMPooling(VLLM):
@@ -81,11 +80,11 @@ class ServedRewardModel:
 
     async def _send_all(self, parts: Sequence[Encoded]) -> list[tuple[float, ...]]:
         scores: dict[int, tuple[float, ...]] = {}
-        with tqdm(total=len(parts), desc="score", leave=False, delay=PROGRESS_DELAY_S) as bar:
+        with Counter("score", len(parts)) as counter:
 
             def on_answer(place: int, answer: tuple[float, ...]) -> None:
                 scores[place] = answer
-                bar.update()
+                counter.add()
 
             async with Dispatcher(self._replicas, self._settings, self._restart) as servers:
                 await servers.send_all([partial(self._send, part=part) for part in parts], on_answer)

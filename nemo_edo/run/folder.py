@@ -263,15 +263,24 @@ def check_arm_names(arms: Iterable[str]) -> None:
 
 class MetricsLog:
     """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers. Ranks other than the first write nothing.
+    ``watch`` gets the kind of each line that was written, and its values with its clocks.
 
     Everything that a clock says is under "time": the rest is the same in every run of a config. The loggers get a
     line's numbers under ARM/KIND/NAME, those under "time" as well, and of a metric with an interval the mean; at the
     line's "step", otherwise its "iteration", otherwise the number of such lines before it.
     """
 
-    def __init__(self, path: Path, log_numbers: Callable[[dict[str, float], int], None], *, writes: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        log_numbers: Callable[[dict[str, float], int], None],
+        *,
+        writes: bool,
+        watch: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> None:
         self._file = path.open("a", encoding="utf-8") if writes else None
         self._log_numbers = log_numbers
+        self._watch = watch
         self._start = time.monotonic()
         self._lines: Counter[tuple[str, str]] = Counter()
 
@@ -291,6 +300,8 @@ class MetricsLog:
         step = values.get("step", values.get("iteration", self._lines[arm, kind]))
         self._log_numbers({f"{arm}/{kind}/{name}": value for name, value in numbers.items()}, step)
         self._lines[arm, kind] += 1
+        if self._watch is not None:
+            self._watch(kind, {**values, **clocks})
 
     @property
     def elapsed(self) -> float:

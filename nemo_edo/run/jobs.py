@@ -13,6 +13,7 @@ from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.run import build, inputs
+from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import METRICS, MetricsLog, RunFolder, check_arm_names
@@ -50,6 +51,7 @@ def train(cfg: RunConfig) -> Path:
             stage(job, WARMUP, lambda: evaluate_untrained(job) if cfg.algorithm == NONE else warm_up(job))
             for arm in job.arms:
                 stage(job, arm, lambda arm=arm: train_arm(job, arm))
+            job.console.close()
             if job.is_main:
                 _write_summary(job)
                 _conclude(job.folder)
@@ -109,11 +111,13 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     job = _reopen(opened)
     try:
         for name in names:
+            job.console.begin(name)
             model = untrained_model(job) if cfg.algorithm == NONE else build.load_policy(cfg, folder, name)
             evaluate_policy(job, model, name, final_iteration(cfg, name), anew=True)
             del model
             free_unused_memory()
     finally:
+        job.console.close()
         if job.servers is not None:
             job.servers.close()
     if job.is_main:
@@ -185,11 +189,12 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if is_main() and cfg.model.path is not None:
         print(*data.stop.lines(), sep="\n")
-    log = MetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main())
+    console = RunConsole({WARMUP: cfg.sft.steps, **{name: settings.iterations for name, settings in arms.items()}})
+    log = MetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main(), watch=console)
     servers = None
     if any(name not in on_main(folder.journal) for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, servers)
+    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, console, servers)
 
 
 def _start_processes(cfg: RunConfig) -> None:
@@ -224,14 +229,17 @@ def _reopen(opened: StoredRun) -> Job:
     platform.init_process_group(platform.enter(cfg.threads))
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
-    log = MetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main())
+    arms = arm_configs(cfg)
+    console = RunConsole({name: final_iteration(cfg, name) for name in (WARMUP, *arms)})
+    log = MetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main(), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
     servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arm_configs(cfg), folder, data, None, log, is_main(), StopSignal(), servers)
+    return Job(cfg, arms, folder, data, None, log, is_main(), StopSignal(), console, servers)
 
 
 def _close(job: Job) -> None:
+    job.console.close()
     if job.servers is not None:
         job.servers.close()
     job.folder.close()

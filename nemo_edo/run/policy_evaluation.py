@@ -110,7 +110,7 @@ def _keeping(
 
     def stop_if_asked() -> None:
         if job.stop.agreed():
-            raise RunStopped(f"asked to stop: the finished parts of {arm}'s evaluation are saved")
+            raise RunStopped(f"stopped, with the finished parts of {arm}'s evaluation saved")
 
     def answer_and_keep(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
         size = job.cfg.generation.part_size

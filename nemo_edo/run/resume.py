@@ -124,7 +124,7 @@ class SavedProgress:
             self._save(position)
         if stop:
             self.settle()
-            raise RunStopped(f"asked to stop: everything up to step {self._saved_at} of this stage is saved")
+            raise RunStopped(f"stopped, with everything up to step {self._saved_at} of this stage saved")
 
     def save(self, position: Position) -> None:
         """``algorithms.progress.Progress``. Where no step was taken since the last checkpoint, that one suffices."""

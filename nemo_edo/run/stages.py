@@ -21,6 +21,7 @@ from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run import build, inputs
+from nemo_edo.run.console import RunConsole
 from nemo_edo.run.folder import MetricsLog, RunFolder
 from nemo_edo.run.on_rank_0 import AheadOnMain, SharedRolloutStore
 from nemo_edo.run.policy_evaluation import evaluate_policy
@@ -49,6 +50,7 @@ class Job:
     log: MetricsLog
     is_main: bool
     stop: StopSignal
+    console: RunConsole
     servers: ServerEngine | None
     """The engine of all stages; None: each generates with its own model."""
 
@@ -57,8 +59,9 @@ def stage(job: Job, name: str, work: Callable[[], list]) -> None:
     """Does a stage unless the journal has it: then its checkpoint, its evaluation and its samples are on disk."""
     if name not in on_main(job.folder.journal):
         if job.stop.agreed():
-            raise RunStopped(f"asked to stop before {name} began")
+            raise RunStopped(f"stopped before {name} began, with all before it saved")
         begun = job.log.elapsed
+        job.console.begin(name)
         try:
             scored = work()
         except StoppedByGuard as stopped:
@@ -103,7 +106,6 @@ def _train_warm_up(job: Job, model: MegatronGPTModel) -> None:
         pad_id=job.data.pad_id,
         seed=cfg.seed,
         log=partial(job.log, arm=WARMUP),
-        bar=job.is_main,
         progress=progress,
         guards=cfg.guards,
     )
@@ -197,7 +199,6 @@ def _plan(job: Job, model: MegatronGPTModel, arm: str) -> Plan:
         part_size=generation.part_size,
         lag=int(generation.one_step_off),
         keeps_stale=generation.stale == "correct",
-        bar=arm if job.is_main else None,
     )
 
 

@@ -15,29 +15,38 @@ from nemo_edo.run.stall import StallWatch
 ONE_REQUEST_S = 1.0
 """Signals that follow the first within this time belong to it: Slurm and GNU timeout signal whole groups, and torchrun
 hands on what it gets."""
+ONE_CTRL_C_S = 0.25
+"""The same of two Ctrl-C without torchrun: the second is a person's."""
+STOPPING = "stopping after this step, to save it; Ctrl-C again ends at once"
 
 
 class StopSignal:
-    """Inside the block, SIGTERM (from a scheduler whose allocation ends) does not end the process: it is remembered. A
-    second one, or a second Ctrl-C, ends it at once. A job of ``nemo-edo launch`` may ask by a file, too. Asking whether
-    to stop is a sign of life for ``watch``."""
+    """Inside the block, neither SIGTERM (from a scheduler whose allocation ends) nor Ctrl-C ends the process: it is
+    remembered. A second one ends it at once. A job of ``nemo-edo launch`` may ask by a file, too. Asking whether to
+    stop is a sign of life for ``watch``."""
 
     def __init__(self, watch: StallWatch | None = None) -> None:
         self._received = False
         self._watch = watch
 
     def __enter__(self) -> StopSignal:
-        self._earlier = signal.signal(signal.SIGTERM, self._receive)
+        self._earlier = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._receive)}
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup, for example, has it ignored
+            self._earlier[signal.SIGINT] = signal.signal(signal.SIGINT, self._receive)
         self._signals = _Signals()
         return self
 
     def __exit__(self, *_) -> None:
         self._signals.close()
-        signal.signal(signal.SIGTERM, self._earlier)
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
         if self._watch is not None:
             self._watch.close()
 
-    def _receive(self, *_) -> None:
+    def _receive(self, number: int, _: object) -> None:
+        if number == signal.SIGINT and not self._received and is_main() and os.isatty(2):
+            # In place of the run's line, which replaces it. A handler must not wait for a lock, so it does not print.
+            os.write(2, f"\r\x1b[2K{STOPPING}".encode())
         self._received = True
 
     def agreed(self) -> bool:
@@ -69,7 +78,8 @@ class _Signals:
                 if number[0] not in (signal.SIGTERM, signal.SIGINT):
                     continue
                 now = time.monotonic()
-                first = now if first is None else first
-                if now - first > ONE_REQUEST_S:
-                    os.write(2, b"nemo-edo: ended at once by a second signal; the same command resumes the run\n")
+                first = first or (number[0], now)
+                by_hand = {first[0], number[0]} == {signal.SIGINT} and "TORCHELASTIC_RUN_ID" not in os.environ
+                if now - first[1] > (ONE_CTRL_C_S if by_hand else ONE_REQUEST_S):
+                    os.write(2, b"\nnemo-edo: ended at once by a second signal; the same command resumes the run\n")
                     os._exit(128 + number[0])

@@ -1,0 +1,141 @@
+"""How a run goes, in lines: of an iteration's samples, of an evaluation, and of the time left.
+
+On a terminal the latest line is replaced by the next, and only what ends a stage stays. A pipe and a log file get
+every line. All of it comes from what the run logs anyway (``folder.MetricsLog``), so nothing is computed for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nemo_edo.evaluation.results import main_metrics
+from nemo_edo.utils.status_line import StatusLine
+
+WIDTH = 80
+"""Columns that a line takes at most, by a shorter name of its arm."""
+SHORTEST_NAME = 6
+WARM_UP_LINES = 10
+"""Of a warm-up, where every line stays."""
+SHOWN = {"reward": "reward", "kl": "KL", "entropy": "H", "response_length": "len"}
+"""Statistics of a collection, and what a line calls them."""
+_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "distinct_4": "dist-4", "entropy": "H"}
+
+
+class RunConsole:
+    """Takes what a run logs, stage by stage.
+
+    sizes: the steps of the warm-up and the iterations of each arm, by stage in their order. clock: in seconds.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._sizes = dict(sizes)
+        self._clock = clock
+        self._line = StatusLine()
+        self._stage = next(iter(sizes))
+        self._reached: list[tuple[int, float]] = []
+        """The steps, or iterations, that are done, and when: of this process in this stage."""
+        self._arms_pace: float | None = None
+        """Seconds for an iteration of an arm, as far as known."""
+        self._evaluation_s = 0.0
+        self._text = ""
+
+    def begin(self, stage: str) -> None:
+        self._stage, self._reached, self._text = stage, [], ""
+
+    def close(self) -> None:
+        self._line.close()
+
+    def __call__(self, kind: str, values: Mapping[str, Any]) -> None:
+        """A line of the current stage's metrics, its clocks among the values."""
+        if kind == "sft_step":
+            self._step(values)
+        elif kind == "collection":
+            self._collection(values)
+        elif kind == "evaluation":
+            self._evaluation(values)
+        elif self._text and self._line.is_due:
+            self._line.show(self._text)
+
+    def _step(self, values: Mapping[str, Any]) -> None:
+        done, total = values["step"] + 1, self._sizes[self._stage]
+        self._reached.append((done, self._clock()))
+        stays = done == total or done % -(-total // WARM_UP_LINES) == 0
+        if stays or self._line.is_due:
+            self._show(done, total - done, f"loss {short(values['loss'])}", stays=stays)
+
+    def _collection(self, values: Mapping[str, Any]) -> None:
+        """An iteration's samples, on which the policy is going to be trained."""
+        done, total = values["iteration"], self._sizes[self._stage]
+        self._reached.append((done, self._clock()))
+        self._arms_pace = self._pace() or self._arms_pace
+        measured = [f"{word} {short(values[name])}" for name, word in SHOWN.items() if name in values]
+        self._show(done + 1, total - done, " ".join(measured), stays=True)
+
+    def _evaluation(self, values: Mapping[str, Any]) -> None:
+        metrics = values["metrics"]
+        means = (f"{_NAMES.get(one, one)} {short(metrics[one]['mean'])}" for one in main_metrics(list(metrics)))
+        if values["final"]:
+            self._evaluation_s = values["evaluation_s"]
+        self.say(self._with_place(f"after {values['iteration']}: {' '.join(means)}"))
+
+    def _show(self, number: int, left: int, measured: str, *, stays: bool) -> None:
+        """left: the steps or iterations that are not done."""
+        parts, pace = [f"{number}/{self._sizes[self._stage]}", measured], self._pace()
+        if pace is not None:
+            here, others = pace * left + self._evaluation_s, self._left_of_others()
+            parts += [f"{short(pace)} s/it", f"left {clock_time(here)}"]
+            parts += [f"run ~{clock_time(here + others)}"] if others is not None else []
+        self._text = self._with_place(" ".join(parts))
+        if not self._line.is_possible:
+            if stays:
+                self.say(self._text)
+        elif stays or self._line.is_due:
+            self._line.show(self._text)
+
+    def _pace(self) -> float | None:
+        """Seconds for a step or an iteration, of those that this process has taken in this stage."""
+        if len(self._reached) < 2:
+            return None
+        (first, begun), (last, now) = self._reached[0], self._reached[-1]
+        return (now - begun) / (last - first)
+
+    def _left_of_others(self) -> float | None:
+        """Seconds for the arms after this one, where the pace of an arm is known."""
+        names = list(self._sizes)
+        later = names[names.index(self._stage) + 1 :]
+        if not later:
+            return 0.0
+        if self._arms_pace is None:
+            return None
+        return sum(self._sizes[name] * self._arms_pace + self._evaluation_s for name in later)
+
+    def _with_place(self, text: str) -> str:
+        """The stage in front, its name cut where the line would be too wide for a terminal."""
+        names = list(self._sizes)
+        place = f"[{names.index(self._stage) + 1}/{len(names)}]"
+        room, name = max(WIDTH - len(place) - len(text) - 2, SHORTEST_NAME), self._stage
+        if len(name) > room and self._line.is_possible:
+            name = f"{name[: room - 1]}…"
+        return f"{place} {name} {text}"
+
+    def say(self, text: str) -> None:
+        """A line that stays; on a terminal it appears above the one that changes."""
+        print(text, flush=True)
+
+
+def short(number: float) -> str:
+    """A number in few characters: 0, .64, 21, 1.8, 3e-05."""
+    size = abs(number)
+    if size >= 9.95 or number == 0:
+        return f"{number:.0f}"
+    text = f"{number:.1f}" if size >= 0.995 else f"{number:.2f}" if size >= 0.095 else f"{number:.1g}"
+    return text.replace("0.", ".", 1) if size < 0.995 else text
+
+
+def clock_time(seconds: float) -> str:
+    """0:12, 1:40 or 2:03:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
