@@ -2,25 +2,29 @@
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from peer_environment import NoPackageIndex, peer_environment
 
+HERE = Path(__file__).parent
+
 
 @pytest.fixture(scope="session")
-def run_in_trl() -> Callable[..., None]:
-    """Runs a script of this folder, with arguments, in the environment that has TRL."""
-    try:
-        python = peer_environment("trl")
-    except NoPackageIndex as error:
-        pytest.skip(str(error))
+def run_in_peer() -> Callable[..., None]:
+    """run("trl", script, *arguments): a script of this folder in the environment of requirements/peers/trl.txt, with
+    this checkout; ``launcher`` comes between the interpreter and the script, ``path`` is searched for packages too."""
+    quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
 
-    def run(script: str, *arguments: Path) -> None:
-        quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
-        command = [python, Path(__file__).parent / script, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **quiet}, timeout=300)
+    def run(peer: str, script: str, *arguments: str | Path, launcher: Sequence[str] = (), path: Path = HERE) -> None:
+        try:
+            python = peer_environment(peer)
+        except NoPackageIndex as error:
+            pytest.skip(str(error))
+        command = [python, *launcher, HERE / script, *arguments]
+        environment = {**os.environ, **quiet, "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{path}"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
         assert done.returncode == 0, done.stderr
 
     return run

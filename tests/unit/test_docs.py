@@ -19,6 +19,9 @@ from nemo_edo.config.compose import arm_configs, compose_job, compose_run, resol
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
 
+# Their commands and settings are other trainers'; tests/peers runs them.
+ADAPTERS = {path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/adapters/*.md"))}
+
 
 def blocks(language: str) -> list[tuple[str, str]]:
     """(page, content) of each fenced block of a language."""
@@ -209,11 +212,12 @@ def test_a_page_without_one_pair_of_markers_is_refused(page: str):
         config_table.updated(text)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *ADAPTERS])
 def test_links_and_paths_lead_to_files_of_the_repository(page: str):
-    folder = ROOT if page == "README.md" else ROOT / "docs"
-    links = [link for link in re.findall(r"(?<!!)\[[^\]]*\]\(([^)#:]+)\)", PAGES[page]) if not (folder / link).exists()]
-    named = re.findall(r"`((?:nemo_edo|conf|tests|docs)/[\w./-]*|[\w/]+\.py)`", PAGES[page])
+    folder = ROOT if page == "README.md" else ROOT / "docs" / ("adapters" if page in ADAPTERS else "")
+    text = (PAGES | ADAPTERS)[page]
+    links = [link for link in re.findall(r"(?<!!)\[[^\]]*\]\(([^)#:]+)\)", text) if not (folder / link).exists()]
+    named = re.findall(r"`((?:nemo_edo|conf|tests|docs)/[\w./-]*|[\w/]+\.py)`", text)
     paths = [path for path in named if not (ROOT / path).exists() and not list(ROOT.glob(f"nemo_edo/**/{path}"))]
     assert (links, paths) == ([], [])
 

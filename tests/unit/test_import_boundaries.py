@@ -94,6 +94,7 @@ def test_the_package_has_at_most_28_rooms_6_files_at_its_root_and_each_files_nam
 
 def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     assert users_of("cluster") <= {"nemo_edo.cli.commands"}
+    assert users_of("adapters") == set()
     assert users_of("megatron.cpu") <= {"nemo_edo.megatron.layer_spec", "nemo_edo.megatron.platform"}
     for place, forbidden in (("run.folder", "report"), ("evaluation", "algorithms")):
         assert [module for module in users_of(forbidden) if is_in(module, place)] == []
@@ -104,6 +105,7 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     "losses": {"config"},
     "parallel": {"errors"},
     "test_time": {"metrics"},
+    "adapters": {"losses"},
     "rollouts": {"config", "data", "errors", "interfaces", "types", "utils"},
     # It sees engines, scorers and policies as the Protocols of interfaces.py.
     "algorithms": {"builtin_task", "config", "data", "errors", "interfaces", "losses", "metrics", "rollouts", "types"},

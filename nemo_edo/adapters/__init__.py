@@ -1,0 +1,1 @@
+"""ED-GRPO in other trainers: one module for each, which imports that trainer and of ours the pure functions alone."""

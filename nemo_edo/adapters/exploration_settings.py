@@ -1,0 +1,53 @@
+"""What every adapter takes from its user: the term's coefficient and its floor, and a schedule in which it acts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_edo.losses import exploration_per_token, floor_share
+
+
+@dataclass(frozen=True)
+class ExplorationSettings:
+    """Raises ValueError for a coefficient that is negative or not finite, and for a floor of 0 or above."""
+
+    coefficient: float
+    """Multiplies the term, which is added to the minimised loss; with 0 the loss stays the trainer's to the last bit.
+    It is alpha * beta of the paper."""
+    log_ratio_floor: float | None = None
+    """Nats, below 0: tokens whose log-ratio is below it have no gradient of the term. None: the term is unbounded."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coefficient < math.inf:
+            raise ValueError(
+                f"exploration_coefficient is {self.coefficient}, expected a finite number of at least 0"
+            )
+        if self.log_ratio_floor is not None and not self.log_ratio_floor < 0:
+            raise ValueError(f"log_ratio_floor is {self.log_ratio_floor}, expected None or a number below 0 (nats)")
+
+    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[B, T], without the coefficient (``exploration_per_token``); a mask without a 1 gives zeros."""
+        return exploration_per_token(
+            logprobs, old_logprobs, mask, log_ratio_floor=self.log_ratio_floor, weights=weights, on_empty="zero"
+        )
+
+    def metric_sums(self, values_BT: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """[3]: the sum of ``per_token``'s values, the tokens below the floor, and the tokens; without gradient."""
+        below = floor_share(logprobs, old_logprobs, mask, self.log_ratio_floor)
+        tokens = mask.sum().to(values_BT.dtype)
+        return torch.stack([values_BT.detach().sum(), below.sum.to(values_BT.dtype), tokens])
+
+    def require_several_steps(self, steps: float, change: str) -> None:
+        """Raises ValueError, which says what to change, for one optimizer step (or fewer) for each collection.
+
+        While the policy equals its sampler the term's expected gradient is zero: such a schedule would add noise.
+        """
+        if self.coefficient != 0 and steps <= 1:
+            raise ValueError(
+                "one optimizer step for each collection of samples: the policy still equals its sampler there, and "
+                f"the exploration term would be zero-mean noise. {change}, or set the exploration coefficient to 0"
+            )

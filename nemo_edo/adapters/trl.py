@@ -1,0 +1,208 @@
+"""ED-GRPO and ED-iDPO as subclasses of TRL's trainers (TRL 1.5 to 1.16).
+
+``EDGRPOTrainer`` adds coefficient * E_old[log pi_theta - log pi_old] to any of ``GRPOTrainer``'s losses, over the same
+tokens and with the same denominators, from the log-probabilities of TRL's own forward pass. ``EDDPOTrainer`` does so
+for ``DPOTrainer``, whose pairs were sampled from the policy as it was before the first step (iterative, online DPO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from trl import DPOTrainer, GRPOTrainer
+from trl.trainer.utils import selective_log_softmax
+
+from nemo_edo.adapters.exploration_settings import ExplorationSettings
+
+# From here on TRL rescales the tokens of a generation batch to one optimizer step.
+TOKENS_OF_ONE_STEP = Version("1.9.1")
+SEQUENCE_MEANS = ("grpo", "sapo")
+TOKEN_MEANS = ("cispo", "dapo", "vespo")
+NO_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
+LOSS_TYPES = (*SEQUENCE_MEANS, *TOKEN_MEANS, "bnpo", "dr_grpo", "luspo")
+
+
+class EDGRPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` with the exploration term; with a coefficient of 0 its losses and gradients to the last bit.
+
+    The term is reduced as ``args.loss_type`` says. With vLLM's importance sampling correction its tokens have the same
+    weights as TRL's; entropy and off-policy masks, which TRL applies to the surrogate alone, leave it as it is.
+    Logged beside TRL's metrics, as means over the completion tokens of all processes: ``exploration`` (nats, floored,
+    without the coefficient) and ``floor_share``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        exploration_coefficient: float,
+        log_ratio_floor: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """exploration_coefficient, log_ratio_floor: ``ExplorationSettings``. All else: ``GRPOTrainer``'s.
+
+        Raises ValueError for a schedule with one optimizer step for each generation batch, a loss type that is not in
+        ``LOSS_TYPES``, and Liger's fused loss, which never shows its log-probabilities.
+        """
+        self.exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
+        super().__init__(*args, **kwargs)
+        self._logprobs: Tensor | None = None
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(f"loss_type is {self.loss_type!r}, expected one of {', '.join(LOSS_TYPES)}")
+        if self.args.use_liger_kernel and hasattr(self, "compute_liger_loss"):
+            raise ValueError("use_liger_kernel computes the loss without log-probabilities: set it to False")
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        aligned = self.args.gradient_accumulation_steps % generate_every == 0  # as TRL asks before it stores pi_old
+        self.exploration.require_several_steps(
+            1 if aligned else 2,
+            f"Set num_iterations (now {self.num_iterations}) or steps_per_generation (now "
+            f"{self.args.steps_per_generation}) so that their product exceeds gradient_accumulation_steps (now "
+            f"{self.args.gradient_accumulation_steps})",
+        )
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        returned = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._logprobs = returned[0]
+        return returned
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
+        logprobs, self._logprobs = self._logprobs, None  # no graph is kept alive
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        old_logprobs = inputs.get("old_per_token_logps")
+        if old_logprobs is None:  # TRL does without it where the policy is still the sampler
+            old_logprobs = logprobs.detach()
+        weights = inputs.get("importance_sampling_ratio")  # [B, T], or [B, 1] for whole sequences
+        if weights is not None and weights.shape[1] == 1:
+            weights = weights.squeeze(1)
+        values_BT = self.exploration.per_token(logprobs, old_logprobs, mask, weights)
+        _log_means(self, self.exploration.metric_sums(values_BT, logprobs, old_logprobs, mask))
+        if self.exploration.coefficient == 0:
+            return loss
+        return loss + self.exploration.coefficient * self._reduced(values_BT, mask, inputs)
+
+    def _reduced(self, values_BT: Tensor, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """The mean that ``args.loss_type`` takes of a token loss; values are 0 where the mask is."""
+        train = self.model.training
+        accumulation = self.current_gradient_accumulation_steps if train else 1
+        if self.loss_type in TOKEN_MEANS:
+            tokens = inputs["num_items_in_batch"] / self.accelerator.num_processes
+            if Version(trl.__version__) >= TOKENS_OF_ONE_STEP:
+                tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+                if train:
+                    tokens = tokens * accumulation / self.args.steps_per_generation
+            return values_BT.sum() / tokens
+        if self.loss_type in SEQUENCE_MEANS:
+            mean = (values_BT.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        elif self.loss_type == "bnpo":
+            mean = values_BT.sum() / mask.sum().clamp(min=1)
+        elif self.loss_type == "dr_grpo":
+            mean = values_BT.sum() / (len(values_BT) * self.max_completion_length)
+        else:  # luspo: token sums, at either importance sampling level
+            mean = values_BT.sum(-1).mean()
+        return mean / accumulation
+
+
+class EDDPOTrainer(DPOTrainer):
+    """``DPOTrainer`` with the exploration term of ED-iDPO, over both responses of each pair.
+
+    The pairs must be samples of pi_old: the policy before the first step, to which TRL's reference model is equal if
+    you give none. Where pi_ref is another model, give pi_old as ``sampler_model``; it costs a second forward pass
+    without gradient. The term is the mean over a batch's responses of their token sums; its metrics are those of
+    ``EDGRPOTrainer``. Start a trainer for each collection.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        exploration_coefficient: float,
+        log_ratio_floor: float | None = None,
+        sampler_model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """exploration_coefficient, log_ratio_floor: ``ExplorationSettings``. All else: ``DPOTrainer``'s.
+
+        Raises ValueError where TRL runs no reference model that could stand for pi_old (``precompute_ref_log_probs``),
+        moves it (``sync_ref_model``) or hides its log-probabilities (Liger); when training starts, for a schedule of
+        one optimizer step.
+        """
+        self.exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
+        super().__init__(*args, **kwargs)
+        if self.args.use_liger_kernel and hasattr(self, "_compute_loss_liger"):
+            raise ValueError("use_liger_kernel computes the loss without log-probabilities: set it to False")
+        self.sampler_model = sampler_model
+        if sampler_model is not None:
+            self.sampler_model = self.accelerator.prepare_model(sampler_model, evaluation_mode=True)
+        else:
+            for name in ("precompute_ref_log_probs", "sync_ref_model"):
+                if getattr(self.args, name):
+                    raise ValueError(f"{name} leaves no frozen pi_old here: set it to False, or give sampler_model")
+        self.add_callback(_SeveralSteps(self.exploration))
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        with self._forward_passes() as passes:
+            result = super()._compute_loss(model, inputs, return_outputs)
+        mask = inputs["completion_mask"][:, 1:]
+        logprobs = _label_logprobs(passes[0], inputs, mask)
+        with torch.no_grad():
+            if self.sampler_model is None:
+                sampler = passes[1]
+            else:
+                seen = {name: value for name, value in inputs.items() if name not in NO_MODEL_INPUTS}
+                sampler = self.sampler_model(**seen, use_cache=False)
+            old_logprobs = _label_logprobs(sampler, inputs, mask)
+        values_BT = self.exploration.per_token(logprobs, old_logprobs, mask)
+        _log_means(self, self.exploration.metric_sums(values_BT, logprobs, old_logprobs, mask))
+        if self.exploration.coefficient == 0:
+            return result
+        term = self.exploration.coefficient * values_BT.sum(-1).mean()
+        return (result[0] + term, result[1]) if return_outputs else result + term
+
+    @contextmanager
+    def _forward_passes(self) -> Iterator[list[Any]]:
+        """What the policy and then the reference model return, for a PEFT model the same one without its adapter."""
+        passes: list[Any] = []
+        models = {id(x): x for x in (self.model, self.ref_model) if x is not None}.values()
+        hooks = [x.register_forward_hook(lambda _module, _args, output: passes.append(output)) for x in models]
+        try:
+            yield passes
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _SeveralSteps(TrainerCallback):
+    """The number of steps is known when training starts, and not before."""
+
+    def __init__(self, exploration: ExplorationSettings) -> None:
+        self.exploration = exploration
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.exploration.require_several_steps(
+            state.max_steps, "Raise num_train_epochs (or max_steps), or lower the batch size"
+        )
+
+
+def _label_logprobs(output: Any, inputs: dict[str, Any], mask: Tensor) -> Tensor:
+    """[2B, S - 1] log-probabilities of the next tokens, from TRL's fused head or from logits; 0 where the mask is."""
+    if getattr(output, "log_probs", None) is not None:
+        return output.log_probs[:, -mask.shape[1] :]
+    logprobs = selective_log_softmax(output.logits[:, :-1], inputs["input_ids"][:, 1:])
+    return torch.where(mask.bool(), logprobs, 0.0)
+
+
+def _log_means(trainer: GRPOTrainer | DPOTrainer, sums: Tensor) -> None:
+    """Appends means over the tokens of all processes, or nothing where there are none."""
+    exploration, below, tokens = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+    if tokens:
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        metrics["exploration"].append(exploration / tokens)
+        metrics["floor_share"].append(below / tokens)
