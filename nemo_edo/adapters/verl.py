@@ -1,0 +1,136 @@
+"""ED-GRPO as a policy loss of verl (0.9): ``actor.policy_loss.loss_mode=ed_grpo``.
+
+verl loads this module by the entry point ``verl.plugins`` whenever it is imported. The loss is one of verl's own
+(``base_loss``) plus coefficient * E_old[log pi_theta - log pi_old], aggregated by verl's ``agg_loss`` like all its
+terms. ``algorithm.adv_estimator=ed_group`` gives ``group_advantages``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_adv_est, register_policy_loss
+from verl.workers.config import ActorConfig, PolicyLossConfig
+
+from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.losses import group_advantages
+
+LOSS_MODE = "ed_grpo"
+
+
+@dataclass
+class EDGRPOPolicyLossConfig(PolicyLossConfig):
+    """The settings, as ``actor_rollout_ref.actor.policy_loss._target_``; verl's own stay where they are.
+
+    Raises ValueError for values that ``ExplorationSettings`` refuses, and a ``base_loss`` that is this very loss.
+    """
+
+    loss_mode: str = LOSS_MODE
+    exploration_coefficient: float = 0.0
+    log_ratio_floor: float | None = None
+    base_loss: str = "vanilla"
+    """The policy loss of verl's that the term is added to."""
+
+    def __post_init__(self) -> None:
+        self.exploration()
+        if self.base_loss == LOSS_MODE:
+            raise ValueError(f"base_loss is {LOSS_MODE!r}, expected another policy loss, such as vanilla or gspo")
+
+    def exploration(self) -> ExplorationSettings:
+        return ExplorationSettings(self.exploration_coefficient, self.log_ratio_floor)
+
+
+@register_policy_loss(LOSS_MODE)
+def ed_grpo_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorConfig | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The base loss plus the weighted term; with a coefficient of 0, the base loss to the last bit.
+
+    Tensors are [B, T] over response tokens. verl's rollout correction weights the term as it weights the base loss.
+    Metrics: the base loss's, ``actor/exploration`` (mean over the micro-batch's tokens, in nats, floored, without the
+    coefficient) and ``actor/floor_share``.
+    """
+    settings = _settings(config)
+    exploration = settings.exploration()
+    loss, metrics = get_policy_loss_fn(settings.base_loss)(
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        config=config,
+        rollout_is_weights=rollout_is_weights,
+    )
+    values_BT = exploration.per_token(log_prob, old_log_prob, response_mask, rollout_is_weights)
+    total, below, tokens = exploration.metric_sums(values_BT, log_prob, old_log_prob, response_mask).tolist()
+    metrics |= {"actor/exploration": total / max(tokens, 1), "actor/floor_share": below / max(tokens, 1)}
+    if exploration.coefficient != 0:
+        term = agg_loss(values_BT, response_mask, loss_agg_mode, **config.global_batch_info)
+        loss = loss + exploration.coefficient * term
+    return loss, metrics
+
+
+@register_adv_est("ed_group")
+def group_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    config: AlgoConfig | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """``group_advantages`` of the summed rewards, [B, T] twice, as verl's estimators return them.
+
+    index: [B] group ids of any kind; verl's are strings. The deviation is the sample's, as in verl's ``grpo``
+    estimator. Unlike there, equal rewards give exact zeros, and so does a group of one (verl: its reward).
+    """
+    scaled = config is None or config.get("norm_adv_by_std_in_grpo", True)
+    advantages_B = group_advantages(
+        token_level_rewards.sum(dim=-1),
+        index,
+        scale="std" if scaled else "none",
+        deviation="sample",
+        singletons="zero",
+    )
+    advantages_BT = advantages_B[:, None] * response_mask
+    return advantages_BT, advantages_BT
+
+
+def _settings(actor: ActorConfig) -> EDGRPOPolicyLossConfig:
+    if not isinstance(actor.policy_loss, EDGRPOPolicyLossConfig):
+        raise ValueError(
+            f"loss_mode is {LOSS_MODE!r}, but its settings are missing: set actor_rollout_ref.actor.policy_loss."
+            f"_target_ to {EDGRPOPolicyLossConfig.__module__}.{EDGRPOPolicyLossConfig.__name__}"
+        )
+    return actor.policy_loss
+
+
+# --- the schedule --------------------------------------------------------------------------------------------------
+
+_validate_actor = ActorConfig.validate
+
+
+def _validate_actor_and_schedule(
+    self: ActorConfig, n_gpus: int, train_batch_size: int, model_config: dict | None = None
+) -> None:
+    """verl's own validation of the actor, the only place that sees the batch size too, then that of the schedule."""
+    _validate_actor(self, n_gpus, train_batch_size, model_config)
+    if self.policy_loss.loss_mode == LOSS_MODE:
+        _settings(self).exploration().require_several_steps(
+            self.ppo_epochs * train_batch_size / self.ppo_mini_batch_size,
+            f"Set actor_rollout_ref.actor.ppo_mini_batch_size (now {self.ppo_mini_batch_size}) below "
+            f"data.train_batch_size (now {train_batch_size}), or raise actor_rollout_ref.actor.ppo_epochs "
+            f"(now {self.ppo_epochs})",
+        )
+
+
+ActorConfig.validate = _validate_actor_and_schedule
