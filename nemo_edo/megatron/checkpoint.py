@@ -25,7 +25,8 @@ from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums, writ
 from nemo_edo.megatron.lora import describe
 from nemo_edo.megatron.pickles import check_metadata, plain_objects_only
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
-from nemo_edo.utils.files import read_object
+from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.utils.files import read_object, write_text
 
 # How Megatron keeps a distributed optimizer's state: as one that is not distributed, gathered by gloo on the
 # first data-parallel rank, or each rank's part as it is, which asks for the same layout at loading.
@@ -61,10 +62,12 @@ def begin_save(
     number of ranks; it takes the first data-parallel rank room for that of all of them, in host memory.
     """
     staging = folder.with_name(folder.name + ".part")
-    if torch.distributed.get_rank() == 0:
+
+    def begin() -> None:
         shutil.rmtree(staging, ignore_errors=True)  # left by a killed run
         staging.mkdir(parents=True)
-    torch.distributed.barrier()
+
+    on_main(begin)
     sharding = RESHARDABLE if reshardable else AS_IT_IS
     state = _sharded_state(policy, with_optimizer, sharding, is_loading=False)
     if reference is not None:
@@ -81,13 +84,14 @@ def begin_save(
 
 def _finish(staging: Path, folder: Path, about: str, checksums: dict[str, str]) -> None:
     """Completes a checkpoint whose files are there: adds what describes them, and gives the folder its name."""
-    if torch.distributed.get_rank() == 0:
-        (staging / ABOUT).write_text(about, encoding="utf-8")
+    on_main(lambda: write_text(staging / ABOUT, about))
     write_checksums(staging, checksums)
-    if torch.distributed.get_rank() == 0:
+
+    def put_in_place() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         staging.replace(folder)
-    torch.distributed.barrier()
+
+    on_main(put_in_place)
 
 
 def load_extra(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import torch
 import xxhash
 
 from nemo_edo.errors import UserError
-from nemo_edo.utils.files import read_object
+from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.utils.files import read_object, write_text
 
 FILE = "checksums.json"
 _BLOCK = 1 << 22
@@ -24,11 +25,13 @@ def write_checksums(folder: Path, known: dict[str, str]) -> None:
     the checksums, by file name; the first one reads what is left."""
     found: list[dict[str, str] | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, known)
-    if torch.distributed.get_rank() == 0:
+
+    def write() -> None:
         checksums = {name: value for part in found for name, value in part.items()}
         checksums |= {name: checksum(folder / name) for name in _files(folder) if name not in checksums}
-        (folder / FILE).write_text(json.dumps(checksums, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    torch.distributed.barrier()
+        write_text(folder / FILE, json.dumps(checksums, indent=1, sort_keys=True) + "\n")
+
+    on_main(write)
 
 
 def check_checksums(folder: Path) -> None:

@@ -21,14 +21,16 @@ def is_main() -> bool:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, the only one that calls it, on every rank. A UserError is raised on all of them:
-    none waits for a rank that has failed."""
-    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]
+    """What ``work`` returns on rank 0, the only one that calls it, on every rank. A UserError, or what the system says
+    of a file, is raised on all of them: none waits for a rank that has failed."""
+    outcome: list[tuple[T | None, UserError | OSError | None]] = [(None, None)]
     if is_main():
         try:
             outcome = [(work(), None)]
         except UserError as error:
             outcome = [(None, error)]
+        except OSError as error:  # libraries' subclasses need not survive the way to the other ranks
+            outcome = [(None, OSError(error.errno, error.strerror or str(error), error.filename))]
     if torch.distributed.get_world_size() > 1:
         torch.distributed.broadcast_object_list(outcome)
     result, error = outcome[0]

@@ -155,12 +155,12 @@ def _write(path: Path, scores: Mapping[Key, StepScores], rollouts: str, made_by:
     schema = _SCHEMA.with_metadata({_ROLLOUTS: rollouts, _MADE_BY: made_by})
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        pq.write_table(pa.Table.from_pydict(columns, schema=schema), file, compression="zstd")
+        pq.write_table(pa.Table.from_pydict(columns, schema=schema), file, compression="zstd", write_page_checksum=True)
 
 
 def _read(path: Path) -> tuple[dict[Key, StepScores], dict[bytes, str]]:
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:  # Arrow tells of damaged content by either
         raise UserError(f"{path}: is not a readable Parquet file; delete it and score the run again") from error
     there = table.schema.metadata or {}

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,11 +146,24 @@ class RolloutStore:
 
     def read_table(self, iteration: int, columns: Sequence[str]) -> pa.Table:
         """Some columns of all ranks' rollouts, in the order in which they were written; errors as of ``read``."""
-        try:
-            tables = [self._open(path).read(list(columns)) for path in self._shards(iteration)]
-        except (pa.ArrowException, OSError) as error:
-            raise _damaged(self._iteration_folder(iteration)) from error
+        tables = [self._read(path, columns) for path in self._shards(iteration)]
         return pa.concat_tables([_completed(table, columns) for table in tables])
+
+    def lost(self, iterations: Iterable[int]) -> list[Path]:
+        """The files that are damaged, and the folders that lack one, of complete iterations."""
+        found = []
+        for iteration in iterations:
+            try:
+                paths = self._shards(iteration)
+            except UserError:
+                found.append(self._iteration_folder(iteration))
+                continue
+            for path in paths:
+                try:
+                    self._read(path)
+                except UserError:
+                    found.append(path)
+        return found
 
     def _iteration_folder(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:05d}"
@@ -178,7 +191,7 @@ class RolloutStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                pq.write_table(table, file, compression="zstd")
+                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -188,15 +201,18 @@ class RolloutStore:
             ) from error
 
     def _read_rows(self, path: Path) -> list[dict]:
+        return self._read(path).to_pylist()
+
+    def _read(self, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         file = self._open(path)
         try:
-            return file.read().to_pylist()
+            return file.read(None if columns is None else list(columns))
         except (pa.ArrowException, OSError) as error:  # Arrow tells of damaged content by either
             raise _damaged(path) from error
 
     def _open(self, path: Path) -> pq.ParquetFile:
         try:
-            file = pq.ParquetFile(path)
+            file = pq.ParquetFile(path, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise _damaged(path) from error
         there = (file.schema_arrow.metadata or {}).get(_TOKENIZER)

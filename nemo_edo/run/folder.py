@@ -1,15 +1,12 @@
-"""A run's folder: its files, its owner, how far the run came, and the lines of its metrics."""
+"""A run's folder: its files, its owner, and how far the run came."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +14,7 @@ import yaml
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation
-from nemo_edo.utils.files import read_json, replacing, temporary_name
+from nemo_edo.utils.files import json_text, read_json, read_object, temporary_name, write_text
 
 MAY_CHANGE = (
     *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
@@ -25,10 +22,9 @@ MAY_CHANGE = (
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently. Searches keep their own settings."""
-PLACES = ("iteration", "policy_version", "step")
-"""Numbers of a line that say where it belongs, and are not measurements."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
-_RESTORE = "restore it from a copy, or train again under another name=..."
+RESTORE = "restore it from a copy, or train again under another name=..."
+"""What to do about a file that nothing else can stand in for."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
 
@@ -109,15 +105,18 @@ class RunFolder:
         if self._is_new():
             return
         if not (self.path / CONFIG).is_file():
-            raise UserError(f"{self.path} exists and has no config.yaml of a run; choose another name=...")
+            raise UserError(
+                f"{self.path} exists and has no config.yaml of a run; choose another name=..., or, if it is a run's "
+                f"folder, see to {self.path / CONFIG}: restore it from a copy"
+            )
         metrics = self.path / METRICS
         if not self.is_finished and not self.is_begun and metrics.is_file() and metrics.stat().st_size:
-            raise UserError(f"{self.path / JOURNAL}, which tells what is done, is missing; {_RESTORE}")
+            raise UserError(f"{self.path / JOURNAL}, which tells what is done, is missing; {RESTORE}")
         from nemo_edo.config.compose import default_values
 
         there, here = _read_mapping(self.path / CONFIG), yaml.safe_load(config)
         if len(there) < len(here) and list(there) == list(here)[: len(there)]:
-            raise UserError(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}; {_RESTORE}")
+            raise UserError(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}; {RESTORE}")
         # An earlier version's config lacks the settings that were added since: their defaults are what it did.
         there, here = (_completed(one, default_values(here.get("job"))) for one in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
@@ -126,7 +125,8 @@ class RunFolder:
             key = different[0]
             raise UserError(
                 f"{self.path} exists already with another config: {key} is {_at(there, key)!r} there and "
-                f"{_at(here, key)!r} here ({len(different)} settings differ); choose another name=..., or remove it"
+                f"{_at(here, key)!r} here ({len(different)} settings differ); choose another name=..., or remove it; "
+                f"if nobody has changed the setting, {self.path / CONFIG} is damaged: restore it from a copy"
             )
 
     def open(self, config: str) -> Path | None:
@@ -147,8 +147,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"{self.path} cannot be made ({error.strerror}); choose another output_dir=...") from error
         self._take()
-        with replacing(self.path / CONFIG) as file:
-            file.write(config.encode())
+        write_text(self.path / CONFIG, config)
         return earlier
 
     def close(self) -> None:
@@ -205,12 +204,12 @@ class RunFolder:
         """The stages that are done, in order: "files", the warm-up, the arms, "report". Of each its "metrics_bytes",
         the length of metrics.jsonl at its end, and what else was noted."""
         path = self.path / JOURNAL
-        if not path.is_file():
+        if not path.exists():
             return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is damaged ({error}); {_RESTORE}") from error
+            return read_object(path, ())
+        except UserError as error:
+            raise UserError(f"{path} is damaged ({error}); {RESTORE}") from error
 
     def note(self, stage: str, **notes: Any) -> None:
         """Adds a stage that is done."""
@@ -223,11 +222,10 @@ class RunFolder:
     # --- its files -------------------------------------------------------------------------------------------------
 
     def write_json(self, name: str, value: Any) -> None:
+        """An object gets its checksum, too, which ``read_json`` verifies."""
         path = self.path / name
-        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(text.encode())
+        write_text(path, json_text(value))
 
     def read_json(self, name: str) -> Any:
         """Raises UserError naming a file that is missing or damaged."""
@@ -261,98 +259,12 @@ def check_arm_names(arms: Iterable[str]) -> None:
             )
 
 
-class MetricsLog:
-    """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers. Ranks other than the first write nothing.
-    ``watch`` gets the kind of each line that was written, and its values with its clocks.
-
-    Everything that a clock says is under "time": the rest is the same in every run of a config. The loggers get a
-    line's numbers under ARM/KIND/NAME, those under "time" as well, and of a metric with an interval the mean; at the
-    line's "step", otherwise its "iteration", otherwise the number of such lines before it.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        log_numbers: Callable[[dict[str, float], int], None],
-        *,
-        writes: bool,
-        watch: Callable[[str, dict[str, Any]], None] | None = None,
-    ) -> None:
-        self._file = path.open("a", encoding="utf-8") if writes else None
-        self._log_numbers = log_numbers
-        self._watch = watch
-        self._start = time.monotonic()
-        self._lines: Counter[tuple[str, str]] = Counter()
-
-    def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
-        if self._file is None:
-            return
-        clocks = values.pop("time", {})
-        line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": round(self.elapsed, 3), **clocks}}
-        try:
-            text = json.dumps(line, allow_nan=False)
-        except ValueError as error:
-            raise FloatingPointError(f"{kind} of arm {arm} has a number that is not finite: {values}") from error
-        self._file.write(text + "\n")
-        self._file.flush()
-        means = {name: metric["mean"] for name, metric in values.get("metrics", {}).items()}
-        numbers = {name: value for name, value in {**values, **means, **clocks}.items() if _is_measured(name, value)}
-        step = values.get("step", values.get("iteration", self._lines[arm, kind]))
-        self._log_numbers({f"{arm}/{kind}/{name}": value for name, value in numbers.items()}, step)
-        self._lines[arm, kind] += 1
-        if self._watch is not None:
-            self._watch(kind, {**values, **clocks})
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the run began, without those between a process that was killed and the next."""
-        return time.monotonic() - self._start
-
-    @property
-    def size(self) -> int:
-        """Bytes that are safely on the disk now; 0 on ranks that write nothing."""
-        if self._file is None:
-            return 0
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
-
-    def cut(self, size: int) -> None:
-        """Cuts the file to this many bytes: what came later will be logged again.
-
-        Raises UserError where the file is shorter, or no line ends there.
-        """
-        if self._file is None:
-            return
-        path = Path(self._file.name)
-        kept = path.read_bytes()
-        if len(kept) < size or (size and kept[size - 1 : size] != b"\n"):
-            raise UserError(
-                f"{path} has {len(kept)} bytes, but a checkpoint knows lines up to byte {size}: it was changed; "
-                f"{_RESTORE}"
-            )
-        self._file.truncate(size)
-        lines = [_read_line(path, number, line) for number, line in enumerate(kept[:size].splitlines(), start=1)]
-        self._lines = Counter((line["arm"], line["kind"]) for line in lines)
-        self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
-
-
-def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}:{number}: is damaged ({error}); {_RESTORE}") from error
-
-
-def _is_measured(name: str, value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and name not in PLACES
-
-
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
         said = " ".join(str(error).split())  # YAML's has several lines
-        raise UserError(f"{path} is damaged: it is not YAML ({said}); {_RESTORE}") from error
+        raise UserError(f"{path} is damaged: it is not YAML ({said}); {RESTORE}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a config of a run: it is not a mapping; choose another name=...")
     return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,11 +13,13 @@ from nemo_edo.config import NONE, LoopConfig, RunConfig
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.parallel.main_rank import is_main, on_main
+from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.evaluate_stored import evaluate_stored
-from nemo_edo.run.folder import METRICS, MetricsLog, RunFolder, check_arm_names
+from nemo_edo.run.folder import METRICS, RunFolder, check_arm_names
+from nemo_edo.run.on_rank_0 import SharedMetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.stages import (
@@ -32,7 +35,7 @@ from nemo_edo.run.stages import (
 from nemo_edo.run.stall import StallWatch
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun, final_iteration, open_run
-from nemo_edo.run.summary import side_by_side, summary
+from nemo_edo.run.summary import examples, side_by_side, summary
 from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
 from nemo_edo.utils.files import temporary_name
 from nemo_edo.utils.garbage import free_unused_memory
@@ -52,11 +55,7 @@ def train(cfg: RunConfig) -> Path:
             for arm in job.arms:
                 stage(job, arm, lambda arm=arm: train_arm(job, arm))
             job.console.close()
-            if job.is_main:
-                _write_summary(job)
-                _conclude(job.folder)
-                job.folder.note("report", metrics_bytes=job.log.size)
-            torch.distributed.barrier()
+            on_main(lambda: _finish(job))
         finally:
             _close(job)
     return job.folder.path
@@ -120,8 +119,7 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
         job.console.close()
         if job.servers is not None:
             job.servers.close()
-    if job.is_main:
-        _conclude(folder)
+    on_main(lambda: _conclude(folder))
 
 
 def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
@@ -190,7 +188,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     if is_main() and cfg.model.path is not None:
         print(*data.stop.lines(), sep="\n")
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: settings.iterations for name, settings in arms.items()}})
-    log = MetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main(), watch=console)
+    log = SharedMetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main(), watch=console)
     servers = None
     if any(name not in on_main(folder.journal) for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
@@ -231,7 +229,7 @@ def _reopen(opened: StoredRun) -> Job:
     cfg = inputs.with_seq_length(cfg, data)
     arms = arm_configs(cfg)
     console = RunConsole({name: final_iteration(cfg, name) for name in (WARMUP, *arms)})
-    log = MetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main(), watch=console)
+    log = SharedMetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main(), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
     servers = build.start_servers(cfg, folder, data)
@@ -273,16 +271,33 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 # --- after the stages ---------------------------------------------------------------------------------------------
 
 
+def _finish(job: Job) -> None:
+    job.log.cut(job.log.mark)  # cuts nothing, but finds lines that have changed since they were written
+    _write_summary(job)
+    _conclude(job.folder)
+    job.folder.note("report", **job.log.mark)
+
+
 def _write_summary(job: Job) -> None:
     """samples.json and summary.json."""
     stages = [WARMUP, *job.arms]
     journal = job.folder.journal()
-    of_arms = {name: job.folder.read_json(f"samples/{name}.json") for name in stages}
+    of_arms = {name: _examples(job, name) for name in stages}
     job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
     seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
     about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds)
     kernels = {} if _holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
     job.folder.write_json("summary.json", {**about, "kernels": kernels})
+
+
+def _examples(job: Job, name: str) -> dict[str, list[dict[str, Any]]]:
+    """What the stage has left of its first responses, or the same again from the stored ones."""
+    try:
+        return job.folder.read_json(f"samples/{name}.json")
+    except UserError:
+        store = RolloutStore(job.folder.evaluated(name, "sampled"))
+        responses, samples = store.read(final_iteration(job.cfg, name)), job.cfg.evaluation.samples
+        return examples(job.data.test, [one for one in responses if one.rollout.sample_index < samples])
 
 
 def _conclude(folder: RunFolder) -> None:

@@ -1,13 +1,15 @@
-"""What rank 0 does for all ranks of a run: it generates ahead, and it reads and writes the rollouts."""
+"""What rank 0 does for all ranks of a run: it generates ahead, reads and writes the rollouts, and logs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_edo.algorithms.ahead import Ahead
 from nemo_edo.parallel.main_rank import is_main, on_main, on_main_for_long
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.types import ScoredRollout
 
 
@@ -50,11 +52,22 @@ class SharedRolloutStore(RolloutStore):
     def unfinished(self, iteration: int) -> list[ScoredRollout]:
         return on_main(lambda: super(SharedRolloutStore, self).unfinished(iteration))
 
-    def write(self, iteration: int, scored: Sequence[ScoredRollout], *, rank: int, world_size: int) -> Path | None:
-        return super().write(iteration, scored, rank=rank, world_size=world_size) if is_main() else None
+    def write(self, iteration: int, scored: Sequence[ScoredRollout], *, rank: int, world_size: int) -> Path:
+        write = super().write
+        return on_main(lambda: write(iteration, scored, rank=rank, world_size=world_size))
 
-    def write_part(self, iteration: int, part: int, scored: Sequence[ScoredRollout]) -> Path | None:
-        return super().write_part(iteration, part, scored) if is_main() else None
+    def write_part(self, iteration: int, part: int, scored: Sequence[ScoredRollout]) -> Path:
+        write = super().write_part
+        return on_main(lambda: write(iteration, part, scored))
 
-    def write_unfinished(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path | None:
-        return super().write_unfinished(iteration, scored) if is_main() else None
+    def write_unfinished(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
+        write = super().write_unfinished
+        return on_main(lambda: write(iteration, scored))
+
+
+class SharedMetricsLog(MetricsLog):
+    """A MetricsLog that rank 0 writes for all ranks, and that fails on all of them."""
+
+    def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
+        add = super().__call__
+        on_main(lambda: add(kind, arm=arm, **values))

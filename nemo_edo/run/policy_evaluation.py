@@ -61,12 +61,17 @@ def evaluate_policy(
     _keep_best(job, model, evaluation, iteration)
     _log_judge(job, arm, iteration)
     _log_metrics(job, evaluation, iteration, final, seconds)
-    if job.is_main:
-        job.folder.write_evaluation(evaluation, None if final else iteration)
-        if final:
-            _analyse_test_time(job, arm)
-        _show_solutions(job, responses, arm, iteration)
+    on_main(lambda: _write_results(job, evaluation, responses, iteration, final))
     return responses
+
+
+def _write_results(
+    job: Job, evaluation: Evaluation, responses: Sequence[ScoredRollout], iteration: int, final: bool
+) -> None:
+    job.folder.write_evaluation(evaluation, None if final else iteration)
+    if final:
+        _analyse_test_time(job, evaluation.arm)
+    _show_solutions(job, responses, evaluation.arm, iteration)
 
 
 def _measure(
@@ -150,7 +155,7 @@ def _log_metrics(job: Job, evaluation: Evaluation, iteration: int, final: bool, 
     """The means with their intervals, and the problems that were newly solved and lost."""
     arm, clocks = evaluation.arm, {"evaluation_s": seconds}
     metrics = evaluation.means(resamples=job.cfg.evaluation.bootstrap, seed=job.cfg.seed)
-    changes = _changes(job, evaluation, iteration) if job.is_main else {}
+    changes = on_main(lambda: _changes(job, evaluation, iteration))
     job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 

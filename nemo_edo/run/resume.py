@@ -31,7 +31,7 @@ class SavedProgress:
     """An ``algorithms.progress.Progress`` in a folder: ``step_00000120`` and so on, each a checkpoint with the
     optimizer's state, and ``batch_00003.safetensors``, what iteration 3 trains on.
 
-    A checkpoint's name counts the optimizer steps before it. Its notes have the position, the length of metrics.jsonl
+    A checkpoint's name counts the optimizer steps before it. Its notes have the position, where metrics.jsonl ended
     at that time and, within an iteration, the checksum of the batch.
     """
 
@@ -42,7 +42,7 @@ class SavedProgress:
         config: CheckpointConfig,
         *,
         stop: StopSignal,
-        metrics_size: Callable[[], int],
+        metrics_mark: Callable[[], dict[str, Any]],
         failure: Callable[[int], Path],
         keeps_reference: bool = False,
         stored: Callable[[int], object] = lambda iteration: None,
@@ -52,12 +52,12 @@ class SavedProgress:
         keeps_reference: whether the model's reference moves in a way that cannot be recomputed (ema)."""
         self.folder = folder
         self.start = Position()
-        self.metrics_bytes: int | None = None
-        """The length of metrics.jsonl at ``start``; None where there was no checkpoint to resume from."""
+        self.metrics_mark: dict[str, Any] | None = None
+        """Where metrics.jsonl ended at ``start``; None where there was no checkpoint to resume from."""
         self._model = model
         self._config = config
         self._stop = stop
-        self._metrics_size = metrics_size
+        self._metrics_mark = metrics_mark
         self._failure = failure
         self._keeps_reference = keeps_reference
         self._stored = stored
@@ -91,7 +91,7 @@ class SavedProgress:
         if self._keeps_reference:
             self._model.reference = checkpoint.load_reference(self._model.policy, folder)
         self.start = Position(**notes["position"])
-        self.metrics_bytes = notes["metrics_bytes"]
+        self.metrics_mark = notes
         self._batch, self._saved_at = notes["batch"], self.start.steps_taken
 
     def _check_iteration(self, notes: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class SavedProgress:
             self._batch = on_main(lambda: self._write_batch(position.iteration))
         notes = {
             "position": asdict(position),
-            "metrics_bytes": self._metrics_size(),
+            **self._metrics_mark(),
             "batch": self._batch if position.step else None,
         }
         self._writing = checkpoint.begin_save(

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nemo_edo.algorithms.ahead import Ahead, InBackground, NothingAhead, SavesBetween, generate_ahead
 from nemo_edo.algorithms.iteration import Services, generate_and_score, run_iterations
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.supervised import train_supervised
-from nemo_edo.config import LoopConfig, RunConfig
-from nemo_edo.errors import RunStopped, StoppedByGuard
+from nemo_edo.config import NONE, LoopConfig, RunConfig
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.evaluation.results import KINDS, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run import build, inputs
 from nemo_edo.run.console import RunConsole
-from nemo_edo.run.folder import MetricsLog, RunFolder
+from nemo_edo.run.folder import RESTORE, RunFolder
+from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.on_rank_0 import AheadOnMain, SharedRolloutStore
 from nemo_edo.run.policy_evaluation import evaluate_policy
 from nemo_edo.run.stop_signal import StopSignal
@@ -57,7 +57,10 @@ class Job:
 
 def stage(job: Job, name: str, work: Callable[[], list]) -> None:
     """Does a stage unless the journal has it: then its checkpoint, its evaluation and its samples are on disk."""
-    if name not in on_main(job.folder.journal):
+    if name in on_main(job.folder.journal):
+        _check_weights(job, name)
+        on_main(lambda: _check_results(job, name))
+    else:
         if job.stop.agreed():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
         begun = job.log.elapsed
@@ -66,14 +69,58 @@ def stage(job: Job, name: str, work: Callable[[], list]) -> None:
             scored = work()
         except StoppedByGuard as stopped:
             raise StoppedByGuard(f"{name}, {stopped}") from stopped
-        if job.is_main:
-            job.folder.write_json(f"samples/{name}.json", examples(job.data.test, scored))
-            seconds = round(job.log.elapsed - begun, 1)
-            job.folder.note(name, metrics_bytes=job.log.size, seconds=seconds)
+        on_main(lambda: _note_end(job, name, scored, begun))
         free_unused_memory()  # of the stage's model, before the next one is built
-    if job.is_main:
-        job.folder.remove_progress(name)
-    torch.distributed.barrier()
+    on_main(lambda: job.folder.remove_progress(name))
+
+
+def _note_end(job: Job, name: str, scored: list, begun: float) -> None:
+    job.folder.write_json(f"samples/{name}.json", examples(job.data.test, scored))
+    job.folder.note(name, **job.log.mark, seconds=round(job.log.elapsed - begun, 1))
+
+
+def _check_weights(job: Job, name: str) -> None:
+    """Raises UserError, on every rank, where a finished stage's policies are missing or damaged."""
+    from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums
+
+    folders = [job.folder.checkpoint(name)] if job.cfg.algorithm != NONE else []
+    best = job.folder.best_checkpoint(name)
+    for folder in [*folders, best] if on_main(best.exists) else folders:
+        try:
+            check_checksums(folder)
+        except DamagedCheckpoint as error:
+            raise UserError(f"{error}; {RESTORE}") from error
+
+
+def _check_results(job: Job, name: str) -> None:
+    """Raises UserError where results of a finished stage are missing or damaged that the report needs, before any other
+    stage spends time."""
+    iterations = job.arms[name].iterations if name in job.arms else 0
+    short = [job.folder.evaluation(name, t) for t in _evaluated(job, name, iterations)]
+    for path in (job.folder.evaluation(name), job.folder.test_time(name), *short):
+        load_evaluation(path)
+    _warn_of_lost_responses(job, name, iterations, [*_evaluated(job, name, iterations), iterations])
+
+
+def _warn_of_lost_responses(job: Job, name: str, iterations: int, evaluated: Sequence[int]) -> None:
+    """Nothing in the run reads the stored responses of earlier iterations again. evaluated: the iterations whose
+    evaluations are done."""
+    folder = job.folder
+    lost = RolloutStore(folder.rollouts(name)).lost(range(iterations) if name in job.arms else ())
+    for kind in KINDS:
+        lost += RolloutStore(folder.evaluated(name, kind)).lost(evaluated)
+    for path in lost:
+        warnings.warn(
+            f"{path} is missing or damaged; training and results no longer need it; restore it from a copy if you "
+            "do",
+            stacklevel=2,
+        )
+
+
+def _evaluated(job: Job, name: str, before: int) -> list[int]:
+    """The iterations below ``before`` with a short evaluation."""
+    every = job.cfg.evaluation.every
+    return [t for t in range(before) if t % every == 0] if every and name in job.arms else []
 
 
 # --- the warm-up --------------------------------------------------------------------------------------------------
@@ -130,12 +177,14 @@ def untrained_model(job: Job) -> MegatronGPTModel | ServedModel:
 
 
 def _log_kernels(job: Job, model: MegatronGPTModel) -> None:
-    if job.is_main:
-        from nemo_edo.megatron.implementations import kernels
+    from nemo_edo.megatron.implementations import kernels
 
+    def log() -> None:
         used = kernels(model.built.chunks)
         print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
         job.folder.write_json("kernels.json", used)
+
+    on_main(log)
 
 
 # --- an arm -------------------------------------------------------------------------------------------------------
@@ -147,8 +196,7 @@ def train_arm(job: Job, arm: str) -> list:
     model = _arm_model(job, settings)
 
     def short_evaluation(t: int) -> None:
-        every = job.cfg.evaluation.every
-        if every and t % every == 0 and t < settings.iterations:
+        if t in _evaluated(job, arm, settings.iterations):
             evaluate_policy(job, model, arm, t, final=False)
 
     if not _load_trained(job, model, arm):
@@ -206,7 +254,11 @@ def _begin_arm(job: Job, model: MegatronGPTModel, arm: str, plan: Plan) -> Saved
     """The model with its optimizer, at the arm's last checkpoint."""
     model.start_training(plan.total_steps)
     store = SharedRolloutStore(job.folder.rollouts(arm))
-    return _resumed(job, model, arm, keeps_reference=plan.config.reference == "ema", stored=store.require_stored)
+    keeps_reference = plan.config.reference == "ema"
+    progress = _resumed(job, model, arm, keeps_reference=keeps_reference, stored=store.require_stored)
+    t, is_within = progress.start.iteration, progress.start.step > 0
+    on_main(lambda: _warn_of_lost_responses(job, arm, t, _evaluated(job, arm, t + is_within)))
+    return progress
 
 
 def _services(job: Job, model: MegatronGPTModel, arm: str, plan: Plan, progress: SavedProgress) -> Services:
@@ -252,12 +304,12 @@ def _resumed(job: Job, model: MegatronGPTModel, stage: str, **settings: Any) -> 
         job.folder.progress(stage),
         job.cfg.checkpoint,
         stop=job.stop,
-        metrics_size=lambda: job.log.size,
+        metrics_mark=lambda: job.log.mark,
         failure=lambda step: job.folder.failure(stage, step),
         **settings,
     )
     progress.resume()
-    _cut_metrics(job, progress.metrics_bytes)
+    _cut_metrics(job, progress.metrics_mark)
     return progress
 
 
@@ -266,7 +318,7 @@ def _save_trained(job: Job, model: MegatronGPTModel, stage: str) -> None:
     from nemo_edo.run.resume import require_finite
 
     require_finite(model, "at the end of the training")
-    checkpoint.save(model.policy, job.folder.checkpoint(stage), extra={"metrics_bytes": job.log.size})
+    checkpoint.save(model.policy, job.folder.checkpoint(stage), extra=job.log.mark)
 
 
 def _load_trained(job: Job, model: MegatronGPTModel, stage: str) -> bool:
@@ -283,12 +335,11 @@ def _load_trained(job: Job, model: MegatronGPTModel, stage: str) -> bool:
         if job.is_main:
             warnings.warn(f"{error}; training resumes from before it", stacklevel=2)
         return False
-    _cut_metrics(job, checkpoint.load_extra(folder)["metrics_bytes"])
+    _cut_metrics(job, checkpoint.load_extra(folder))
     return True
 
 
-def _cut_metrics(job: Job, size: int | None) -> None:
+def _cut_metrics(job: Job, mark: Mapping[str, Any] | None) -> None:
     """Removes what was logged after the place that the run resumes from; None: the end of the last stage."""
     journal = on_main(job.folder.journal)
-    last = [notes["metrics_bytes"] for notes in journal.values()][-1]
-    on_main(lambda: job.log.cut(last if size is None else size))
+    on_main(lambda: job.log.cut([*journal.values()][-1] if mark is None else mark))

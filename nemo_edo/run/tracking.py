@@ -38,6 +38,7 @@ def quiet_libraries() -> None:
     # libraries deprecate of each other.
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.raiseExceptions = False  # a traceback for each line that a log file on a full disk cannot take
 
 
 def check_settings(settings: dict[str, Any]) -> None:

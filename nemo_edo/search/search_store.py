@@ -108,7 +108,7 @@ class SearchStore:
         table = pa.Table.from_pylist([asdict(record) for record in records], schema=schema)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            pq.write_table(table, file, compression="zstd")
+            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
     def _read(self, path: Path) -> list[SearchRecord]:
         records, there = _read(path)
@@ -134,7 +134,7 @@ def read_results(folder: str | Path) -> list[SearchRecord]:
 def _read(path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
     """The records and the label of a file."""
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
         return [SearchRecord(**row) for row in table.to_pylist()], json.loads(table.schema.metadata[_LABEL])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not the results of a search, or damaged ({error}); remove it") from error

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import xxhash
+
 from nemo_edo.errors import UserError
 
 
@@ -31,29 +33,57 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """The file has its name once all of it is on disk."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 def temporary_name(path: Path) -> Path:
     """Where ``replacing`` writes; a killed process may leave that file behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError naming a file that is missing or not UTF-8."""
+    """Raises UserError naming a file that is missing, cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a finished run's folder has it") from None
+        raise UserError(f"{path}: no such file; a finished run's folder has it: restore it from a copy") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; restore it from a copy") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {error}") from error
+        raise UserError(f"{path}: not UTF-8 text: {error}; restore it from a copy") from error
+
+
+CHECKSUM = "nemo_edo.checksum"
+"""The last key of an object that ``json_text`` has written."""
+
+
+def json_text(value: Any) -> str:
+    """A file's content; an object's ends with a checksum of the rest, which ``read_json`` verifies. Raises ValueError
+    for numbers that are not finite."""
+    if isinstance(value, dict):
+        value = {**value, CHECKSUM: _checksum(json.loads(json.dumps(value, allow_nan=False)))}
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError naming a file that is missing, and the line of one that is not valid JSON."""
+    """Raises UserError naming a file that is missing, the line of one that is not valid JSON, and one of ``json_text``
+    that has changed since."""
     try:
-        return json.loads(read_text(path))
+        value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; restore it from a copy") from error
     except RecursionError as error:
-        raise UserError(f"{path}: not valid JSON: its brackets are nested too deeply") from error
+        raise UserError(f"{path}: not valid JSON: it is nested too deeply; restore it from a copy") from error
+    if isinstance(value, dict) and CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
+        raise UserError(f"{path}: has other content than was written: its checksum differs; restore it from a copy")
+    return value
+
+
+def _checksum(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 def read_object(path: Path, required: Collection[str]) -> dict[str, Any]:

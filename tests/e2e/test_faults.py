@@ -101,7 +101,7 @@ FAULTS = [  # of an unfinished run: the file, the damage, and what the same comm
     ("journal.json", Path.unlink, "is missing; restore it"),
     ("metrics.jsonl", flip, "is damaged"),
     ("metrics.jsonl", truncate, "it was changed; restore it"),
-    ("samples/warmup.json", empty, "not valid JSON"),
+    ("samples/warmup.json", empty, None),
     ("checkpoints/warmup/about.json", flip, "restore it from a copy"),
 ]
 

@@ -21,6 +21,8 @@ from nemo_edo.utils.processes import end_with
 
 Call = tuple
 """("module:function", argument, ...)."""
+IMPORTED = ("models", "megatron.checkpoint", "generation.megatron_engine", "report.page", "run.jobs")
+"""Of the package: what commands need."""
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 
@@ -121,6 +123,6 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))
-    for module in ("models", "megatron.checkpoint", "generation.megatron_engine", "report.page", "run.jobs"):
+    for module in IMPORTED:
         importlib.import_module(f"nemo_edo.{module}")
     serve(Connection(int(sys.argv[2])))

@@ -7,7 +7,8 @@ completions of a process get one), "status" (of every completion), "slow_s", "ho
 completions were open concurrently), "die_after" (so many completions, the process kills itself), "unhealthy", "mute"
 (health checks get no answer after the first completion), "answer" (replaces the body of a completion), "faulty_every"
 (every so many-th completion gets one of ``faults``).
-``/log`` returns the seeds of the completions so far, in order.
+``/log`` returns the seeds of the completions so far, in order. Of vLLM's endpoints it has those of a refit, which loads
+nothing.
 """
 
 import asyncio
@@ -45,6 +46,7 @@ class CompletionsServer:
         self.open = 0
         self.most_open = 0
         self.opened = asyncio.Condition()
+        self.weights = "default"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -73,6 +75,11 @@ class CompletionsServer:
             return 200, {"seeds": self.seeds, "most_open": self.most_open}
         if not has_key:
             return 401, {"error": "key"}
+        if path in ("/collective_rpc", "/reset_prefix_cache"):
+            return 200, {"success": True}
+        if path in ("/update_weight_version", "/weight_info"):
+            self.weights = json.loads(body or b"{}").get("new_version", self.weights)
+            return 200, {"weight_version": self.weights}
         request = json.loads(body)
         self.open += 1
         self.most_open = max(self.most_open, self.open)

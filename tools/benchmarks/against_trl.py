@@ -107,7 +107,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from nemo_edo.generation.in_process import InProcessSync
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.rollouts.store import RolloutStore
-    from nemo_edo.run.folder import MetricsLog
+    from nemo_edo.run.metrics_log import MetricsLog
     from nemo_edo.run.tracking import quiet_libraries
     from nemo_edo.types import Problem, ScoredRollout
 

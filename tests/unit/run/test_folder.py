@@ -1,6 +1,5 @@
-"""Which runs may use a folder, what is in it, and the lines of metrics.jsonl."""
+"""Which runs may use a folder, and what is in it."""
 
-import json
 import math
 import os
 import re
@@ -19,7 +18,7 @@ from nemo_edo.config import CheckpointConfig, GuardsConfig, ModelConfig, Paralle
 from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
-from nemo_edo.run.folder import MetricsLog, RunFolder
+from nemo_edo.run.folder import RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
 
@@ -151,55 +150,6 @@ def test_a_path_that_holds_anything_but_a_run_is_refused_by_name(tmp_path: Path,
         RunFolder(tmp_path / "a").check_free("a: 1\n")
 
 
-# --- metrics.jsonl ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def log(tmp_path: Path):
-    return open_log(tmp_path)
-
-
-def open_log(folder: Path, *, writes: bool = True) -> MetricsLog:
-    """Its ``sent`` is what the loggers got: [(numbers, step)]."""
-    sent = []
-    log = MetricsLog(folder / "metrics.jsonl", lambda numbers, step: sent.append((numbers, step)), writes=writes)
-    log.sent = sent
-    return log
-
-
-def lines(tmp_path: Path) -> list[dict]:
-    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_each_call_is_one_line_that_is_in_the_file_at_once_with_clocks_only_under_time(tmp_path: Path):
-    log = open_log(tmp_path)
-    log("train_step", arm="grpo", step=5, loss=0.25, skipped_steps=3, time={"step_s": 0.5})
-    [line] = lines(tmp_path)
-    assert line.pop("time").keys() == {"elapsed_s", "step_s"}
-    assert line == {"kind": "train_step", "arm": "grpo", "step": 5, "loss": 0.25, "skipped_steps": 3}
-    assert log.sent == [({"grpo/train_step/loss": 0.25, "grpo/train_step/skipped_steps": 3,
-                          "grpo/train_step/step_s": 0.5}, 5)]
-    log("collection", arm="größer α", note="two\nlines")
-    open_log(tmp_path)("evaluation", arm="grpo")  # a later process
-    assert [(line["kind"], line["arm"]) for line in lines(tmp_path)] == [
-        ("train_step", "grpo"), ("collection", "größer α"), ("evaluation", "grpo")]
-
-
-def test_a_rank_that_does_not_write_makes_no_file_and_sends_nothing(tmp_path: Path):
-    log = open_log(tmp_path, writes=False)
-    log("train_step", arm="grpo", step=0, loss=1.0)
-    assert (list(tmp_path.iterdir()), log.sent) == ([], [])
-
-
-def test_loggers_get_an_evaluations_means_and_times_at_its_iteration(log: MetricsLog):
-    metrics = {"accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass@2": {"mean": 0.7, "low": 0.6, "high": 0.8}}
-    log("evaluation", arm="grpo", iteration=5, final=True, metrics=metrics, lost=2.0, time={"evaluation_s": 1.5})
-    assert log.sent == [({"grpo/evaluation/accuracy": 0.5, "grpo/evaluation/pass@2": 0.7, "grpo/evaluation/lost": 2.0,
-                          "grpo/evaluation/evaluation_s": 1.5}, 5)]
-
-
 def test_the_evaluation_before_is_the_last_one_on_disk_else_that_of_the_start(tmp_path: Path):
     folder = RunFolder(tmp_path)
     one = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
@@ -212,43 +162,18 @@ def test_the_evaluation_before_is_the_last_one_on_disk_else_that_of_the_start(tm
     assert load_evaluation(folder.evaluation("grpo", 5)).problems == one.problems
 
 
-def test_cut_takes_lines_back_and_later_lines_are_counted_from_those_kept(log: MetricsLog, tmp_path: Path):
-    for arm in ("grpo", "edo"):
-        log("collection", arm=arm, reward=0.5)
-    kept = log.size
-    log("collection", arm="grpo", reward=0.6)
-    log("train_step", arm="grpo", step=0, loss=0.1)
-    assert [step for _, step in log.sent] == [0, 0, 1, 0]
-    log.cut(kept)
-    log("collection", arm="grpo", reward=0.7)
-    assert [line["reward"] for line in lines(tmp_path)] == [0.5, 0.5, 0.7]
-    assert log.sent[-1] == ({"grpo/collection/reward": 0.7}, 1)
-
-
-def test_a_later_process_counts_lines_and_time_on_from_where_it_cuts(log: MetricsLog, tmp_path: Path):
-    log._start -= 1000.0
-    log("collection", arm="grpo", reward=0.5)
-    later = open_log(tmp_path)
-    later.cut(log.size)
-    later("collection", arm="grpo", reward=0.6)
-    assert later.sent == [({"grpo/collection/reward": 0.6}, 1)]
-    assert [line["time"]["elapsed_s"] >= 1000.0 for line in lines(tmp_path)] == [True, True]
-
-
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_place_that_is_not_a_lines_end_is_refused_and_the_file_left_alone(log: MetricsLog, tmp_path: Path, off: int):
-    log("collection", arm="grpo", reward=0.5)
-    before = lines(tmp_path)
-    with pytest.raises(UserError, match=f"{log.size} bytes.* byte {log.size + off}"):
-        log.cut(log.size + off)
-    assert lines(tmp_path) == before
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_number_that_is_not_finite_is_reported_and_no_line_is_written(log: MetricsLog, tmp_path: Path, value: float):
+def test_a_number_that_is_not_finite_is_written_to_no_file(tmp_path: Path, value: float):
     with pytest.raises(ValueError, match="JSON"):
         RunFolder(tmp_path).write_json("other.json", {"loss": value})
-    assert not (tmp_path / "other.json").exists()
-    with pytest.raises(FloatingPointError, match="train_step of arm grpo .*grad_norm"):
-        log("train_step", arm="grpo", step=0, loss=0.1, grad_norm=value)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_digit_in_a_file_of_the_run_is_noticed(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.write_json("a/b.json", {"loss": 0.25, "names": ["größer α"]})
+    path = tmp_path / "a" / "b.json"
+    assert folder.read_json("a/b.json") == {"loss": 0.25, "names": ["größer α"]}
+    path.write_text(path.read_text().replace("0.25", "0.35"))
+    with pytest.raises(UserError, match=f"{path}: has other content than was written"):
+        folder.read_json("a/b.json")

@@ -24,7 +24,7 @@ from nemo_edo.data.batch_file import read_batch
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.losses import sft_loss
 from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.run import on_rank_0
+from nemo_edo.parallel import main_rank
 from nemo_edo.run.on_rank_0 import SharedRolloutStore
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
@@ -65,7 +65,8 @@ def begin(model, tmp_path):
     def start(*, keeps_reference: bool = False, **settings) -> SavedProgress:
         progress = SavedProgress(
             model, tmp_path / "progress", CheckpointConfig(**settings), stop=Asked(),
-            metrics_size=iter(range(100, 1000)).__next__, keeps_reference=keeps_reference,
+            metrics_mark=({"metrics_bytes": size} for size in range(100, 1000)).__next__,
+            keeps_reference=keeps_reference,
             failure=lambda step: tmp_path / "failures" / f"grpo_step_{step:08d}.safetensors",
         )
         progress.resume()
@@ -147,12 +148,12 @@ def test_a_reference_that_moves_is_restored_with_the_checkpoint(begin, model):
 
 def test_the_newest_checkpoint_gives_position_metrics_weights_and_batch(begin, model, capsys):
     progress = begin(every_steps=1)
-    assert (progress.start, progress.metrics_bytes) == (Position(), None)
+    assert (progress.start, progress.metrics_mark) == (Position(), None)
     walk(progress, model, 5)
     mark(model, 99)
     progress = begin(every_steps=1)
     assert progress.start == Position(1, 2, 5, {"kind": "constant", "steps": 5})
-    assert progress.metrics_bytes == 104
+    assert progress.metrics_mark["metrics_bytes"] == 104
     assert weights(model) == {5.0}
     assert progress.kept(1).statistics == {"number": 1}
     assert "another layout" not in capsys.readouterr().out
@@ -327,7 +328,7 @@ def test_rank_0_alone_writes_rollouts_and_reads_them_for_all(model, monkeypatch,
     (tmp_path / "iter_00000" / "rank_0_of_1.parquet").write_text("")
     with pytest.raises(UserError, match="not a readable Parquet file"):
         store.stored(0)
-    monkeypatch.setattr(on_rank_0, "is_main", lambda: False)
+    monkeypatch.setattr(main_rank, "is_main", lambda: False)
     store.write_part(1, 0, [])
     store.write_unfinished(1, [])
     store.write(1, [], rank=0, world_size=1)

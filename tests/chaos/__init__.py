@@ -1,0 +1,1 @@
+"""Random faults in tiny runs: ``python -m tests.chaos --seed S --rounds N``."""

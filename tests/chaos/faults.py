@@ -1,0 +1,197 @@
+"""What befalls a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import psutil
+
+from .running import Running, Servers
+
+HARMLESS = ("lock", "logs", "report.html")
+"""Of the run folder: nothing depends on what is in them."""
+DISK_BYTES = 64 << 20
+DAY_S = 86400.0
+
+
+@dataclass
+class Scene:
+    """A run that stands still."""
+
+    running: Running
+    folder: Path
+    """The run's, which need not exist yet."""
+    chance: Random
+    servers: Servers | None
+
+
+@dataclass
+class Harm:
+    told: str
+    path: Path | None = None
+    """The damaged file."""
+    original: bytes = b""
+    is_violent: bool = False
+    """Whether the run's first process was killed, which may then say and leave anything."""
+    undo: Callable[[], None] = lambda: None
+    clock_s: float = 0.0
+    """What the clock of later attempts is wrong by."""
+
+    def restore(self) -> None:
+        """Puts the damaged file back."""
+        self.remove()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_bytes(self.original)
+
+    def remove(self) -> None:
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        self.path.unlink(missing_ok=True)
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def kill_first(scene: Scene) -> Harm:
+    scene.running.kill()
+    return Harm("SIGKILL to all of its processes", is_violent=True)
+
+
+def kill_any(scene: Scene) -> Harm:
+    processes = scene.running.processes()
+    place = scene.chance.randrange(len(processes))
+    doomed = processes[place]
+    told = f"SIGKILL to process {place + 1} of {len(processes)}"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        told += f" ({' '.join(doomed.cmdline()[-3:])[:60]})"
+        doomed.kill()
+    return Harm(told, is_violent=doomed.pid in scene.running.ranks or scene.running.job.by_torchrun)
+
+
+def terminate(scene: Scene) -> Harm:
+    for rank in scene.running.ranks:
+        os.kill(rank, signal.SIGTERM)
+    return Harm("SIGTERM")
+
+
+def kill_server(scene: Scene) -> Harm:
+    count = len(scene.servers.urls)
+    places = scene.chance.sample(range(count), scene.chance.randint(1, count))
+    scene.servers.kill(places)
+    return Harm(f"SIGKILL to {len(places)} of {count} servers", undo=scene.servers.start)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def damage(scene: Scene, *, alive: bool) -> Harm:
+    """Damages a file of the run folder; the run is killed before, unless ``alive``."""
+    if not alive:
+        scene.running.kill()
+    parts = sorted(path for path in scene.folder.glob("*") if path.name not in HARMLESS)
+    files = [sorted(path for path in (part, *part.rglob("*")) if path.is_file()) for part in parts]
+    files = [found for found in files if found]
+    if not files:
+        return Harm("nothing: it has no file yet", is_violent=not alive)
+    path = scene.chance.choice(scene.chance.choice(files))  # each part of the folder is as likely
+    original = path.read_bytes()
+    told = scene.chance.choice(DAMAGES)(path, scene.chance)
+    when = "while it ran" if alive else "after SIGKILL"
+    return Harm(f"{path.relative_to(scene.folder)} {told} {when}", path, original, is_violent=not alive)
+
+
+def flip(path: Path, chance: Random) -> str:
+    content = bytearray(path.read_bytes())
+    if not content:
+        return "left as it is"
+    place, bit = chance.randrange(len(content)), chance.randrange(8)
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+    return f"has bit {bit} of byte {place} flipped"
+
+
+def cut(path: Path, chance: Random) -> str:
+    size = chance.randrange(path.stat().st_size + 1)
+    os.truncate(path, size)
+    return f"cut to {size} bytes"
+
+
+def empty(path: Path, chance: Random) -> str:
+    os.truncate(path, 0)
+    return "emptied"
+
+
+def delete(path: Path, chance: Random) -> str:
+    path.unlink()
+    return "deleted"
+
+
+def replace_by_folder(path: Path, chance: Random) -> str:
+    path.unlink()
+    path.mkdir()
+    return "is a folder"
+
+
+def lengthen(path: Path, chance: Random) -> str:
+    with path.open("ab") as file:
+        file.write(chance.randbytes(7))
+    return "has seven more bytes"
+
+
+DAMAGES = (flip, flip, cut, empty, delete, replace_by_folder, lengthen)
+
+
+# --- the machine --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[str | None]:
+    """A separate file system at ``folder``; yields why there is none."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield None if mounted else "no right to mount a tmpfs"
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_disk(scene: Scene) -> Harm:
+    """Leaves a few bytes of a ``small_disk``."""
+    filler = scene.folder.parent / "filler"
+    free = shutil.disk_usage(scene.folder.parent).free
+    left = scene.chance.choice((0, scene.chance.randrange(20_000), scene.chance.randrange(1_500_000)))
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # the run may be faster
+        file.write(bytes(max(0, free - left)))
+    return Harm(f"{left} bytes left of the disk", undo=filler.unlink)
+
+
+def set_clock_back(scene: Scene) -> Harm:
+    """What is on disk is of tomorrow."""
+    scene.running.kill()
+    for path in scene.folder.rglob("*"):
+        os.utime(path, (path.stat().st_atime + DAY_S,) * 2)
+    return Harm("SIGKILL, and the clock a day back", is_violent=True, clock_s=-DAY_S)
+
+
+FAULTS: dict[str, tuple[int, Callable[[Scene], Harm]]] = {
+    "kill": (3, kill_first),
+    "kill any": (4, kill_any),
+    "terminate": (2, terminate),
+    "damage": (9, lambda scene: damage(scene, alive=False)),
+    "damage alive": (4, lambda scene: damage(scene, alive=True)),
+    "disk": (3, fill_disk),
+    "server": (3, kill_server),
+    "clock": (1, set_clock_back),
+}
+"""How often each is chosen among them, and what does it."""

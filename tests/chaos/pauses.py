@@ -1,0 +1,42 @@
+"""In a run's own process: its file operations are counted, and it waits at one of them.
+
+The same run has the same operations in the same order, so that a fault can be repeated where it happened.
+"""
+
+import os
+import signal
+import sys
+
+EVENTS = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+def watch(folder: str, number: int, here: int, clock: float) -> None:
+    """Counts operations on files of ``folder``, a byte each to the file descriptor ``here``. Before operation
+    ``number`` it stops this process (SIGSTOP) until it is told to continue; 0: at none. clock: seconds by which the
+    process' clock is wrong from then on."""
+    count, own = 0, os.getpid()
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal count
+        if event not in EVENTS or os.getpid() != own or not str(args[0]).startswith(folder):
+            return
+        count += 1
+        os.write(here, b".")
+        if count == number:
+            os.kill(own, signal.SIGSTOP)
+            set_clock(clock)
+
+    sys.addaudithook(hook)
+    if not number:
+        set_clock(clock)
+
+
+def set_clock(seconds: float) -> None:
+    """time.time() of this process is so much later from now on: monotonic clocks are never set."""
+    if not seconds:
+        return
+    import time
+
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + seconds
+    time.time_ns = lambda: now_ns() + int(seconds * 1e9)

@@ -1,0 +1,172 @@
+"""A round: a run, a fault at a random moment, the same command again until the run ends, and what became of it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from .endings import ending
+from .faults import FAULTS, Harm, Scene, small_disk
+from .jobs import JOBS, TORCHRUN, Job
+from .running import Hangs, Running, Servers
+
+ATTEMPTS = 4
+"""The same command again, at most: with each, a message is followed."""
+TORCHRUN_EVERY = 50
+"""Rounds: torchrun's ranks take seconds to import what forks have."""
+DELAY_S = 0.4
+ERROR = "nemo-edo: error: "
+
+
+class Wrong(AssertionError):
+    """A run that broke its promise."""
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    operations: int
+    seconds: float
+    ending: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Round:
+    job: Job
+    fault: str
+    share: float
+    """Of the undisturbed run's file operations: where the fault strikes."""
+    delay_s: float
+    """How long the run continues after it, until the fault; None: not at all."""
+    chance: Random
+
+    @classmethod
+    def of(cls, seed: int, number: int) -> Round:
+        chance = Random(f"{seed} {number}")
+        job = TORCHRUN if number % TORCHRUN_EVERY == TORCHRUN_EVERY - 1 else chance.choice(JOBS)
+        possible = {name: weight for name, (weight, _) in FAULTS.items() if name != "server" or job.servers}
+        if job.by_torchrun:
+            possible = dict.fromkeys(("kill any", "terminate"), 1)
+        [fault] = chance.choices(list(possible), list(possible.values()))
+        return cls(job, fault, chance.random(), chance.choice((0.0, chance.uniform(0, DELAY_S))), chance)
+
+
+def undisturbed(job: Job, folder: Path) -> Undisturbed:
+    """Raises Wrong where the job does not end well by itself."""
+    with ExitStack() as stack:
+        servers = _servers(stack, job, folder)
+        begun = time.monotonic()
+        running = Running(job, folder / "run", servers.urls if servers else [])
+        if running.finish():
+            raise Wrong(running.said)
+        return Undisturbed(running.operations, time.monotonic() - begun, ending(folder / "run"))
+
+
+def play(this: Round, expected: Undisturbed, folder: Path) -> str:
+    """What happened, in words. Raises Wrong. folder: for the round alone; it is removed."""
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        place = folder / "place"
+        if this.fault == "disk":
+            folder.mkdir(parents=True)
+            why = stack.enter_context(small_disk(place))
+            if why:
+                return f"skipped: {why}"
+        else:
+            place.mkdir(parents=True)
+        servers = _servers(stack, this.job, folder)
+        try:
+            return _play(stack, this, expected, place / "run", servers)
+        except Hangs as hang:
+            raise Wrong(str(hang)) from hang
+
+
+def _servers(stack: ExitStack, job: Job, folder: Path) -> Servers | None:
+    if not job.servers:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    servers = Servers(job.servers, folder)
+    stack.callback(servers.close)
+    return servers
+
+
+def _play(stack: ExitStack, this: Round, expected: Undisturbed, folder: Path, servers: Servers | None) -> str:
+    urls = servers.urls if servers else []
+    operation = 1 + int(this.share * expected.operations)
+    running = stack.enter_context(Running(this.job, folder, urls, pause=operation))
+    if this.job.by_torchrun:
+        time.sleep(this.share * expected.seconds)
+    elif not running.wait_for_pause():
+        return _judge(this, expected, folder, urls, Harm("nothing: it had ended"), running)
+    if this.delay_s:
+        running.go_on()
+        time.sleep(this.delay_s)
+    harm = Harm("nothing: it had ended") if running.poll() else FAULTS[this.fault][1](
+        Scene(running, folder, this.chance, servers))
+    running.go_on()
+    harm.told += f" at operation {operation} of {expected.operations}, {this.delay_s:.2f} s later"
+    try:
+        return _judge(this, expected, folder, urls, harm, running)
+    except (Wrong, Hangs) as error:
+        raise Wrong(f"{harm.told}\n{error}") from error
+
+
+def _judge(
+    this: Round, expected: Undisturbed, folder: Path, urls: list[str], harm: Harm, running: Running
+) -> str:
+    status, said = running.finish(), [running.said]
+    if not harm.is_violent:
+        _require_words(status, running.said, stopped=(0, 2, 75, -15, 143))
+    harm.undo()
+    for attempt in range(ATTEMPTS):
+        if status == 0:
+            _require_same(folder, expected.ending, harm, "".join(said))
+            return f"{harm.told}: the same end" + (f" after {attempt} more" if attempt else "")
+        with Running(this.job, folder, urls, clock=harm.clock_s) as running:
+            status = running.finish()
+            said.append(running.said)
+        _require_words(status, said[-1], stopped=(0, 2))
+        if status:
+            _follow(said[-1], folder, harm, urls)
+    if harm.path is not None and not harm.is_violent:  # what was lost while the run wrote it has no copy
+        return f"{harm.told}: it stops and names the file"
+    raise Wrong(f"it still stops after {ATTEMPTS} attempts\n{said[-1]}")
+
+
+def _require_words(status: int, said: str, stopped: tuple[int, ...]) -> None:
+    """No traceback, an expected status, and where it stopped for an error, a message."""
+    if "Traceback" in said or status not in stopped:
+        raise Wrong(f"status {status}\n{said[-6000:]}")
+    if status == 2 and not said.rstrip().splitlines()[-1].startswith(ERROR):
+        raise Wrong(f"status 2 without a message at its end\n{said[-6000:]}")
+
+
+def _follow(said: str, folder: Path, harm: Harm, urls: list[str]) -> None:
+    """Does what the message says about the damaged file, which it names."""
+    message = next(line for line in said.splitlines() if line.startswith(ERROR))
+    if any(url in message for url in urls):  # a busy machine's servers may be slow to answer
+        return
+    if harm.path is None:
+        raise Wrong(f"stops although nothing is damaged: {message}")
+    named = [path for path in (harm.path, *harm.path.parents) if path.is_relative_to(folder) and path != folder]
+    if not any(str(path) in message for path in named):
+        raise Wrong(f"the message does not name the file: {message}")
+    if "restore it" in message:
+        harm.restore()
+    elif "delete it" in message or "remove it" in message:
+        harm.remove()
+    else:
+        raise Wrong(f"the message does not say what to do: {message}")
+
+
+def _require_same(folder: Path, expected: dict[str, str], harm: Harm, said: str) -> None:
+    """Raises Wrong unless all that differs was named, or was damaged in a run that need not read it again."""
+    found = ending(folder)
+    different = [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)]
+    unread = harm.path if harm.path is not None and not harm.is_violent else folder
+    quiet = [name for name in different if str(folder / name) not in said and not unread.is_relative_to(folder / name)]
+    if quiet:
+        raise Wrong(f"another end, and nothing says so: {', '.join(sorted(quiet))}\n{said[-3000:]}")
