@@ -262,6 +262,9 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 
     noted = folder.journal().get("files")
     if noted is None or noted.get("checksums", checksums()) != checksums():
+        for path in (*folder.data.glob("*"), *folder.base.glob("*")):
+            if path.is_dir():  # all of them are files
+                shutil.rmtree(path)
         inputs.write_builtin_files(cfg, folder)
         if cfg.data.source is not None:
             inputs.write_made_problems(cfg, folder, {"train": data.train, "test": data.test})

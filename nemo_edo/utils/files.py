@@ -18,7 +18,9 @@ from nemo_edo.errors import UserError
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write to that replaces ``path`` at the end, once it is on disk: if the process is killed, ``path`` has
-    either its old content or all of the new."""
+    either its old content or all of the new. Raises UserError where it is a folder."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, and a file is to be written there; remove it")
     temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:
