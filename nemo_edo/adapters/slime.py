@@ -1,0 +1,107 @@
+"""ED-GRPO as a custom loss of slime (0.3): ``--loss-type custom_loss --custom-loss-function-path`` this function.
+
+slime's own policy loss plus coefficient * E_old[log pi_theta - log pi_old], reduced by the function that slime gives to
+each loss. The settings come from the YAML file of ``--custom-config-path``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from slime.backends.megatron_utils import loss as slime_loss
+from slime.utils.misc import load_function
+from torch import Tensor
+
+from nemo_edo.adapters.exploration_settings import ExplorationSettings
+
+
+def ed_grpo_loss(
+    args: Namespace,
+    batch: dict[str, Any],
+    logits: Tensor,
+    sum_of_sample_mean: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """slime's policy loss with the term; with a coefficient of 0, that loss to the last bit.
+
+    args.exploration_coefficient and args.log_ratio_floor: ``ExplorationSettings``; the second may be absent.
+    Tokens have the weights of slime's importance correction (``--use-tis``) and are rejected as it rejects them.
+    Metrics: slime's, ``exploration`` (in nats, floored, without the coefficient) and ``floor_share``, reduced like all
+    of slime's.
+    Raises ValueError for a schedule with one optimizer step for each rollout.
+    """
+    if not hasattr(args, "exploration_coefficient"):
+        raise ValueError("exploration_coefficient is missing: set it in the YAML file of --custom-config-path")
+    exploration = ExplorationSettings(args.exploration_coefficient, getattr(args, "log_ratio_floor", None))
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    exploration.require_several_steps(
+        samples / args.global_batch_size,
+        f"Set --num-steps-per-rollout to 2 or more, or --global-batch-size (now {args.global_batch_size}) below "
+        f"--rollout-batch-size x --n-samples-per-prompt (now {samples})",
+    )
+    with _seen_log_probs() as seen:
+        loss, metrics = slime_loss.policy_loss_function(args, batch, logits, sum_of_sample_mean)
+    [log_probs] = seen
+    old_log_probs = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    old_log_probs = old_log_probs or [x.detach() for x in log_probs]
+    # The mask is in ``sum_of_sample_mean``, which knows this rank's part of each sequence.
+    row, old_row = (torch.cat(list(x))[None] for x in (log_probs, old_log_probs))
+    everything = torch.ones_like(row)
+    values = exploration.per_token(row, old_row, everything)[0]
+    floor = exploration.log_ratio_floor
+    below = torch.zeros_like(values) if floor is None else (row - old_row < floor)[0].to(values.dtype)
+    metrics |= {
+        "exploration": sum_of_sample_mean(values.detach()),
+        "floor_share": sum_of_sample_mean(below),
+    }
+    if exploration.coefficient != 0:
+        loss = loss + exploration.coefficient * _corrected(args, batch, values, log_probs, sum_of_sample_mean)
+    return loss, metrics
+
+
+@contextmanager
+def _seen_log_probs() -> Iterator[list[list[Tensor]]]:
+    """What slime's policy loss computes from the logits, so that nobody goes over the vocabulary twice."""
+    compute, seen = slime_loss.get_log_probs_and_entropy, []
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        returned = compute(*args, **kwargs)
+        seen.append(returned[1]["log_probs"])
+        return returned
+
+    slime_loss.get_log_probs_and_entropy = remembered
+    try:
+        yield seen
+    finally:
+        slime_loss.get_log_probs_and_entropy = compute
+
+
+def _corrected(
+    args: Namespace,
+    batch: dict[str, Any],
+    values: Tensor,
+    log_probs: list[Tensor],
+    sum_of_sample_mean: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The reduced values, weighted and masked by slime's correction for the sampler's mismatch where it is on."""
+    if not (args.use_tis or args.get_mismatch_metrics):  # as slime asks
+        return sum_of_sample_mean(values)
+    path = args.custom_tis_function_path
+    correct = slime_loss.vanilla_tis_function if path is None else load_function(path)
+    weighted, masks, _ = correct(
+        args=args,
+        pg_loss=values,
+        train_log_probs=batch.get("log_probs") or [x.detach() for x in log_probs],
+        rollout_log_probs=batch["rollout_log_probs"],
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    reduce = slime_loss.get_sum_of_sample_mean(
+        *lengths, masks, batch["rollout_mask_sums"], args.calculate_per_token_loss
+    )
+    return reduce(weighted)

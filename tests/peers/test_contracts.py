@@ -1,0 +1,79 @@
+"""The adapters of trainers that cannot be installed here, against what contracts/README.md says of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.peers
+HERE = Path(__file__).parent
+COEFFICIENT, FLOOR = 0.3, -0.02  # as in contract_adapters.py
+NEMO_RL = ["token level", "sequence level", "weights", "tis", "icepop", "seq-mask-tis", "weights of sequences"]
+SLIME = ["means of samples", "tokens", "tis", "sampler"]
+CASES = [*(("nemo_rl", name) for name in NEMO_RL), *(("slime", name) for name in SLIME),
+         ("prime_rl", "plain"), ("prime_rl", "weights")]  # fmt: skip
+close = dict(rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    """In a fresh interpreter, with the stand-ins, or with the real sources that PEER_SOURCES leads to."""
+    file = tmp_path_factory.mktemp("contracts") / "results.pt"
+    sources = os.environ.get("PEER_SOURCES", str(HERE / "contracts"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), sources])}
+    done = subprocess.run([sys.executable, HERE / "contract_adapters.py", file], env=environment, capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {**torch.load(file, weights_only=True), "stderr": done.stderr}
+
+
+@pytest.mark.parametrize(("peer", "case"), CASES)
+def test_with_coefficient_0_loss_gradient_and_metrics_are_the_peers_to_the_last_bit(results, peer, case):
+    stock, zero = results[peer][case]["stock"], results[peer][case]["zero"]
+    assert torch.equal(stock["loss"], zero["loss"]) and torch.equal(stock["gradient"], zero["gradient"])
+    assert {name: zero["metrics"][name] for name in stock["metrics"]} == stock["metrics"]
+    assert zero["metrics"]["exploration"] != 0
+
+
+@pytest.mark.parametrize(("peer", "case"), CASES)
+def test_added_gradient_is_the_peers_own_on_policy_with_advantages_of_minus_1(results, peer, case):
+    found = results[peer][case]
+    there = found.get("at_sampler", found)  # slime's leaf is the logits
+    added = (there["explored"]["gradient"] - there["stock"]["gradient"]) / COEFFICIENT
+    assert added.abs().max() > 1e-3
+    torch.testing.assert_close(added, found["minus_one"]["gradient"], **close)
+
+
+@pytest.mark.parametrize(("peer", "case"), CASES)
+def test_floor_stops_gradients_and_is_logged(results, peer, case):
+    found = results[peer][case]
+    assert found["explored"]["metrics"]["floor_share"] == 0 < found["floored"]["metrics"]["floor_share"]
+    assert found["floored"]["metrics"]["exploration"] > found["explored"]["metrics"]["exploration"]
+    gradients = [found[name]["gradient"] - found["stock"]["gradient"] for name in ("floored", "explored")]
+    assert gradients[0].norm() < gradients[1].norm()
+
+
+@pytest.mark.parametrize(("peer", "case"), CASES)
+def test_a_micro_batch_without_a_token_gives_zero_and_a_gradient(results, peer, case):
+    masked = results[peer][case]["masked"]
+    assert masked["loss"] == 0 and not masked["gradient"].any()
+
+
+def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(results):
+    nemo_rl, slime = results["nemo_rl_launched"], results["slime_refused"]
+    assert nemo_rl["several"] == ""
+    for words in ("policy.train_global_batch_size (now 512)", "grpo.num_generations_per_prompt (now 512)"):
+        assert words in nemo_rl["one"]
+    assert "loss_fn.force_on_policy_ratio" in nemo_rl["forced"]
+    assert "--num-steps-per-rollout" in slime["one"] and "--global-batch-size (now 32)" in slime["one"]
+    assert "loss_fn.exploration_coefficient is missing" in nemo_rl["missing"]
+    assert "--custom-config-path" in slime["missing"]
+    assert "orchestrator.max_off_policy_steps" in results["stderr"]  # prime-rl shows its schedule to no loss
+
+
+def test_launcher_runs_nemo_rls_script_with_our_loss_and_check(results):
+    launched = results["nemo_rl_launched"]
+    assert (launched["loss"], launched["setup"]) == ("EDGRPOLossFn", "nemo_edo.adapters.nemo_rl")
