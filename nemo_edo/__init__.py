@@ -1,3 +1,20 @@
 """Exploration-driven optimisation (EDO) for LLM post-training on the Megatron/NeMo stack."""
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["Run", "load", "sweep", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of ``__all__``, looked up when they are used: importing the package loads nothing else."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("nemo_edo.run.python_api"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

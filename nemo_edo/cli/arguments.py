@@ -198,6 +198,9 @@ def _export(command: argparse.ArgumentParser) -> None:
         "--arm", metavar="NAME", help="default: the only arm, or the arm that changes nothing in the grpo section"
     )
     command.add_argument(
+        "--adapter", action="store_true", help="the LoRA adapters alone, as a PEFT folder, with their base model in it"
+    )
+    command.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="size of each weights file; default: %(default)s"
     )
 
@@ -302,7 +305,10 @@ COMMANDS = {
     "export": Command(
         "write a trained policy as a Hugging Face folder",
         _export,
-        ("export runs/quickstart exported/grpo --arm grpo",),
+        (
+            "export runs/quickstart exported/grpo --arm grpo",
+            "export runs/lora exported/adapter --arm grpo --adapter",
+        ),
         "quickstart.md",
     ),
     "replay": Command(

@@ -184,7 +184,7 @@ def _export(args: argparse.Namespace, _: list[str]) -> None:
     from nemo_edo.utils.files import parse_size
 
     size = parse_size("--max-shard-size", args.max_shard_size)
-    _jobs().export(args.run, args.out, args.arm, size)
+    _jobs().export(args.run, args.out, args.arm, size, args.adapter)
 
 
 def _replay(args: argparse.Namespace, more_overrides: list[str]) -> None:

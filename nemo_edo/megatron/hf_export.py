@@ -40,9 +40,9 @@ def export_hf_folder(
     logger.debug("Megatron-Bridge: %s", said.getvalue())
 
 
-def export_adapter_folder(model: BuiltModel, out: Path) -> None:
-    """Writes the adapters alone, as PEFT has them: adapter_model.safetensors and adapter_config.json. All ranks call
-    it."""
+def export_adapter_folder(model: BuiltModel, out: Path, base: str | None = None) -> None:
+    """Writes the adapters alone, as PEFT has them: adapter_model.safetensors and adapter_config.json, which names the
+    folder of the weights under them (``base``), if it is given. All ranks call it."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         exported = model.bridge.export_adapter_weights(model.chunks, cpu=True, show_progress=False)
         weights = {f"base_model.model.{name}": weight.contiguous() for name, weight in exported}
@@ -54,6 +54,8 @@ def export_adapter_folder(model: BuiltModel, out: Path) -> None:
             "r": model.lora.rank,
             "lora_alpha": model.lora.alpha,
             "target_modules": sorted({name.split(".")[-3] for name in weights}),
+            "base_model_name_or_path": base,
+            "inference_mode": True,
         }
         (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         # Layers that are one to Megatron share a factor, which the file holds for each of them.

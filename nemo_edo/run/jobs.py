@@ -122,14 +122,15 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     on_main(lambda: _conclude(folder))
 
 
-def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
+def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter: bool = False) -> None:
     """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``; it appears when it is
     whole.
 
     arm: required where the run has several and not exactly one of them is the config's own section unchanged. ARM.best:
-    the policy that was best by ``checkpoint.best``.
+    the policy that was best by ``checkpoint.best``. adapter: its LoRA adapters alone, as a PEFT folder; the weights
+    under them, which an arm has from the warm-up, are written to its folder ``base``.
     """
-    from nemo_edo.megatron.hf_export import export_hf_folder
+    from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 
     opened = open_run(run)
     folder, cfg = opened.folder, opened.cfg
@@ -142,13 +143,20 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int) -> None:
         raise UserError(f"{out} exists already and is not an empty folder")
     if out.is_mount():
         raise UserError(f"{out} is a mount point, which no folder can replace: name a folder in it")
+    if adapter and not cfg.lora.rank:
+        raise UserError(f"{run} trained all weights (lora.rank=0): export it without --adapter")
     model = build.load_policy(cfg, folder, arm)
     part = temporary_name(out.resolve())
     on_main(lambda: shutil.rmtree(part, ignore_errors=True))  # of a killed export
-    export_hf_folder(model.built, part, max_shard_bytes)
+    if adapter:
+        export_hf_folder(model.built, part / "base", max_shard_bytes, merge_adapters=False)
+        export_adapter_folder(model.built, part, base=str(out.resolve() / "base"))
+    else:
+        export_hf_folder(model.built, part, max_shard_bytes)
     on_main(lambda: part.replace(out))
     if is_main():
-        print(f"the policy of arm {arm} is in {out}")
+        what = "its adapters are" if adapter else "it is"
+        print(f"the policy of arm {arm}: {what} in {out}")
 
 
 def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:

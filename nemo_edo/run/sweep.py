@@ -43,6 +43,15 @@ YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's, several times as fast, where PyYAML was built with it."""
 
 
+def train_command(config_name: str, overrides: Sequence[str], config_dir: str | None, processes: int) -> list[str]:
+    """The command that trains a config with this interpreter, by torchrun where it takes several processes."""
+    module = ["-m", "nemo_edo"]
+    if processes > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *module]
+    folder = ["--config-path", config_dir] if config_dir else []
+    return [sys.executable, *module, "train", "--config-name", config_name, *folder, *overrides]
+
+
 @dataclass(frozen=True)
 class Member:
     """One run of a sweep."""
@@ -67,11 +76,7 @@ class Sweep:
 
     def command(self, member: Member, processes: int = 1) -> list[str]:
         """The command that runs a member, for this machine's shell or a cluster's scheduler."""
-        module = ["-m", "nemo_edo"]
-        if processes > 1:
-            module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *module]
-        folder = ["--config-path", self.config_dir] if self.config_dir else []
-        return [sys.executable, *module, "train", "--config-name", self.config_name, *folder, *member.overrides]
+        return train_command(self.config_name, member.overrides, self.config_dir, processes)
 
     def log(self, member: Member) -> Path:
         return self.folder / "logs" / f"{member.name}.log"

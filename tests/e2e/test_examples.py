@@ -40,3 +40,23 @@ def test_train_gpt_grpo_trains_an_arm_on_gsm8k_rows_and_writes_the_report(tmp_pa
         "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10", cwd=tmp_path)
     arms = {json.loads(line)["arm"] for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()}
     assert {"grpo", "ed_grpo"} <= arms and (tmp_path / "small" / "report.html").is_file()
+
+
+TINY = [
+    "sft.steps=10", "sft.batch_size=16", "sft.micro_batch_size=16", "grpo.iterations=2", "grpo.minibatch_size=40",
+    "grpo.micro_batch_size=40", "grpo.problems_per_iteration=4", "sampling.max_new_tokens=6", "evaluation.samples=4",
+    "evaluation.rollouts=1", "evaluation.bootstrap=50", "data.arithmetic.warmup_problems=32",
+    "data.arithmetic.train_problems=8", "data.arithmetic.test_problems=4", "arms=[grpo,ed_grpo]",
+]  # fmt: skip
+
+
+def test_the_notebook_trains_twice_in_one_kernel_which_warns_of_nothing(tmp_path: Path):
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code, shortened = re.subn(r"^SHORT = .*$", f"SHORT = {TINY}", code, flags=re.MULTILINE)
+    assert shortened == 1
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, text=True, env=environment,
+                          capture_output=True, timeout=500)
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    assert len(list(tmp_path.glob("runs/notebook_*/report.html"))) == 2

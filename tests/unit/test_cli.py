@@ -77,9 +77,10 @@ FAILURE = Path("a/failures/grpo_step_00000001.safetensors")
 @pytest.mark.parametrize(("arguments", "call"), [
     (["evaluate", "runs/a", "--arm", "ed_grpo", "evaluation.samples=4"],
      ("evaluate", Path("runs/a"), "ed_grpo", ["evaluation.samples=4"])),
-    (["export", "runs/a", "out"], ("export", Path("runs/a"), Path("out"), None, 5 * 10**9)),
+    (["export", "runs/a", "out"], ("export", Path("runs/a"), Path("out"), None, 5 * 10**9, False)),
     (["export", "runs/a", "out", "--arm=grpo", "--max-shard-size=2GiB"],
-     ("export", Path("runs/a"), Path("out"), "grpo", 2**31)),
+     ("export", Path("runs/a"), Path("out"), "grpo", 2**31, False)),
+    (["export", "runs/a", "out", "--adapter"], ("export", Path("runs/a"), Path("out"), None, 5 * 10**9, True)),
     (["replay", str(FAILURE), "precision.dtype=fp32"], ("replay", FAILURE, ["precision.dtype=fp32"])),
     (["search", "runs/a", "--arm", "ed_grpo", "search.width=2"],
      ("search", Path("runs/a"), "ed_grpo", ["search.width=2"])),

@@ -1,5 +1,7 @@
 """Megatron-Bridge's LoRA against its equation, W x + alpha / rank * B A x, on the dense model of ``transformers``."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from nemo_edo.losses import sft_loss
 from nemo_edo.megatron import checkpoint, lora
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.megatron.hf_export import export_hf_folder
+from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.megatron.splits import check_adapters
 from nemo_edo.types import GenerationRequest, SamplingParams
@@ -96,6 +98,21 @@ def test_an_exported_folder_and_generation_have_the_adapters(model, tiny, tmp_pa
         for policy in (model.policy, tiny.build_policy(tmp_path / "hf"), tiny.build_policy(model.folder))
     )
     assert found == merged != without
+
+
+def test_a_peft_folder_has_the_merged_models_weights_over_the_base_that_it_names(model, tiny, tmp_path):
+    export_hf_folder(model.policy.built, tmp_path / "base", merge_adapters=False)
+    export_adapter_folder(model.policy.built, tmp_path, base=str(tmp_path / "base"))
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    weights = load_file(Path(settings["base_model_name_or_path"]) / "model.safetensors")
+    adapters = load_file(tmp_path / "adapter_model.safetensors")
+    for name in [name for name in adapters if name.endswith("lora_A.weight")]:
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert layer.rpartition(".")[2] in settings["target_modules"]
+        product = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+        weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + settings["lora_alpha"] / settings["r"] * product
+    for name, expected in tiny.exported(model.policy).items():
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

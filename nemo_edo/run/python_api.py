@@ -1,0 +1,251 @@
+"""Runs from Python or a notebook: ``import nemo_edo as edo``, then ``edo.train``, ``edo.load`` and ``edo.sweep``.
+
+A training runs in a process of its own, as on the command line: Megatron changes a process for good, and a notebook's
+kernel keeps its memory and its warnings. What the run prints appears as it comes. A run's folder holds all there is to
+know about it, so ``Run`` reads it anew each time, also while the run is in progress elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_edo.config import RunConfig
+from nemo_edo.config.compose import compose_run
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.evaluation.results import Evaluation, load_evaluation, main_metrics, require_same_problems
+from nemo_edo.metrics import paired_bootstrap
+from nemo_edo.run.folder import METRICS
+from nemo_edo.run.stored_run import open_run
+from nemo_edo.run.sweep import plan_sweep, run_sweep, train_command
+from nemo_edo.utils.processes import end_with
+from nemo_edo.utils.wording import did_you_mean
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+KINDS = ("collection", "evaluation", "train_step", "sft_step")
+"""Kinds of lines of metrics.jsonl, in the order in which ``plot`` looks for a measurement."""
+LAST_LINES = 20
+"""Of what a failed run has printed, in the error."""
+
+
+def train(
+    config_name: str = "quickstart",
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | Path | None = None,
+    processes: int = 1,
+) -> Run:
+    """Trains a config, as ``nemo-edo train`` does, and returns the finished run.
+
+    overrides: ``["seed=2", "grpo.iterations=5"]``. config_dir: the config's folder; None: the package's configs.
+    processes: of torchrun. The same call resumes a run that was stopped.
+
+    Raises UserError for a wrong setting, before anything is started, and for input that cannot be used; StoppedByGuard
+    where a guard stopped the run; RunStopped where the kernel was interrupted (the run has saved its state then); and
+    RuntimeError, with its last lines, for any other end.
+    """
+    given = [overrides] if isinstance(overrides, str) else list(overrides)
+    folder = str(Path(config_dir).resolve()) if config_dir else None
+    cfg = compose_run(config_name, given, folder)
+    status, last = _run(train_command(config_name, given, folder, processes))
+    said = "\n".join(last)
+    if status == 2:
+        raise UserError(last[-1].removeprefix("nemo-edo: error: "))
+    if status == 3:
+        raise StoppedByGuard(said)
+    if status == os.EX_TEMPFAIL:
+        raise RunStopped(f"{last[-1].removeprefix('nemo-edo: ')}")
+    if status:
+        raise RuntimeError(f"the run ended with status {status}; its last lines:\n{said}")
+    return Run(Path(cfg.output_dir) / cfg.name)
+
+
+def load(path: str | Path) -> Run:
+    """A run by its folder, finished or not. Raises UserError where there is none."""
+    return Run(Path(path))
+
+
+def sweep(
+    config_name: str,
+    overrides: Sequence[str],
+    *,
+    config_dir: str | Path | None = None,
+    jobs: int = 1,
+    processes: int = 1,
+) -> list[Run]:
+    """One run for each combination of the values that overrides list (``["grpo.alpha=0,1e-3", "seed=1,2"]``), ``jobs``
+    at a time, as ``nemo-edo train -m`` does; finished members are not trained again. Returns their runs in order.
+
+    Raises UserError as ``train`` does, and RuntimeError, which names their logs, where members failed.
+    """
+    planned = plan_sweep(config_name, list(overrides), str(Path(config_dir).resolve()) if config_dir else None)
+    failures = run_sweep(planned, jobs=jobs, processes=processes)
+    if failures:
+        named = "; ".join(f"{one.member.name}: status {one.status}, see {one.log}" for one in failures)
+        raise RuntimeError(f"{len(failures)} of {len(planned.members)} runs failed: {named}")
+    return [Run(planned.folder / member.name) for member in planned.members]
+
+
+class Run:
+    """A run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where the folder is not a run's."""
+        self._stored = open_run(folder)
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.name}, arms: {', '.join(self.arms) or 'none'})"
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def config(self) -> RunConfig:
+        return self._stored.cfg
+
+    @property
+    def arms(self) -> list[str]:
+        return self._stored.policies[1:]
+
+    @property
+    def report(self) -> Path:
+        """The report's path; a finished run has one."""
+        return self.folder / "report.html"
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """Everything that was logged, a row for each line of metrics.jsonl: ``kind`` (sft_step, collection, train_step,
+        evaluation), ``arm``, ``iteration``, ``step``, and a column for each measurement (docs/metrics.md). Of an
+        evaluation, METRIC is the mean, METRIC_low and METRIC_high bound its 95 % interval over problems."""
+        import pandas as pd
+
+        path = self.folder / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return pd.DataFrame([_flat(json.loads(line)) for line in lines])
+
+    @property
+    def rollouts(self) -> pd.DataFrame:
+        """The responses of every arm's iterations in order, sorted by problem and sample: their question, text, tokens,
+        log-probabilities, answer, reward and the reason for it."""
+        import pandas as pd
+
+        questions, parts = self._stored.questions("train"), []
+        for arm in self.arms:
+            for path in sorted(self._stored.folder.rollouts(arm).glob("iter_*/rank_*.parquet")):
+                part = pd.read_parquet(path).sort_values(["problem_id", "sample_index"])
+                part.insert(0, "arm", arm)
+                part.insert(1, "iteration", int(path.parent.name.removeprefix("iter_")))
+                part.insert(3, "question", part["problem_id"].map(questions))
+                parts.append(part)
+        if not parts:
+            return pd.DataFrame(columns=["arm", "iteration", "problem_id", "question"])
+        return pd.concat(parts, ignore_index=True)
+
+    @property
+    def results(self) -> pd.DataFrame:
+        """The final evaluations: a row for each policy (warmup is the start of all arms), a column for each metric."""
+        import pandas as pd
+
+        means = {arm: {name: float(sums.sum() / counts.sum()) for name, (sums, counts) in found.metrics.items()
+                       if counts.sum()} for arm, found in self._evaluations()}  # fmt: skip
+        return pd.DataFrame.from_dict(means, orient="index")
+
+    def compare(self, other: Run | None = None) -> pd.DataFrame:
+        """Main metrics of the final evaluations, and their differences with 95 % intervals, paired by problem.
+
+        With another run: each policy of that name there minus here. Without: each arm minus the first. The intervals
+        cover the choice of test problems, not the luck of training: a claim about an arm needs several seeds
+        (``nemo-edo report``). Raises UserError where they were evaluated on different problems.
+        """
+        import pandas as pd
+
+        here = dict(self._evaluations())
+        there = dict(other._evaluations()) if other else here
+        pairs = [(name, name) for name in here if name in there] if other else [
+            (self.arms[0], name) for name in self.arms[1:] if name in here]  # fmt: skip
+        rows = [row for one, two in pairs for row in self._differences(two, here[one], there[two])]
+        return pd.DataFrame(rows, columns=["arm", "metric", "here", "there", "difference", "low", "high"])
+
+    def plot(self, metric: str = "reward", kind: str | None = None, arms: Sequence[str] | None = None) -> go.Figure:
+        """A measurement over the training, a line for each arm. kind: of the lines that have it; None: the first of
+        ``KINDS`` that does. Raises UserError for a measurement that was not logged."""
+        import plotly.graph_objects as go
+
+        from nemo_edo.report.plotting import COLORS
+
+        frame = self.metrics
+        if metric not in frame:
+            raise UserError(f"{self.folder / METRICS} has no {metric!r}{did_you_mean(metric, frame.columns)}")
+        frame = frame[frame[metric].notna()]
+        kind = kind or next(one for one in KINDS if (frame["kind"] == one).any())
+        axis = "step" if kind.endswith("_step") else "iteration"
+        titles = {"title": f"{self.name}: {metric} ({kind})", "xaxis_title": axis, "yaxis_title": metric}
+        figure = go.Figure(layout=titles)
+        frame = frame[frame["kind"] == kind]
+        for place, arm in enumerate(arms or frame["arm"].unique()):
+            line = frame[frame["arm"] == arm]
+            color = {"color": COLORS[place % len(COLORS)]}
+            figure.add_scatter(x=line[axis], y=line[metric], name=arm, mode="lines+markers", line=color)
+        return figure
+
+    def _evaluations(self) -> Iterator[tuple[str, Evaluation]]:
+        for name in self._stored.policies:
+            path = self._stored.folder.evaluation(name)
+            if path.is_file():
+                yield name, load_evaluation(path)
+
+    def _differences(self, arm: str, here: Evaluation, there: Evaluation) -> Iterator[dict[str, Any]]:
+        require_same_problems({"here": here, "there": there})
+        resamples, seed = self.config.evaluation.bootstrap, self.config.seed
+        for metric in main_metrics([name for name in here.metrics if name in there.metrics]):
+            (sums, counts), (other_sums, other_counts) = here.metrics[metric], there.metrics[metric]
+            interval = paired_bootstrap(other_sums, other_counts, sums, counts, resamples=resamples, seed=seed)
+            values = {"here": sums.sum() / counts.sum(), "there": other_sums.sum() / other_counts.sum()}
+            bounds = {"difference": interval.mean, "low": interval.low, "high": interval.high}
+            yield {"arm": arm, "metric": metric, **values, **bounds}
+
+
+def _flat(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl with its clocks, and the bounds of its metrics, as columns."""
+    values = {key: value for key, value in line.items() if key not in ("metrics", "time")}
+    for name, interval in line.get("metrics", {}).items():
+        values |= {name: interval["mean"], f"{name}_low": interval["low"], f"{name}_high": interval["high"]}
+    return values | line.get("time", {})
+
+
+def _run(command: list[str]) -> tuple[int, list[str]]:
+    """Runs a command, shows what it prints, and returns its status and its last lines. An interrupt is handed on: the
+    command saves its state and ends."""
+    kernel, last = os.getpid(), deque(maxlen=LAST_LINES)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,  # an interrupt of the kernel reaches it once, from here
+        preexec_fn=lambda: end_with(kernel),
+    ) as process:
+        while True:
+            try:
+                for line in process.stdout:
+                    sys.stdout.write(line)
+                    last.append(line.rstrip())
+                return process.wait(), list(last) or [""]
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
