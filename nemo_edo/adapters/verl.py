@@ -26,11 +26,13 @@ LOSS_MODE = "ed_grpo"
 class EDGRPOPolicyLossConfig(PolicyLossConfig):
     """The settings, as ``actor_rollout_ref.actor.policy_loss._target_``; verl's own stay where they are.
 
-    Raises ValueError for values that ``ExplorationSettings`` refuses, and a ``base_loss`` that is this very loss.
+    Raises ValueError for a missing coefficient, values that ``ExplorationSettings`` refuses, and a ``base_loss`` that
+    is this very loss.
     """
 
     loss_mode: str = LOSS_MODE
-    exploration_coefficient: float = 0.0
+    exploration_coefficient: float | None = None
+    """Must be given; it has a default only because the fields before it have."""
     log_ratio_floor: float | None = None
     base_loss: str = "vanilla"
     """The policy loss of verl's that the term is added to."""
@@ -41,6 +43,8 @@ class EDGRPOPolicyLossConfig(PolicyLossConfig):
             raise ValueError(f"base_loss is {LOSS_MODE!r}, expected another policy loss, such as vanilla or gspo")
 
     def exploration(self) -> ExplorationSettings:
+        if self.exploration_coefficient is None:
+            raise ValueError(f"policy_loss.exploration_coefficient is missing: set it with loss_mode={LOSS_MODE}")
         return ExplorationSettings(self.exploration_coefficient, self.log_ratio_floor)
 
 

@@ -101,3 +101,4 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(t
     for words in ("actor.ppo_mini_batch_size (now 1024)", "data.train_batch_size (now 1024)", "zero-mean noise"):
         assert words in refused["one"]
     assert "policy_loss._target_ to nemo_edo.adapters.verl.EDGRPOPolicyLossConfig" in refused["no settings"]
+    assert "policy_loss.exploration_coefficient is missing" in refused["no coefficient"]

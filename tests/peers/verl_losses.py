@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import verl
 from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
@@ -24,6 +25,7 @@ EXPLORED = [
     f"{ACTOR}.policy_loss._target_=nemo_edo.adapters.verl.EDGRPOPolicyLossConfig",
     f"+{ACTOR}.policy_loss.exploration_coefficient={COEFFICIENT}",
 ]
+ZERO = [*EXPLORED[:2], f"+{ACTOR}.policy_loss.exploration_coefficient=0"]
 FLOORED = f"+{ACTOR}.policy_loss.log_ratio_floor={FLOOR}"
 AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 PROMPT, LENGTHS, TOKENS = 2, [4, 2, 3, 1], 4
@@ -70,7 +72,7 @@ def loss_of(*overrides: str, mode: str = "token-mean", masked: bool = False) -> 
 def refusal(*overrides: str) -> str:
     try:
         validate_config(composed(*overrides), use_reference_policy=False, use_critic=False)
-    except ValueError as error:
+    except (ValueError, InstantiationException) as error:  # Hydra wraps what a config's class raises
         return str(error)
     return ""
 
@@ -96,7 +98,7 @@ def main(results: str) -> None:
     aggregated = {
         mode: {
             "stock": loss_of(mode=mode),
-            "zero": loss_of(*EXPLORED[:2], mode=mode),
+            "zero": loss_of(*ZERO, mode=mode),
             "explored": loss_of(*EXPLORED, mode=mode),
             "floored": loss_of(*EXPLORED, FLOORED, mode=mode),
             "masked": loss_of(*EXPLORED, mode=mode, masked=True),
@@ -111,13 +113,14 @@ def main(results: str) -> None:
             "version": verl.__version__, "found": found, "aggregated": aggregated,
             "gspo": {
                 "stock": loss_of(f"{ACTOR}.policy_loss.loss_mode=gspo"),
-                "zero": loss_of(*EXPLORED[:2], f"+{ACTOR}.policy_loss.base_loss=gspo"),
+                "zero": loss_of(*ZERO, f"+{ACTOR}.policy_loss.base_loss=gspo"),
             },
             "batch": {name: batch(False)[name] for name in ("old_log_probs", "response_mask", "rollout_is_weights")},
             "advantages": advantages(),
             "refused": {
                 "several": refusal(*gpus, *several, *EXPLORED), "one": refusal(*gpus, *one, *EXPLORED),
-                "one without the term": refusal(*gpus, *one, *EXPLORED[:2]),
+                "one without the term": refusal(*gpus, *one, *ZERO),
+                "no coefficient": refusal(*gpus, *several, *EXPLORED[:2]),
                 "no settings": refusal(*gpus, *several, EXPLORED[0]),
             },
         }, results,
