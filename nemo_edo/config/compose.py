@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
+from nemo_edo.config.arms import REPLICATE, baseline_arm
 from nemo_edo.config.hydra import DEFAULT, ConfigError, Sources, compose_values, require_config
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.config.suggestions import suggestion
@@ -103,7 +104,7 @@ def _checked(values: DictConfig, sources: Sources) -> RunConfig:
 
 def arm_configs(cfg: RunConfig) -> dict[str, LoopConfig]:
     """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
-    ``policy``, and none where supervised training is all, or nothing is trained.
+    ``policy``, and none where supervised training is all, or nothing is trained. ``replicate_baseline`` adds one.
 
     Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run`` has checked that already).
     """
@@ -123,9 +124,7 @@ def default_values(job: str | None) -> dict[str, Any]:
 def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopConfig]:
     if not cfg.has_arms:
         return {}
-    if not cfg.arms:
-        return {"policy": getattr(cfg, cfg.algorithm)}
-    arms = {}
+    arms = {} if cfg.arms else {"policy": getattr(cfg, cfg.algorithm)}
     for name, differences in cfg.arms.items():
         prefix = f"arms.{name}."
         algorithm = differences.get("algorithm", cfg.algorithm)
@@ -141,6 +140,13 @@ def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopC
             cfg.check_arm(arms[name], f"arms.{name}")
         except ValueError as error:
             raise ConfigError(f"{error} ({place(str(error).split()[0])})") from error
+    if cfg.replicate_baseline:
+        if REPLICATE in arms:
+            raise ConfigError(
+                f"arms.{REPLICATE} ({place(f'arms.{REPLICATE}')}) is the name of the arm that replicate_baseline adds; "
+                "choose another name"
+            )
+        arms[REPLICATE] = arms[baseline_arm(arms)]
     return arms
 
 

@@ -176,6 +176,11 @@ class RunConfig:
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Variants trained from the same start: for each, its name and its differences from the section of its algorithm
     (the key ``algorithm`` of an arm chooses another one). Empty: one arm, ``policy``, with that section as it is."""
+    replicate_baseline: bool = False
+    """Train the baseline (the first arm that is plain GRPO or ETO, otherwise the first) once more as arm
+    ``replicate``, from the same start and with another seed for its samples and their order. How far the two lie apart
+    is the noise of training, which the report shows next to the differences of one seed. With train.rollouts it trains
+    on the folder ``replicate`` if there is one, and otherwise differs in the order alone."""
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     search: SearchLLMConfig = field(default_factory=SearchLLMConfig)

@@ -2,7 +2,14 @@
 
 from nemo_edo.metrics.diversity import answer_entropy, distinct_answers, distinct_counts, distinct_n, self_bleu
 from nemo_edo.metrics.entropy import entropy_from_logits
-from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, bootstrap_ratios, mean_interval, paired_bootstrap
+from nemo_edo.metrics.intervals import (
+    Interval,
+    bootstrap_ratio,
+    bootstrap_ratios,
+    mean_interval,
+    mean_p_value,
+    paired_bootstrap,
+)
 from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k
 
@@ -21,6 +28,7 @@ __all__ = [
     "majority_at_k",
     "mcnemar",
     "mean_interval",
+    "mean_p_value",
     "paired_bootstrap",
     "paired_permutation_test",
     "pass_at_k",

@@ -81,6 +81,22 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def mean_p_value(values: Sequence[float]) -> float:
+    """Two-sided p-value of a mean of 0: Student's t test of independent values, one for each seed; NaN for one value.
+
+    Values that are all equal give 0, or 1 where they are 0. Raises ValueError as ``mean_interval`` does.
+    """
+    mean = mean_interval(values).mean
+    if len(values) == 1:
+        return math.nan
+    deviation = float(np.std(np.asarray(values, dtype=np.float64), ddof=1))
+    if deviation == 0:
+        return float(mean == 0)
+    # theta = atan(t / sqrt(degrees)), with t = mean / (deviation / sqrt(n))
+    theta = math.atan(abs(mean) / deviation * math.sqrt(len(values) / (len(values) - 1)))
+    return max(1 - _probability_within(theta, len(values) - 1), 0.0)
+
+
 def student_t_quantile(level: float, degrees: int) -> float:
     """The t with P(|T| <= t) = level for Student's t with an integer number of degrees of freedom, at least 1.
 

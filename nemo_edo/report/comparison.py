@@ -1,8 +1,9 @@
 """The arms of a set of runs compared: estimates, differences from a baseline, and readings at matched accuracy.
 
-Two kinds of chance are kept apart. The bootstrap and the permutation test over problems cover the choice of test
-problems, for the very policies that were trained; Student's t interval over seeds covers the luck of training. One run
-has the first only; with several runs the second decides what a difference shows.
+Two kinds of chance are kept apart. The bootstrap over problems covers the choice of test problems, for the very
+policies that were trained. The luck of training shows over seeds (Student's t) only: they alone decide whether a
+difference is shown, corrected for the number of differences. One run has the distance between two trainings of its
+baseline (``replicate_baseline``) instead, which gives a scale and decides nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from nemo_edo.config.arms import PLAIN_LABELS
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, main_metrics, metric_order, newly_solved_and_lost
-from nemo_edo.metrics import Interval, holm, mean_interval, paired_bootstrap, paired_permutation_test
+from nemo_edo.metrics import Interval, holm, mean_interval, mean_p_value, paired_bootstrap
 from nemo_edo.report.matching import MATCHED_MEASURES, curve, match_accuracy
-from nemo_edo.report.run_record import PLAIN_LABELS, setting
+from nemo_edo.report.run_record import setting
 from nemo_edo.report.run_set import RunSet, Trained
 
 SOLVED_METRIC = "greedy_accuracy"
+LEVEL = 0.05
+"""Of the p-value, corrected by Holm's method, below which a difference is shown."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,6 @@ class Estimate:
         return math.isfinite(self.interval.low)
 
     @property
-    def exceeds_interval(self) -> bool:
-        """Whether the interval leaves zero out; never where there is none."""
-        return self.interval.low > 0 or self.interval.high < 0
-
-    @property
     def band(self) -> tuple[float, float]:
         """What a chart shades: from the lowest to the highest seed, or one run's interval."""
         values = self.by_seed.values()
@@ -64,9 +63,26 @@ class Difference(Estimate):
     over_problems: Interval
     """Over all seeds together, with its paired bootstrap interval over problems."""
     p_value: float
-    """Two-sided, of a permutation test over problems."""
+    """Two-sided, of a mean of 0 over seeds (paired t test); NaN with one seed."""
     p_adjusted: float
-    """The same by Holm's method for all the differences of the report."""
+    """The same by Holm's method for all the differences of the report that have one."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the seeds show that it is not 0; never with one."""
+        return self.p_adjusted < LEVEL
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A second training of an arm with other samples, in each run that has one."""
+
+    label: str
+    """The label of the arm."""
+    table: dict[str, Estimate]
+    """metric -> its values."""
+    noise: dict[str, float]
+    """metric -> the distance between the two trainings, as root mean square over the runs."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,7 @@ class Comparison:
     table: dict[str, dict[str, Estimate | None]]
     """arm -> metric -> estimate."""
     baseline: str | None
+    replicate: Replicate | None
     differences: tuple[Difference, ...]
     from_start: dict[str, Changes]
     from_baseline: dict[str, Changes]
@@ -160,6 +177,7 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
             for arm, by_seed in evaluations.items()
         },
         baseline=baseline,
+        replicate=_replicate(runs, metrics),
         differences=_differences(runs, evaluations, baseline, main_metrics(metrics)),
         from_start={arm: one for arm in runs.arms if (one := _changes(evaluations, START, arm))},
         from_baseline={
@@ -222,8 +240,8 @@ def _differences(
         for metric in metrics
         if (difference := _difference(runs, arm, metric, evaluations[arm], evaluations[baseline]))
     ]
-    adjusted = holm([difference.p_value for difference in found]) if found else []
-    return tuple(replace(difference, p_adjusted=float(p)) for difference, p in zip(found, adjusted, strict=True))
+    adjusted = iter(holm([one.p_value for one in found if not math.isnan(one.p_value)]))
+    return tuple(one if math.isnan(one.p_value) else replace(one, p_adjusted=float(next(adjusted))) for one in found)
 
 
 def _difference(runs: RunSet, arm: str, metric: str, ours: BySeed, theirs: BySeed) -> Difference | None:
@@ -233,17 +251,24 @@ def _difference(runs: RunSet, arm: str, metric: str, ours: BySeed, theirs: BySee
         return None
     a, b = (_pooled(evaluations, metric, list(by_seed)) for evaluations in (ours, theirs))
     over_problems = paired_bootstrap(*a, *b, **_bootstrap(runs))
-    measured_P = (a[1] > 0) & (b[1] > 0)
-    means_a, means_b = (sums_P[measured_P] / counts_P[measured_P] for sums_P, counts_P in (a, b))
-    return Difference(
-        by_seed,
-        over_problems if runs.is_one else mean_interval(list(by_seed.values())),
-        arm,
-        metric,
-        over_problems,
-        p_value=paired_permutation_test(means_a, means_b) if measured_P.any() else 1.0,
-        p_adjusted=math.nan,
-    )
+    values = list(by_seed.values())
+    interval = over_problems if runs.is_one else mean_interval(values)
+    return Difference(by_seed, interval, arm, metric, over_problems, mean_p_value(values), p_adjusted=math.nan)
+
+
+def _replicate(runs: RunSet, metrics: Sequence[str]) -> Replicate | None:
+    records = [record for record in runs.records if record.replicate is not None]
+    if not records:
+        return None
+    table, noise = {}, {}
+    for metric in metrics:
+        pairs = [(record, record.replicate, record.evaluations[record.summary["baseline"]]) for record in records]
+        pairs = [pair for pair in pairs if all(one.has(metric) for one in pair[1:])]
+        if pairs:
+            apart = [again.mean(metric) - first.mean(metric) for _, again, first in pairs]
+            noise[metric] = math.sqrt(sum(gap**2 for gap in apart) / len(apart))
+            table[metric] = _estimate(runs, {record.seed: again for record, again, _ in pairs}, metric)
+    return Replicate(records[0].label(records[0].summary["baseline"]), table, noise)
 
 
 def _pooled(by_seed: BySeed, metric: str, seeds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

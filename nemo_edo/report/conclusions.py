@@ -1,6 +1,7 @@
-"""A comparison in words and as a plain-text table: what exceeds its interval, what does not, and what that can mean.
+"""A comparison in words and as a plain-text table: what was measured, what the seeds show, and what limits it.
 
-The sentences claim no gain where an interval includes zero, and say "worse" where something is worse.
+Verdicts (better, higher) are for differences that several seeds show, corrected for their number. One seed has values
+and differences only, next to the distance between two trainings of the baseline.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ import json
 
 from nemo_edo.evaluation.results import START, largest, main_metrics, metric_name
 from nemo_edo.metrics.intervals import Interval
-from nemo_edo.report.comparison import Comparison, Difference, Estimate
+from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate, Replicate
 from nemo_edo.report.run_set import arm_settings
 
-LEVEL = 0.05
 MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
 LABEL_WIDTH, CELL_WIDTH = 22, 11
@@ -21,9 +21,9 @@ _SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "entropy": "
 
 
 def conclusions(comparison: Comparison) -> list[str]:
-    """What the runs show and do not show, one paragraph per string, the scope first."""
+    """What the runs show and do not show, one paragraph per string: the result in one sentence first."""
     return [
-        _scope(comparison),
+        _result(comparison),
         *_left_out(comparison),
         *_one_seed(comparison),
         *_breakdowns(comparison),
@@ -31,7 +31,7 @@ def conclusions(comparison: Comparison) -> list[str]:
         *_exploration(comparison),
         *_alpha(comparison),
         *_matched(comparison),
-        *_multiplicity(comparison),
+        _scope(comparison),
     ]
 
 
@@ -46,19 +46,59 @@ def signed(interval: Interval) -> str:
 
 def direction(difference: Difference) -> str:
     """The difference in one or two words; accuracies are better or worse, diversity is only higher or lower."""
-    if not difference.exceeds_interval:
-        return "no difference shown"
+    if not difference.shown:
+        return "no difference shown" if len(difference.by_seed) > 1 else "one seed"
     is_accuracy = "@" in difference.metric or "accuracy" in difference.metric
     above, below = ("better", "worse") if is_accuracy else ("higher", "lower")
-    return above if difference.interval.low > 0 else below
+    return above if difference.interval.mean > 0 else below
+
+
+def _result(comparison: Comparison) -> str:
+    """The result in one sentence, or two."""
+    if not comparison.differences:
+        means = [
+            f"{_word(metric)} {cell.interval.mean:.3f}"
+            for metric in main_metrics(comparison.metrics)
+            if (cell := list(comparison.table.values())[-1][metric])
+        ]
+        missing = "second arm to compare with" if len(comparison.labels) == 1 else "common metric with a baseline arm"
+        return f"{list(comparison.labels.values())[-1]}: {', '.join(means)}. There is no {missing}."
+    baseline, tested = comparison.labels[comparison.baseline], _tested(comparison)
+    if not tested:
+        return _result_of_one_seed(comparison, baseline)
+    seeds = count(max(len(difference.by_seed) for difference in tested), "seed")
+    shown = [f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in tested if d.shown]
+    method = f"t tests over seeds, Holm's correction, level {LEVEL:g}"
+    if not shown:
+        return f"Over {seeds}, none of the {count(len(tested), 'difference')} from {baseline} is shown ({method})."
+    verb = "is" if len(shown) == 1 else "are"
+    many = f"{len(shown)} of {len(tested)} differences from {baseline} {verb} shown ({method})"
+    return f"Over {seeds}, {many}: {'; '.join(shown)}."
+
+
+def _result_of_one_seed(comparison: Comparison, baseline: str) -> str:
+    metrics = [difference.metric for difference in comparison.differences]
+    metric = largest(metrics, "vote@") or metrics[0]
+    gaps = sorted(d.interval.mean for d in comparison.differences if d.metric == metric)
+    span = f"{gaps[0]:+.3f}" if len(gaps) == 1 else f"{gaps[0]:+.3f} to {gaps[-1]:+.3f}"
+    who = comparison.labels[comparison.differences[0].arm] if len(gaps) == 1 else f"{len(gaps)} arms"
+    replicate = comparison.replicate
+    noise = (
+        f"{replicate.label}, trained again with other samples, differs from itself by {replicate.noise[metric]:.3f}"
+        if replicate and metric in replicate.noise
+        else "how far a second training would be off was not measured (replicate_baseline)"
+    )
+    where = f"one seed ({comparison.seeds[0]})" if comparison.is_one else "one seed of each arm"
+    verb = "differs" if len(gaps) == 1 else "differ"
+    return f"On {where}, {who} {verb} from {baseline} in {_word(metric)} by {span}; {noise}. One seed gives no verdict."
 
 
 def _scope(comparison: Comparison) -> str:
     if comparison.is_one:
         return (
             f"This is one seed ({comparison.seeds[0]}) on {comparison.problems} test problems. The 95 % intervals "
-            "cover the choice of test problems only, not the luck of training: the same arm trained with another seed "
-            "may differ by more than its interval. A claim about an arm needs several seeds."
+            "cover the choice of test problems only, not the luck of training. A claim about an arm needs several "
+            "seeds."
         )
     seeds = ", ".join(map(str, comparison.seeds))
     return (
@@ -103,11 +143,10 @@ def _by_arm(comparison: Comparison) -> list[str]:
         found = [difference for difference in _tested(comparison) if difference.arm == arm]
         if not found:
             continue
-        shown = [_in_words(difference) for difference in found if difference.exceeds_interval]
-        unclear = [f"{_word(d.metric)} ({d.interval.mean:+.3f})" for d in found if not d.exceeds_interval]
-        words = ", ".join(shown) or f"nothing differs by more than its interval{_over_seeds(comparison)}"
-        rest = f"; no difference shown in {', '.join(unclear)}" if unclear else ""
-        paragraphs.append(f"{_against(comparison, found[0])}: {words}{rest}.")
+        shown = [_in_words(difference) for difference in found if difference.shown]
+        unclear = [f"{_word(d.metric)} ({d.interval.mean:+.3f})" for d in found if not d.shown]
+        rest = f"no difference shown in {', '.join(unclear)}" if unclear else ""
+        paragraphs.append(f"{_against(comparison, found[0])}: {'; '.join(filter(None, [', '.join(shown), rest]))}.")
     return paragraphs
 
 
@@ -124,16 +163,13 @@ def _exploration(comparison: Comparison) -> list[str]:
             continue
         label, gains = comparison.labels[arm], [d.metric for d in found if direction(d) == "better"]
         if gains:
-            where = "on this seed" if comparison.is_one else f"over {count(len(found[0].by_seed), 'seed')}"
+            where = f"over {count(len(found[0].by_seed), 'seed')}"
             names = " and ".join(metric_name(metric) for metric in gains)
             plainer = _without_exploration(comparison, gains)
             paragraphs.append(f"{label} exceeds {baseline} in {names} {where}. {plainer}")
         else:
             names = " or ".join(metric_name(d.metric) for d in found)
-            paragraphs.append(
-                f"{label} shows no gain over {baseline}: in {names} it does not exceed {baseline} by more than the "
-                "interval."
-            )
+            paragraphs.append(f"{label} shows no gain over {baseline} in {names}.")
     return paragraphs
 
 
@@ -156,29 +192,24 @@ def _explores(comparison: Comparison, arm: str) -> bool:
 
 
 def _alpha(comparison: Comparison) -> list[str]:
-    """For arms that differ only in alpha: whether it makes a measurable difference against alpha = 0. One run cannot
-    say."""
+    """For arms that differ only in alpha: whether several seeds show a difference from alpha = 0."""
     paragraphs = []
-    for family in [] if comparison.is_one else _alpha_families(comparison):
+    for family in _alpha_families(comparison) if _tested(comparison) else []:
         base = next((arm for alpha, arm in family if alpha == 0), None)
         others = {arm: alpha for alpha, arm in family if alpha}
         if base is None or base != comparison.baseline or not others:
             continue
         found = [d for d in _tested(comparison) if d.arm in others]
         if not found:
-            paragraphs.append("Whether alpha matters cannot be said from one seed.")
             continue
-        exceeding = [d for d in found if d.exceeds_interval]
+        exceeding = [d for d in found if d.shown]
         values = ", ".join(f"{alpha:g}" for alpha in others.values())
         if exceeding:
             names = "; ".join(f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in exceeding)
-            outcome = f"{len(exceeding)} of {len(found)} differences exceed their interval over seeds ({names})"
+            outcome = f"{len(exceeding)} of {len(found)} differences are shown ({names})"
         else:
             metrics = ", ".join(dict.fromkeys(_word(d.metric) for d in found))
-            outcome = (
-                f"alpha makes no measurable difference here: none of {len(found)} differences in {metrics} exceeds its "
-                "interval over seeds"
-            )
+            outcome = f"no difference is shown in {metrics}"
         paragraphs.append(f"Alpha {values} against 0: {outcome}.")
     return paragraphs
 
@@ -231,44 +262,21 @@ def _readings(comparison: Comparison, measure: str) -> str:
     for arm in comparison.arms:
         value, apart = matched.values[measure].get(arm), matched.differences[measure].get(arm)
         if value is not None:
-            unclear = ", no difference shown" if apart and apart.known and not apart.exceeds_interval else ""
-            distance = f" ({_signed(apart)}{unclear})" if apart else ""
+            distance = f" ({_signed(apart)})" if apart else ""
             readings.append(f"{comparison.labels[arm]} {value.interval.mean:.3f}{distance}")
         elif len(matched.left_out.get(arm, ())) < len(comparison.seeds):
             readings.append(f"{comparison.labels[arm]} not measured")
     return "; ".join(readings)
 
 
-def _multiplicity(comparison: Comparison) -> list[str]:
-    if not comparison.differences:
-        missing = "second arm to compare with" if len(comparison.arms) == 1 else "common metric with a baseline arm"
-        return [f"There is no {missing}, so nothing is said about differences."]
-    tested = _tested(comparison)
-    if not tested:
-        return []
-    exceeding = sum(d.exceeds_interval for d in tested)
-    surviving = sum(d.p_adjusted < LEVEL for d in comparison.differences)
-    return [
-        f"{len(tested)} differences were tested against {comparison.labels[comparison.baseline]}, and {exceeding} "
-        f"exceed their interval{_over_seeds(comparison)}; with no difference at all about {LEVEL * len(tested):.1f} of "
-        f"{len(tested)} would be expected to, as the intervals are not corrected for their number. Over problems, "
-        f"{surviving} of {len(comparison.differences)} have a p-value below {LEVEL:g} after Holm's correction; that "
-        "says the trained policies differ, not that the methods do."
-    ]
-
-
 def _tested(comparison: Comparison) -> list[Difference]:
-    """The differences that have an interval to exceed."""
-    return [difference for difference in comparison.differences if difference.known]
+    """The differences over several seeds."""
+    return [difference for difference in comparison.differences if len(difference.by_seed) > 1]
 
 
 def _against(comparison: Comparison, difference: Difference) -> str:
-    seeds = "" if comparison.is_one else f", {count(len(difference.by_seed), 'seed')}"
-    return f"{comparison.labels[difference.arm]} against {comparison.labels[comparison.baseline]}{seeds}"
-
-
-def _over_seeds(comparison: Comparison) -> str:
-    return "" if comparison.is_one else " over seeds"
+    seeds = count(len(difference.by_seed), "seed")
+    return f"{comparison.labels[difference.arm]} against {comparison.labels[comparison.baseline]}, {seeds}"
 
 
 def _in_words(difference: Difference) -> str:
@@ -286,7 +294,7 @@ def _word(metric: str) -> str:
 def terminal_table(comparison: Comparison) -> str:
     """The main metrics in at most 100 columns: a line of means for each arm, and its 95 % intervals under it.
 
-    A star marks a mean whose paired difference from the baseline exceeds its interval.
+    A star marks a mean whose difference from the baseline several seeds show.
     """
     metrics = [*main_metrics(comparison.metrics), *(m for m in comparison.metrics if m == "well_formed")]
     names = [_SHORT_NAMES.get(metric, metric_name(metric)) for metric in metrics]
@@ -294,17 +302,24 @@ def terminal_table(comparison: Comparison) -> str:
     for arm, label in comparison.labels.items():
         cells = [comparison.table[arm][metric] for metric in metrics]
         found = [comparison.difference(arm, metric) for metric in metrics]
-        stars = ["*" if difference and difference.exceeds_interval else " " for difference in found]
+        stars = ["*" if difference and difference.shown else " " for difference in found]
         means = ["-" if c is None else f"{c.interval.mean:.3f}{star}" for c, star in zip(cells, stars, strict=True)]
         bounds = [f"{_short(c.interval.low)}-{_short(c.interval.high)}" if c and c.known else "" for c in cells]
         lines += [_line(label, means), _line("", bounds)]
     seeds = f"one seed ({comparison.seeds[0]})" if comparison.is_one else count(len(comparison.seeds), "seed")
     over = "" if comparison.is_one else "seeds; "
     lines.append(f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
-    if comparison.differences:
+    if any(difference.shown for difference in comparison.differences):
         baseline = _cut(comparison.labels[comparison.baseline], 40)
-        lines.append(f"* differs from {baseline} by more than the paired interval.")
+        lines.append(f"* differs from {baseline} (t test over seeds, Holm's correction).")
+    if comparison.replicate:
+        apart = [_noise(comparison.replicate, metric) for metric in metrics]
+        lines.insert(-1, _line("noise of training", apart))
     return "\n".join(lines)
+
+
+def _noise(replicate: Replicate, metric: str) -> str:
+    return f"±{replicate.noise[metric]:.3f} " if metric in replicate.noise else ""
 
 
 def _line(label: str, cells: list[str]) -> str:

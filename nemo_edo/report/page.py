@@ -23,7 +23,8 @@ from nemo_edo.report.conclusions import conclusions, direction
 from nemo_edo.report.run_record import RunRecord, setting
 from nemo_edo.report.run_set import RunSet
 from nemo_edo.report.search_tree import read_trees
-from nemo_edo.report.table_export import write_numbers
+from nemo_edo.report.table_export import numbers
+from nemo_edo.utils.files import replacing
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -47,28 +48,42 @@ class Report:
 def write_report(found: RunSet, out: Path | None = None, baseline: str | None = None) -> Report:
     """Writes the runs' report to ``out``, by default ``report.html`` in the run's folder or the one of all the runs.
 
-    Writes the numbers next to it as CSV and JSON, except in a run's own folder, whose files have them already.
+    Writes the numbers next to it as CSV and JSON; each file appears whole or stays as it was.
     baseline: see ``compare``. Raises UserError for an unknown baseline, for a file not named ``.html`` or that cannot
     be written, and naming the file, and the line or key, where an input is missing or malformed.
     """
     path = html_path(out or found.folder / "report.html")
     comparison = compare(found, baseline)
     said = conclusions(comparison)
-    path.write_text(render(comparison, said, title=path.parent.name or "runs"), encoding="utf-8")
-    if found.folder not in [record.folder for record in found.records]:
-        write_numbers(comparison, said, path)
+    texts = {".html": render(comparison, said, title=path.parent.name or "runs"), **numbers(comparison, said)}
+    for suffix, text in texts.items():
+        write_whole(path.with_suffix(suffix), text)
     return Report(path, comparison, said)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Raises UserError where the file cannot be written."""
+    try:
+        with replacing(path) as file:
+            file.write(text.encode("utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
 def html_path(out: Path) -> Path:
     """The report's path, its folder made. Raises UserError where it cannot be one."""
     if out.suffix != ".html":
         raise UserError(f"{out}: a report's file ends in .html")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out.parent} cannot be made ({error.strerror})") from error
+    make_folder(out.parent)
     return out
+
+
+def make_folder(folder: Path) -> None:
+    """Raises UserError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror})") from error
 
 
 def render(comparison: Comparison, said: list[str], title: str) -> str:

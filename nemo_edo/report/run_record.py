@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
 from nemo_edo.utils.files import read_json, read_object, read_text
@@ -40,8 +41,6 @@ ALONE_LABEL = "SFT"
 """The label of the same policy in a run without arms, which trains nothing but the warm-up."""
 UNTRAINED_LABEL = "Model as it is"
 """The label in a run that trains nothing."""
-PLAIN_LABELS = ("GRPO", "ETO")
-"""Arms without exploration or another change: what the others are compared with."""
 SEARCH_EVALUATION = "evaluation.json"
 """The file in a search's folder with the accuracy of each problem."""
 SEARCH_ACCURACY = "search_accuracy"
@@ -73,6 +72,8 @@ class RunRecord:
     lines: tuple[dict[str, Any], ...]
     """metrics.jsonl in order, the kinds of ``REQUIRED_KEYS`` only."""
     evaluations: dict[str, Evaluation]
+    replicate: Evaluation | None
+    """Of the baseline, trained again with other samples (``replicate_baseline``). It is none of the arms."""
     samples: list[dict[str, Any]]
 
     @property
@@ -100,7 +101,8 @@ def number(value: float | None) -> float:
 def read_run(folder: Path) -> RunRecord:
     """Read every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
     summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
-    arms = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
+    named = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
+    arms = {arm: settings for arm, settings in named.items() if arm != REPLICATE}
     config_path = folder / "config.yaml"
     config_text = read_text(config_path)
     try:
@@ -113,6 +115,8 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
     evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in (*evaluated, *arms)}
+    if REPLICATE in named and summary["baseline"] not in arms:
+        raise UserError(f"{folder / 'summary.json'}: baseline is {summary['baseline']!r}, expected one of {list(arms)}")
     return RunRecord(
         folder,
         config,
@@ -121,6 +125,7 @@ def read_run(folder: Path) -> RunRecord:
         arms,
         tuple(_read_lines(folder / "metrics.jsonl")),
         evaluations,
+        load_evaluation(folder / "evaluations" / f"{REPLICATE}.json") if REPLICATE in named else None,
         _read_samples(folder / "samples.json"),
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, require_same_problems
 from nemo_edo.report.run_record import ArmSettings, RunRecord, read_run
@@ -30,6 +31,7 @@ MAY_DIFFER = (
         "name",
         "experiment",
         "output_dir",
+        "replicate_baseline",
         "seed",
         "threads",
         "parallelism",
@@ -136,7 +138,8 @@ def read_runs(found: FoundRuns) -> RunSet:
     records = tuple(read_run(folder) for folder in found.folders)
     for record in records[1:]:
         _require_same_settings(records[0], record)
-    require_same_problems({f"{r.folder}: {arm}": e for r in records for arm, e in r.evaluations.items()})
+    evaluations = [(r, {**r.evaluations, **({REPLICATE: r.replicate} if r.replicate else {})}) for r in records]
+    require_same_problems({f"{r.folder}: {arm}": e for r, found in evaluations for arm, e in found.items()})
     if len(records) == 1:
         arms = {name: {records[0].seed: Trained(records[0], name)} for name in records[0].arms}
         labels = {name: records[0].label(name) for name in arms}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from nemo_edo.metrics import Interval
@@ -15,22 +15,21 @@ from nemo_edo.report.comparison import Comparison, Estimate
 COLUMNS = (
     *("arm", "metric", "seeds", "mean", "low", "high"),
     *("difference", "difference_low", "difference_high", "common_seeds"),
-    *("problems_low", "problems_high", "p_value", "p_holm", "baseline"),
+    *("problems_low", "problems_high", "p_value", "p_holm", "noise", "baseline"),
 )
 """Columns of the CSV file: low and high are the ends of 95 % intervals over seeds (of one run over problems),
-problems_low and
-problems_high those of the paired bootstrap over problems."""
+problems_low and problems_high those of the paired bootstrap over problems. p_value is of a paired t test over seeds,
+p_holm corrected for all of them; noise is the distance between the baseline and its replicate."""
 
 
-def write_numbers(comparison: Comparison, conclusions: list[str], page: Path) -> None:
-    """Writes the CSV and the JSON file next to the page."""
-    rows = table_rows(comparison)
-    with page.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(row for _, _, row in rows)
+def numbers(comparison: Comparison, conclusions: list[str]) -> dict[str, str]:
+    """The text of the CSV and of the JSON file, by suffix."""
+    rows, file = table_rows(comparison), io.StringIO(newline="")
+    writer = csv.DictWriter(file, COLUMNS)
+    writer.writeheader()
+    writer.writerows(row for _, _, row in rows)
     text = json.dumps(_record(comparison, conclusions, rows), indent=1, ensure_ascii=False, allow_nan=False)
-    page.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    return {".csv": file.getvalue(), ".json": text + "\n"}
 
 
 def table_rows(comparison: Comparison) -> list[tuple[str, str, dict[str, Any]]]:
@@ -56,8 +55,9 @@ def _row(comparison: Comparison, arm: str, metric: str, cell: Estimate) -> dict[
         "common_seeds": len(difference.by_seed),
         "problems_low": difference.over_problems.low,
         "problems_high": difference.over_problems.high,
-        "p_value": difference.p_value,
-        "p_holm": difference.p_adjusted,
+        "p_value": _finite(difference.p_value),
+        "p_holm": _finite(difference.p_adjusted),
+        "noise": comparison.replicate.noise.get(metric) if comparison.replicate else None,
         "baseline": comparison.labels[comparison.baseline],
     }
 
@@ -94,5 +94,8 @@ def _matched(values: Mapping[str, Mapping[str, Estimate]], labels: Mapping[str, 
 
 def _ends(interval: Interval) -> dict[str, float | None]:
     """The ends are None where one seed leaves them open."""
-    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
-    return {name: value if math.isfinite(value) else None for name, value in ends.items()}
+    return {name: _finite(getattr(interval, name)) for name in ("mean", "low", "high")}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -64,13 +64,13 @@ def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
     return build_model(cfg, run, training, weights=run.checkpoint(arm))
 
 
-def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data) -> Objective:
-    """The objective of Algorithm 1 that ``training`` configures."""
+def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data, seed: int) -> Objective:
+    """The objective of Algorithm 1 that ``training`` configures. seed: the arm's, of random choices."""
     from nemo_edo.algorithms.grpo import GRPO
     from nemo_edo.algorithms.idpo import IDPO
 
     if isinstance(training, IDPOConfig):
-        return IDPO(training, pad_id=data.pad_id, seed=cfg.seed)
+        return IDPO(training, pad_id=data.pad_id, seed=seed)
     questions = {problem.id: problem.question for problem in data.train}
     if training.advantage is None:
         return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nemo_edo.config import NONE, LoopConfig, RunConfig
+from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.parallel.main_rank import is_main, on_main
@@ -160,6 +161,7 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
 
 
 def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
+    arms = [name for name in arms if name != REPLICATE]
     own = [name for name in arms if not cfg.arms.get(name)] or arms or [WARMUP]
     if len(own) != 1:
         raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")

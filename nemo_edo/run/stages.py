@@ -14,6 +14,7 @@ from nemo_edo.algorithms.iteration import Services, generate_and_score, run_iter
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import NONE, LoopConfig, RunConfig
+from nemo_edo.config.arms import arm_seed
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import KINDS, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP
@@ -242,7 +243,7 @@ def _plan(job: Job, model: MegatronGPTModel, arm: str) -> Plan:
         problems=job.data.train,
         prompts=job.data.prompts,
         sampling=cfg.sampling,
-        seed=cfg.seed,
+        seed=arm_seed(cfg, arm),
         guards=build.build_guards(cfg, model.built.num_layers),
         part_size=generation.part_size,
         lag=int(generation.one_step_off),
@@ -270,7 +271,7 @@ def _services(job: Job, model: MegatronGPTModel, arm: str, plan: Plan, progress:
         engine=model.engine,
         weight_sync=model.weight_sync,
         scorer=data.scorer,
-        objective=build.build_objective(job.cfg, plan.config, data),
+        objective=build.build_objective(job.cfg, plan.config, data, plan.seed),
         store=SharedRolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer),
         log=partial(job.log, arm=arm),
         progress=SavesBetween(progress, ahead),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform as machine
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_edo import __version__
-from nemo_edo.config import GRPOConfig, IDPOConfig, LoopConfig, RunConfig
-from nemo_edo.report.run_record import PLAIN_LABELS
+from nemo_edo.config import IDPOConfig, LoopConfig, RunConfig
+from nemo_edo.config.arms import REPLICATE, arm_label, baseline_arm
 from nemo_edo.types import Problem, ScoredRollout
 
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3
@@ -23,7 +28,7 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
     """The content of summary.json."""
     settings_of = {
         name: {
-            "label": arm_label(settings),
+            "label": arm_label(settings) + (", replicate" if name == REPLICATE else ""),
             "algorithm": "idpo" if isinstance(settings, IDPOConfig) else "grpo",
             "alpha": settings.effective_alpha,
             "beta": settings.beta,
@@ -34,18 +39,39 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
         }
         for name, settings in arms.items()
     }
-    plain = [name for name, settings in arms.items() if arm_label(settings) in PLAIN_LABELS]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
         "name": cfg.name,
         "seed": cfg.seed,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": _machine(),
         "versions": {"nemo-edo": __version__, "python": machine.python_version(), **versions},
         "processes": torch.distributed.get_world_size(),
         "arms": settings_of,
-        "baseline": next(iter(plain or arms), None),
+        "baseline": baseline_arm(arms),
         "skipped_rows": skipped_rows,
         "time": dict(seconds),
     }
+
+
+def _commit() -> str | None:
+    """The commit of the package's source, with a + where files differ from it; None where git does not keep it."""
+    if shutil.which("git") is None:
+        return None
+    git = ["git", "-C", str(Path(__file__).parent)]
+    kept = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
+    if kept.returncode:  # installed, perhaps inside the repository of another project
+        return None
+    describe = [*git, "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _machine() -> str:
+    """The devices that the first process computes on."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"{len(os.sched_getaffinity(0))} x {machine.machine()} CPU"
 
 
 def examples(problems: Sequence[Problem], scored: Sequence[ScoredRollout]) -> dict[str, list[dict[str, Any]]]:
@@ -85,38 +111,3 @@ def side_by_side(problems: Sequence[Problem], of_arms: Mapping[str, dict[str, li
         }
         for problem in problems[:EXAMPLES]
     ]
-
-
-def arm_label(settings: LoopConfig) -> str:
-    """What an arm is, from its settings: "GRPO", "ED-GRPO α=0.001", "GRPO, entropy bonus 0.03"."""
-    plain, exploring = ("ETO", "ED-iDPO") if isinstance(settings, IDPOConfig) else ("GRPO", "ED-GRPO")
-    parts = [plain]
-    if settings.exploration_weight:
-        strength = (
-            f"α={settings.effective_alpha:g}"
-            if settings.effective_alpha is not None
-            else f"αβ={settings.exploration_coefficient:g}"
-        )
-        parts = [f"{exploring} {strength}"]
-        if settings.log_ratio_floor is not None:
-            parts.append(f"floor {settings.log_ratio_floor:g}")
-    if settings.exploration_weight and settings.schedule.kind != "constant":
-        parts.append(f"{settings.schedule.kind} schedule")
-    return ", ".join(parts + (_baseline_labels(settings) if isinstance(settings, GRPOConfig) else []))
-
-
-def _baseline_labels(settings: GRPOConfig) -> list[str]:
-    """How a GRPO arm differs from GRPO, exploration aside; variants of the term only if it explores."""
-    labels = {
-        "pure noise": settings.exploration_weight and settings.exploration_control == "noise",
-        "redundancy-weighted": settings.exploration_weight and settings.redundancy_weighted,
-        "without zero-advantage groups": settings.exploration_weight and not settings.explore_uninformative_groups,
-        f"entropy bonus {settings.entropy_coefficient:g}": settings.entropy_coefficient,
-        settings.covariance_control: settings.covariance_control != "none",
-        f"pass@{settings.pass_k}": settings.pass_k,
-        f"novelty {settings.novelty_strength:g}": settings.novelty_strength,
-        "dynamic sampling": settings.dynamic_sampling,
-        settings.surrogate: settings.surrogate != "clip",
-        "sequence ratios": settings.importance_sampling_level == "sequence",
-    }
-    return [label for label, present in labels.items() if present]

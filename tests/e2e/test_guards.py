@@ -14,7 +14,8 @@ SETTINGS = [
     "data.arithmetic.num_operands=2", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=6",
     "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10", "checkpoint.every_steps=1",
     "grpo.iterations=1", "grpo.problems_per_iteration=null", "grpo.minibatch_size=4", "grpo.micro_batch_size=2",
-    "grpo.optimizer.warmup_steps=0", "guards.truncated.ceiling=null", "~arms", "+arms={grpo: {alpha: 0.5}}",
+    "grpo.optimizer.warmup_steps=0", "guards.truncated.ceiling=null", "~arms",
+    "replicate_baseline=false", "+arms={grpo: {alpha: 0.5}}",
 ]
 STEP = "nemo_edo.megatron.policy:MegatronPolicy.apply_gradients"
 ONE, THREE = ["42 0 0 1"], ["42 0 0 1", "42 0 0 2", "42 0 0 3"]

@@ -27,7 +27,8 @@ def centred(*, rewards, group_ids):
 """
 SETTINGS = [
     "data=source", "data.source=own_code:make", "data.source_args.size=4", "rewards.function=own_code:score",
-    "rewards.success_at=0.7", "sft.steps=0", "~arms", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=10",
+    "rewards.success_at=0.7", "sft.steps=0", "~arms",
+    "replicate_baseline=false", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=10",
     "generation.part_size=4", "grpo.iterations=1", "grpo.minibatch_size=8", "grpo.micro_batch_size=8",
     "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10",
 ]  # fmt: skip

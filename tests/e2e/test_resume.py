@@ -29,7 +29,8 @@ SETTINGS = [
     "grpo.optimizer.lr=1e-3", "grpo.beta=0.1", "grpo.optimizer.warmup_steps=0", "grpo.dynamic_sampling=true",
     "idpo.iterations=2", "idpo.minibatch_size=3", "idpo.micro_batch_size=8", "idpo.optimizer.lr=1e-3",
     "idpo.reference=ema", "idpo.ema_decay=0.5", "idpo.schedule.kind=gradient-share", "idpo.problems_per_iteration=6",
-    "~arms", "+arms={grpo: {alpha: 0.5}, idpo: {algorithm: idpo, exploration_coefficient: 0.05}}",
+    "~arms",
+    "replicate_baseline=false", "+arms={grpo: {alpha: 0.5}, idpo: {algorithm: idpo, exploration_coefficient: 0.05}}",
 ]
 DEATHS = [
     ["nemo_edo.run.inputs:write_builtin_files", 1],

@@ -26,7 +26,7 @@ SETTINGS = [
     f"grpo.iterations={ITERATIONS}", "grpo.minibatch_size=16", "grpo.micro_batch_size=8", "grpo.optimizer.lr=2e-4",
     "evaluation.samples=4", "evaluation.rollouts=2", "evaluation.every=1", "evaluation.bootstrap=50",
     "grpo.beta=0.001", "grpo.problems_per_iteration=null", "sft.optimizer.warmup_steps=0",
-    "grpo.optimizer.warmup_steps=0", "~arms",
+    "grpo.optimizer.warmup_steps=0", "~arms", "replicate_baseline=false",
 ]
 EXPLORING_ARM = "edo: {alpha: 300, log_ratio_floor: -0.1}"
 ARMS = ("grpo", "edo")
@@ -75,7 +75,7 @@ def own_problems(tmp_path_factory) -> list[str]:
 def arguments(tmp_path_factory, own_problems) -> list[str]:
     output = tmp_path_factory.mktemp("runs")
     return ["train", "--config-name=quickstart", "name=tiny", f"output_dir={output}", *SETTINGS,
-            f"+arms={{grpo: {{alpha: 0}}, {EXPLORING_ARM}}}", *own_problems]
+            f"+arms={{grpo: {{alpha: 0}}, {EXPLORING_ARM}}}", "replicate_baseline=true", *own_problems]
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +160,14 @@ def test_summary_says_what_was_run(first: Finished):
     summary = json.loads((first.folder / "summary.json").read_text())
     assert (summary["name"], summary["seed"], summary["processes"], summary["baseline"]) == ("tiny", 42, 1, "grpo")
     assert {arm: settings["label"] for arm, settings in summary["arms"].items()} == {
-        "grpo": "GRPO", "edo": "ED-GRPO α=300, floor -0.1"}
+        "grpo": "GRPO", "edo": "ED-GRPO α=300, floor -0.1", "replicate": "GRPO, replicate"}
     assert summary["versions"]["torch"] == torch.__version__
-    assert set(summary["time"]) == {"total_s", "warmup", *ARMS}
+    assert set(summary["time"]) == {"total_s", "warmup", *ARMS, "replicate"}
 
 
 def test_samples_hold_responses_of_the_start_and_every_arm_to_each_problem(first: Finished):
     for problem in json.loads((first.folder / "samples.json").read_text()):
-        assert list(problem["responses"]) == ["warmup", *ARMS]
+        assert list(problem["responses"]) == ["warmup", *ARMS, "replicate"]
         for response in (one for responses in problem["responses"].values() for one in responses):
             assert response["reward"] == (final_answer(response["text"]) == problem["answer"])
 
@@ -207,6 +207,14 @@ def test_arms_start_from_the_same_policy_and_then_part(first: Finished):
     pd.testing.assert_frame_equal(grpo, exploring)
     assert not first.rollouts(ARMS[0], 1).equals(first.rollouts(ARMS[1], 1))
     starts = [first.of_kind("evaluation", arm)[0]["metrics"] for arm in ARMS]
+    assert starts[0] == starts[1]
+
+
+def test_the_replicate_is_the_baseline_from_the_same_start_with_other_samples_and_the_same_evaluation(first: Finished):
+    ours, theirs = (first.rollouts(arm, 0) for arm in ("replicate", "grpo"))
+    assert ours["prompt_ids"].map(tuple).tolist() == theirs["prompt_ids"].map(tuple).tolist()
+    assert not set(ours["seed"]) & set(theirs["seed"])
+    starts = [first.of_kind("evaluation", arm)[0]["metrics"] for arm in ("replicate", "grpo")]
     assert starts[0] == starts[1]
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_edo.config import RunConfig
+from nemo_edo.config.arms import arm_label
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.evaluation.results import START
 from nemo_edo.report.run_record import RunRecord, read_run
-from nemo_edo.run.summary import arm_label
 
 
 def write_experiment_run(folder: Path, cfg: RunConfig, shares: Mapping[str, Mapping[str, Sequence[float]]],

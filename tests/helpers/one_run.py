@@ -33,6 +33,7 @@ def one_run(
     curves: Mapping[str, Curve] | None = None,
     seed: int = 42,
     bootstrap: int = 200,
+    replicate: Evaluation | None = None,
 ) -> RunSet:
     lines = tuple(
         {"kind": "collection", "arm": arm, "iteration": place, "reward": accuracy, "entropy": entropy}
@@ -47,6 +48,7 @@ def one_run(
         arms=dict(arms),
         lines=lines,
         evaluations={one.arm: one for one in evaluations},
+        replicate=replicate,
         samples=[],
     )
     trained = {arm: {seed: Trained(record, arm)} for arm in arms}

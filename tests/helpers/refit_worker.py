@@ -89,7 +89,9 @@ def tampered(servers, data, base: Path) -> str:
 
 
 def main(folder: Path, overrides: list[str]) -> None:
-    cfg = compose_run("quickstart", [f"output_dir={folder}", "name=run", "generation=vllm", "~arms", *overrides])
+    cfg = compose_run("quickstart", [f"output_dir={folder}", "name=run", "generation=vllm", "~arms",
+                                      "replicate_baseline=false",
+                                      *overrides])
     run = RunFolder(folder / "run")
     run.data.mkdir(parents=True)
     device_and_groups(cfg.parallelism, cfg.seed, 1)

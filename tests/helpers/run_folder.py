@@ -9,6 +9,7 @@ import numpy as np
 import yaml
 
 from nemo_edo.config import EvaluationConfig, GRPOConfig, ModelConfig, RunConfig, SFTConfig
+from nemo_edo.config.arms import REPLICATE
 
 # label, alpha, exploration weight, floor, entropy coefficient; how fast the arm learns, the entropy it keeps
 ARMS = {
@@ -24,7 +25,7 @@ ATTACK = "<script>document.title = 'attacked'; window.attacked = true</script>"
 
 def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterations: int = 12, problems: int = 120,
                      interim: bool = True, start: bool = True, attack: str = ATTACK, seed: int = 42,
-                     alphas: dict[str, float] | None = None) -> Path:
+                     alphas: dict[str, float] | None = None, replicate: bool = False) -> Path:
     """``alphas``: more arms, of ED-GRPO (or GRPO, with 0) that differ in alpha alone.
     ``attack`` is put wherever a run's own text reaches the report: a response, a question, a label, the config."""
     rng = np.random.default_rng(0 if seed == 42 else seed)
@@ -32,6 +33,8 @@ def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterati
     shown = {arm: ARMS[arm] for arm in arms}
     for arm, alpha in (alphas or {}).items():
         shown[arm] = (f"ED-GRPO α={alpha:g}" if alpha else "GRPO", alpha, alpha * 0.001, None, 0.0, 1.0, 0.145)
+    if replicate:
+        shown[REPLICATE] = shown["grpo"]
     _write_config(folder, attack, seed)
     _write_json(folder / "summary.json", _summary(shown, iterations, attack, seed))
     lines = [{"kind": "sft_step", "arm": "warmup", "step": step, "loss": 3.5 * 0.97 ** step + 0.4, "lr": 1e-3,

@@ -16,7 +16,8 @@ DATA = ["data.arithmetic.num_operands=2", "data.arithmetic.test_problems=6", "da
         "data.arithmetic.warmup_problems=16", "sampling.max_new_tokens=12", "evaluation.samples=2",
         "evaluation.rollouts=1", "evaluation.bootstrap=20", "threads=1"]
 SEARCH = ["search.steps=3", "search.branches=3", "search.width=2", "search.part_size=4", "search.trees=2"]
-TRAIN = ["train", "--config-name", "quickstart", "arms=[entropy_bonus]", "grpo.optimizer.lr=0.05",
+TRAIN = ["train", "--config-name", "quickstart", "arms=[entropy_bonus]",
+         "replicate_baseline=false", "grpo.optimizer.lr=0.05",
          "grpo.optimizer.warmup_steps=0", "sft.steps=2", "sft.batch_size=16",
          "grpo.iterations=1", "grpo.problems_per_iteration=4", "grpo.minibatch_size=8",
          "sampling.samples_per_prompt=2"]

@@ -35,7 +35,7 @@ def write_stored_run(path: Path, *, iterations: int = 2, arms: tuple[str, ...] =
     overrides = ["data.arithmetic.num_operands=3", "data.arithmetic.train_problems=24",
                  "data.arithmetic.test_problems=8", "data.arithmetic.warmup_problems=8",
                  f"grpo.iterations={iterations}", f"name={path.name}", f"output_dir={path.parent}",
-                 f"arms=[{','.join(arms)}]"]
+                 f"arms=[{','.join(arms)}]", "replicate_baseline=false"]
     cfg = compose_run("quickstart", overrides)
     folder = RunFolder(path)
     files = write_dataset(folder.data, DATA)

@@ -72,7 +72,8 @@ def test_what_an_nccl_refit_tells_a_server_are_fields_that_vllm_knows(vllm_envir
 
 
 AHEAD = [
-    "generation=vllm", "generation.one_step_off=true", "grpo.sampler_correction=tis", "~arms", "grpo.iterations=3",
+    "generation=vllm", "generation.one_step_off=true", "grpo.sampler_correction=tis", "~arms",
+    "replicate_baseline=false", "grpo.iterations=3",
     "grpo.problems_per_iteration=16", "grpo.minibatch_size=40", "sft.steps=20", "sft.optimizer.warmup_steps=2",
     "data.arithmetic.train_problems=64", "data.arithmetic.test_problems=16", "evaluation.rollouts=1",
     "evaluation.samples=2", "guards.truncated.ceiling=null",

@@ -15,7 +15,7 @@ TINY = [
     "data.arithmetic.warmup_problems=64", "data.arithmetic.train_problems=12", "data.arithmetic.test_problems=6",
     "sampling.samples_per_prompt=4", "sampling.max_new_tokens=24", "evaluation.samples=2", "evaluation.rollouts=1",
     "evaluation.bootstrap=10", "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8",
-    "grpo.micro_batch_size=8", "checkpoint.every_steps=2", "~arms",
+    "grpo.micro_batch_size=8", "checkpoint.every_steps=2", "~arms", "replicate_baseline=false",
 ]
 """The quickstart's training in seconds."""
 

@@ -4,8 +4,8 @@
     python tools/docs/report_tables.py runs/seeds/report.json
 
 Means over seeds with Student's t intervals, the seeds' own values, differences from the baseline paired by seed, and
-the values at matched accuracy. In the table of differences a star marks p-values by problem below 0.05 after Holm's
-correction over all differences.
+the values at matched accuracy. In the table of differences a star marks p-values over seeds (paired t test) below 0.05
+after Holm's correction over all differences.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def difference(cell: Row | None) -> str:
     if cell is None or cell["difference"] is None:
         return ""
     ends = {"mean": cell["difference"], "low": cell["difference_low"], "high": cell["difference_high"]}
-    return interval(ends, "+.3f") + ("*" if cell["p_holm"] < 0.05 else "")
+    return interval(ends, "+.3f") + ("*" if cell["p_holm"] is not None and cell["p_holm"] < 0.05 else "")
 
 
 def markdown(names: list[str], rows: list[list[str]]) -> str:

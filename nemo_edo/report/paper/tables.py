@@ -17,7 +17,7 @@ import numpy as np
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.metrics import Interval, bootstrap_ratio, mean_interval
-from nemo_edo.report.page import render_page
+from nemo_edo.report.page import make_folder, render_page, write_whole
 from nemo_edo.report.paper.published import (
     OUT_OF_DISTRIBUTION,
     OVERALL,
@@ -199,11 +199,8 @@ def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[st
     table = build_table(name, [read_run(folder) for folder in found.folders], found.left_out)
     if out is None:
         return [markdown(table)]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render[out.suffix](table), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror})") from error
+    make_folder(out.parent)
+    write_whole(out, render[out.suffix](table))
     return [f"table: {out}"]
 
 

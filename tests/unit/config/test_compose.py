@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
+from nemo_edo.config.arms import arm_seed
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, default_values, resolved_yaml
 from nemo_edo.config.suggestions import MEANS, suggestion
 
@@ -75,11 +76,22 @@ def test_resolved_yaml_holds_every_setting_and_composes_to_the_same_run(tmp_path
 
 
 def test_without_arms_the_policy_has_the_section_of_the_runs_algorithm():
-    by_default = compose_run("quickstart", ["~arms"])
+    by_default = compose_run("quickstart", ["~arms", "replicate_baseline=false"])
     assert arm_configs(by_default) == {"policy": by_default.grpo}
     cfg = compose_run("quickstart", ["~arms", "algorithm=idpo", "idpo.beta=0.3"])
-    assert arm_configs(cfg) == {"policy": cfg.idpo}
+    assert arm_configs(cfg) == {"policy": cfg.idpo, "replicate": cfg.idpo}
     assert (cfg.idpo.beta, cfg.idpo.exploration_weight) == (0.3, pytest.approx(3e-4))
+
+
+def test_the_replicate_has_the_settings_of_the_first_plain_arm_and_a_seed_of_its_own():
+    cfg = compose_run("quickstart", ["arms=[entropy_bonus,grpo,noise]"])
+    arms = arm_configs(cfg)
+    assert list(arms) == ["entropy_bonus", "grpo", "noise", "replicate"] and arms["replicate"] == arms["grpo"]
+    assert [arm_seed(cfg, name) == cfg.seed for name in arms] == [True, True, True, False]
+    exploring = arm_configs(compose_run("quickstart", ["arms=[noise,entropy_bonus]"]))
+    assert exploring["replicate"] == exploring["noise"]
+    said = message_of("quickstart", ["+arms.replicate.alpha=0"])
+    assert said.startswith("arms.replicate (") and "replicate_baseline adds; choose another name" in said
 
 
 def test_arms_by_name_join_those_that_a_config_spells_out_and_may_be_changed_in_the_same_command(tmp_path: Path):
@@ -118,7 +130,7 @@ def test_an_arm_of_a_custom_folder_can_be_named(tmp_path: Path):
 
 
 def test_arms_start_from_the_section_of_their_algorithm_or_the_runs_and_differ_in_their_own_keys_only():
-    overrides = ["algorithm=idpo", "idpo.beta=0.3", "grpo.beta=0.7", "~arms",
+    overrides = ["algorithm=idpo", "idpo.beta=0.3", "grpo.beta=0.7", "~arms", "replicate_baseline=false",
                  "+arms={eto: {alpha: 0}, all: {}, dapo: {algorithm: grpo, clip_high: 0.28, optimizer: {lr: 0.5}}}"]
     cfg = compose_run("quickstart", overrides)
     arms = arm_configs(cfg)

@@ -37,7 +37,7 @@ def overrides_for(config_name: str) -> list[str]:
 
 @functools.cache
 def arms_of(*overrides: str) -> dict:
-    return arm_configs(compose_run("quickstart", list(overrides)))
+    return arm_configs(compose_run("quickstart", ["replicate_baseline=false", *overrides]))
 
 
 @pytest.mark.parametrize("config_name", CONFIGS)
@@ -131,5 +131,5 @@ def test_arms_of_a_set_differ_in_one_thing_each_and_sets_and_arms_can_be_listed_
     assert arms["no_zero_advantage"] == replace(floor, explore_uninformative_groups=False)
     arms = arms_of("arms=rivals")
     assert arms["pass4_novelty"] == replace(arms["pass4"], novelty_strength=arms["novelty"].novelty_strength)
-    arms = arm_configs(compose_run("idpo_quickstart", ["arms=[eto,ed_grpo,noise]"]))
+    arms = arm_configs(compose_run("idpo_quickstart", ["arms=[eto,ed_grpo,noise]", "replicate_baseline=false"]))
     assert [type(arm) for arm in arms.values()] == [IDPOConfig, GRPOConfig, GRPOConfig]

@@ -14,7 +14,7 @@ GB = 10**9
 
 
 def config(*overrides: str, name: str = "grpo_gsm8k") -> RunConfig:
-    base = [] if name == "quickstart" else ["parallelism=tp4", "model.seq_length=4096"]
+    base = ["replicate_baseline=false"] if name == "quickstart" else ["parallelism=tp4", "model.seq_length=4096"]
     return compose_incomplete(name, [*base, *overrides])[0]
 
 

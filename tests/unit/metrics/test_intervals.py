@@ -5,7 +5,15 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from nemo_edo.metrics import Interval, bootstrap_ratio, bootstrap_ratios, intervals, mean_interval, paired_bootstrap
+from nemo_edo.metrics import (
+    Interval,
+    bootstrap_ratio,
+    bootstrap_ratios,
+    intervals,
+    mean_interval,
+    mean_p_value,
+    paired_bootstrap,
+)
 from nemo_edo.metrics.intervals import student_t_quantile
 
 
@@ -108,6 +116,15 @@ def test_the_mean_over_three_seeds_has_its_t_interval_and_one_seed_has_none():
     assert (interval.mean, interval.low, interval.high) == pytest.approx((2.0, 2 - half, 2 + half), abs=1e-5)
     interval = mean_interval([0.7])
     assert interval.mean == 0.7 and math.isnan(interval.low) and math.isnan(interval.high)
+
+
+@pytest.mark.parametrize(("values", "p"), [
+    ([1.0, 3.0], 2 / math.pi * math.atan(1 / 2)),  # t = 2 with one degree of freedom: Cauchy's distribution
+    ([-1.0, 0.0, -2.0], 1 - math.sqrt(3 / 5)),  # t = -sqrt(3) with two: P(|T| <= t) = t / sqrt(2 + t^2)
+    ([0.5, 0.5], 0.0), ([0.0, 0.0], 1.0), ([-1.0, 1.0], 1.0), ([2.0], math.nan),
+])
+def test_the_p_value_of_a_mean_is_students(values, p):
+    assert mean_p_value(values) == pytest.approx(p, abs=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [[1.0, 2.0]]])

@@ -11,7 +11,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation
-from nemo_edo.metrics import bootstrap_ratio, mean_interval, paired_bootstrap
+from nemo_edo.metrics import bootstrap_ratio, holm, mean_interval, paired_bootstrap
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.matching import curve, match_accuracy
 from nemo_edo.report.run_set import find_runs, read_runs
@@ -52,6 +52,21 @@ def test_a_single_arm_is_compared_with_its_start_in_one_run_and_over_seeds(tmp_p
     assert several.baseline == START and several.difference(FLOOR, "greedy_accuracy").interval.mean > 0
 
 
+def test_a_replicate_is_no_arm_and_its_distance_from_the_baseline_is_the_noise(tmp_path):
+    ours = [evaluation("a", accuracy=BASE), evaluation("b", accuracy=BASE)]
+    again = evaluation("replicate", accuracy=BASE / 2)
+    found = compare(one_run(ours, {name: settings(name) for name in "ab"}, baseline="a", replicate=again))
+    assert (list(found.labels), [d.arm for d in found.differences]) == (["a", "b"], ["b"])
+    assert found.replicate.noise == {"accuracy": pytest.approx(0.25)}
+    for seed in SEEDS:
+        write_run_folder(tmp_path / f"{seed}", seed=seed, arms=("grpo", "edo_floor"), problems=30, iterations=3,
+                         replicate=True)
+    several = compare(read_runs(find_runs([str(tmp_path)])))
+    assert list(several.arms) == ["GRPO", FLOOR]
+    apart = [r.replicate.mean("entropy") - r.evaluations["grpo"].mean("entropy") for r in several.runs.records]
+    assert several.replicate.noise["entropy"] == pytest.approx(math.sqrt(sum(gap**2 for gap in apart) / 3))
+
+
 @pytest.fixture(scope="module")
 def runs(study: Path):
     return read_runs(find_runs([str(study)]))
@@ -80,9 +95,14 @@ def test_differences_are_paired_by_common_seeds_and_one_of_them_shows_nothing(ru
     difference = comparison.difference(FLOOR, "entropy")
     pairs = zip(values(runs, FLOOR, "entropy"), values(runs, "GRPO", "entropy"), strict=True)
     assert difference.interval == mean_interval([ours - theirs for ours, theirs in pairs])
-    assert difference.exceeds_interval and difference.p_value < difference.p_adjusted < 0.05
+    gaps = list(difference.by_seed.values())
+    t = statistics.mean(gaps) / statistics.stdev(gaps) * math.sqrt(3)  # with two degrees of freedom:
+    assert difference.p_value == pytest.approx(1 - t / math.sqrt(2 + t**2), rel=1e-9)
+    p_values = [d.p_value for d in comparison.differences if len(d.by_seed) == 3]
+    assert [d.p_adjusted for d in comparison.differences if len(d.by_seed) == 3] == holm(p_values).tolist()
+    assert difference.shown == (difference.p_adjusted < 0.05)
     alone = comparison.difference(ALONE, "entropy")
-    assert (list(alone.by_seed), alone.known, alone.exceeds_interval) == ([1], False, False)
+    assert (list(alone.by_seed), alone.known, alone.shown) == ([1], False, False)
     assert list(comparison.labels)[0] == START
     assert list(comparison.table[START]["greedy_accuracy"].by_seed) == list(SEEDS)  # once for each seed
 
@@ -95,7 +115,6 @@ def test_over_problems_the_seeds_are_pooled_and_pairs_kept(runs, comparison: Com
         pooled += [sum(sums for sums, _ in evaluations), sum(counts for _, counts in evaluations)]
     assert difference.over_problems == paired_bootstrap(*pooled, resamples=200, seed=0)
     assert difference.over_problems.mean == pytest.approx(difference.interval.mean, abs=1e-12)
-    assert difference.p_adjusted >= difference.p_value > 0.05
 
 
 def test_matched_values_are_those_of_each_seed_alone(runs, comparison: Comparison):

@@ -53,7 +53,7 @@ def report(tmp_path):
     def build(**options) -> str:
         folder = write_run_folder(tmp_path / "run", **SIZES, **options)
         assert write_report(one_run(folder)).path == folder / "report.html"
-        assert not (folder / "report.csv").exists()  # a run's own files have its numbers
+        assert (folder / "report.csv").is_file() and json.loads((folder / "report.json").read_text())
         return (folder / "report.html").read_text(encoding="utf-8")
 
     return build
@@ -96,7 +96,7 @@ def test_correctness_is_written_in_words(report):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"arms": ("grpo",)}, "GRPO against Start (before RL)"),
+    ({"arms": ("grpo",)}, "GRPO differs from Start (before RL) in vote@10 by +"),
     ({"arms": ("grpo",), "start": False}, "There is no second arm to compare with"),
     ({"interim": False}, "recorded no values for it: Greedy test accuracy over iterations"),
     ({"arms": ("edo_paper", "edo_floor")}, "There is no common metric with a baseline arm"),

@@ -21,7 +21,7 @@ from nemo_edo.run import build, inputs
 from nemo_edo.run.folder import RunFolder
 
 SMALL = ["sft.steps=2", "data.arithmetic.warmup_problems=40", "data.arithmetic.train_problems=6",
-         "data.arithmetic.test_problems=5"]
+         "replicate_baseline=false", "data.arithmetic.test_problems=5"]
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -122,7 +122,7 @@ def test_each_arm_gets_the_objective_of_its_config(tmp_path: Path):
     cfg = config(tmp_path, "seed=7", "~arms", "+arms={a: {alpha: 0}, b: {algorithm: idpo}}")
     data = load(tmp_path, "seed=7")
     arms = arm_configs(cfg)
-    grpo, idpo = (build.build_objective(cfg, arm, data) for arm in arms.values())
+    grpo, idpo = (build.build_objective(cfg, arm, data, cfg.seed) for arm in arms.values())
     questions = {problem.id: problem.question for problem in data.train}
     assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id)
     assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7)

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from nemo_edo.builtin_task.model import write_base_model
 from nemo_edo.config import ArithmeticConfig, GRPOConfig, IDPOConfig, RunConfig, ScheduleConfig
+from nemo_edo.config.arms import arm_label
 from nemo_edo.config.compose import compose_run, resolved_yaml
-from nemo_edo.run.summary import arm_label
 
 COMMANDS = Path(__file__).parents[2] / "helpers" / "commands.py"
 ARCHITECTURE = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -41,7 +41,8 @@ class Inputs:
                 for name, rows in (("train", train), ("test", test))]
 
     def train(self, *overrides: str) -> list[str]:
-        return ["train", "name=a", f"output_dir={self.folder / 'runs'}", "sft.steps=1", *overrides]
+        return ["train",
+                "replicate_baseline=false", "name=a", f"output_dir={self.folder / 'runs'}", "sft.steps=1", *overrides]
 
     def of_model(self, damage: Callable[[Path], object]) -> list[str]:
         """A model folder that lacks nothing but the model's own weights, until it is damaged."""
@@ -68,7 +69,7 @@ class Inputs:
 
 @cache
 def quickstart() -> RunConfig:
-    return compose_run("quickstart", ["sft.steps=1"])
+    return compose_run("quickstart", ["replicate_baseline=false", "sft.steps=1"])
 
 
 def edit_config(folder: Path, **values) -> None:
@@ -112,7 +113,8 @@ TRAIN = {
 # The second column has the arms that are finished.
 OF_A_RUN = {
     "name of another run": (
-        "train name=a output_dir={}/runs sft.steps=1 ~arms +arms={one:{alpha:0},two:{alpha:1}} seed=2", "",
+        "train name=a output_dir={}/runs sft.steps=1 replicate_baseline=false ~arms "
+        "+arms={one:{alpha:0},two:{alpha:1}} seed=2", "",
         "{}/runs/a exists already with another config: seed is 42 there and 2 here"),
     "export of an unknown arm": (
         "export {}/runs/a {}/out --arm=three", "", "{}/runs/a has no arm 'three'; it has warmup, one, two"),
