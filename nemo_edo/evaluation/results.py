@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.metrics.intervals import Interval, bootstrap_ratio
+from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, bootstrap_ratios
 from nemo_edo.metrics.paired import solved_and_lost
 from nemo_edo.utils.files import read_object
 
@@ -87,10 +87,15 @@ class Evaluation:
             return None
         return bootstrap_ratio(*self.metrics[metric], resamples=resamples, seed=seed)
 
+    def intervals(self, *, resamples: int, seed: int) -> dict[str, Interval]:
+        """``interval`` of each metric that was measured on any problem, from the same resamples."""
+        measured = [metric for metric in self.metrics if self.has(metric)]
+        found = bootstrap_ratios([self.metrics[metric] for metric in measured], resamples=resamples, seed=seed)
+        return dict(zip(measured, found, strict=True))
+
     def means(self, *, resamples: int, seed: int) -> dict[str, dict[str, float]]:
-        """``interval`` as "mean", "low" and "high", of each metric that was measured on any problem."""
-        intervals = {metric: self.interval(metric, resamples=resamples, seed=seed) for metric in self.metrics}
-        return {metric: asdict(interval) for metric, interval in intervals.items() if interval is not None}
+        """``intervals`` as "mean", "low" and "high"."""
+        return {metric: asdict(found) for metric, found in self.intervals(resamples=resamples, seed=seed).items()}
 
     def record(self) -> dict[str, Any]:
         """The content of ``evaluations/ARM.json``, which ``load_evaluation`` reads."""

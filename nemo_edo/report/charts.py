@@ -1,12 +1,14 @@
-"""The charts of a report. One without values is left out, and the page names it.
+"""The charts of a report by section. One without values is left out, and the page names it.
 
 A line is the mean over seeds with a band from the lowest to the highest; with one run it is that run's, with the
-interval over problems where there is one.
+interval over problems where there is one. Values of optimizer steps are averaged over each iteration: within one they
+go up and down by construction.
 """
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,15 +16,17 @@ import plotly.graph_objects as go
 
 from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, metric_order
 from nemo_edo.metrics.intervals import Interval
+from nemo_edo.report.alpha_charts import alpha_charts
 from nemo_edo.report.comparison import Comparison, Estimate
+from nemo_edo.report.forest import forest_chart
 from nemo_edo.report.plotting import (
+    MOST_MARKERS,
     START_COLOR,
     ArmStyle,
     Chart,
     Point,
     Series,
     arm_styles,
-    bar_chart,
     chart_html,
     interval_series,
     line_chart,
@@ -36,10 +40,6 @@ Styles = Mapping[str, ArmStyle]
 Draw = Callable[[Comparison, Styles], Chart | None]
 SEEDS_BAND = " The line is the mean over seeds, the band reaches from the lowest to the highest seed."
 PROBLEMS_BAND = " With 95 % bands over the test problems."
-FEWEST_ALPHAS = 3
-"""The fewest alphas of a family that make a curve."""
-ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}
-"""Family of arms that differ in alpha -> the label of the same arm without exploration."""
 
 
 @dataclass(frozen=True)
@@ -50,40 +50,85 @@ class Curves:
     title: str
     caption: str
     kind: str
-    x: str
     y: str
     y_title: str
 
     def __call__(self, comparison: Comparison, styles: Styles) -> Chart | None:
         if self.kind == "sft_step":
             records = {record.seed: record for record in comparison.runs.records}.values()
-            curves = {START: [_points(record, START, self.kind, self.x, self.y) for record in records]}
+            curves = {START: [self._points(record, START) for record in records]}
         else:
             curves = {
-                arm: [_points(t.record, t.name, self.kind, self.x, self.y) for t in by_seed.values()]
+                arm: [self._points(t.record, t.name) for t in by_seed.values()]
                 for arm, by_seed in comparison.arms.items()
             }
         series = {arm: over_seeds(found) for arm, found in curves.items()}
-        x_title = "optimizer step" if self.x == "step" else "iteration"
+        x_title = "optimizer step" if self.kind == "sft_step" else "iteration"
         caption = self.caption + ("" if comparison.is_one else SEEDS_BAND)
         return line_chart(self.key, self.title, caption, series, styles, x_title=x_title, y_title=self.y_title)
 
+    def _points(self, record: RunRecord, arm: str) -> list[Point]:
+        if self.kind == "collection":
+            return _points(record, arm, self.kind, "iteration", self.y)
+        if self.kind == "train_step":
+            return averaged(_points(record, arm, self.kind, "iteration", self.y))
+        points = _points(record, arm, self.kind, "step", self.y)
+        size = math.ceil(len(points) / MOST_MARKERS)
+        return averaged([(math.ceil(x / size) * size, y) for x, y in points])
 
-def all_charts(comparison: Comparison) -> tuple[list[Chart], list[str]]:
-    """The charts that have something to draw, and the titles of those that have not. Charts of what only some runs
-    have, responses stored for more compute at test time or several alphas, are not missed."""
+
+def averaged(points: Sequence[Point]) -> list[Point]:
+    """The mean of the finite values at each x; NaN where none is."""
+    by_x: dict[float, list[float]] = {}
+    for x, y in points:
+        by_x.setdefault(x, []).extend([y] if math.isfinite(y) else [])
+    return [(x, sum(found) / len(found) if found else math.nan) for x, found in by_x.items()]
+
+
+@dataclass(frozen=True)
+class Charts:
+    """The charts of each section that have something to draw."""
+
+    first: list[Chart]
+    """Of the first screen."""
+    diversity: list[Chart]
+    test_time: list[Chart]
+    diagnostics: list[Chart]
+    undrawn: list[str]
+    """The titles of those that have nothing."""
+
+
+def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
+    """``metrics``: of the table on the first screen. Charts of what only some runs have, responses stored for more
+    compute at test time, several alphas or test results during training, are not missed."""
     styles = arm_styles({START: START_LABEL} | comparison.labels)
-    found = {title: draw(comparison, styles) for title, draw in {**_frontiers(comparison), **_CHARTS}.items()}
-    charts = [chart for chart in found.values() if chart]
-    charts += scaling_charts(
+    test = _interim_chart("greedy_accuracy", "Greedy test accuracy")(comparison, styles)
+    reward = _REWARD(comparison, styles)
+    first = [forest_chart(comparison, styles, metrics), test or reward]
+    found = {row.title: row(comparison, styles) for row in _DIAGNOSTICS}
+    if test:
+        found = {_REWARD.title: reward, **found}
+    later = [_interim_chart("distinct_4", "Distinct-4 on the test problems")(comparison, styles)]
+    diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *alpha_charts(comparison)]
+    return Charts(
+        first=[chart for chart in first if chart],
+        diversity=[chart for chart in diversity if chart],
+        test_time=_test_time_charts(comparison, styles),
+        diagnostics=[chart for chart in (*found.values(), *later) if chart],
+        undrawn=[title for title, chart in found.items() if not chart],
+    )
+
+
+def _test_time_charts(comparison: Comparison, styles: Styles) -> list[Chart]:
+    """Votes, pass@k and best-of-k over the stored responses; without them pass@k as it was evaluated."""
+    stored = scaling_charts(
         _test_time(comparison),
         styles,
         bands=SEEDS_BAND if not comparison.is_one else PROBLEMS_BAND,
         resamples=setting(comparison.runs.records[0], "evaluation.bootstrap") if comparison.is_one else None,
         seed=comparison.seeds[0],
     )
-    charts += alpha_charts(comparison)
-    return charts, [title for title, chart in found.items() if not chart]
+    return stored or [chart for chart in [_pass_chart(comparison, styles)] if chart]
 
 
 def _points(record: RunRecord, arm: str, kind: str, x: str, y: str) -> list[Point]:
@@ -147,32 +192,8 @@ def _path(seeds: Sequence[Trained]) -> Series:
     return Series(rewards.y, entropies.y)
 
 
-def _accuracy_bars(comparison: Comparison, styles: Styles) -> Chart | None:
-    metrics = [m for m in ("greedy_accuracy", largest(comparison.metrics, "vote@")) if m in comparison.metrics]
-    caption = f"Bars are in the order of the legend, with 95 % intervals over {_chance(comparison)}."
-    title, cells = "Test accuracy, greedy and voted", _named_cells(comparison, metrics)
-    return bar_chart("accuracy", title, caption, cells, styles, y_title="share of test problems")
-
-
-def _distinct_bars(comparison: Comparison, styles: Styles) -> Chart | None:
-    caption = (
-        "Share of distinct 4-grams among a problem's responses, with 95 % intervals over "
-        f"{_chance(comparison)}. Read it with the accuracy: a policy that has broken down is diverse, too."
-    )
-    title, cells = "Distinct-4 on the test problems", _named_cells(comparison, ["distinct_4"])
-    return bar_chart("distinct-bars", title, caption, cells, styles, y_title="Distinct-4")
-
-
 def _chance(comparison: Comparison) -> str:
     return "the test problems" if comparison.is_one else "seeds where an arm has several"
-
-
-def _named_cells(comparison: Comparison, metrics: list[str]) -> dict[str, dict[str, Interval]]:
-    """arm -> the metric's name -> its interval, of those that were measured."""
-    return {
-        arm: {metric_name(metric): row[metric].interval for metric in metrics if row.get(metric) is not None}
-        for arm, row in comparison.table.items()
-    }
 
 
 def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
@@ -181,15 +202,15 @@ def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
     series = {arm: _estimates(ks, [row[m] for m in metrics]) for arm, row in comparison.table.items()}
     caption = "Chance that at least one of k responses is correct (unbiased estimate)."
     caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    return line_chart("pass", "pass@k", caption, series, styles, x_title="k", y_title="pass@k")
+    return line_chart("pass", "pass@k", caption, series, styles, x_title="responses (k)", y_title="pass@k")
 
 
 def _estimates(x: Sequence[float], cells: Sequence[Estimate | None]) -> Series:
     return interval_series(x, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
 
 
-def _interim_chart(key: str, metric: str, title: str) -> Draw:
-    """Evaluations during training; without any there is no curve, and the final ones have their own charts."""
+def _interim_chart(metric: str, title: str) -> Draw:
+    """Evaluations during training; without any there is no curve."""
 
     def draw(comparison: Comparison, styles: Styles) -> Chart | None:
         series = {
@@ -198,7 +219,8 @@ def _interim_chart(key: str, metric: str, title: str) -> Draw:
         }
         caption = "Test problems, at each evaluation during training and at the end."
         caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-        return line_chart(key, title, caption, series, styles, x_title="iteration", y_title=metric_name(metric))
+        axes = {"x_title": "iteration", "y_title": metric_name(metric)}
+        return line_chart(f"test-{metric}", title, caption, series, styles, **axes)
 
     return draw
 
@@ -225,14 +247,9 @@ def _interim_series(seeds: Sequence[Mapping[float, Interval]], is_one: bool) -> 
 # --- the frontier -----------------------------------------------------------------------------------------------------
 
 
-def _frontiers(comparison: Comparison) -> dict[str, Draw]:
-    """The frontier charts by title."""
-    metrics = ("greedy_accuracy", largest(comparison.metrics, "vote@"), largest(comparison.metrics, "pass@"))
-    titles = {metric: f"Frontier: {metric_name(metric)} against Distinct-4" for metric in metrics if metric}
-    return {
-        title: lambda comparison, styles, metric=metric, title=title: frontier_chart(comparison, styles, metric, title)
-        for metric, title in titles.items()
-    }
+def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
+    metric = largest(comparison.metrics, "vote@") or "greedy_accuracy"
+    return frontier_chart(comparison, styles, metric, f"Frontier: {metric_name(metric)} against Distinct-4")
 
 
 def frontier_chart(comparison: Comparison, styles: Styles, metric: str, title: str) -> Chart | None:
@@ -292,106 +309,47 @@ def _mark(x: Estimate, y: Estimate, style: ArmStyle) -> go.Scatter:
     )
 
 
-# --- sensitivity to alpha ---------------------------------------------------------------------------------------------
-
-
-def alpha_charts(comparison: Comparison) -> list[Chart]:
-    """The voted accuracy and Distinct-4 against alpha, a line for each family of arms that differ in alpha alone."""
-    families = _alpha_families(comparison)
-    alphas = sorted({alpha for arms in families.values() for alpha in arms})
-    charts = []
-    for metric in (largest(comparison.metrics, "vote@"), "distinct_4"):
-        if metric not in comparison.metrics:
-            continue
-        series = {
-            family: interval_series(
-                [float(alphas.index(alpha)) for alpha in sorted(arms)],
-                [(cell := comparison.table[arms[alpha]][metric]) and cell.interval for alpha in sorted(arms)],
-            )
-            for family, arms in families.items()
-        }
-        chart = line_chart(
-            f"alpha-{metric.replace('@', '-')}",
-            f"Sensitivity to alpha: {metric_name(metric)}",
-            "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
-            "exploration.",
-            series,
-            arm_styles({family: family for family in families}),
-            x_title="alpha",
-            y_title=metric_name(metric),
-            ticks=[f"{alpha:g}" for alpha in alphas],
-        )
-        charts += [chart] if chart else []
-    return charts
-
-
-def _alpha_families(comparison: Comparison) -> dict[str, dict[float, str]]:
-    """family -> alpha -> arm, of the arms whose labels say that alpha is all that sets them apart."""
-    found: dict[str, dict[float, str]] = {family: {} for family in ALPHA_FAMILIES}
-    for arm, by_seed in comparison.arms.items():
-        settings = next(iter(by_seed.values())).settings
-        for family, plain in ALPHA_FAMILIES.items():
-            if settings.alpha is not None and settings.label in (plain, f"{family} α={settings.alpha:g}"):
-                found[family][settings.alpha] = arm
-    return {family: arms for family, arms in found.items() if len(arms) >= FEWEST_ALPHAS}
-
-
 # --- the charts of every report ---------------------------------------------------------------------------------------
 
 _TRAIN = "Training problems, sampled at temperature 1 from the policy at the start of each iteration."
-_INTERIM = (
-    ("test", "greedy_accuracy", "Greedy test accuracy over iterations"),
-    ("test-distinct", "distinct_4", "Distinct-4 on test problems over iterations"),
-)
-_ROWS = (
-    ("Entropy against accuracy", _matched_chart),
+_REWARD = Curves("reward", "Reward over iterations", _TRAIN, "collection", "reward", "mean reward")
+_DIAGNOSTICS = (
     Curves(
         "entropy",
         "Entropy over training",
-        "Mean over sampled response tokens of the policy's entropy, at each optimizer step.",
-        *("train_step", "step", "entropy", "entropy (nats)"),
+        "The policy's entropy, mean over sampled response tokens.",
+        *("train_step", "entropy", "entropy (nats)"),
     ),
-    Curves(
-        *("entropy-collected", "Entropy over iterations", _TRAIN),
-        *("collection", "iteration", "entropy", "entropy (nats)"),
-    ),
-    ("Test accuracy, greedy and voted", _accuracy_bars),
-    ("pass@k", _pass_chart),
-    ("Distinct-4 on the test problems", _distinct_bars),
-    Curves("reward", "Reward over iterations", _TRAIN, "collection", "iteration", "reward", "mean reward"),
     Curves(
         "distinct",
         "Distinct-4 over iterations",
         f"Share of distinct 4-grams among a problem's responses. {_TRAIN}",
-        *("collection", "iteration", "distinct_4", "Distinct-4"),
+        *("collection", "distinct_4", "Distinct-4"),
     ),
-    Curves("kl", "KL to the reference policy", _TRAIN, "collection", "iteration", "kl", "KL (nats)"),
+    Curves("kl", "KL to the reference policy", _TRAIN, "collection", "kl", "KL (nats)"),
     Curves(
         "well-formed",
         "Well-formed answers",
         f"Share of responses that end by themselves with one final answer. {_TRAIN}",
-        *("collection", "iteration", "well_formed", "share"),
+        *("collection", "well_formed", "share"),
     ),
-    *((title, _interim_chart(key, metric, title)) for key, metric, title in _INTERIM),
     Curves(
         "exploration",
         "Exploration term",
-        "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: zero at an iteration's first step, "
-        "negative once the policy has moved away.",
-        *("train_step", "step", "exploration", "value (nats)"),
+        "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: negative once the policy has moved "
+        "away from them; a floor can lift it above zero.",
+        *("train_step", "exploration", "value (nats)"),
     ),
     Curves(
         "floor",
         "Floored tokens",
         "Share of response tokens whose log-ratio is at the floor, where the exploration term has no gradient.",
-        *("train_step", "step", "floor_fraction", "share of tokens"),
+        *("train_step", "floor_fraction", "share of tokens"),
     ),
     Curves(
         "warm-up",
         "Warm-up loss",
         "Supervised loss of the start that all arms share.",
-        *("sft_step", "step", "loss", "loss (nats per token)"),
+        *("sft_step", "loss", "loss (nats per token)"),
     ),
 )
-_CHARTS: dict[str, Draw] = dict((row.title, row) if isinstance(row, Curves) else row for row in _ROWS)
-"""The charts by title, in the order of the page."""

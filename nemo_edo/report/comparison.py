@@ -173,8 +173,9 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         labels=labels,
         metrics=metrics,
         table={
-            arm: {metric: _estimate(runs, by_seed, metric) for metric in metrics}
+            arm: {metric: found.get(metric) for metric in metrics}
             for arm, by_seed in evaluations.items()
+            for found in [_estimates(runs, by_seed, metrics)]
         },
         baseline=baseline,
         replicate=_replicate(runs, metrics),
@@ -222,12 +223,14 @@ def _values(by_seed: BySeed, metric: str) -> dict[int, float]:
     return {seed: found.mean(metric) for seed, found in sorted(by_seed.items()) if found.has(metric)}
 
 
-def _estimate(runs: RunSet, by_seed: BySeed, metric: str) -> Estimate | None:
-    values = _values(by_seed, metric)
-    if not values or not runs.is_one:
-        return Estimate.over_seeds(values)
-    [found] = by_seed.values()
-    return Estimate(values, found.interval(metric, **_bootstrap(runs)))
+def _estimates(runs: RunSet, by_seed: BySeed, metrics: Sequence[str]) -> dict[str, Estimate]:
+    """Of the metrics that were measured."""
+    values = {metric: found for metric in metrics if (found := _values(by_seed, metric))}
+    if not runs.is_one:
+        return {metric: Estimate.over_seeds(found) for metric, found in values.items()}
+    [only] = by_seed.values()
+    intervals = only.intervals(**_bootstrap(runs))
+    return {metric: Estimate(found, intervals[metric]) for metric, found in values.items()}
 
 
 def _differences(
@@ -260,14 +263,14 @@ def _replicate(runs: RunSet, metrics: Sequence[str]) -> Replicate | None:
     records = [record for record in runs.records if record.replicate is not None]
     if not records:
         return None
-    table, noise = {}, {}
+    noise = {}
     for metric in metrics:
         pairs = [(record, record.replicate, record.evaluations[record.summary["baseline"]]) for record in records]
         pairs = [pair for pair in pairs if all(one.has(metric) for one in pair[1:])]
         if pairs:
             apart = [again.mean(metric) - first.mean(metric) for _, again, first in pairs]
             noise[metric] = math.sqrt(sum(gap**2 for gap in apart) / len(apart))
-            table[metric] = _estimate(runs, {record.seed: again for record, again, _ in pairs}, metric)
+    table = _estimates(runs, {record.seed: record.replicate for record in records}, metrics)
     return Replicate(records[0].label(records[0].summary["baseline"]), table, noise)
 
 

@@ -33,6 +33,8 @@ MOST_MARKERS = 40
 """Longer lines are drawn without markers."""
 Point = tuple[float, float]
 """(x, y) of a curve."""
+HEIGHT = 268
+"""Pixels of a chart: two next to each other fit on a first screen of 800 under the table."""
 FONT = {"family": "system-ui, sans-serif", "size": 12}
 
 
@@ -74,6 +76,8 @@ class Series:
     y: Sequence[float]
     band: tuple[Sequence[float], Sequence[float]] | None = None
     """Lower and upper bounds of y."""
+    notes: Sequence[str] = ()
+    """What pointing at each point says as well."""
 
     @property
     def empty(self) -> bool:
@@ -113,7 +117,7 @@ def line_chart(
     for arm, line in drawn.items():
         if line.band:
             figure.add_traces(_band(line, styles[arm]))
-        figure.add_trace(_line(line, styles[arm]))
+        figure.add_trace(_line(line, styles[arm], x_title, y_title))
     figure.add_traces(list(marks))
     if level is not None:
         figure.add_vline(level, line={"color": START_COLOR, "width": 1, "dash": "dash"})
@@ -124,7 +128,7 @@ def line_chart(
     return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
 
 
-def _line(line: Series, style: ArmStyle) -> go.Scatter:
+def _line(line: Series, style: ArmStyle, x_title: str, y_title: str) -> go.Scatter:
     mode = "lines+markers" if len(line.x) <= MOST_MARKERS else "lines"
     return go.Scatter(
         x=_gaps(line.x),
@@ -133,7 +137,9 @@ def _line(line: Series, style: ArmStyle) -> go.Scatter:
         mode=mode,
         line={"color": style.color, "dash": style.dash, "width": 2},
         marker={"symbol": style.symbol, "size": 6},
-        hovertemplate="%{y:.4g}",
+        text=list(line.notes),
+        hovertemplate=f"<b>{html.escape(style.label)}</b><br>{html.escape(x_title)} %{{x:.4g}}<br>"
+        f"{html.escape(y_title)} %{{y:.4g}}<br>%{{text}}<extra></extra>",
     )
 
 
@@ -172,43 +178,6 @@ def over_seeds(curves: Sequence[Sequence[Point]]) -> Series:
     return Series(shared, mean, band)
 
 
-def bar_chart(
-    key: str,
-    title: str,
-    caption: str,
-    rows: Mapping[str, Mapping[str, Interval]],
-    styles: Mapping[str, ArmStyle],
-    *,
-    y_title: str,
-) -> Chart | None:
-    """Bars with their intervals, side by side: of each arm one for each name (arm -> name -> interval). None where no
-    arm has any."""
-    drawn = {arm: found for arm, found in rows.items() if found}
-    if not drawn:
-        return None
-    figure = go.Figure()
-    for arm, found in drawn.items():
-        figure.add_trace(
-            go.Bar(
-                x=list(found),
-                y=[cell.mean for cell in found.values()],
-                name=html.escape(styles[arm].label),
-                marker_color=styles[arm].color,
-                hovertemplate="%{y:.3f}",
-                error_y={
-                    "array": _gaps(cell.high - cell.mean for cell in found.values()),
-                    "arrayminus": _gaps(cell.mean - cell.low for cell in found.values()),
-                    "thickness": 1.5,
-                    "width": 4,
-                    "color": START_COLOR,
-                },
-            )
-        )
-    figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.12)
-    figure.update_yaxes(title_text=y_title, rangemode="tozero")
-    return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
-
-
 def chart_html(figure: go.Figure, key: str) -> str:
     """The figure in the report's style, as a fragment without plotly's script."""
     axis: dict[str, Any] = {
@@ -225,7 +194,7 @@ def chart_html(figure: go.Figure, key: str) -> str:
         template="none",
         font=FONT,
         showlegend=False,
-        height=300,
+        height=HEIGHT,
         hovermode="closest",
         margin={"l": 8, "r": 12, "t": 8, "b": 8},
         paper_bgcolor="rgba(0,0,0,0)",
@@ -236,6 +205,6 @@ def chart_html(figure: go.Figure, key: str) -> str:
         full_html=False,
         include_plotlyjs=False,
         div_id=f"chart-{key}",
-        default_height="300px",
+        default_height=f"{HEIGHT}px",
         config={"responsive": True, "displayModeBar": False},
     )

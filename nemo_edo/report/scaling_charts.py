@@ -1,7 +1,8 @@
-"""More compute at test time: accuracy against the number of responses, and against the tokens spent on them."""
+"""More compute at test time: accuracy against the number of responses; pointing at one says how many tokens it took."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from nemo_edo.report.plotting import ArmStyle, Chart, Point, Series, interval_se
 MOST_POINTS = 24
 """Most points of a curve: of more numbers of responses, large ones are left out first."""
 STORED = "Computed from the stored responses to the test problems."
-K_TITLE, TOKENS_TITLE = "responses to each problem (k)", "mean tokens of k responses"
+K_TITLE = "responses to each problem (k)"
 
 
 def scaling_charts(
@@ -24,7 +25,7 @@ def scaling_charts(
     resamples: int | None,
     seed: int,
 ) -> list[Chart]:
-    """Votes, pass@k and best-of-k by each score, against k and against tokens; empty where nothing is stored.
+    """Votes, pass@k and best-of-k by each score, against k; empty where nothing is stored.
 
     stored: arm -> the evaluation of its ``test_time/ARM.json`` in each seed. resamples: of the bootstrap over problems
     that gives one run its bands, which ``bands`` says in words; None: the bands are over seeds.
@@ -37,14 +38,10 @@ def scaling_charts(
             else over_seeds([_points(one, family) for one in seeds])
             for arm, seeds in stored.items()
         }
-        by_tokens = {arm: replace(found, x=_mean_tokens(stored[arm], found.x)) for arm, found in by_k.items()}
+        by_k = {arm: replace(found, notes=_tokens(stored[arm], found.x)) for arm, found in by_k.items()}
         key, caption = re.sub(r"\W", "-", family), f"{caption} {STORED}{bands}"
-        for kind, title, series, x_title in (
-            ("samples", f"{name} against samples", by_k, K_TITLE),
-            ("tokens", f"{name} against tokens", by_tokens, TOKENS_TITLE),
-        ):
-            axes = {"x_title": x_title, "y_title": "share of test problems"}
-            charts.append(line_chart(f"{kind}-{key}", title, caption, series, styles, **axes))
+        axes = {"x_title": K_TITLE, "y_title": "share of test problems"}
+        charts.append(line_chart(f"samples-{key}", name, caption, by_k, styles, **axes))
     return [chart for chart in charts if chart]
 
 
@@ -58,9 +55,10 @@ def _points(evaluation: Evaluation, family: str) -> list[Point]:
     return [(k, evaluation.mean(metric_at(family, k))) for k in numbers_of_responses(evaluation, family)]
 
 
-def _mean_tokens(seeds: Sequence[Evaluation], ks: Sequence[float]) -> list[float]:
-    """Mean tokens of k responses, averaged over seeds; NaN where it was not measured."""
-    return [sum(one.mean(f"tokens@{int(k)}") for one in seeds) / len(seeds) for k in ks]
+def _tokens(seeds: Sequence[Evaluation], ks: Sequence[float]) -> list[str]:
+    """Mean tokens of k responses, averaged over seeds."""
+    means = [sum(one.mean(f"tokens@{int(k)}") for one in seeds) / len(seeds) for k in ks]
+    return [f"{mean:.0f} tokens" if math.isfinite(mean) else "" for mean in means]
 
 
 def families(evaluations: Iterable[Evaluation]) -> Iterator[tuple[str, str, str]]:

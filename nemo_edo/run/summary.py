@@ -20,7 +20,7 @@ from nemo_edo.config.arms import REPLICATE, arm_label, baseline_arm
 from nemo_edo.types import Problem, ScoredRollout
 
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3
-"""Test problems, and responses to each by each arm, that the report and the trackers show."""
+"""Test problems, and responses to each by each arm, that the trackers show."""
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transformers")
 
 
@@ -102,12 +102,12 @@ def solution_rows(
 
 
 def side_by_side(problems: Sequence[Problem], of_arms: Mapping[str, dict[str, list[dict[str, Any]]]]) -> list[dict]:
-    """The content of samples.json, from the ``examples`` of each arm."""
+    """The content of samples.json: every problem, and responses to the first of them, the ``examples`` of each arm."""
     return [
         {
             "question": problem.question,
             "answer": problem.answer,
-            "responses": {arm: found[problem.id] for arm, found in of_arms.items()},
+            "responses": {arm: found.get(problem.id, []) for arm, found in of_arms.items()},
         }
-        for problem in problems[:EXAMPLES]
+        for problem in problems
     ]

@@ -9,7 +9,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.report.page import write_report
 from nemo_edo.report.paper.tables import write_table
-from nemo_edo.report.run_set import find_runs, one_run
+from nemo_edo.report.run_set import find_runs, one_run, read_runs
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.browser, needs_chromium]
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage")
 WIDTHS = (1280, 400)
-CHARTS = 17 + 6
-"""A full run's, and votes, pass@k and best-of-k against samples and tokens."""
+CHARTS = 2 + 2 + 3 + 8
+"""Of the first screen, of diversity, of test time (votes, pass@k, best-of-k) and of diagnostics."""
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run of four arms whose texts carry a script, with stored responses, curves over them, and a search."""
-    folder = write_run_folder(tmp_path_factory.mktemp("report") / "run")
+    folder = write_run_folder(tmp_path_factory.mktemp("report") / "run", replicate=True)
     enrich(folder)
     return folder
 
@@ -69,7 +69,7 @@ def opened(request, driver, page):
 def load(driver, page: str, width: int):
     driver.get_log("browser"), driver.get_log("performance")
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                           {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+                           {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False})
     driver.get(page)
     driver.set_script_timeout(20)
     driver.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 500))")
@@ -83,11 +83,78 @@ def fetched(driver) -> set[str]:
             if message["method"] == "Network.requestWillBeSent"}
 
 
+def test_the_result_the_table_and_the_first_chart_are_above_the_fold(driver, page):
+    for width in WIDTHS:
+        load(driver, page, width)
+        bottoms = driver.execute_script("""
+            const bottom = (name) => document.querySelector(name).getBoundingClientRect().bottom;
+            return ["h2.first", ".first-table table", "[data-copy]", "#chart-differences .cartesianlayer",
+                    ...(innerWidth > 1000 ? ["#chart-test-greedy_accuracy .cartesianlayer"] : [])].map(bottom);""")
+        assert max(bottoms) <= 800, (width, bottoms)
+        assert driver.execute_script("return document.querySelector('#diagnostics ~ details').open") is False
+
+
+def test_the_copy_button_puts_the_table_on_the_clipboard(opened):
+    from selenium.webdriver.common.keys import Keys
+
+    button = opened.find_element("css selector", "[data-copy]")
+    button.click()
+    assert button.text == "Copied"
+    search = opened.find_element("name", "search")
+    opened.execute_script("""
+        arguments[0].addEventListener(
+          "paste", (event) => window.pasted = event.clipboardData.getData("text"))""", search)
+    search.send_keys(Keys.CONTROL, "v")
+    assert opened.execute_script("return window.pasted") == button.get_attribute("data-copy")
+    assert button.get_attribute("data-copy").startswith("| arm | greedy accuracy |")
+
+
+FILTERED = [  # search, filter, policy, problems found, the responses that each policy then shows of the first one
+    ("", "all", "", 3, [9, 9, 9, 9, 9]),
+    ("", "alone", "", 1, [9, 9, 9, 9, 9]),
+    ("", "wrong", "1", 3, None),
+    ("", "truncated", "", 1, [0, 0, 1, 0, 0]),
+    ("no such text", "all", "", 0, []),
+    ("FOUND ONLY HERE", "all", "", 1, [9, 9, 9, 9, 9]),
+]
+
+
+@pytest.mark.parametrize(("search", "filter_", "policy", "problems", "shown"), FILTERED)
+def test_samples_are_found_by_search_and_filters(opened, search, filter_, policy, problems, shown):
+    count, responses, wrong = opened.execute_script("""
+        const form = document.getElementById("sample-filters");
+        [form.search.value, form.filter.value, form.policy.value] = arguments;
+        form.dispatchEvent(new Event("input"));
+        return new Promise((done) => setTimeout(() => done([
+          document.getElementById("sample-count").textContent,
+          [...document.querySelectorAll("#sample-list details:first-child article")].map(
+            (one) => one.querySelectorAll(".response").length),
+          document.querySelectorAll("#sample-list .response.right").length])), 100);""", search, filter_, policy)
+    assert count == f"{problems} of 3 problems"
+    assert filter_ != "wrong" or (len(responses) == 1 and wrong == 0)
+    assert shown is None or responses == shown
+
+
+def test_a_link_to_the_diagnostics_unfolds_them_and_all_policies_differ_most_first(opened):
+    opened.find_element("link text", "Diagnostics").click()
+    assert opened.execute_script("return document.querySelector('#diagnostics ~ details').open") is True
+    shares = opened.execute_script("""
+        const form = document.getElementById("sample-filters");
+        form.search.value = form.policy.value = "", form.filter.value = "all", form.order.value = "apart";
+        form.dispatchEvent(new Event("input"));
+        return [...document.querySelectorAll("#sample-list summary")].map(
+          (one) => [...one.textContent.matchAll(/(\\d+) %/g)].map((found) => Number(found[1])));""")
+    spans = [max(found) - min(found) for found in shares]
+    assert len(spans) == 3 and spans == sorted(spans, reverse=True)
+
+
 def test_every_chart_has_visible_traces_within_its_frame(opened):
+    opened.execute_script("document.querySelectorAll('details').forEach((details) => details.open = true)")
+    opened.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 500))")
     charts = opened.execute_script("""
         return [...document.querySelectorAll(".js-plotly-plot")].map((chart) => {
           const size = (node) => { const box = node.getBoundingClientRect(); return Math.max(box.width, box.height); };
-          const drawn = [...chart.querySelectorAll(".trace path.js-line, .trace .point path")].filter(size);
+          const drawn = [...chart.querySelectorAll(".trace path.js-line, .trace path.point")].filter(size);
           const frame = chart.closest("figure").getBoundingClientRect();
           const svg = chart.querySelector(".main-svg").getBoundingClientRect();
           return [chart.id, drawn.length, svg.left >= frame.left && svg.right <= frame.right];
@@ -132,16 +199,43 @@ def test_nothing_is_fetched_and_the_console_stays_clean(opened, page):
     assert [entry for entry in opened.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
-def test_the_case_study_and_the_search_tree_are_shown_within_the_page(opened):
+def test_search_trees_and_an_opened_problem_stay_within_the_page(opened):
     opened.execute_script("document.querySelectorAll('details').forEach((details) => details.open = true)")
     needed, width = opened.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert needed <= width
-    nodes, shared, tree_box = opened.execute_script("""
+    nodes, tree_box = opened.execute_script("""
         const size = (node) => node.getBoundingClientRect().width;
         return [[...document.querySelectorAll(".tree .node")].filter(size).length,
-                [...document.querySelectorAll("#case ~ .solutions .shared")].filter(size).length,
                 document.querySelector(".tree").closest(".scroll").getBoundingClientRect().right];""")
-    assert (nodes, shared > 0, tree_box <= width) == (7, True, True)
+    assert (nodes, tree_box <= width) == (7, True)
+
+
+def test_on_paper_the_charts_fit_and_the_controls_are_gone(driver, page):
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        load(driver, page, 794)  # A4
+        needed, width, controls = driver.execute_script("""
+            const controls = [...document.querySelectorAll("nav, button, .filters")];
+            return [document.documentElement.scrollWidth, innerWidth,
+                    controls.filter((one) => one.offsetParent).length];
+            """)
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert needed <= width and controls == 0
+
+
+def test_the_report_of_several_seeds_is_the_same_page(driver, tmp_path):
+    for seed in (1, 2, 3):
+        write_run_folder(tmp_path / f"seed_{seed}", seed=seed, arms=("grpo", "edo_floor", "entropy_bonus"))
+    several = write_report(read_runs(find_runs([str(tmp_path)]))).path.as_uri()
+    load(driver, several, 1280)
+    result, bottom, links, attacked = driver.execute_script("""
+        return [document.querySelector("h2.first").textContent,
+                document.querySelector("#chart-differences .cartesianlayer").getBoundingClientRect().bottom,
+                [...document.querySelectorAll("nav a")].map((link) => document.querySelector(link.hash) !== null),
+                window.attacked];""")
+    assert result.startswith("Over 3 seeds, ") and bottom <= 800 and all(links) and attacked is None
+    assert fetched(driver) == {several}
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -278,7 +278,7 @@ def test_report_writes_the_deleted_report_anew(runs, afterwards):
     assert afterwards["report"] == f"{report}\n"
     page = report.read_text(encoding="utf-8")
     assert "ED-GRPO α=300, floor -0.1" in page
-    assert 'id="case"' in page and "Majority vote against tokens" in page  # from the stored responses
+    assert 'id="sample-data"' in page and "Majority vote" in page  # from the stored responses
 
 
 def load_exported(folder: Path):

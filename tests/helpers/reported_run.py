@@ -1,6 +1,7 @@
 """Adds to a made-up run's folder what only some runs have: stored responses, curves over them, and a search."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,14 @@ def enrich(folder: Path) -> None:
         problems = evaluation.problems
         iteration = record.arms[arm].iterations if arm in record.arms else 0
         scored = [_response(problem, sample, rng) for problem in problems[:3] for sample in range(8)]
+        if arm == "edo_paper":  # one response is truncated, another has words that no other has
+            scored[3] = _with(scored[3], finished=False)
+            scored[20] = _with(scored[20], text=f"{scored[20].rollout.text} found only here")
         RolloutStore(folder / "evaluations" / arm / "sampled").write(iteration, scored, rank=0, world_size=1)
+        alone = {"edo_paper": (0, 1), "edo_floor": (1,)}.get(arm, ())  # the first problem is solved by one arm only
+        greedy = [replace(_response(problem, 0, rng), reward=float(number in alone))
+                  for number, problem in enumerate(problems[:3])]
+        RolloutStore(folder / "evaluations" / arm / "greedy").write(iteration, greedy, rank=0, world_size=1)
         curves = {}
         for k in range(1, LARGEST + 1):
             level = 0.4 + 0.03 * place + 0.1 * np.log(k)
@@ -43,6 +51,10 @@ def _response(problem: str, sample: int, rng: np.random.Generator) -> ScoredRoll
     text = f"6 + 3 = 9 ; 9 + 2 = {answer} {'x' * 120 if sample == 0 else ''} ; {ATTACK} #### {answer}"
     rollout = Rollout(problem, sample, (1,), (2,), (-1.0,), text, True, 0, sample)
     return ScoredRollout(rollout, float(answer == "11"), answer, True, "")
+
+
+def _with(scored: ScoredRollout, **changes: object) -> ScoredRollout:
+    return replace(scored, rollout=replace(scored.rollout, **changes))
 
 
 def _write(path: Path, record: object) -> None:

@@ -10,9 +10,9 @@ from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.metrics import bootstrap_ratio
-from nemo_edo.report.charts import all_charts, pareto_front
+from nemo_edo.report.charts import all_charts, averaged, pareto_front
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.plotting import DASHES, Series, arm_styles, line_chart
+from nemo_edo.report.plotting import DASHES, MOST_MARKERS, Series, arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
 from nemo_edo.report.scaling_charts import MOST_POINTS, scaling_charts, thinned
 
@@ -22,6 +22,12 @@ STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
 def traces(chart):
     """The traces that plotly wrote into the fragment."""
     start = chart.html.index("[{", chart.html.index("Plotly.newPlot"))
+    return json.JSONDecoder().raw_decode(chart.html[start:])[0]
+
+
+def shapes(chart) -> list[dict]:
+    """What plotly draws besides the traces."""
+    start = chart.html.index('"shapes":') + len('"shapes":')
     return json.JSONDecoder().raw_decode(chart.html[start:])[0]
 
 
@@ -54,12 +60,9 @@ def test_front_has_the_points_that_no_other_beats():
     assert sorted(pareto_front({"a": (1, 1), "twin": (1, 1)})) == ["a", "twin"]
 
 
-FULL = [
-    *("frontier-greedy_accuracy", "frontier-vote-10", "frontier-pass-10"),
-    *("matched", "entropy", "entropy-collected", "accuracy", "pass", "distinct-bars", "reward", "distinct", "kl"),
-    *("well-formed", "test", "exploration", "floor", "warm-up"),
-]
-NO_INTERIM_DISTINCT = "Distinct-4 on test problems over iterations"
+FIRST, DIVERSITY = ["differences", "test-greedy_accuracy"], ["matched", "frontier-vote-10"]
+DIAGNOSTICS = ["reward", "entropy", "distinct", "kl", "well-formed", "exploration", "floor", "warm-up"]
+METRICS = ["greedy_accuracy", "vote@10", "distinct_4"]
 
 
 @pytest.fixture
@@ -70,30 +73,53 @@ def compared(tmp_path):
     return build
 
 
+def keys(charts: list) -> list[str]:
+    return [chart.key for chart in charts]
+
+
 def by_key(comparison: Comparison) -> dict:
-    return {chart.key: chart for chart in all_charts(comparison)[0]}
+    found = all_charts(comparison, METRICS)
+    charts = [*found.first, *found.diversity, *found.test_time, *found.diagnostics]
+    assert len(set(keys(charts))) == len(charts)
+    return {chart.key: chart for chart in charts}
 
 
-@pytest.mark.parametrize(("options", "missing", "named"), [
-    ({}, set(), [NO_INTERIM_DISTINCT]),
-    ({"interim": False, "start": False}, {"test", "warm-up"},
-     ["Greedy test accuracy over iterations", NO_INTERIM_DISTINCT, "Warm-up loss"]),
+@pytest.mark.parametrize(("options", "first", "diagnostics", "named"), [
+    ({}, FIRST, DIAGNOSTICS, []),
+    ({"interim": False, "start": False}, ["differences", "reward"], DIAGNOSTICS[1:-1], ["Warm-up loss"]),
 ])
-def test_a_run_has_every_chart_once_and_what_it_did_not_record_is_named_instead(compared, options, missing, named):
+def test_a_run_has_every_chart_once_and_what_it_did_not_record_is_named(compared, options, first, diagnostics, named):
     comparison = compared(**options)
-    charts, undrawn = all_charts(comparison)
-    assert ([chart.key for chart in charts], undrawn) == ([key for key in FULL if key not in missing], named)
+    charts = all_charts(comparison, METRICS)
+    assert (keys(charts.first), keys(charts.diversity), keys(charts.test_time)) == (first, DIVERSITY, ["pass"])
+    assert (keys(charts.diagnostics), charts.undrawn) == (diagnostics, named)
     assert labels(by_key(comparison)["frontier-vote-10"]) == [comparison.labels[arm] for arm in comparison.arms]
 
 
-@pytest.mark.parametrize(("key", "metric", "place"), [("accuracy", "vote@10", 1), ("distinct-bars", "distinct_4", 0)])
-def test_bars_have_the_intervals_of_the_table(compared, key, metric, place):
-    comparison = compared()
-    bars = traces(by_key(comparison)[key])
-    cells = [row[metric].interval for row in comparison.table.values()]
-    assert [bar["y"][place] for bar in bars] == [cell.mean for cell in cells]
-    assert [bar["error_y"]["array"][place] for bar in bars] == pytest.approx([c.high - c.mean for c in cells])
-    assert [bar["error_y"]["arrayminus"][place] for bar in bars] == pytest.approx([c.mean - c.low for c in cells])
+def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_seed_behind(compared):
+    comparison = compared(replicate=True)
+    chart = by_key(comparison)["differences"]
+    drawn = traces(chart)
+    assert len(drawn) == len(comparison.arms) - 1
+    for trace, arm in zip(drawn, [arm for arm in comparison.arms if arm != "grpo"], strict=True):
+        found = [comparison.difference(arm, metric) for metric in METRICS]
+        assert trace["x"] == [one.interval.mean for one in found]
+        assert trace["error_x"]["array"] == pytest.approx([one.interval.high - one.interval.mean for one in found])
+        assert [round(y) for y in trace["y"]] == [0, 1, 2] and "one seed" in trace["text"][0]
+    bands = {round(shape["y0"] + 0.45): shape["x1"] for shape in shapes(chart) if shape["type"] == "rect"}
+    assert bands == {place: comparison.replicate.noise[metric] for place, metric in enumerate(METRICS)}
+
+
+def test_values_of_steps_are_averaged_over_their_iteration(compared):
+    comparison = compared(arms=("grpo",))
+    lines = comparison.runs.records[0].of("train_step", "grpo")
+    [line] = traces(by_key(comparison)["exploration"])
+    means = [np.mean([one["exploration"] for one in lines if one["iteration"] == t]) for t in range(4)]
+    assert line["x"] == list(range(4)) and line["y"] == pytest.approx(means)
+    assert "<b>GRPO</b><br>iteration %{x" in line["hovertemplate"]
+    [warm_up] = traces(by_key(comparison)["warm-up"])  # 100 steps
+    assert len(warm_up["x"]) <= MOST_MARKERS and warm_up["x"][-1] >= 100
+    assert averaged([(1, 2.0), (1, math.nan), (1, 4.0), (2, math.nan)])[0] == (1, 3.0)
 
 
 def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(compared):
@@ -103,7 +129,7 @@ def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(comp
     cells = [comparison.table["grpo"][f"pass@{k}"].interval for k in range(1, 11)]
     assert mean["x"] == list(range(1, 11))
     assert [low["y"], mean["y"], high["y"]] == [[getattr(c, end) for c in cells] for end in ("low", "mean", "high")]
-    low, high, _ = (trace["y"] for trace in traces(charts["test"]))
+    low, high, _ = (trace["y"] for trace in traces(charts["test-greedy_accuracy"]))
     assert np.subtract(high, low) == pytest.approx(0.1)
 
 
@@ -144,15 +170,14 @@ def scaling(stored, resamples: int = 20):
     return scaling_charts(stored, STYLES, bands="", resamples=resamples, seed=5)
 
 
-def test_each_family_has_the_means_with_the_bootstrap_of_each_k_against_samples_and_tokens():
+def test_each_family_has_the_means_with_the_bootstrap_of_each_k_and_says_its_tokens():
     found = curves("a", 4)
     charts = scaling({"a": [found]}, resamples=80)
-    assert [chart.key for chart in charts] == [
-        f"{x}-{family}" for family in ("majority-", "pass-", "best_of--mine") for x in ("samples", "tokens")]
+    assert keys(charts) == ["samples-majority-", "samples-pass-", "samples-best_of--mine"]
     low, high, line = traces(charts[0])
     expected = [bootstrap_ratio(*found.metrics[f"majority@{k}"], resamples=80, seed=5) for k in (1, 2, 3, 4)]
-    assert (line["x"], traces(charts[1])[2]["x"]) == ([1, 2, 3, 4], [7, 14, 21, 28])
-    assert line["y"] == traces(charts[1])[2]["y"] == pytest.approx([cell.mean for cell in expected])
+    assert (line["x"], line["text"]) == ([1, 2, 3, 4], [f"{tokens} tokens" for tokens in (7, 14, 21, 28)])
+    assert line["y"] == pytest.approx([cell.mean for cell in expected])
     assert (low["y"], high["y"]) == ([cell.low for cell in expected], [cell.high for cell in expected])
 
 
@@ -181,14 +206,9 @@ def test_several_runs_have_the_charts_of_one_with_means_and_the_range_of_their_s
         (folder / "test_time" / "grpo.json").write_text(json.dumps(found.record()))
         majority.append([found.mean(f"majority@{k}") for k in (1, 2, 3, 4)])
     comparison = compare(read_runs(find_runs([str(tmp_path)])))
-    charts, undrawn = all_charts(comparison)
-    drawn = {chart.key: chart for chart in charts}
-    assert set(drawn) >= set(FULL) and undrawn == [NO_INTERIM_DISTINCT]
-    passed = [[cell.by_seed[seed] for cell in (comparison.table["GRPO"][f"pass@{k}"] for k in range(1, 11))]
-              for seed in (1, 2)]  # fmt: skip
-    for key, seeds in (("samples-majority-", majority), ("pass", passed)):
-        low, high, line = traces(drawn[key])[-3:]
-        assert line["y"] == pytest.approx(np.mean(seeds, axis=0))
-        assert low["y"] == pytest.approx(np.min(seeds, axis=0)) and high["y"] == pytest.approx(np.max(seeds, axis=0))
+    drawn = by_key(comparison)
+    assert {*FIRST[1:], *DIVERSITY, *DIAGNOSTICS, "samples-pass-"} <= set(drawn) and "pass" not in drawn
+    low, high, line = traces(drawn["samples-majority-"])[-3:]
+    assert line["y"] == pytest.approx(np.mean(majority, axis=0))
+    assert low["y"] == pytest.approx(np.min(majority, axis=0)) and high["y"] == pytest.approx(np.max(majority, axis=0))
     assert traces(drawn["samples-majority-"])[2]["x"] == [1, 2, 3, 4]  # what both seeds have
-    assert traces(drawn["tokens-majority-"])[2]["x"] == [7, 14, 21, 28]

@@ -1,0 +1,108 @@
+"""The samples browser's data: every test problem with the stored responses of every policy's final evaluation.
+
+The page unpacks it in the reader's browser. Where all responses would make the page too large, it has the first of each
+problem; the run's folder has them all.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_edo.evaluation.results import KINDS, START
+from nemo_edo.report.comparison import Comparison
+from nemo_edo.report.run_record import RunRecord
+from nemo_edo.rollouts.store import RolloutStore
+
+MOST_CHARACTERS = 600_000
+"""Of the packed data in a page, which is to stay under 2 MB."""
+LIKELY_RATIO = 25
+"""Text is packed at most about this well: more than this times ``MOST_CHARACTERS`` is not tried."""
+_COLUMNS = ("problem_id", "sample_index", "text", "reward", "answer", "finished")
+GREEDY = KINDS[0]
+Response = list
+"""[greedy, reward, finished, answer or None, text]."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    policies: dict[str, RunRecord]
+    """Label -> the run that its responses are from: the one of its first seed."""
+    packed: str
+    """gzip as base64 of JSON: ``policies``, each with its label and whether it was ``trained``, and ``problems``, each
+    with ``id``, ``question``, ``answer`` and the ``responses`` of each policy."""
+    problems: int
+    """In the page, of the first test problems."""
+    each: int
+    """Sampled responses of a policy to a problem in the page, at most."""
+    complete: bool
+    """Whether that is all of them."""
+
+
+def sample_browser(comparison: Comparison) -> Samples | None:
+    """None where no policy's responses are stored. Raises UserError for damaged files."""
+    found = {label: _responses(record, arm) for label, (record, arm) in _policies(comparison).items()}
+    found = {label: responses for label, responses in found.items() if responses}
+    if not found:
+        return None
+    records = {label: record for label, (record, _) in _policies(comparison).items() if label in found}
+    trained = {label: label != comparison.labels.get(START) for label in found}
+    known = comparison.runs.records[0]
+    ids = next(iter(known.evaluations.values())).problems
+    questions = {name: (one["question"], str(one["answer"])) for name, one in zip(ids, known.samples, strict=False)}
+    problems = [
+        {"id": name, "question": question, "answer": answer, "responses": [by[name] for by in found.values()]}
+        for name, (question, answer) in questions.items()
+        if all(name in by for by in found.values())
+    ]
+    policies = [{"label": label, "trained": trained[label]} for label in found]
+    most = max((sum(not r[0] for r in one) for problem in problems for one in problem["responses"]), default=0)
+    packed, shown, each = _packed(policies, problems, most)
+    return Samples(records, packed, shown, each, complete=(shown, each) == (len(ids), most))
+
+
+def _policies(comparison: Comparison) -> dict[str, tuple[RunRecord, str]]:
+    """Label -> the run of the first seed, and the policy's name in it."""
+    found = {comparison.labels[START]: (comparison.runs.records[0], START)} if START in comparison.labels else {}
+    for arm, by_seed in comparison.arms.items():
+        trained = by_seed[min(by_seed)]
+        found[comparison.labels[arm]] = (trained.record, trained.name)
+    return found
+
+
+def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
+    """Of the policy's final evaluation by problem, the greedy one first; empty where none is stored."""
+    iteration = record.arms[arm].iterations if arm in record.arms else 0
+    found: dict[str, list[Response]] = {}
+    for kind in KINDS:
+        store = RolloutStore(record.folder / "evaluations" / arm / kind)
+        if not (Path(store.folder) / f"iter_{iteration:05d}").is_dir():
+            continue
+        for row in store.read_table(iteration, _COLUMNS).sort_by("sample_index").to_pylist():
+            response = [kind == GREEDY, row["reward"], row["finished"], row["answer"], row["text"]]
+            found.setdefault(row["problem_id"], []).append(response)
+    return found
+
+
+def _packed(policies: list[dict], problems: list[dict[str, Any]], each: int) -> tuple[str, int, int]:
+    """The data with as many responses to each problem as fit, or of as many problems with one, and their numbers."""
+    while True:
+        shown = [{**problem, "responses": [_first(one, each) for one in problem["responses"]]} for problem in problems]
+        text = json.dumps({"policies": policies, "problems": shown}, ensure_ascii=False, separators=(",", ":"))
+        if len(text) <= LIKELY_RATIO * MOST_CHARACTERS:
+            packed = base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode()
+            if len(packed) <= MOST_CHARACTERS or len(problems) == 1:
+                return packed, len(problems), each
+        if each > 1:
+            each //= 2
+        else:
+            problems = problems[: len(problems) // 2]
+
+
+def _first(responses: list[Response], each: int) -> list[Response]:
+    """The greedy response and the first ``each`` sampled ones."""
+    return [r for r in responses if r[0]] + [r for r in responses if not r[0]][:each]
