@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
+from nemo_edo.config.arms import REPLICATE
 from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, metric_order
 from nemo_edo.metrics.intervals import Interval
 from nemo_edo.report.alpha_charts import alpha_charts
@@ -59,8 +60,7 @@ class Curves:
             curves = {START: [self._points(record, START) for record in records]}
         else:
             curves = {
-                arm: [self._points(t.record, t.name) for t in by_seed.values()]
-                for arm, by_seed in comparison.arms.items()
+                arm: [self._points(t.record, t.name) for t in found] for arm, found in _trainings(comparison).items()
             }
         series = {arm: over_seeds(found) for arm, found in curves.items()}
         x_title = "optimizer step" if self.kind == "sft_step" else "iteration"
@@ -102,6 +102,9 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
     """``metrics``: of the table on the first screen. Charts of what only some runs have, responses stored for more
     compute at test time, several alphas or test results during training, are not missed."""
     styles = arm_styles({START: START_LABEL} | comparison.labels)
+    if comparison.replicate:
+        label = f"{comparison.replicate.label}, replicate"
+        styles[REPLICATE] = ArmStyle(label, START_COLOR, "longdash", "circle")
     test = _interim_chart("greedy_accuracy", "Greedy test accuracy")(comparison, styles)
     reward = _REWARD(comparison, styles)
     first = [forest_chart(comparison, styles, metrics), test or reward]
@@ -129,6 +132,13 @@ def _test_time_charts(comparison: Comparison, styles: Styles) -> list[Chart]:
         seed=comparison.seeds[0],
     )
     return stored or [chart for chart in [_pass_chart(comparison, styles)] if chart]
+
+
+def _trainings(comparison: Comparison) -> dict[str, list[Trained]]:
+    """The arms in every seed, and the baseline's replicate."""
+    found = {arm: list(by_seed.values()) for arm, by_seed in comparison.arms.items()}
+    again = [Trained(record, REPLICATE) for record in comparison.runs.records if record.replicate is not None]
+    return {**found, REPLICATE: again} if again else found
 
 
 def _points(record: RunRecord, arm: str, kind: str, x: str, y: str) -> list[Point]:
@@ -214,8 +224,8 @@ def _interim_chart(metric: str, title: str) -> Draw:
 
     def draw(comparison: Comparison, styles: Styles) -> Chart | None:
         series = {
-            arm: _interim_series([_interim(t, metric) for t in by_seed.values()], comparison.is_one)
-            for arm, by_seed in comparison.arms.items()
+            arm: _interim_series([_interim(t, metric) for t in found], comparison.is_one)
+            for arm, found in _trainings(comparison).items()
         }
         caption = "Test problems, at each evaluation during training and at the end."
         caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND

@@ -19,7 +19,7 @@ from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.conclusions import conclusions, direction
 from nemo_edo.report.facts import differing_settings, duration, facts, headline, markdown_table, phases
 from nemo_edo.report.run_set import RunSet
-from nemo_edo.report.samples import sample_browser
+from nemo_edo.report.sample_browser import sample_browser
 from nemo_edo.report.search_tree import read_trees
 from nemo_edo.report.table_export import numbers
 from nemo_edo.utils.files import replacing

@@ -11,7 +11,8 @@ ARGUMENTS = [
     "sampling.samples_per_prompt=4", "sampling.max_new_tokens=6", "grpo.iterations=3", "grpo.minibatch_size=16",
     "grpo.micro_batch_size=16", "grpo.problems_per_iteration=4", "evaluation.samples=2", "evaluation.rollouts=1",
     "evaluation.bootstrap=50", "data.arithmetic.warmup_problems=32", "data.arithmetic.train_problems=8",
-    "data.arithmetic.test_problems=4", "guards.truncated.ceiling=null", "~arms", "+arms={grpo: {alpha: 0}, other: {}}",
+    "data.arithmetic.test_problems=4", "guards.truncated.ceiling=null", "~arms", "replicate_baseline=false",
+    "+arms={grpo: {alpha: 0}, other: {}}",
 ]  # fmt: skip
 TIME_LEFT = r"( \S+ s/it left \d:\d\d( run ~\d:\d\d)?)?"
 ITERATION = re.compile(rf"\[[23]/3\] (grpo|other) (\d)/3 reward \S+ KL \S+ H \S+ len \S+{TIME_LEFT}")

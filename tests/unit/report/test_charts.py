@@ -12,7 +12,7 @@ from helpers.run_folder import write_run_folder
 from nemo_edo.metrics import bootstrap_ratio
 from nemo_edo.report.charts import all_charts, averaged, pareto_front
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.plotting import DASHES, MOST_MARKERS, Series, arm_styles, line_chart
+from nemo_edo.report.plotting import COLORS, DASHES, MOST_MARKERS, START_COLOR, Series, arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
 from nemo_edo.report.scaling_charts import MOST_POINTS, scaling_charts, thinned
 
@@ -108,6 +108,12 @@ def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_s
         assert [round(y) for y in trace["y"]] == [0, 1, 2] and "one seed" in trace["text"][0]
     bands = {round(shape["y0"] + 0.45): shape["x1"] for shape in shapes(chart) if shape["type"] == "rect"}
     assert bands == {place: comparison.replicate.noise[metric] for place, metric in enumerate(METRICS)}
+
+
+def test_curves_of_training_have_the_replicate_in_grey_and_the_arms_keep_their_style(compared):
+    chart = by_key(compared(replicate=True))["test-greedy_accuracy"]
+    assert [(style.label, style.color) for style in chart.legend][:: len(chart.legend) - 1] == [
+        ("GRPO", COLORS[0]), ("GRPO, replicate", START_COLOR)]
 
 
 def test_values_of_steps_are_averaged_over_their_iteration(compared):

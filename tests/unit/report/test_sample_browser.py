@@ -8,10 +8,10 @@ import pytest
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
-from nemo_edo.report import samples
+from nemo_edo.report import sample_browser as module
 from nemo_edo.report.comparison import compare
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
-from nemo_edo.report.samples import sample_browser
+from nemo_edo.report.sample_browser import sample_browser
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, ScoredRollout
 
@@ -56,12 +56,12 @@ def test_what_does_not_fit_is_left_out_evenly_and_the_greedy_response_stays(fold
     comparison, kept = compare(one_run(folder)), []
     while not kept or kept[-1] != (1, 1):
         found = sample_browser(comparison)
-        assert len(found.packed) <= samples.MOST_CHARACTERS
+        assert len(found.packed) <= module.MOST_CHARACTERS
         kept.append((found.problems, found.each))
         for problem in unpacked(found)["problems"]:
             assert [one[4].split()[0] for one in problem["responses"][1]] == ["best", *["final"] * found.each]
         assert found.complete == (len(kept) == 1)
-        monkeypatch.setattr(samples, "MOST_CHARACTERS", len(found.packed) - 1)
+        monkeypatch.setattr(module, "MOST_CHARACTERS", len(found.packed) - 1)
     assert kept == [(3, 8), (3, 4), (3, 2), (3, 1), (1, 1)]
 
 
