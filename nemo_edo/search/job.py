@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemo_edo.config import NONE, RunConfig, SearchLLMConfig
+from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.batching import minibatches
@@ -68,9 +69,10 @@ def search_model(cfg: RunConfig) -> list[str]:
 
 def _policy_name(cfg: RunConfig, folder: RunFolder, arm: str | None) -> str:
     arms = list(arm_configs(cfg))
-    if arm is None and len(arms) > 1:
-        raise UserError(f"{folder.path} has the arms {', '.join(arms)}: choose one with --arm")
-    name = arm or (arms[0] if arms else START)
+    own = [name for name in arms if name != REPLICATE]
+    if arm is None and len(own) > 1:
+        raise UserError(f"{folder.path} has the arms {', '.join(own)}: choose one with --arm")
+    name = arm or (own[0] if own else START)
     if cfg.algorithm != NONE:
         folder.require_arm(name, [START, *arms])
     elif name != START:

@@ -30,6 +30,7 @@ SETTINGS = [
 ]
 EXPLORING_ARM = "edo: {alpha: 300, log_ratio_floor: -0.1}"
 ARMS = ("grpo", "edo")
+TRAINED = (*ARMS, "replicate")
 
 
 def torchrun(folder: Path, arguments: list[str]) -> list[str]:
@@ -138,10 +139,10 @@ def test_config_yaml_composes_to_the_config_of_the_run(arguments, first: Finishe
 
 def test_metrics_have_a_line_for_each_step_collection_and_evaluation(first: Finished):
     counts = {arm: [len(first.of_kind(kind, arm)) for kind in ("sft_step", "collection", "train_step", "evaluation")]
-              for arm in ("warmup", *ARMS)}
+              for arm in ("warmup", *TRAINED)}
     trained = [0, ITERATIONS, ITERATIONS * STEPS_PER_ITERATION, ITERATIONS + 1]
-    assert counts == {"warmup": [SFT_STEPS, 0, 0, 1], **dict.fromkeys(ARMS, trained)}
-    assert len(first.lines) == SFT_STEPS + 1 + len(ARMS) * sum(trained)
+    assert counts == {"warmup": [SFT_STEPS, 0, 0, 1], **dict.fromkeys(TRAINED, trained)}
+    assert len(first.lines) == SFT_STEPS + 1 + len(TRAINED) * sum(trained)
     steps = [line["step"] for line in first.of_kind("train_step", "grpo")]
     assert steps == list(range(ITERATIONS * STEPS_PER_ITERATION))
 
@@ -162,12 +163,12 @@ def test_summary_says_what_was_run(first: Finished):
     assert {arm: settings["label"] for arm, settings in summary["arms"].items()} == {
         "grpo": "GRPO", "edo": "ED-GRPO α=300, floor -0.1", "replicate": "GRPO, replicate"}
     assert summary["versions"]["torch"] == torch.__version__
-    assert set(summary["time"]) == {"total_s", "warmup", *ARMS, "replicate"}
+    assert set(summary["time"]) == {"total_s", "warmup", *TRAINED}
 
 
 def test_samples_hold_responses_of_the_start_and_every_arm_to_each_problem(first: Finished):
     for problem in json.loads((first.folder / "samples.json").read_text()):
-        assert list(problem["responses"]) == ["warmup", *ARMS, "replicate"]
+        assert list(problem["responses"]) == ["warmup", *TRAINED]
         for response in (one for responses in problem["responses"].values() for one in responses):
             assert response["reward"] == (final_answer(response["text"]) == problem["answer"])
 
@@ -243,7 +244,7 @@ def test_the_same_command_gives_the_same_metrics_but_for_the_time(runs):
 
 def test_the_same_command_gives_the_same_rollouts_and_evaluations(runs):
     first, second = runs
-    for arm in ARMS:
+    for arm in TRAINED:
         for iteration in range(ITERATIONS):
             pd.testing.assert_frame_equal(first.rollouts(arm, iteration), second.rollouts(arm, iteration))
     assert first.evaluations == second.evaluations
