@@ -22,7 +22,7 @@ from nemo_edo.report.run_set import RunSet
 from nemo_edo.report.sample_browser import sample_browser
 from nemo_edo.report.search_tree import read_trees
 from nemo_edo.report.table_export import numbers
-from nemo_edo.utils.files import replacing
+from nemo_edo.utils.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLOTLY = Path(__file__).parent / "vendor" / "plotly-basic.min.js"
@@ -65,8 +65,7 @@ def write_report(found: RunSet, out: Path | None = None, baseline: str | None = 
 def write_whole(path: Path, text: str) -> None:
     """Raises UserError where the file cannot be written."""
     try:
-        with replacing(path) as file:
-            file.write(text.encode("utf-8"))
+        write_text(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
 

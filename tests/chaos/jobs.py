@@ -9,7 +9,8 @@ from pathlib import Path
 KEY = {"CHAOS_KEY": "key"}
 """The key that ``helpers.completions_server`` asks for."""
 _COMMON = (
-    "--config-name=quickstart", "~arms", "sft.steps=3", "sft.batch_size=8", "sampling.samples_per_prompt=2",
+    "--config-name=quickstart", "~arms", "replicate_baseline=false", "sft.steps=3", "sft.batch_size=8",
+    "sampling.samples_per_prompt=2",
     "sampling.max_new_tokens=6", "data.arithmetic.train_problems=6", "data.arithmetic.test_problems=4",
     "data.arithmetic.warmup_problems=24", "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10",
     "generation.part_size=4", "checkpoint.every_steps=2", "model.architecture.hidden_size=64",

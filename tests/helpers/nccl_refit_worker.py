@@ -65,7 +65,8 @@ def killing_once(weights, replica, after: int):
 def main(folder: Path) -> None:
     library = Library(nccl_stub.build(folder))
     cfg = compose_run("quickstart", [
-        f"output_dir={folder}", "name=run", "generation=vllm", "~arms", "generation.refit.transport=nccl",
+        f"output_dir={folder}", "name=run", "generation=vllm", "~arms", "replicate_baseline=false",
+        "generation.refit.transport=nccl",
         f"generation.refit.nccl_library={library.path}",
         "generation.servers.arguments=[--worker-extension-cls,stub_worker.StubWorker]",
     ])  # fmt: skip
