@@ -33,6 +33,7 @@ from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.report.run_set import sweep_members
 from nemo_edo.run.folder import CONFIG, JOURNAL, METRICS, RunFolder
+from nemo_edo.run.sweep_console import SweepConsole
 
 LONGEST_NAME = 120
 """Characters of a member's name: file systems take 255 bytes, and a run's own files come on top in some of them."""
@@ -126,9 +127,7 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1, processes: int = 1, say: Callable[
     """
     write_members(sweep)
     waiting = [member for member in sweep.members if not sweep.finished(member)]
-    done = len(sweep.members) - len(waiting)
-    if done:
-        say(f"{done} of {len(sweep.members)} members finished earlier")
+    console = SweepConsole(len(sweep.members), len(sweep.members) - len(waiting), jobs, say)
     failures, running, started = [], {}, 0
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -136,21 +135,20 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1, processes: int = 1, say: Callable[
             while started < len(waiting) and len(running) < jobs:
                 member = waiting[started]
                 started += 1
-                donor = share_warm_up(sweep, member)
-                shared = f", with the warm-up of {donor}" if donor else ""
-                say(f"[{done + started}/{len(sweep.members)}] {member.name}{shared}: see {sweep.log(member)}")
-                running[_start(sweep, member, jobs, processes)] = member, time.monotonic()
+                console.started(member.name, sweep.log(member), share_warm_up(sweep, member))
+                running[_start(sweep, member, jobs, processes)] = member
             time.sleep(POLL_SECONDS)
+            console.look()
             for process in [process for process in running if process.poll() is not None]:
-                member, start = running.pop(process)
+                member = running.pop(process)
                 if process.returncode:
                     failures.append(Failure(member, process.returncode, sweep.log(member)))
-                outcome = f"failed with status {process.returncode}" if process.returncode else "finished"
-                say(f"{member.name}: {outcome} after {(time.monotonic() - start) / 60:.1f} min")
+                console.ended(member.name, process.returncode)
     except KeyboardInterrupt as interrupt:
         raise RunStopped(f"the sweep in {sweep.folder} was stopped") from interrupt
     finally:
         signal.signal(signal.SIGTERM, previous)
+        console.close()
         for process in running:
             process.terminate()
         for process in running:

@@ -4,6 +4,7 @@ import pytest
 
 from nemo_edo.run import console as module
 from nemo_edo.run.console import RunConsole, clock_time, short
+from nemo_edo.run.sweep_console import SweepConsole
 
 NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
 
@@ -94,3 +95,29 @@ def test_numbers_are_short():
     assert [short(x) for x in (0.0, 0.64, 21.3, 1.84, 3e-5, 0.05, 0.999, -0.5, 123.4, -0.002)] == [
         "0", ".64", "21", "1.8", "3e-05", ".05", "1.0", "-.50", "123", "-.002"]
     assert [clock_time(seconds) for seconds in (12, 100, 7385, 59.6)] == ["0:12", "1:40", "2:03:05", "1:00"]
+
+
+def test_a_sweep_tells_each_members_last_numbers_and_the_time_left(tmp_path, clock, monkeypatch):
+    said, drawn = [], []
+    sweep = SweepConsole(6, 1, jobs=2, say=said.append, clock=clock)
+    for seed in (1, 2):
+        sweep.started(f"seed={seed}", tmp_path / f"{seed}.log", donor="seed=0" if seed == 2 else None)
+    (tmp_path / "1.log").write_text("resuming\n[2/3] a after 0: greedy .1\n[3/3] b 1/15 reward .2\n"
+                                    "[3/3] b after 15: greedy .71 H .3\nreport: x\n")
+    (tmp_path / "2.log").write_text("[2/3] a 3/15 reward .4\n")
+    monkeypatch.setattr(module.StatusLine, "is_possible", True)
+    monkeypatch.setattr(module.StatusLine, "show", lambda line, text: drawn.append(text))
+    clock.now = 60.0
+    sweep.look()
+    sweep.look()  # too early
+    assert drawn == ["seed=1: [3/3] b after 15: greedy .71 H .3\nseed=2: [2/3] a 3/15 reward .4"]
+    sweep.ended("seed=1", 0)
+    clock.now = 120.0
+    sweep.ended("seed=2", 3)
+    log = tmp_path / "2.log"
+    assert said == [
+        "1 of 6 members finished earlier", f"[2/6] seed=1: see {tmp_path / '1.log'}",
+        f"[3/6] seed=2, with the warm-up of seed=0: see {log}",
+        "seed=1: finished after 1.0 min; b greedy .71 H .3; 4 left, ~2:00",  # 4 of a minute each, two at a time
+        "seed=2: failed with status 3 after 2.0 min; 3 left, ~2:15",
+    ]  # fmt: skip
