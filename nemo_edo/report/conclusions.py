@@ -7,6 +7,8 @@ and differences only, next to the distance between two trainings of the baseline
 from __future__ import annotations
 
 import json
+import textwrap
+from itertools import zip_longest
 
 from nemo_edo.evaluation.results import START, largest, main_metrics, metric_name
 from nemo_edo.metrics.intervals import Interval
@@ -15,9 +17,9 @@ from nemo_edo.report.run_set import arm_settings
 
 MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
-LABEL_WIDTH, CELL_WIDTH = 22, 11
-"""Seven cells and a label fit into 100 columns."""
-_SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "entropy": "entropy", "well_formed": "wellformed"}
+LABEL_WIDTH, CELL_WIDTH = 20, 10
+"""Six cells and a label fit into the 80 columns of a terminal; a longer label takes several lines."""
+_SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "distinct_4": "dist-4", "entropy": "entropy"}
 
 
 def conclusions(comparison: Comparison) -> list[str]:
@@ -292,11 +294,11 @@ def _word(metric: str) -> str:
 
 
 def terminal_table(comparison: Comparison) -> str:
-    """The main metrics in at most 100 columns: a line of means for each arm, and its 95 % intervals under it.
+    """The main metrics in 80 columns: a line of means for each arm, and its 95 % intervals under it. Labels are whole.
 
     A star marks a mean whose difference from the baseline several seeds show.
     """
-    metrics = [*main_metrics(comparison.metrics), *(m for m in comparison.metrics if m == "well_formed")]
+    metrics = main_metrics(comparison.metrics)
     names = [_SHORT_NAMES.get(metric, metric_name(metric)) for metric in metrics]
     lines = [_line("arm", names), "-" * (LABEL_WIDTH + CELL_WIDTH * len(metrics))]
     for arm, label in comparison.labels.items():
@@ -305,13 +307,14 @@ def terminal_table(comparison: Comparison) -> str:
         stars = ["*" if difference and difference.shown else " " for difference in found]
         means = ["-" if c is None else f"{c.interval.mean:.3f}{star}" for c, star in zip(cells, stars, strict=True)]
         bounds = [f"{_short(c.interval.low)}-{_short(c.interval.high)}" if c and c.known else "" for c in cells]
-        lines += [_line(label, means), _line("", bounds)]
+        parts = textwrap.wrap(label, LABEL_WIDTH - 1)
+        lines += [_line(*row) for row in zip_longest(parts, [means, bounds], fillvalue="")]
     seeds = f"one seed ({comparison.seeds[0]})" if comparison.is_one else count(len(comparison.seeds), "seed")
     over = "" if comparison.is_one else "seeds; "
     lines.append(f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
     if any(difference.shown for difference in comparison.differences):
-        baseline = _cut(comparison.labels[comparison.baseline], 40)
-        lines.append(f"* differs from {baseline} (t test over seeds, Holm's correction).")
+        baseline = comparison.labels[comparison.baseline]
+        lines += textwrap.wrap(f"* differs from {baseline} (t test over seeds, Holm's correction).", 80)
     if comparison.replicate:
         apart = [_noise(comparison.replicate, metric) for metric in metrics]
         lines.insert(-1, _line("noise of training", apart))
@@ -323,11 +326,7 @@ def _noise(replicate: Replicate, metric: str) -> str:
 
 
 def _line(label: str, cells: list[str]) -> str:
-    return (f"{_cut(label, LABEL_WIDTH - 1):<{LABEL_WIDTH}}" + "".join(f"{c:>{CELL_WIDTH}}" for c in cells)).rstrip()
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return (f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)).rstrip()
 
 
 def _short(value: float) -> str:

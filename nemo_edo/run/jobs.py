@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ from nemo_edo.run.summary import examples, side_by_side, summary
 from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
 from nemo_edo.utils.files import temporary_name
 from nemo_edo.utils.garbage import free_unused_memory
+
+SENTENCES = 5
+"""Of a report's conclusions that the terminal shows."""
 
 __all__ = ["collect", "evaluate", "evaluate_model", "export", "replay", "train"]
 
@@ -314,15 +318,15 @@ def _examples(job: Job, name: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _conclude(folder: RunFolder) -> None:
-    """The table and the conclusions on the terminal, and the report."""
+    """The table and the first conclusions on the terminal, and the report, which has all of them."""
     from nemo_edo.report.conclusions import terminal_table
     from nemo_edo.report.page import write_report
     from nemo_edo.report.run_set import one_run
 
     report = write_report(one_run(folder.path))
     print(f"\n{terminal_table(report.comparison)}\n")
-    for sentence in report.conclusions:
-        print(f"- {sentence}")
+    for sentence in report.conclusions[:SENTENCES]:
+        print(textwrap.fill(sentence, 80, initial_indent="- ", subsequent_indent="  "))
     print(f"\nreport: {report.path}")
 
 

@@ -177,7 +177,7 @@ def test_the_table_and_the_reports_path_are_the_last_words(first: Finished):
     lines = first.output.splitlines()
     folder = first.folder.with_name("tiny")  # its name when it ran
     assert lines[-1] == f"report: {folder / 'report.html'}"
-    assert any(line.startswith("ED-GRPO α=300, floor") for line in lines)
+    assert any(line.startswith("ED-GRPO α=300, ") for line in lines) and "floor -0.1" in " ".join(lines)
 
 
 # --- what was trained ---------------------------------------------------------------------------------------------
