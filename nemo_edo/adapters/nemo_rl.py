@@ -118,7 +118,7 @@ def _field(config: Any, name: str) -> Any:
 
 def install() -> None:
     """Puts ``EDGRPOLossFn`` where ``setup`` of GRPO makes its loss, and has it check the schedule first."""
-    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
+    grpo: Any = importlib.import_module("nemo_rl.algorithms.grpo")
     setup = grpo.setup
 
     def setup_after_check(master_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ def ed_grpo(
     """
     exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
     outputs = default_loss_fn(inputs, DefaultLossConfig(**(default_loss or {})))
-    one_row = [x[None] for x in (inputs.trainer_logprobs, inputs.inference_logprobs, inputs.loss_mask)]
+    one_row = inputs.trainer_logprobs[None], inputs.inference_logprobs[None], inputs.loss_mask[None]
     weights = None if inputs.loss_weights is None else inputs.loss_weights[None]
     values_BT = exploration.per_token(*one_row, weights)
     total, below, tokens = exploration.metric_sums(values_BT, *one_row)

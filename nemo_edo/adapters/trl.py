@@ -74,6 +74,7 @@ class EDGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         loss = super()._compute_loss(model, inputs)
         logprobs, self._logprobs = self._logprobs, None  # no graph is kept alive
+        assert logprobs is not None, "TRL's loss has taken its log-probabilities from elsewhere"
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]

@@ -64,6 +64,7 @@ def ed_grpo_policy_loss(
     Metrics: the base loss's, ``actor/exploration`` (mean over the micro-batch's tokens, in nats, floored, without the
     coefficient) and ``actor/floor_share``.
     """
+    assert config is not None, "verl calls its policy losses with the actor's config"
     settings = _settings(config)
     exploration = settings.exploration()
     loss, metrics = get_policy_loss_fn(settings.base_loss)(

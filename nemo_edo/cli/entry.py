@@ -9,6 +9,7 @@ import sys
 
 from nemo_edo.cli.arguments import parse
 from nemo_edo.cli.commands import RUN, say
+from nemo_edo.doctor.parts import what_trainer_lacks
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun
@@ -35,6 +36,12 @@ def _run(argv: list[str] | None) -> int:
         return RUN[args.command](args, rest) or 0
     except UserError as error:
         print(f"nemo-edo: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        lacking = what_trainer_lacks()
+        if lacking is None:  # not for want of an installation
+            raise
+        print(f"nemo-edo: error: {args.command} needs {error.name}, and {lacking}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in CANNOT_WRITE:

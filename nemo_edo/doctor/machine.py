@@ -7,10 +7,11 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 
+from nemo_edo.doctor.parts import BRIDGE, TRAINER, installed
 from nemo_edo.errors import UserError
 
 WITHOUT_DEPENDENCIES = "megatron-bridge"
@@ -48,7 +49,7 @@ def python_version() -> str:
 
 
 def needed_packages(distribution: str = "nemo-edo") -> list[Package]:
-    """What the package declares to need, Megatron-Bridge included, and what is installed of it.
+    """What the trainer is declared to need, Megatron-Bridge included, and what is installed of it.
 
     Raises UserError where ``distribution`` itself is not installed.
     """
@@ -56,16 +57,11 @@ def needed_packages(distribution: str = "nemo-edo") -> list[Package]:
         declared = [Requirement(line) for line in requires(distribution) or []]
     except PackageNotFoundError as error:
         raise UserError(f"{distribution} is not installed in this environment: pip install --no-deps .") from error
-    wanted = [need for need in declared if need.marker is None or need.marker.evaluate({"extra": "bridge"})]
-    return [_package(need) for need in wanted]
+    return [_package(need) for need in declared if _is_wanted(need)]
 
 
-def installed(name: str) -> str | None:
-    """The version of a package; None where it is absent."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _is_wanted(need: Requirement) -> bool:
+    return need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in (TRAINER, BRIDGE))
 
 
 def _package(need: Requirement) -> Package:

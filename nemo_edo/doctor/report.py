@@ -14,6 +14,7 @@ from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model
 from nemo_edo.doctor import advice, machine, workload
 from nemo_edo.doctor.memory import FP32, Memory, adapter_parameters, host_bytes
+from nemo_edo.doctor.parts import installed, part_lines
 from nemo_edo.doctor.preflight import with_fitted_parallelism
 from nemo_edo.doctor.throughput import Plan, estimate
 from nemo_edo.errors import UserError
@@ -47,8 +48,9 @@ class Devices:
 def of_machine() -> tuple[Findings, list[machine.Gpu]]:
     """Python, packages and devices; the GPUs that there are."""
     findings = Findings([f"nemo-edo     {__version__}, Python {machine.python_version()}"])
-    versions = [f"{name} {machine.installed(name) or 'absent'}" for name in machine.ABOUT]
+    versions = [f"{name} {installed(name) or 'absent'}" for name in machine.ABOUT]
     findings.lines.append(f"packages     {', '.join(versions)}")
+    findings.lines += part_lines()
     for package in machine.needed_packages():
         if not package.satisfies:
             state = f"is {package.found}" if package.found else "is not installed"
@@ -63,7 +65,7 @@ def of_machine() -> tuple[Findings, list[machine.Gpu]]:
     if not gpus:
         findings.lines.append("GPU          none: models are computed on the CPU")
     for name, use in machine.ON_GPUS.items():
-        if gpus and machine.installed(name) is None:
+        if gpus and installed(name) is None:
             findings.lines.append(f"without      {name} ({use}): Megatron's own modules are used")
     findings.lines.append(f"memory       {_gb(machine.host_bytes())} GB of the host")
     return findings, gpus

@@ -209,8 +209,8 @@ def read_groups(group_ids: GroupIds, **values_B: Tensor | Sequence[float]) -> tu
         if not torch.isfinite(value).all():
             raise ValueError(f"{name} are not finite at rows {(~torch.isfinite(value)).nonzero().flatten().tolist()}")
     numbers: dict[Hashable, int] = {}
-    of_B = [numbers.setdefault(group, len(numbers)) for group in _hashable_ids(group_ids)]
-    of_B = torch.tensor(of_B, dtype=torch.int64, device=device)
+    positions = [numbers.setdefault(group, len(numbers)) for group in _hashable_ids(group_ids)]
+    of_B = torch.tensor(positions, dtype=torch.int64, device=device)
     return Groups(list(numbers), of_B, torch.bincount(of_B, minlength=len(numbers))), values
 
 

@@ -64,7 +64,8 @@ def exploration_per_token(
     log_ratio = logprobs - old_logprobs
     if log_ratio_floor is not None:
         _check_floor(log_ratio_floor)
-        log_ratio = log_ratio.clamp(min=log_ratio_floor)  # clamp's gradient is exactly zero below its minimum
+        # No clamp: its gradient at the bound itself depends on torch's version.
+        log_ratio = torch.where(log_ratio < log_ratio_floor, log_ratio_floor, log_ratio)
     return log_ratio if weights is None else _token_weights(weights, mask) * log_ratio
 
 

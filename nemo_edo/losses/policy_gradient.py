@@ -9,6 +9,8 @@ with one aggregation for all terms. PPO, DAPO, Dr.GRPO, GSPO, CISPO and REINFORC
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,38 +31,38 @@ from nemo_edo.losses.term import (
 )
 
 
-def dapo_config(**changes: object) -> GRPOLossConfig:
+def dapo_config(**changes: Any) -> GRPOLossConfig:
     """DAPO (Yu et al. 2025, eq. 8): a higher upper clip, the mean over all tokens, no KL. Exploration is off unless
     ``changes`` gives it: an ``exploration_coefficient``, as alpha * beta is 0 with beta 0."""
     return _variant(changes, clip_high=0.28, aggregation="token-mean", beta=0.0)
 
 
-def dr_grpo_config(norm_length: int, **changes: object) -> GRPOLossConfig:
+def dr_grpo_config(norm_length: int, **changes: Any) -> GRPOLossConfig:
     """Dr.GRPO (Liu et al. 2025): token sums over a constant length, no KL, and advantages without std
     (``group_advantages`` with scale "none"). Exploration as for ``dapo_config``."""
     return _variant(changes, aggregation="seq-mean-token-sum-norm", norm_length=norm_length, beta=0.0)
 
 
-def gspo_config(**changes: object) -> GRPOLossConfig:
+def gspo_config(**changes: Any) -> GRPOLossConfig:
     """GSPO (Zheng et al. 2025, eq. 5): one ratio for each sequence, with a range that fits its mean log-ratio; no KL.
     Exploration as for ``dapo_config``."""
     return _variant(changes, importance_sampling_level="sequence", clip_low=3e-4, clip_high=4e-4, beta=0.0)
 
 
-def cispo_config(**changes: object) -> GRPOLossConfig:
+def cispo_config(**changes: Any) -> GRPOLossConfig:
     """CISPO (MiniMax 2025, "MiniMax-M1", eq. 4): the gradient of every token's log pi_theta, weighted by its ratio;
     this has no lower bound and is cut off at 5 (Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute
     for LLMs"); the mean over all tokens, no KL. Exploration as for ``dapo_config``."""
     return _variant(changes, surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token-mean", beta=0.0)
 
 
-def reinforce_config(**changes: object) -> GRPOLossConfig:
+def reinforce_config(**changes: Any) -> GRPOLossConfig:
     """REINFORCE (Williams 1992): A * log pi_theta without ratio and clip, as if every step were the first; no KL. With
     leave-one-out advantages (``group_advantages``), RLOO (Ahmadian et al. 2024). Exploration as for ``dapo_config``."""
     return _variant(changes, surrogate="reinforce", beta=0.0)
 
 
-def _variant(changes: dict[str, object], **settings: object) -> GRPOLossConfig:
+def _variant(changes: dict[str, Any], **settings: Any) -> GRPOLossConfig:
     exploration = {} if changes.get("exploration_coefficient") is not None else {"alpha": 0.0}
     return GRPOLossConfig(**{**exploration, **settings, **changes})
 
@@ -276,7 +278,7 @@ def _policy_loss(
     log_ratio = logprobs - old_logprobs
     surrogate, held = _surrogate(logprobs, log_ratio, advantages, mask, config)
     selected = _selected_tokens(selected, mask, config.covariance_control)
-    if config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
+    if selected is not None and config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
         surrogate = torch.where(selected, surrogate.detach(), surrogate)
     loss = _reduced(-weights * surrogate, mask, config, rows)
     metrics = {
@@ -286,7 +288,8 @@ def _policy_loss(
     }
     if selected is not None:
         metrics["selected_fraction"] = token_mean(selected, mask)
-    if config.covariance_control == "kl-cov":  # eq. 14, its KL estimated by |log-ratio| as in the authors' code
+    # eq. 14, its KL estimated by |log-ratio| as in the authors' code
+    if selected is not None and config.covariance_control == "kl-cov":
         penalty_BT = torch.where(selected, weights * log_ratio.abs(), 0.0)
         penalty = _reduced(penalty_BT, mask, config, rows)
         metrics["kl_cov"] = penalty.detached()
@@ -349,7 +352,7 @@ def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Ten
 def _clip_shares(held: dict[str, Tensor], mask: Tensor) -> dict[str, LossTerm]:
     """clip_fraction, and of it the share of each bound: no token is clipped by two."""
     shares = {f"clip_{bound}_fraction": token_mean(at_BT, mask) for bound, at_BT in held.items()}
-    return {"clip_fraction": token_mean(sum(held.values()), mask), **shares}
+    return {"clip_fraction": token_mean(torch.stack(list(held.values())).any(dim=0), mask), **shares}
 
 
 def _reduced(values_BT: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str) -> LossTerm:

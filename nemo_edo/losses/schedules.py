@@ -149,6 +149,7 @@ class EntropyController(Controller):
             raise ValueError(f"entropy is {entropy}, expected a finite number (nats)")
         config = self._config
         target = config.entropy_target
+        assert target is not None, "ScheduleConfig refuses kind entropy without it"
         ceiling = target if config.entropy_ceiling is None else config.entropy_ceiling
         too_low = min(max(target - entropy, 0.0) / target, 1.0)
         too_high = min(max(entropy - ceiling, 0.0) / ceiling, 1.0)

@@ -117,25 +117,26 @@ def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list
     if isinstance(samples, str):
         raise ValueError(f"samples are one text, {samples[:40]!r}, expected several samples")
     buffer, lengths, texts = array("q"), [], None
-    word_ids, words = WordIds(), []
+    word_ids = WordIds()
+    words: list[str] = []
     for index, sample in enumerate(samples):
         is_text = isinstance(sample, str)
         if texts not in (None, is_text):
             raise ValueError(f"samples mix texts and token ids: sample {index} is {sample!r:.80}")
         texts = is_text
-        tokens = sample.split() if is_text else _token_ids(sample, index)
+        tokens = sample.split() if isinstance(sample, str) else _token_ids(sample, index)
         if len(tokens) < n:
             continue
         lengths.append(len(tokens))
-        if not is_text:
-            buffer.frombytes(tokens.view(np.uint8))
+        if not isinstance(tokens, list):
+            buffer.frombytes(tokens.tobytes())
             continue
         words += tokens
         if len(words) >= WORDS_AT_A_TIME:
-            buffer.frombytes(word_ids(words).view(np.uint8))
+            buffer.frombytes(word_ids(words).tobytes())
             words = []
     if words:  # the last ones
-        buffer.frombytes(word_ids(words).view(np.uint8))
+        buffer.frombytes(word_ids(words).tobytes())
     if len(buffer) >= 2**32:  # ranks of 32 bits are what lets two of them fit into a key
         raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**32")
     return np.frombuffer(buffer, dtype=np.int64), lengths

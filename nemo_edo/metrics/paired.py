@@ -43,7 +43,7 @@ def solved_and_lost(before: Results, after: Results) -> SolvedAndLost:
     problems, before_P, after_P = _paired_binary("before", before, "after", after)
 
     def those(was: bool, became: bool) -> tuple[Hashable, ...]:
-        return tuple(problems[i] for i in np.flatnonzero((before_P == was) & (after_P == became)))
+        return tuple(problems[i] for i in np.flatnonzero((before_P == was) & (after_P == became)).tolist())
 
     return SolvedAndLost(
         newly_solved=those(False, True), lost=those(True, False), kept=those(True, True), unsolved=those(False, False)
@@ -131,14 +131,15 @@ def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> f
 
 def _paired(name_a: str, a: Results, name_b: str, b: Results) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
     """The problems, and both results as float64 [P] in the same order."""
-    if isinstance(a, Mapping) != isinstance(b, Mapping):
-        raise ValueError(f"one of {name_a} and {name_b} is a mapping by problem id, expected both or neither")
-    problems = None
-    if isinstance(a, Mapping):
+    problems: Sequence[Hashable] = []
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         _require_same_ids(name_a, a, name_b, b)
         problems = list(a)
-        a, b = [a[problem] for problem in problems], [b[problem] for problem in problems]
-    a_P, b_P = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+        a_P, b_P = (np.array([results[problem] for problem in problems], dtype=np.float64) for results in (a, b))
+    elif isinstance(a, Mapping) or isinstance(b, Mapping):
+        raise ValueError(f"one of {name_a} and {name_b} is a mapping by problem id, expected both or neither")
+    else:
+        a_P, b_P = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if a_P.ndim != 1 or a_P.shape != b_P.shape or a_P.size == 0:
         raise ValueError(f"{name_a} {a_P.shape} and {name_b} {b_P.shape} must both have one entry for each problem")
     problems = problems or range(a_P.size)

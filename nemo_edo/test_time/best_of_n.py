@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 STEP_AGGREGATIONS = ("last", "min", "product", "mean")
 
@@ -13,7 +13,7 @@ Candidate = TypeVar("Candidate")
 
 def best_of_n(
     candidates: Sequence[Candidate],
-    scores: Sequence[float] | Sequence[Sequence[float]],
+    scores: Sequence[float | Sequence[float]],
     *,
     aggregation: str | None = None,
 ) -> Candidate:
@@ -40,14 +40,15 @@ def _total(index: int, score: float | Sequence[float], aggregation: str | None) 
     if is_number != (aggregation is None):
         expected = "a number, or an aggregation of step scores" if aggregation is None else "the scores of its steps"
         raise ValueError(f"scores[{index}] is {score!r}, expected {expected}")
-    if not is_number:
+    if aggregation is not None:
         try:
-            return aggregate_steps(score, aggregation)
+            return aggregate_steps(cast("Sequence[float]", score), aggregation)
         except ValueError as error:
             raise ValueError(f"scores[{index}]: {error}") from error
-    if not math.isfinite(score):
-        raise ValueError(f"scores[{index}] is {score}, expected a finite number")
-    return score
+    number = cast(float, score)
+    if not math.isfinite(number):
+        raise ValueError(f"scores[{index}] is {number}, expected a finite number")
+    return number
 
 
 def aggregate_steps(step_scores: Sequence[float], how: str) -> float:

@@ -242,7 +242,7 @@ class SearchLLM:
 class _Child:
     """A proposed node that has no score yet."""
 
-    parent: int
+    parent: int | None
     path: StepPath
     finished: bool
     samples: int
@@ -299,6 +299,7 @@ class _Tree:
         finished = {index: node.reward for index, node in enumerate(self.nodes) if node.finished}
         leaves = {index: node.reward for index, node in enumerate(self.nodes) if node.expanded_at is None}
         (best,) = _top(finished or leaves, 1)
+        tokens = [number for number in self._tokens if number is not None]
         return SearchResult(
             path=self.nodes[best].path,
             finished=self.nodes[best].finished,
@@ -306,7 +307,7 @@ class _Tree:
             nodes=tuple(self.nodes),
             iterations=iterations,
             samples=len(self._tokens),
-            tokens=None if None in self._tokens else sum(self._tokens),
+            tokens=sum(tokens) if len(tokens) == len(self._tokens) else None,
         )
 
     def _add(self, children: Sequence[_Child], scores: Sequence[StepScore], made_at: int) -> None:

@@ -35,7 +35,7 @@ def vote_counts(answers: Sequence[Answer | None], *, equivalent: Equivalence | N
 
     Answers must be hashable, unless ``equivalent`` compares them.
     """
-    return [(answers[members[0]], len(members)) for members in _classes(answers, equivalent)]
+    return [(answer, len(members)) for answer, members in _classes(answers, equivalent)]
 
 
 def weighted_vote(
@@ -53,24 +53,27 @@ def weighted_vote(
         raise ValueError(f"weights are {list(weights)}, expected finite numbers of at least 0")
     classes = _classes(answers, equivalent)
     # fsum rounds once, so that the order of the answers cannot make or break a tie.
-    heaviest = max(classes, key=lambda members: math.fsum(weights[i] for i in members), default=None)
-    return None if heaviest is None else answers[heaviest[0]]
+    totals = [(answer, math.fsum(weights[i] for i in members)) for answer, members in classes]
+    winner, _ = max(totals, key=lambda item: item[1], default=(None, 0))
+    return winner
 
 
-def _classes(answers: Sequence[Answer | None], equivalent: Equivalence | None) -> list[list[int]]:
-    """Positions of the answers of each class, classes and members in order of appearance."""
-    present = [i for i, answer in enumerate(answers) if answer is not None]
+def _classes(
+    answers: Sequence[Answer | None], equivalent: Equivalence | None
+) -> list[tuple[Answer, list[int]]]:
+    """Each class's first answer and the positions of its members, classes and members in order of appearance."""
+    present = [(i, answer) for i, answer in enumerate(answers) if answer is not None]
     if equivalent is None:
         by_answer: dict[Answer, list[int]] = {}
-        for i in present:
-            by_answer.setdefault(answers[i], []).append(i)
-        return list(by_answer.values())
-    classes: list[list[int]] = []
-    for i in present:
-        same = (members for members in classes if equivalent(answers[members[0]], answers[i]))
+        for i, answer in present:
+            by_answer.setdefault(answer, []).append(i)
+        return list(by_answer.items())
+    classes: list[tuple[Answer, list[int]]] = []
+    for i, answer in present:
+        same = (members for first, members in classes if equivalent(first, answer))
         members = next(same, None)
         if members is None:
-            classes.append([i])
+            classes.append((answer, [i]))
         else:
             members.append(i)
     return classes
