@@ -13,7 +13,13 @@ def __getattr__(name: str) -> Any:
     """The names of ``__all__``, looked up when they are used: importing the package loads nothing else."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("nemo_edo.run.python_api"), name)
+    try:
+        return getattr(importlib.import_module("nemo_edo.run.python_api"), name)
+    except ModuleNotFoundError as error:
+        lacking = importlib.import_module("nemo_edo.doctor.parts").what_trainer_lacks()
+        if lacking is None:  # not for want of an installation
+            raise
+        raise ImportError(f"nemo_edo.{name} needs {error.name}, and {lacking}") from error
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import nemo_edo
 from nemo_edo.cli import entry, main
 from nemo_edo.doctor import parts
 
@@ -72,6 +73,13 @@ def test_doctor_of_an_installation_of_the_functions_alone_lists_the_parts(with_p
     ]
     assert main(["doctor", "--config-name", "quickstart"]) == 2  # of a config it can say nothing
     assert TRAINER in capsys.readouterr().err
+
+
+def test_runs_from_python_say_it_too(with_packages, monkeypatch):
+    with_packages(*FUNCTIONS)
+    monkeypatch.setitem(sys.modules, "nemo_edo.run.python_api", None)
+    with pytest.raises(ImportError, match="^nemo_edo.train needs nemo_edo.run.python_api, and the trainer is "):
+        _ = nemo_edo.train
 
 
 def test_the_python_of_the_trainer_is_named_where_this_is_another(monkeypatch):
