@@ -17,6 +17,8 @@ from nemo_edo.report.run_set import arm_settings
 
 MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
+MOST_NAMED = 3
+"""Differences that the first sentence names."""
 LABEL_WIDTH, CELL_WIDTH = 20, 10
 """Six cells and a label fit into the 80 columns of a terminal; a longer label takes several lines."""
 _SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "distinct_4": "dist-4", "entropy": "entropy"}
@@ -75,7 +77,8 @@ def _result(comparison: Comparison) -> str:
         return f"Over {seeds}, none of the {count(len(tested), 'difference')} from {baseline} is shown ({method})."
     verb = "is" if len(shown) == 1 else "are"
     many = f"{len(shown)} of {len(tested)} differences from {baseline} {verb} shown ({method})"
-    return f"Over {seeds}, {many}: {'; '.join(shown)}."
+    rest = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
+    return f"Over {seeds}, {many}: {'; '.join(shown[:MOST_NAMED] + rest)}."
 
 
 def _result_of_one_seed(comparison: Comparison, baseline: str) -> str:

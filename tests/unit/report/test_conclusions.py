@@ -84,13 +84,15 @@ def test_the_terminal_table_has_the_noise_of_training_under_the_arms():
     assert noise.split()[3:] == ["±0.250"]
 
 
-def test_words_of_several_runs_claim_what_exceeds_its_interval_over_seeds_and_state_runs_and_seeds(study: Path):
+def test_words_of_several_runs_claim_what_the_seeds_show_and_state_runs_and_seeds(study: Path, monkeypatch):
     several = conclusions(compare(read_runs(find_runs([str(study)]))))
     assert "4 runs with 3 seeds (1, 2, 3) and 4 trained arms, on 60 test problems" in several[-1]
     assert re.search("Left out.*unfinished: it has not finished", several[1])
     text = "\n".join(several)
     assert several[0].startswith("Over 3 seeds, 1 of 12 differences from GRPO is shown (")
     assert f"): {FLOOR}: higher entropy (" in several[0]
+    monkeypatch.setattr("nemo_edo.report.conclusions.MOST_NAMED", 0)
+    assert conclusions(compare(read_runs(find_runs([str(study)]))))[0].endswith("): and 1 more.")
     assert f"{PAPER} against GRPO, 3 seeds: no difference shown in greedy" in text
     assert re.search(f"{FLOOR} against GRPO, 3 seeds: higher entropy .*; no difference shown in", text)
     assert f"{PAPER} shows no gain over GRPO" in text
