@@ -169,10 +169,10 @@ def _score(args: argparse.Namespace, more_overrides: list[str]) -> None:
 
 def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
     from nemo_edo.doctor.parts import light_report, what_trainer_lacks
-    from nemo_edo.utils.files import parse_size
 
     try:
         from nemo_edo.doctor.report import diagnose
+        from nemo_edo.utils.files import parse_size
     except ModuleNotFoundError:
         if args.config_name is not None or what_trainer_lacks() is None:
             raise
