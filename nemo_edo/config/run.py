@@ -113,6 +113,20 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """A trace of where the time of an optimizer step goes."""
+
+    steps: Optional[list[int]] = None
+    """[2,4]: each arm's optimizer steps 2 and 3 (the first is 0), with what is between them, are traced by torch's
+    profiler into profile/ARM.json.gz; on a GPU they are an NVTX range as well. null: no trace."""
+
+    def __post_init__(self) -> None:
+        steps = self.steps
+        fits = steps is None or (len(steps) == 2 and 0 <= steps[0] < steps[1])
+        require(fits, "profile.steps", steps, "null or [FIRST, LAST] with 0 <= FIRST < LAST")
+
+
+@dataclass
 class EvaluationConfig:
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
 
@@ -185,6 +199,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     search: SearchLLMConfig = field(default_factory=SearchLLMConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})

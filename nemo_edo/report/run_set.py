@@ -38,6 +38,7 @@ MAY_DIFFER = (
         "generation",
         "exp_manager",
         "checkpoint",
+        "profile",
         "cluster",
     ),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),

@@ -18,7 +18,7 @@ from nemo_edo.utils.files import json_text, read_json, read_object, temporary_na
 
 MAY_CHANGE = (
     *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
-    *("name", "output_dir", "parallelism", "rewards.function_time_limit_s", "search"),
+    *("name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently. Searches keep their own settings."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -203,11 +204,12 @@ def train_arm(job: Job, arm: str) -> list:
     if not _load_trained(job, model, arm):
         plan = _plan(job, model, arm)
         progress = _begin_arm(job, model, arm, plan)
-        try:
-            run_iterations(_services(job, model, arm, plan, progress), plan, short_evaluation)
-        except (RunStopped, StoppedByGuard):  # in an evaluation, for example: the training before it is not lost
-            progress.settle()
-            raise
+        with _profiled(job, arm, _services(job, model, arm, plan, progress)) as services:
+            try:
+                run_iterations(services, plan, short_evaluation)
+            except (RunStopped, StoppedByGuard):  # in an evaluation, for example: the training before it is not lost
+                progress.settle()
+                raise
         progress.settle()
         _save_trained(job, model, arm)
     return evaluate_policy(job, model, arm, settings.iterations)
@@ -278,6 +280,23 @@ def _services(job: Job, model: MegatronGPTModel, arm: str, plan: Plan, progress:
         given=inputs.given_rollouts(job.cfg, arm, data),
         ahead=ahead,
     )
+
+
+@contextmanager
+def _profiled(job: Job, arm: str, services: Services) -> Iterator[Services]:
+    """The first rank's steps of ``profile.steps`` are traced."""
+    steps = job.cfg.profile.steps
+    if steps is None or not job.is_main:
+        yield services
+        return
+    from nemo_edo.run.profiler import StepProfiler
+
+    path = job.folder.path / "profile" / f"{arm}.json.gz"
+    profiler = StepProfiler(services.log, tuple(steps), path, arm, services.progress.start.steps_taken)
+    try:
+        yield replace(services, log=profiler)
+    finally:
+        profiler.close()
 
 
 def _generating_ahead(job: Job, model: MegatronGPTModel, arm: str, plan: Plan) -> Ahead:
