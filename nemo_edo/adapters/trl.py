@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import trl
+from accelerate.utils import gather_object
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -20,6 +22,7 @@ from trl import DPOTrainer, GRPOTrainer
 from trl.trainer.utils import selective_log_softmax
 
 from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.losses import NgramPaths, PathFunction, novelty_advantages, redundancy_shares
 
 # From here on TRL rescales the tokens of a generation batch to one optimizer step.
 TOKENS_OF_ONE_STEP = Version("1.9.1")
@@ -27,6 +30,18 @@ SEQUENCE_MEANS = ("grpo", "sapo")
 TOKEN_MEANS = ("cispo", "dapo", "vespo")
 NO_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 LOSS_TYPES = (*SEQUENCE_MEANS, *TOKEN_MEANS, "bnpo", "dr_grpo", "luspo")
+
+
+@dataclass(frozen=True)
+class Novelty:
+    """Moves advantage from repeated to rare correct completions of a group (``novelty_advantages``)."""
+
+    strength: float
+    """Units of advantage, at least 0."""
+    paths: PathFunction = field(default_factory=NgramPaths)
+    """Which completions took the same path; questions are the prompts' last messages."""
+    reward: str | None = None
+    """The reward function, by TRL's name for it, that is 1 where a completion is correct. None: the only one."""
 
 
 class EDGRPOTrainer(GRPOTrainer):
@@ -43,16 +58,21 @@ class EDGRPOTrainer(GRPOTrainer):
         *args: Any,
         exploration_coefficient: float,
         log_ratio_floor: float | None = None,
+        novelty: Novelty | None = None,
         **kwargs: Any,
     ) -> None:
         """exploration_coefficient, log_ratio_floor: ``ExplorationSettings``. All else: ``GRPOTrainer``'s.
 
         Raises ValueError for a schedule with one optimizer step for each generation batch, a loss type that is not in
-        ``LOSS_TYPES``, and Liger's fused loss, which never shows its log-probabilities.
+        ``LOSS_TYPES``, Liger's fused loss, which never shows its log-probabilities, and a novelty reward that TRL does
+        not know.
         """
         self.exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
         super().__init__(*args, **kwargs)
         self._logprobs: Tensor | None = None
+        self.novelty = novelty
+        if novelty is not None:
+            self._correct_column = self._column_of(novelty.reward)
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type is {self.loss_type!r}, expected one of {', '.join(LOSS_TYPES)}")
         if self.args.use_liger_kernel and hasattr(self, "compute_liger_loss"):
@@ -65,6 +85,41 @@ class EDGRPOTrainer(GRPOTrainer):
             f"{self.args.steps_per_generation}) so that their product exceeds gradient_accumulation_steps (now "
             f"{self.args.gradient_accumulation_steps})",
         )
+
+    def _column_of(self, reward: str | None) -> int:
+        names = self.reward_func_names
+        if reward is None and len(names) == 1:
+            return 0
+        if reward not in names:
+            raise ValueError(f"novelty.reward is {reward!r}, expected one of the rewards {', '.join(names)}")
+        return names.index(reward)
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, *args: Any) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
+        self._scored = prompts, completions, rewards  # of this process, and the rewards of all
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.novelty is not None:
+            output["advantages"] = self._with_novelty(output["advantages"], self.novelty)
+        return output
+
+    def _with_novelty(self, advantages: Tensor, novelty: Novelty) -> Tensor:
+        """This process's advantages; its groups may go on in others, so all are gathered."""
+        prompts, completions, rewards = self._scored
+        questions, texts = (gather_object([_text(x) for x in batch]) for batch in (prompts, completions))
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        paths = [
+            path
+            for start in range(0, len(texts), size)
+            for path in novelty.paths(questions[start], texts[start : start + size])
+        ]
+        correct, groups = rewards[:, self._correct_column] == 1, torch.arange(len(texts)) // size
+        shares = redundancy_shares(paths, correct, groups)
+        everyones = self.accelerator.gather(advantages)
+        moved = novelty_advantages(everyones, shares, correct, groups, strength=novelty.strength)
+        return moved.split(len(prompts))[self.accelerator.process_index]
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         returned = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -190,6 +245,11 @@ class _SeveralSteps(TrainerCallback):
         self.exploration.require_several_steps(
             state.max_steps, "Raise num_train_epochs (or max_steps), or lower the batch size"
         )
+
+
+def _text(message: str | list[dict[str, Any]]) -> str:
+    """A prompt or completion, or its last message where it is a conversation."""
+    return message if isinstance(message, str) else str(message[-1]["content"])
 
 
 def _label_logprobs(output: Any, inputs: dict[str, Any], mask: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def ed_grpo_policy_loss(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: ActorConfig | None = None,
+    loss_agg_mode: str,
+    config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """The base loss plus the weighted term; with a coefficient of 0, the base loss to the last bit.

@@ -107,3 +107,19 @@ def test_ed_dpo_adds_the_mean_of_floored_token_sums_of_both_responses(results, r
 @pytest.mark.parametrize("run", ["newest", "oldest"])
 def test_example_of_the_page_trains_and_logs_what_the_page_says_to_watch(results, run):
     assert {"exploration", "floor_share", "entropy", "reward"} <= set(results(run)["example"])
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_novelty_moves_advantage_within_groups_from_repeated_to_rare_correct_paths(results, run):
+    changed = 0
+    for seen in results(run)["novelty"]:
+        groups = (seen[name].split(4) for name in ("before", "after", "paths", "correct"))
+        for before, after, paths, correct in zip(*groups, strict=True):
+            right = [int(path) for path, is_right in zip(paths, correct, strict=True) if is_right]
+            shares = [(right.count(path) - 1) / (len(right) - 1) for path in right] if len(right) > 1 else []
+            expected = before.clone()
+            if shares:
+                expected[correct] -= 0.5 * (torch.tensor(shares) - sum(shares) / len(shares))
+            torch.testing.assert_close(after, expected, **close)
+            changed += int(not torch.equal(before, after))
+    assert changed > 0

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOTrainer
+from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOTrainer, Novelty
+from nemo_edo.losses import each_path
 
 COEFFICIENT, STEPS = 0.3, 8
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijk"]
@@ -66,18 +67,22 @@ def letters(prompts: list[str], completions: list[str], **_: object) -> list[flo
 # --- GRPO ----------------------------------------------------------------------------------------------------------
 
 
-def grpo_trainer(trainer_class: type[GRPOTrainer], loss_type: str, settings: dict, **ours: object) -> GRPOTrainer:
+def grpo_trainer(
+    trainer_class: type[GRPOTrainer], loss_type: str, settings: dict, rewards: object = letters, **ours: object
+) -> GRPOTrainer:
     """Two optimizer steps of two micro-batches for each collection of eight responses, most of them truncated."""
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(), report_to=[], use_cpu=True, bf16=False, seed=0, save_strategy="no",
         logging_steps=1, disable_tqdm=True, learning_rate=1e-2, gradient_checkpointing=False,
-        per_device_train_batch_size=2, gradient_accumulation_steps=2, num_generations=2, max_completion_length=6,
-        mask_truncated_completions=True, loss_type=loss_type,
-        **{"max_steps": STEPS, "steps_per_generation": 4, **OF_LOSS_TYPE.get(loss_type, {}), **settings},
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_completion_length=6, loss_type=loss_type,
+        **{
+            "num_generations": 2, "mask_truncated_completions": True, "max_steps": STEPS, "steps_per_generation": 4,
+            **OF_LOSS_TYPE.get(loss_type, {}), **settings,
+        },
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": f"{a} {b}"} for a in "abcd" for b in "efgh"])
     return trainer_class(
-        model=model(), args=args, reward_funcs=letters, train_dataset=prompts, processing_class=tokenizer(), **ours
+        model=model(), args=args, reward_funcs=rewards, train_dataset=prompts, processing_class=tokenizer(), **ours
     )
 
 
@@ -119,6 +124,38 @@ class ProbedTrainer(EDGRPOTrainer):
             "mask": inputs["completion_mask"], "num_items": inputs["num_items_in_batch"],
             "processes": self.accelerator.num_processes,
         }  # fmt: skip
+
+
+class NoveltyTrainer(EDGRPOTrainer):
+    """Stores each collection's advantages before and after, and what they follow from; of one process."""
+
+    seen: list[dict]
+
+    def _with_novelty(self, advantages: Tensor, novelty: Novelty) -> Tensor:
+        moved = super()._with_novelty(advantages, novelty)
+        _, completions, rewards = self._scored
+        first = self.accelerator.process_index * len(completions)
+        paths = torch.tensor([WORDS.index(text.split()[0]) if text.split() else -1 for text in completions])
+        correct = rewards[first : first + len(completions), 1] == 1
+        self.seen.append({"before": advantages, "after": moved, "paths": paths, "correct": correct})
+        return moved
+
+
+def without_a(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+    """What counts as correct, here."""
+    return [float("a" not in completion.split()) for completion in completions]
+
+
+def novelty() -> list[dict]:
+    first_word = each_path(lambda question, text: text.split()[0] if text.split() else None)
+    settings = {"max_steps": 4, "num_generations": 4, "mask_truncated_completions": False}
+    trainer = grpo_trainer(
+        NoveltyTrainer, "grpo", settings, rewards=[letters, without_a], exploration_coefficient=0.0,
+        novelty=Novelty(strength=0.5, paths=first_word, reward="without_a"),
+    )  # fmt: skip
+    trainer.seen = []
+    trainer.train()
+    return trainer.seen
 
 
 def trained(trainer: GRPOTrainer | DPOTrainer) -> dict:
@@ -207,7 +244,7 @@ def example_of_the_docs() -> list[str]:
 
 def main(loss_types: str, results: str) -> None:
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    output = {"grpo": {name: grpo(name) for name in loss_types.split(",")}}
+    output = {"grpo": {name: grpo(name) for name in loss_types.split(",")}, "novelty": novelty()}
     if alone:
         output |= {"dpo": dpo(), "refused": refused_schedule(), "example": example_of_the_docs()}
     if int(os.environ.get("RANK", 0)) == 0:
