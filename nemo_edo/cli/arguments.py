@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import textwrap
 from collections.abc import Callable
@@ -37,6 +38,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     command.
     """
     parser, commands = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        from nemo_edo.cli.completion import complete
+
+        complete(parser, commands)
     if not argv:
         parser.print_help()
         raise SystemExit(0)

@@ -18,6 +18,7 @@ import nemo_edo.search
 from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS, HELP_WIDTH
 from nemo_edo.cli.commands import RUN
+from nemo_edo.cli.completion import settings
 from nemo_edo.config.compose import compose_run
 from nemo_edo.doctor import preflight
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
@@ -266,6 +267,12 @@ def test_print_config_prints_a_config_that_composes_to_the_same_and_trains_nothi
     assert main(["train", "seed=7", *option]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert compose_run("printed", [], tmp_path) == compose_run("quickstart", ["seed=7"]) and jobs.calls == []
+
+
+@pytest.mark.parametrize(("typed", "completed"), [
+    ("grpo.opt", ["grpo.optimizer."]), ("grpo.optimizer.l", ["grpo.optimizer.lr="]), ("see", ["seed="]), ("foo", [])])
+def test_tab_completes_settings_a_level_at_a_time(typed: str, completed: list):
+    assert settings(typed) == completed
 
 
 def test_a_wrong_config_is_an_error_before_torch_is_loaded():
