@@ -62,6 +62,9 @@ class Sources:
         return DEFAULT
 
 
+_OF_FILES = (yaml.YAMLError, UnicodeDecodeError)
+
+
 def compose_values(config_name: str, overrides: list[str], folders: list[Path]) -> tuple[DictConfig, Sources]:
     """The composed values, not yet typed, and their sources."""
     parsed, searchpath = _parse(overrides), f"hydra.searchpath=[file://{folders[1]}]"
@@ -79,7 +82,7 @@ def compose_values(config_name: str, overrides: list[str], folders: list[Path]) 
                     OmegaConf.update(values, EXPERIMENT, override.value(), force_add=True)
             for override in of_arms:
                 _change_arms(values, override)
-    except (MissingConfigException, yaml.MarkedYAMLError, HydraException, OmegaConfBaseException) as error:
+    except (*_OF_FILES, MissingConfigException, HydraException, OmegaConfBaseException) as error:
         raise _failed_composition(error, overrides, folders) from error
     kept = [override for override in setters if override.type is not OverrideType.DEL]
     return values, Sources(kept, partial(_files, config_name, lines, folders))
@@ -97,7 +100,20 @@ def _failed_composition(error: Exception, overrides: list[str], folders: list[Pa
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark
         return ConfigError(f"{_shown(Path(mark.name))}:{mark.line + 1}: invalid YAML: {error.problem}")
+    if isinstance(error, yaml.reader.ReaderError):
+        return ConfigError(f"{_shown(Path(error.name))}: not text: {error.reason}")
+    if isinstance(error, UnicodeDecodeError):  # which does not name the file
+        paths = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
+        return ConfigError(f"{_shown(next(path for path in paths if not _is_text(path)))}: not UTF-8 text: {error}")
     return ConfigError(" ".join(str(error).split()))
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _line(override: Override, sets_a_value: bool) -> str:

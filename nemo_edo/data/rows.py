@@ -133,11 +133,12 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
+        table = parquet.read_table(path, page_checksum_verification=True)
+        images = [name for name in table.column_names if name.startswith("image")]
+        rows = table.drop_columns(images).to_pylist()
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ProblemFileError(f"{path}: is not a readable Parquet file ({error}); download it again") from error
-    images = [name for name in table.column_names if name.startswith("image")]
-    for number, row in enumerate(table.drop_columns(images).to_pylist(), start=1):
+    for number, row in enumerate(rows, start=1):
         yield Row(number, f"{path}:row {number}", row)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_edo.types import GenerationRequest, SamplingParams
-from nemo_edo.utils.http import Fault
+from nemo_edo.utils.http import Fault, ServerError
 
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
@@ -120,7 +120,8 @@ def read_answer(
     stop_ids: Sequence[int],
     vocab_size: int,
 ) -> Answer:
-    """The checked answer to a completion request. Raises Fault where it does not fit the request."""
+    """The checked answer to a completion request. Raises Fault where it does not fit the request, and ServerError for
+    another model's."""
     require_model(body, model_name)
     try:
         [choice] = body["choices"]
@@ -150,10 +151,11 @@ def read_answer(
 
 
 def require_model(body: Any, model_name: str) -> None:
-    """Raises Fault for the answer of another model than was asked; one that names none passes."""
+    """Raises ServerError for the answer of another model than was asked, which asking again does not change; one that
+    names none passes."""
     found = body.get("model") if isinstance(body, dict) else None
     if found not in (None, model_name):
-        raise Fault(f"an answer of the model {found!r}, expected {model_name!r}")
+        raise ServerError(f"a server answers as the model {str(found)[:200]!r}, expected {model_name!r}; see to its name")
 
 
 def _require_tokens(ids: Any, most: int, vocab_size: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,39 +46,48 @@ class JudgeCache:
     def __init__(self, path: Path) -> None:
         """Raises UserError where the file cannot be created, or is not a cache."""
         self.path = path
-        try:
+        with self._usable():
             path.parent.mkdir(parents=True, exist_ok=True)
             # Autocommit. Threads use it one at a time.
             self._file = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
             self._file.execute(_TABLE)
             self._file.execute(_INDEX)
-        except (sqlite3.Error, OSError) as error:
-            raise UserError(
-                f"rewards.judge.cache: {path} cannot be used ({error}); remove it, or set another file"
-            ) from error
 
     def get(self, key: str) -> Reply | None:
-        """The reply with a verdict; None where there is none yet."""
-        row = self._file.execute(
-            "SELECT verdict, reply, prompt_tokens, completion_tokens FROM replies WHERE key = ? "
-            "AND verdict IS NOT NULL",
-            (key,),
-        ).fetchone()
+        """The reply with a verdict; None where there is none yet. Like the other methods, it raises UserError for a
+        damaged file."""
+        with self._usable():
+            row = self._file.execute(
+                "SELECT verdict, reply, prompt_tokens, completion_tokens FROM replies WHERE key = ? "
+                "AND verdict IS NOT NULL",
+                (key,),
+            ).fetchone()
         return None if row is None else Reply(bool(row[0]), *row[1:])
 
     def put(self, key: str, reply: Reply) -> None:
         """Keeps the verdict of another process that was faster."""
         verdict = None if reply.verdict is None else int(reply.verdict)
-        self._file.execute(
-            "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?, ?)",
-            (key, verdict, reply.text, reply.prompt_tokens, reply.completion_tokens),
-        )
+        with self._usable():
+            self._file.execute(
+                "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?, ?)",
+                (key, verdict, reply.text, reply.prompt_tokens, reply.completion_tokens),
+            )
 
     def tokens(self) -> tuple[int, int]:
         """Tokens of all prompts and of all replies so far."""
-        return self._file.execute(
-            "SELECT coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0) FROM replies"
-        ).fetchone()
+        with self._usable():
+            return self._file.execute(
+                "SELECT coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0) FROM replies"
+            ).fetchone()
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(
+                f"rewards.judge.cache: {self.path} cannot be used ({error}); remove it, or set another file"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

@@ -33,6 +33,8 @@ class Worker:
     connection: Connection
     task: int | None = None
     """Index of its current task."""
+    values: tuple = ()
+    """The task's arguments."""
     deadline: float = 0.0
 
     def end(self) -> None:
@@ -90,7 +92,7 @@ class Server:
                 return False
             for worker in busy:
                 if worker.connection in ready:
-                    self._take(worker, results)
+                    self._take(worker, waiting, results)
                 elif time.monotonic() >= worker.deadline:
                     results[worker.task] = TaskFailure.TIMED_OUT
                     budget -= seconds
@@ -109,12 +111,16 @@ class Server:
             self._replace(worker)
             return
         waiting.popleft()
-        worker.task, worker.deadline = task, time.monotonic() + seconds
+        worker.task, worker.values, worker.deadline = task, values, time.monotonic() + seconds
 
-    def _take(self, worker: Worker, results: list[Any]) -> None:
+    def _take(self, worker: Worker, waiting: deque[tuple[int, tuple]], results: list[Any]) -> None:
+        """A task whose worker died is tried once more: the system may have killed it, short of memory; that must not
+        cost an answer its reward."""
         try:
             results[worker.task], is_worn = worker.connection.recv()
         except (EOFError, ConnectionError):
+            if results[worker.task] is not TaskFailure.CRASHED:
+                waiting.append((worker.task, worker.values))
             results[worker.task], is_worn = TaskFailure.CRASHED, True
         worker.task = None
         if is_worn:

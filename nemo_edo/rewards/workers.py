@@ -20,6 +20,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nemo_edo.errors import UserError
+
 
 class TaskFailure(Enum):
     """Why a task has no result."""
@@ -51,7 +53,7 @@ class WorkerPool:
     def run(self, task: str, arguments: Sequence[tuple]) -> list[Any]:
         """The function's result, or the TaskFailure, for each tuple of arguments, in order.
 
-        Raises RuntimeError where the server process has died.
+        Raises UserError where the server process has died: the system may have killed it, short of memory.
         """
         if not arguments:
             return []
@@ -61,13 +63,18 @@ class WorkerPool:
             self._connection.send((task, list(arguments)))
             return self._connection.recv()
         except (EOFError, OSError) as error:
-            status = self._server.poll()
-            raise RuntimeError(f"the verification server has died (exit status {status}, its error above)") from error
+            status = self._server.wait()
+            self.close()
+            raise UserError(
+                f"the process that verifies answers has ended (exit status {status}); what was generated before stays: "
+                "rerun the command to resume"
+            ) from error
 
     def close(self) -> None:
         """Ends the server and the workers; also done when the pool is garbage-collected."""
         if self._connection is not None:
             self._finalizer()
+            self._connection = None
 
     def _start(self) -> None:
         """Starts the server with the first task: most ranks of a run never need it."""

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
+from nemo_edo.rollouts.store import DAMAGED
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import replacing
 
@@ -161,14 +162,14 @@ def _write(path: Path, scores: Mapping[Key, StepScores], rollouts: str, made_by:
 def _read(path: Path) -> tuple[dict[Key, StepScores], dict[bytes, str]]:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:  # Arrow tells of damaged content by either
+        columns = table.to_pydict()
+        there = {name: value.decode() for name, value in (table.schema.metadata or {}).items()}
+    except DAMAGED as error:
         raise UserError(f"{path}: is not a readable Parquet file; delete it and score the run again") from error
-    there = table.schema.metadata or {}
-    missing = [name for name in _SCHEMA.names if name not in table.column_names]
-    if missing or not {_MADE_BY, _ROLLOUTS} <= there.keys():
+    if not set(_SCHEMA.names) <= columns.keys() or not {_MADE_BY, _ROLLOUTS} <= there.keys():
         raise UserError(f"{path}: is not a file of scores; delete it and score the run again")
-    keys: Sequence[Key] = list(zip(table["problem_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
-    scores = {key: StepScores(tuple(steps)) for key, steps in zip(keys, table["steps"].to_pylist(), strict=True)}
+    keys: Sequence[Key] = list(zip(columns["problem_id"], columns["sample_index"], strict=True))
+    scores = {key: StepScores(tuple(steps)) for key, steps in zip(keys, columns["steps"], strict=True)}
     if len(scores) != len(keys):
         raise UserError(f"{path}: a response has scores twice; delete it and score the run again")
-    return scores, {name: there[name].decode() for name in (_MADE_BY, _ROLLOUTS)}
+    return scores, {name: there[name] for name in (_MADE_BY, _ROLLOUTS)}

@@ -49,6 +49,8 @@ _SCHEMA = pa.schema(
 _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason", "parts", "success_at")
 _SINCE_CUSTOM_REWARDS = {"parts": [], "success_at": ScoredRollout.success_at}
 """Columns that files of earlier versions lack, with what a verifier's score has in them."""
+DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What Arrow tells of damaged content by."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """The device is full, or the user's quota on it."""
 _SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
@@ -201,19 +203,22 @@ class RolloutStore:
             ) from error
 
     def _read_rows(self, path: Path) -> list[dict]:
-        return self._read(path).to_pylist()
+        try:
+            return self._read(path).to_pylist()
+        except DAMAGED as error:
+            raise _damaged(path) from error
 
     def _read(self, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         file = self._open(path)
         try:
             return file.read(None if columns is None else list(columns))
-        except (pa.ArrowException, OSError) as error:  # Arrow tells of damaged content by either
+        except DAMAGED as error:
             raise _damaged(path) from error
 
     def _open(self, path: Path) -> pq.ParquetFile:
         try:
             file = pq.ParquetFile(path, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
+        except DAMAGED as error:
             raise _damaged(path) from error
         there = (file.schema_arrow.metadata or {}).get(_TOKENIZER)
         if there is not None and self.tokenizer is not None and there.decode() != self.tokenizer:
@@ -224,6 +229,10 @@ class RolloutStore:
         missing = [name for name in required if name not in file.schema_arrow.names]
         if missing:
             raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(file.schema_arrow.names)}")
+        strange = next((field for field in file.schema_arrow if not _is_known(field)), None)
+        if strange is not None:
+            column = f"{strange.name} of {strange.type}"
+            raise UserError(f"{path}: has a column {column}, which no rollouts have; restore it from a copy")
         return file
 
 
@@ -239,6 +248,11 @@ def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     for name in set(columns) - set(table.column_names):
         table = table.append_column(_SCHEMA.field(name), [[_SINCE_CUSTOM_REWARDS[name]] * len(table)])
     return table.select(list(columns))
+
+
+def _is_known(field: pa.Field) -> bool:
+    """Whether rollouts have such a column; types have several spellings, but text is never bytes."""
+    return field.name in _SCHEMA.names and not pa.types.is_binary(field.type)
 
 
 def _damaged(path: Path) -> UserError:

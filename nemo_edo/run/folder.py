@@ -114,7 +114,7 @@ class RunFolder:
             raise UserError(f"{self.path / JOURNAL}, which tells what is done, is missing; {RESTORE}")
         from nemo_edo.config.compose import default_values
 
-        there, here = _read_mapping(self.path / CONFIG), yaml.safe_load(config)
+        there, here = read_mapping(self.path / CONFIG), yaml.safe_load(config)
         if len(there) < len(here) and list(there) == list(here)[: len(there)]:
             raise UserError(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}; {RESTORE}")
         # An earlier version's config lacks the settings that were added since: their defaults are what it did.
@@ -259,7 +259,8 @@ def check_arm_names(arms: Iterable[str]) -> None:
             )
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A run's config.yaml. Raises UserError where it is damaged."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types

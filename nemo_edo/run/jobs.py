@@ -39,7 +39,7 @@ from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun, final_iteration, open_run
 from nemo_edo.run.summary import examples, side_by_side, summary
 from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
-from nemo_edo.utils.files import temporary_name
+from nemo_edo.utils.files import read_object, temporary_name
 from nemo_edo.utils.garbage import free_unused_memory
 
 SENTENCES = 5
@@ -310,7 +310,7 @@ def _write_summary(job: Job) -> None:
 def _examples(job: Job, name: str) -> dict[str, list[dict[str, Any]]]:
     """What the stage has left of its first responses, or the same again from the stored ones."""
     try:
-        return job.folder.read_json(f"samples/{name}.json")
+        return read_object(job.folder.path / "samples" / f"{name}.json", ())
     except UserError:
         store = RolloutStore(job.folder.evaluated(name, "sampled"))
         responses, samples = store.read(final_iteration(job.cfg, name)), job.cfg.evaluation.samples

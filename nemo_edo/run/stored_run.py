@@ -13,7 +13,7 @@ from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import RunFolder, read_mapping
 from nemo_edo.types import ScoredRollout
 
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -92,4 +92,5 @@ def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
     """The run with ``overrides`` of its config. Raises UserError for a folder that is not a run's."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
+    read_mapping(run / "config.yaml")
     return StoredRun(RunFolder(run), compose_run("config", list(overrides), config_dir=run))

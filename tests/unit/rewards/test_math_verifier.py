@@ -2,6 +2,7 @@ import os
 import re
 import signal
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from helpers.responses import scored
 
 from nemo_edo.data.answers import LONGEST_ANSWER, answer_format
 from nemo_edo.data.problems import LoadedProblems, ProblemFileError
+from nemo_edo.errors import UserError
 from nemo_edo.metrics import expected_vote_score
 from nemo_edo.rewards import worker_server
 from nemo_edo.rewards.legible import has_huge_number
@@ -171,10 +173,39 @@ def test_worker_that_dies_is_replaced_and_the_server_ends_with_the_pool():
     server = pool._server.pid
     [worker] = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
-    first, second = pool.run("parses", [("x+1",), ("x+2",)])
-    assert (first, second) in [(TaskFailure.CRASHED, True), (True, True)]
+    assert pool.run("parses", [("x+1",), ("x+2",)]) == [True, True]
     pool.close()
     assert pool._server.returncode == 0 and not Path(f"/proc/{server}").exists()
+
+
+def test_a_task_whose_worker_is_killed_is_tried_once_more(monkeypatch, tmp_path):
+    def dies(answer: str) -> bool:
+        tried = (tmp_path / answer).exists()
+        (tmp_path / answer).touch()
+        if answer == "always" or not tried:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    monkeypatch.setitem(worker_server._FUNCTIONS, "parses", dies)
+    _, trainer = ends = Pipe()
+    server = worker_server.Server(trainer, Limits(seconds=60, memory_mb=2**20, workers=1))
+    try:
+        assert server._run("parses", [("once",), ("always",)]) == [True, TaskFailure.CRASHED]
+    finally:
+        for worker in server._workers:
+            worker.end()
+        for end in ends:
+            end.close()
+
+
+def test_a_killed_server_is_told_and_replaced():
+    pool = WorkerPool(Limits(seconds=5, memory_mb=1024, workers=1))
+    pool.run("parses", [("x",)])
+    pool._server.kill()
+    with pytest.raises(UserError, match="verifies answers has ended .*rerun the command to resume"):
+        pool.run("parses", [("x",)])
+    assert pool.run("parses", [("x",)]) == [True]
+    pool.close()
 
 
 def test_unverifiable_gold_answers_are_named_with_file_and_line(verifier):
