@@ -40,6 +40,9 @@ class JudgeConfig:
     """Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1."""
     model: Optional[str] = None
     """What the server calls the model."""
+    answers_as: Optional[str] = None
+    """What the server's answers call the model; null: as ``model`` does, or that with a hyphen and a version, such as a
+    date."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key; null: the server asks for none. The key is written
     nowhere."""

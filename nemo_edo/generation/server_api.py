@@ -155,7 +155,7 @@ def require_model(body: Any, model_name: str) -> None:
     names none passes."""
     found = body.get("model") if isinstance(body, dict) else None
     if found not in (None, model_name):
-        raise ServerError(f"a server answers as the model {str(found)[:200]!r}, expected {model_name!r}; see to its name")
+        raise ServerError(f"a server answers as the model {str(found)[:200]!r}, expected {model_name!r}")
 
 
 def _require_tokens(ids: Any, most: int, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ import httpx
 from nemo_edo.config import JudgeConfig
 from nemo_edo.rewards.judge_cache import Reply
 from nemo_edo.utils.api_key import key_of_environment
-from nemo_edo.utils.http import UNENCODED, Fault, IncomingAnswer, body_limit, described
+from nemo_edo.utils.http import UNENCODED, Fault, IncomingAnswer, ServerError, body_limit, described
 
 CHAT = "/chat/completions"
 REFUSES_ONE_REQUEST = (400, 413, 422)
@@ -143,7 +143,8 @@ class JudgeClient:
         return seconds
 
     def _checked(self, body: Any) -> Reply:
-        """Raises Fault where the body is not a chat completion."""
+        """Raises Fault where the body is not a chat completion, and ServerError where another model has answered."""
+        self._require_model(body)
         try:
             choice = body["choices"][0]
             text, whole = choice["message"]["content"], choice.get("finish_reason") != "length"
@@ -156,6 +157,19 @@ class JudgeClient:
             raise Fault(f"a reply of type {type(text).__name__}, expected a text")
         text = text.encode(errors="replace").decode()  # JSON can write halves of characters, which no file can hold
         return Reply(self._read(text, whole), text, *tokens)
+
+
+    def _require_model(self, body: Any) -> None:
+        """An answer that names no model passes."""
+        found = body.get("model") if isinstance(body, dict) else None
+        asked, expected = self._settings.model, self._settings.answers_as
+        versions = () if expected else (f"{asked}-",)
+        if found in (None, expected or asked) or (isinstance(found, str) and found.startswith(versions)):
+            return
+        raise ServerError(
+            f"the judge (rewards.judge.url {self._url}) answers as the model {str(found)[:200]!r}, and not "
+            f"{expected or asked!r}: see to rewards.judge.model, or set rewards.judge.answers_as to what it says"
+        )
 
 
 class _Refused(Exception):

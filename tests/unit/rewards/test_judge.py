@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.chat_server import ChatServer
+from helpers.chat_server import ChatServer, completion
 from helpers.responses import scored
 
 from nemo_edo.config import JudgeConfig
@@ -217,6 +217,18 @@ def test_a_server_that_refuses_every_request_stops_the_run_which_keeps_known_ver
             score(judge_of(server, max_in_flight=1, max_abstained=1.0),
                   states("it"), states("that", sample=1), states("this", sample=2))  # fmt: skip
     assert [one.rollout.sample_index for one in stopped.value.responses] == [0] and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(("answered", "settings", "passes"), [
+    ("judge-1", {}, True), ("judge-1-2024-08-06", {}, True), ("judge-10", {}, False), (["judge-1"], {}, False),
+    ("a deployment", {"answers_as": "a deployment"}, True), ("judge-1-2024", {"answers_as": "judge-1"}, False),
+])  # fmt: skip
+def test_another_models_answer_stops_at_once(judge_of, answered, settings: dict, passes: bool):
+    with ChatServer(lambda *_: (200, {**completion("verdict: correct"), "model": answered})) as server:
+        refused = pytest.raises(UserError, match="answers as the model .*answers_as")
+        with contextlib.nullcontext() if passes else refused:
+            judge_of(server, **settings).check()
+    assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("change", [{"model": "judge-2"}, {"temperature": 0.5}, {"prompt": "{reference}={answer}?"}])

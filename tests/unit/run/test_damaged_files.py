@@ -156,7 +156,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "run/samples/grpo.json": (lambda folder: read_object(folder / "run/samples/grpo.json", ()), ""),
     "run/evaluations/grpo/sampled/iter_00001/rank_0_of_1.parquet": (stored, ""),
     "metrics.jsonl": (cut_metrics, ""),
-    "reported/config.yaml": (reported, ""),
+    "reported/config.yaml": (reported, "half"),
     "reported/summary.json": (reported, ""),
     "reported/metrics.jsonl": (reported, "empty, half"),  # nothing tells how many lines there were
     "reported/samples.json": (reported, ""),
