@@ -19,7 +19,7 @@ from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.megatron.decoding_cache import CacheContext
-from nemo_edo.megatron.layer_spec import shared_prompt_cache, shares_prompts
+from nemo_edo.megatron.layer_spec import reads_by_head, shared_prompt_cache, shares_prompts
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.status_line import Counter
 
@@ -53,7 +53,8 @@ class MegatronEngine:
         self._device = device
         self._progress = progress
         modules = [module for chunk in built.chunks for module in chunk.modules()]
-        self._shares_prompts = all(shares_prompts(module) for module in modules if isinstance(module, Attention))
+        layers = [module for module in modules if isinstance(module, Attention)]
+        self._shares_prompts, self._by_head = all(map(shares_prompts, layers)), all(map(reads_by_head, layers))
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
@@ -96,7 +97,7 @@ class MegatronEngine:
         prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
         shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
         length = decoding.prefix if shared else decoding.length
-        decoding.context = CacheContext(max_batch_size=len(prefixes), max_sequence_length=length)
+        decoding.context = CacheContext(len(prefixes), length, by_head=self._by_head)
         logits = self._forward(decoding, prefixes, 0)
         if shared:
             decoding.context = shared_prompt_cache(decoding.context, owner, decoding.length)

@@ -132,7 +132,8 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.register_pre_wrap_hook(partial(_load_weights, bridge))
     check_splits(provider, parallelism, provider.vocab_size)
-    check_dimensions(precision, dimensions(provider, parallelism))
+    gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
+    check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
     configure_precision(provider, precision)
     _configure_parallelism(provider, parallelism)
     _configure_training(provider, parallelism)

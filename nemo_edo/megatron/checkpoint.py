@@ -230,17 +230,20 @@ def load_reference(policy: MegatronPolicy, folder: Path) -> Weights:
 def _sharded_copy(policy: MegatronPolicy, weights: Weights) -> dict[str, tuple[int, ShardedTensor]]:
     """For each of the trained weights, by name: its place among them, and the copy, split as the weight itself is."""
     trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
-    copy_of = {p.data_ptr(): (place, w) for place, (p, w) in enumerate(zip(trained, weights, strict=True))}
+    # By identity: the addresses of FP8 weights, which are objects around their data, may all be 0.
+    copy_of = {id(p): (place, w) for place, (p, w) in enumerate(zip(trained, weights, strict=True))}
     found = {}
     for index, chunk in enumerate(unwrap_model(policy.chunks)):
         state = chunk.sharded_state_dict()
         add_prefix_for_sharding(state, REFERENCE)
         for name, sharded in state.items():
-            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and sharded.data.data_ptr() in copy_of:
-                place, sharded.data = copy_of[sharded.data.data_ptr()]
+            if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and id(sharded.data) in copy_of:
+                place, sharded.data = copy_of[id(sharded.data)]
                 if isinstance(sharded, ShardedTensor):
                     sharded.dtype = sharded.data.dtype
                 found[f"{index} {name}"] = place, sharded
+    if len({place for place, _ in found.values()}) < len(trained):
+        raise RuntimeError("Megatron's sharded state lacks trained weights: their copies would be lost")
     return found
 
 

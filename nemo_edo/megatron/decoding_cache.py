@@ -9,18 +9,26 @@ from torch import Tensor
 class CacheContext(StaticInferenceContext):
     """Megatron's cache, of which rows can leave."""
 
+    def __init__(self, max_batch_size: int, max_sequence_length: int, *, by_head: bool) -> None:
+        """by_head: as for ``empty_rows``, of what replaces Megatron's own memory."""
+        super().__init__(max_batch_size, max_sequence_length)
+        self.by_head = by_head
+
     def keep(self, rows: Tensor) -> None:
         """Keeps the given rows only, in this order; a row may occur more than once."""
         filled = self.sequence_len_offset
         for layer, parts in self.key_value_memory_dict.items():
-            kept = tuple(empty_rows(part, len(rows), len(part)) for part in parts)
+            kept = tuple(empty_rows(part, len(rows), len(part), by_head=self.by_head) for part in parts)
             for part, before in zip(kept, parts, strict=True):
                 part[:filled] = before[:filled, rows]
             self.key_value_memory_dict[layer] = kept
         self.max_batch_size = len(rows)
 
 
-def empty_rows(cache: Tensor, rows: int, length: int) -> Tensor:
-    """A cache [length, rows, groups, width] like another. In memory a head's positions are consecutive:
-    attention reads them at every token."""
+def empty_rows(cache: Tensor, rows: int, length: int, *, by_head: bool) -> Tensor:
+    """A cache [length, rows, groups, width] like another. by_head: in memory a head's positions are consecutive, as
+    torch's attention reads them at every token; otherwise it is contiguous, as Megatron's own: Transformer Engine's
+    attention would copy any other at every token and layer."""
+    if not by_head:
+        return cache.new_empty(length, rows, *cache.shape[2:])
     return cache.new_empty(rows, cache.shape[2], length, cache.shape[3]).permute(2, 0, 1, 3)

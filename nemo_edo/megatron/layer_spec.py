@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
@@ -53,6 +54,27 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
         convert_local_experts()
     if device.type == "cpu":
         without_cuda.configure(provider)
+    elif not HAVE_TE:
+        _do_without_transformer_engine(provider)
+
+
+def _do_without_transformer_engine(provider) -> None:
+    """On a GPU: says that and why it is absent, and turns off the kernels that come with it or with apex."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+
+        why = "its import has failed before"
+    except ImportError as error:
+        why = str(error)
+    logger.warning(
+        "Transformer Engine is absent (%s): torch's and Megatron's own layers replace its faster ones, and FP8 and "
+        "context parallelism are not available",
+        why,
+    )
+    for name in ("apply_rope_fusion", "moe_permute_fusion"):
+        setattr(provider, name, False)
+    if find_spec("scaled_masked_softmax_cuda") is None:
+        provider.masked_softmax_fusion = False
 
 
 def choose_attention(attention: str, config: TransformerConfig, device: torch.device, *, has_te: bool) -> str:
@@ -105,13 +127,29 @@ def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = Fa
             "packing needs attention that keeps packed sequences apart; this model has Megatron's own, which does not: "
             "set packing=false, or model.attention=auto if it was local"
         )
+    layers = [module for module in modules if isinstance(module, Attention)]
+    if any(_is_te_in_fp32(layer) for layer in layers):
+        raise UserError(
+            "Transformer Engine's attention has no kernel for packing in fp32: set model.attention=sdpa, "
+            "precision=bf16 or packing=false"
+        )
     if any(module.config.context_parallel_size > 1 for module in modules if isinstance(module, MegatronModule)):
         raise UserError("packing is not available with context parallelism: set packing=false")
-    if share_prompts and not all(shares_prompts(module) for module in modules if isinstance(module, Attention)):
+    if share_prompts and not all(shares_prompts(layer) for layer in layers):
         raise UserError(
             "share_prompts needs torch's attention and rotary positions of whole heads, which this model is not built "
             "with: set share_prompts=false, or model.attention=sdpa if it was te or auto"
         )
+
+
+def _is_te_in_fp32(attention: Attention) -> bool:
+    """Flash and cuDNN's attention take 16 bits only, and Transformer Engine's own no packed sequences."""
+    return not reads_by_head(attention) and attention.config.params_dtype is torch.float32
+
+
+def reads_by_head(attention: Attention) -> bool:
+    """Whether a cache that is stored head by head suits its core: ours and Megatron's, not Transformer Engine's."""
+    return isinstance(attention.core_attention, tuple(CORES.values()))
 
 
 def shares_prompts(attention: Attention) -> bool:

@@ -14,6 +14,15 @@ from nemo_edo.megatron.shapes import context_share, gather_context, pad_to
 from nemo_edo.types import TrainingBatch
 
 
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a pack, and what is read of it on the host: reading it from the GPU would wait for it
+    in each layer."""
+
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sequence."""
+
+
 @dataclass(frozen=True)
 class ModelInputs:
     """A micro-batch's next-token positions [b, T] as the model's input [r, s]."""
@@ -61,16 +70,18 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
     kept = torch.arange(micro.mask.shape[1], device=device) < counts[:, None]
     inputs, targets = (pad_to(tokens[kept][None], shape) for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
     counts[-1] += shape[1] - counts.sum()
+    own = [length - 1 for length in lengths]
+    own[-1] += shape[1] - sum(own)
     ends = counts.cumsum(0)
     starts = torch.repeat_interleave(ends - counts, counts)
     boundaries = F.pad(ends, (1, 0)).to(torch.int32)
-    longest = int(counts.max())
-    packed = PackedSeqParams(
+    packed = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max(own),
+        max_seqlen_kv=max(own),
+        lengths=tuple(own),
     )
     positions = (torch.arange(shape[1], device=device) - starts)[None]
     read = read_places(pad_to(micro.mask[kept][None], shape))

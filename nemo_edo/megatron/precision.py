@@ -13,6 +13,9 @@ from packaging.version import Version
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 
+HIDDEN = "hidden size"
+BLOCK = 128
+"""Tokens, and numbers of a token, that the blockwise recipe scales together."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -90,14 +93,28 @@ def _possible(capability: tuple[int, int]) -> str:
     return ", ".join(names) if names else "no FP8 recipe: set precision=bf16"
 
 
-def check_dimensions(precision: PrecisionConfig, sizes: Mapping[str, int]) -> None:
+def token_multiple(recipe: str, *, gathers: bool) -> int:
+    """What a rank's number of tokens must be a multiple of. gathers: whether layers gather their inputs from
+    tensor-parallel ranks (sequence parallelism). Blockwise ones are then whole blocks of tokens and of the hidden size
+    (Transformer Engine's ``assert_dim_for_all_gather``)."""
+    return BLOCK if recipe == "blockwise" and gathers else get_fp8_align_size(recipe)
+
+
+def check_dimensions(precision: PrecisionConfig, sizes: Mapping[str, int], *, gathers: bool = False) -> None:
     """Raises UserError where a dimension of a rank's matrix products is not a multiple of what FP8 needs.
 
-    sizes: the dimensions by what they are ("hidden size"), as one tensor-parallel rank has them.
+    sizes: the dimensions by what they are ("hidden size"), as one tensor-parallel rank has them. gathers: as for
+    ``token_multiple``.
     """
     if precision.fp8 is None:
         return
-    step = get_fp8_align_size(precision.fp8_recipe)
+    step, of_hidden = get_fp8_align_size(precision.fp8_recipe), token_multiple(precision.fp8_recipe, gathers=gathers)
+    if sizes[HIDDEN] % of_hidden and not sizes[HIDDEN] % step:
+        raise UserError(
+            f"precision.fp8_recipe {precision.fp8_recipe} with parallelism.sequence_parallel needs a hidden size that "
+            f"is a multiple of {of_hidden}, the model's is {sizes[HIDDEN]}: set parallelism.sequence_parallel=false or "
+            "precision=fp8"
+        )
     odd = [f"{name} {size}" for name, size in sizes.items() if size % step]
     if odd:
         raise UserError(
@@ -111,7 +128,7 @@ def dimensions(model, parallelism: ParallelismConfig) -> dict[str, int]:
     tensor = parallelism.tensor_model_parallel_size
     groups = model.num_query_groups or model.num_attention_heads
     sizes = {
-        "hidden size": model.hidden_size,
+        HIDDEN: model.hidden_size,
         "queries, keys and values": (model.num_attention_heads + 2 * groups) * model.kv_channels // tensor,
         "attention output": model.num_attention_heads * model.kv_channels // tensor,
     }

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+from nemo_edo.megatron.precision import token_multiple
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
     """What the layout and the precision of Megatron's config of a model ask for."""
     context = config.context_parallel_size
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    step = get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1  # of the tokens in a matrix product
+    step = token_multiple(config.fp8_recipe, gathers=shares > 1) if config.fp8 else 1
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     return InputShapes(
         multiple=math.lcm(2 * context if context > 1 else 1, context * shares * step),

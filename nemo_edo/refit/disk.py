@@ -46,6 +46,7 @@ class DiskSync:
         if version == self._version:
             return
         folder = self._folders.write(version)
+        self._sleep.make_room()
         self._engine.served_model = on_main_for_long(lambda: self._push_to_all(folder))
         self._engine.policy_version, self._engine.model_folder = version, self._weights.restart_folder(folder)
         self._version, self._folder = version, folder

@@ -26,6 +26,9 @@ class Sleep(Protocol):
     def begin(self, replicas: Sequence[Replica]) -> bool:
         """Returns whether the servers have lost their weights."""
 
+    def make_room(self) -> None:
+        """All ranks call it before replicas are woken."""
+
     def wake_for_weights(self, replica: Replica) -> None:
         """Called before the weights are sent."""
 
@@ -39,6 +42,9 @@ class NoSleep:
     def begin(self, replicas: Sequence[Replica]) -> bool:
         return False
 
+    def make_room(self) -> None:
+        pass
+
     def wake_for_weights(self, replica: Replica) -> None:
         pass
 
@@ -49,24 +55,40 @@ class NoSleep:
 class SleepOnTrainersGPUs:
     """For servers that sleep while the trainer needs their GPUs."""
 
-    def __init__(self, expected_bytes: int, free_memory: Callable[[], int]) -> None:
-        """expected_bytes: memory of the servers on all GPUs. free_memory: free bytes on the GPUs of all ranks; all
-        ranks call it."""
+    def __init__(self, expected_bytes: int, free_memory: Callable[[], list[int]]) -> None:
+        """expected_bytes: memory of the servers on all GPUs. free_memory: free bytes on each rank's GPU, once the ranks
+        have released what they do not use; all ranks call it."""
         self._expected = expected_bytes
         self._free_memory = free_memory
+        self._released: list[int] = []
+        """Bytes that the last sleep has freed on each rank's GPU; empty before the first."""
 
     def begin(self, replicas: Sequence[Replica]) -> bool:
         """Raises ServerError where a server does not sleep, or the memory is not free afterwards."""
         before = self._free_memory()
         on_main(lambda: [_put_to_sleep(replica) for replica in replicas] and None)
-        released = self._free_memory() - before
-        if released < ENOUGH * self._expected:
+        after = self._free_memory()
+        self._released = [now - then for now, then in zip(after, before, strict=True)]
+        if sum(self._released) < ENOUGH * self._expected:
             raise ServerError(
-                f"sleeping servers have freed {released / 2**30:.2f} GiB of GPU memory, but use "
+                f"sleeping servers have freed {sum(self._released) / 2**30:.2f} GiB of GPU memory, but use "
                 f"{self._expected / 2**30:.2f} GiB: the trainer would run out of memory; lower "
                 "generation.servers.memory_share, or set generation.placement=apart"
             )
         return True
+
+    def make_room(self) -> None:
+        """Releases the ranks' cached memory. Raises ServerError, on all ranks, where a server could not have what it
+        gave back, as weights, gradients and the optimizer's states have taken it."""
+        free = self._free_memory()
+        for rank, (has, needs) in enumerate(zip(free, self._released or [0] * len(free), strict=True)):
+            if has < needs:
+                raise ServerError(
+                    f"the GPU of rank {rank} has {has / 2**30:.2f} GiB free, and the server that sleeps there needs "
+                    f"{needs / 2**30:.2f} GiB again: the trainer's weights, gradients and optimizer states leave no "
+                    f"more. Lower generation.servers.memory_share by the missing {(needs - has) / 2**30:.2f} GiB's "
+                    "share of the GPU, split the model over more GPUs, or set generation.placement=apart"
+                )
 
     def wake_for_weights(self, replica: Replica) -> None:
         _wake(replica, "weights")
@@ -77,13 +99,15 @@ class SleepOnTrainersGPUs:
             raise ServerError(f"{replica} still sleeps after it was woken")
 
 
-def free_gpu_memory() -> int:
-    """Free bytes on the GPUs of all ranks, after this process has released its unused memory. All ranks call it."""
+def free_gpu_memory() -> list[int]:
+    """Free bytes on each rank's GPU, once the ranks have released their unused memory. All ranks call it."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")
-    torch.distributed.all_reduce(free)
-    return int(free.item())
+    torch.distributed.barrier()
+    own = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")
+    free = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(free, own)
+    return [int(each) for each in free]
 
 
 def _put_to_sleep(replica: Replica) -> None:

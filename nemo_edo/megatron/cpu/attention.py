@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -16,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from nemo_edo.megatron.cpu.prompt_cache import CachedPrompts
+from nemo_edo.megatron.packing import PackedSequences
 from nemo_edo.megatron.shared_prompts import SharedPrompts
 
 
@@ -70,7 +70,7 @@ class SDPAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | SharedPrompts | None = None,
     ) -> Tensor:
         """[s, b, n * d] from queries [s, b, n, d] and keys and values [k, b, g, d], where g divides n, and k is above s
         only for a single query that follows a cache. Packed: [t, n * d] from [t, n, d] and [t, g, d], each sequence by
@@ -109,10 +109,10 @@ class SDPAttention(MegatronModule):
             context = torch.bmm(own.flatten(0, 1), values).view_as(queries) + self.prompts.context(of_prompts)
         return context.reshape(1, rows, -1).to(query.dtype)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """One call for each sequence: a mask over the whole pack would cost the square of its length."""
-        lengths = packed.cu_seqlens_q.diff().tolist()
-        sequences = zip(*(part.transpose(0, 1).split(lengths, dim=1) for part in (query, key, value)), strict=True)
+        parts = (part.transpose(0, 1).split(packed.lengths, dim=1) for part in (query, key, value))
+        sequences = zip(*parts, strict=True)
         contexts = [self._attend(*(part[None] for part in sequence), causal=True)[0] for sequence in sequences]
         return torch.cat(contexts, dim=1).transpose(0, 1).flatten(1)
 

@@ -84,14 +84,14 @@ class PromptCacheContext(CacheContext):
     def __init__(self, prompts: CacheContext, owner: Tensor, length: int) -> None:
         """prompts: the cache of a forward pass over the prompts, of one length. owner: [rows] each row's prompt.
         length: tokens that a row has at most, those of its prompt among them."""
-        super().__init__(max_batch_size=len(owner), max_sequence_length=length)
+        super().__init__(max_batch_size=len(owner), max_sequence_length=length, by_head=True)
         self.prefix = prompts.sequence_len_offset
         self._rows = PromptRows.of(owner, prompts.max_batch_size)
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, parts in prompts.key_value_memory_dict.items():
             self._prompts[layer] = tuple(part[: self.prefix].permute(1, 2, 0, 3).contiguous() for part in parts)
             self.key_value_memory_dict[layer] = tuple(
-                empty_rows(part, len(owner), length - self.prefix) for part in parts
+                empty_rows(part, len(owner), length - self.prefix, by_head=True) for part in parts
             )
 
     def cached_prompts(self, layer: int) -> CachedPrompts:

@@ -17,7 +17,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 BLOCK_BYTES = 1 << 20
-"""Numbers of the input that are processed at a time: about as many as fit in a core's cache."""
+"""Bytes of the input that a CPU processes at a time: about as many as fit in a core's cache. A GPU takes all at once,
+as each block is several launches."""
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -46,8 +47,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
     """The tensors' rows, so many at a time; those as wide as the first are cut into halves."""
-    width = tensors[0].shape[-1]
-    rows = max(1, BLOCK_BYTES // (width * tensors[0].element_size()))
+    width, on_cpu = tensors[0].shape[-1], tensors[0].device.type == "cpu"
+    rows = max(1, BLOCK_BYTES // (width * tensors[0].element_size()) if on_cpu else tensors[0].shape[:-1].numel())
     for parts in zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in tensors), strict=True):
         yield tuple(part.chunk(2, dim=-1) if part.shape[-1] == width else part for part in parts)
 

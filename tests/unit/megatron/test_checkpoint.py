@@ -274,6 +274,14 @@ def test_another_architecture_and_a_missing_optimizer_state_are_refused(policy, 
         checkpoint.load(policy, saved, with_optimizer=True)
 
 
+def test_each_weight_has_its_own_copy_where_all_addresses_are_0(policy, monkeypatch):
+    weights = [torch.full_like(weight, place) for place, weight in enumerate(policy.snapshot())]
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)  # as of FP8 weights, perhaps
+    found = checkpoint._sharded_copy(policy, weights)
+    assert sorted(place for place, _ in found.values()) == list(range(len(weights)))
+    assert all(bool((part.data == place).all()) for place, part in found.values())
+
+
 @pytest.mark.parametrize(("dtype", "lora"), [("fp32", None), ("bf16", None), ("fp32", LORA)])
 def test_a_reference_comes_back_to_the_last_bit_and_leaves_the_weights_alone(tiny, tiny_qwen2, tmp_path, dtype, lora):
     """In fp32 even with bf16 weights: moves below the spacing of bf16 add up in it."""

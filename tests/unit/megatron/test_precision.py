@@ -85,6 +85,15 @@ def test_dimensions_that_are_not_multiples_are_an_error_that_names_them():
         check_dimensions(fp8("mxfp8"), sizes)
 
 
+def test_blockwise_gathers_whole_blocks_of_the_hidden_size():
+    sizes = {"hidden size": 1040, "units of an MLP": 2416}
+    check_dimensions(fp8("blockwise"), sizes)
+    check_dimensions(fp8("tensorwise"), sizes, gathers=True)
+    with pytest.raises(UserError, match=r"sequence_parallel .* multiple of 128, the model's is 1040.*=false"):
+        check_dimensions(fp8("blockwise"), sizes, gathers=True)
+    check_dimensions(fp8("blockwise"), sizes | {"hidden size": 896}, gathers=True)
+
+
 @pytest.mark.parametrize("precision", [fp8("delayed", fp8_margin=1), fp8("tensorwise", bf16_layers_at_start=1)])
 def test_megatrons_config_takes_what_is_set(precision):
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)

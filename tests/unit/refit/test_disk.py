@@ -14,7 +14,7 @@ from nemo_edo.refit import export, server_weights
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders
 from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, StaleWeights
-from nemo_edo.refit.sleep import SleepOnTrainersGPUs
+from nemo_edo.refit.sleep import SleepOnTrainersGPUs, free_gpu_memory
 
 REFIT = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"]
 
@@ -222,8 +222,14 @@ def test_base_weights_plus_adapters_equal_the_merged_weights(adapted, adapters, 
 
 
 def free_bytes(servers, each: int):
-    """Each server that is awake uses ``each`` of 1000 bytes."""
-    return lambda: 1000 - each * sum(not server.asleep for server in servers)
+    """Of the only rank: each server that is awake uses ``each`` of 1000 bytes. The servers record the question."""
+
+    def free() -> list[int]:
+        for server in servers:
+            server.asked.append(("trainer", "frees its cache", None, None))
+        return [1000 - each * sum(not server.asleep for server in servers)]
+
+    return free
 
 
 def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_weights(sync_of):
@@ -233,12 +239,35 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
     server.asked.clear()
     sync.release()
     assert server.asleep
-    assert server.asked == [("POST", "/sleep", None, {"level": 2}), ("GET", "/is_sleeping", None, None)]
+    assert server.paths() == ["frees its cache", "/sleep", "/is_sleeping", "frees its cache"]
+    assert ("POST", "/sleep", None, {"level": 2}) in server.asked
     server.asked.clear()
     sync.push(1)  # sleep has dropped the weights: the same version is sent again
-    assert server.paths() == ["/wake_up", *REFIT, "/wake_up", "/is_sleeping"]
+    assert server.paths() == ["frees its cache", "/wake_up", *REFIT, "/wake_up", "/is_sleeping"]
     assert [params for _, path, _, params in server.asked if path == "/wake_up"] == [
         {"tags": "weights"}, {"tags": "kv_cache"}]  # fmt: skip
+
+
+def test_a_server_is_not_woken_where_the_trainer_has_left_too_little_memory(sync_of):
+    server, of_optimizer = ScriptedReplica(), [0]
+    free = free_bytes([server], 400)
+    sleep = SleepOnTrainersGPUs(400 << 30, lambda: [free()[0] - of_optimizer[0] << 30])
+    _, sync = sync_of(server, sleep=sleep)
+    sync.push(1)
+    sync.release()
+    of_optimizer[0] = 700
+    server.asked.clear()
+    with pytest.raises(UserError, match=r"rank 0 has 300.00 GiB free.* needs 400.00 GiB again.* missing 100.00 GiB"):
+        sync.push(1)
+    assert server.asleep and "/wake_up" not in server.paths()
+
+
+def test_free_memory_is_that_of_each_rank_after_its_cache_is_released(policy, monkeypatch):
+    cached = [30]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - sum(cached), 100))
+    assert free_gpu_memory() == [100]
 
 
 @pytest.mark.parametrize(("server", "each", "named"), [

@@ -1,13 +1,16 @@
 """What a config says about refits is checked before anything is trained."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.scripted_server import ScriptedReplica, engine_of
 
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.refit import setup
+from nemo_edo.utils.http import ServerError
 
 VLLM = ["generation.backend=vllm"]
 CORRECTED = "grpo.sampler_correction=tis"
@@ -38,6 +41,17 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
         setup.check_refit(cfg, tmp_path / "run")
     monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size)
     setup.check_refit(cfg, tmp_path / "run")
+
+
+def test_what_shared_servers_must_free_is_their_share_of_each_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    shared = ["generation.placement=shared", "generation.servers.replicas=2", "generation.servers.memory_share=0.4"]
+    engine = engine_of(ScriptedReplica("server 0"), ScriptedReplica("server 1"))
+    left = [1000, 800]
+    monkeypatch.setattr(setup, "free_gpu_memory", lambda: [left.pop()])
+    with pytest.raises(ServerError, match="freed"):  # 200 of 800
+        setup.build_sleep(config(*shared)).begin(engine.replicas)
 
 
 def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):

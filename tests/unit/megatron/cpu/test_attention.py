@@ -5,17 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import forward_backward
 from nemo_edo.megatron.cpu.attention import SDPAttention
 from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.megatron.layer_spec import check_packing, choose_attention
+from nemo_edo.megatron.layer_spec import check_packing, choose_attention, set_layer_spec
+from nemo_edo.megatron.packing import PackedSequences
 from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.megatron.shapes import InputShapes
 
@@ -91,9 +92,10 @@ def test_a_query_after_a_cache_attends_to_all_of_it():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def packed(*lengths: int) -> PackedSeqParams:
+def packed(*lengths: int) -> PackedSequences:
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return PackedSequences("thd", boundaries, boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
+                           lengths=lengths)  # fmt: skip
 
 
 def test_each_packed_sequence_attends_to_itself_alone():
@@ -173,6 +175,35 @@ def test_attention_is_chosen_by_the_config_and_the_machine(attention, device, ha
     else:
         with pytest.raises(UserError, match="needs Transformer Engine and a GPU"):
             choose_attention(attention, config(), device, has_te=has_te)
+
+
+def test_a_gpu_without_transformer_engine_builds_llama_with_what_there_is_and_says_so(policy, caplog):
+    from megatron.bridge.models.llama.llama_provider import LlamaModelProvider
+
+    provider = LlamaModelProvider(num_layers=1, hidden_size=64, num_attention_heads=2, attention_dropout=0.0)
+    set_layer_spec(provider, "auto", GPU)
+    provider.finalize()  # Megatron's own checks: it refuses fusions that are not installed
+    assert not provider.apply_rope_fusion
+    [said] = [record.message for record in caplog.records if "Transformer Engine is absent" in record.message]
+    assert "No module named 'transformer_engine'" in said
+
+
+def test_packing_in_fp32_is_refused_with_attention_that_is_not_ours(model, monkeypatch):
+    layers = unwrap_model(model("qwen2").policy.chunks[0]).decoder.layers
+    for layer in layers:
+        monkeypatch.setattr(layer.self_attention, "core_attention", torch.nn.Identity())
+    with pytest.raises(UserError, match="no kernel for packing in fp32: set model.attention=sdpa"):
+        check_packing(model("qwen2").policy.chunks)
+    monkeypatch.setattr(layers[0].self_attention.config, "params_dtype", torch.bfloat16)
+    check_packing(model("qwen2").policy.chunks)
+
+
+def test_a_pack_on_a_gpu_is_cut_without_reading_from_it():
+    on_gpu = [part.to("meta") for part in tensors(12, 12, batch=1)]  # no value of them can be read
+    pack = packed(5, 7)
+    pack.cu_seqlens_q = pack.cu_seqlens_q.to("meta")
+    output = core(SDPAttention, config())(*(part[:, 0] for part in on_gpu), None, packed_seq_params=pack)
+    assert output.shape == (12, on_gpu[0][0, 0].numel())
 
 
 def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_them(model, tiny, monkeypatch):

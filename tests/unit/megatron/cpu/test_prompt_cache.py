@@ -35,7 +35,7 @@ def test_scores_and_contexts_are_those_of_a_copy_for_each_row(case, groups: int,
 
 def test_the_cache_after_prompts_has_room_for_what_follows_them_alone():
     """Of two prompts of 3 tokens in a cache with room for 5."""
-    prompts = CacheContext(max_batch_size=2, max_sequence_length=5)
+    prompts = CacheContext(2, 5, by_head=True)
     prompts.key_value_memory_dict[1] = torch.randn(5, 2, 2, 4), torch.randn(5, 2, 2, 4)
     prompts.sequence_len_offset = 3
     after_prompts = PromptCacheContext(prompts, torch.tensor([0, 1, 1, 0]), length=8)
@@ -75,3 +75,16 @@ def test_responses_are_those_of_a_copy_of_the_prompt_for_each(engine, monkeypatc
             assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
     modules = [module for chunk in engine._built.chunks for module in chunk.modules()]
     assert {module.prompts for module in modules if hasattr(module, "softmax_scale")} == {None}, "prompts are kept"
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+def test_rows_that_stay_keep_what_is_filled_in_the_layout_that_the_attention_reads(by_head):
+    cache = CacheContext(3, 4, by_head=by_head)
+    before = torch.randn(4, 3, 2, 5)  # as Megatron allocates it
+    cache.key_value_memory_dict[1] = (before, before + 1)
+    cache.sequence_len_offset = 2
+    cache.keep(torch.tensor([2, 0]))
+    for part, of in zip(cache.key_value_memory_dict[1], (before, before + 1), strict=True):
+        assert torch.equal(part[:2], of[:2, [2, 0]])
+        # Transformer Engine's attention copies what is not contiguous; torch's reads a head's positions
+        assert (part if not by_head else part.permute(1, 2, 0, 3)).is_contiguous()

@@ -46,3 +46,9 @@ def test_it_is_for_the_plain_gated_silu_alone(field, other):
 def test_the_layers_of_a_model_have_it(policy):
     mlps = [module for name, module in policy.chunks[0].named_modules() if name.endswith(".mlp")]
     assert len(mlps) > 1 and all(isinstance(mlp, SwiGLUMLP) for mlp in mlps)
+
+
+def test_blocks_are_for_caches_of_cpus_and_a_gpu_takes_all_at_once():
+    rows = torch.empty(4096, 1024)
+    assert len(list(module._blocks(rows))) == rows.nbytes // module.BLOCK_BYTES == 16
+    assert len(list(module._blocks(rows.to("meta")))) == 1
