@@ -191,7 +191,7 @@ def test_a_gpu_without_transformer_engine_builds_llama_with_what_there_is_and_sa
 def test_packing_in_fp32_is_refused_with_attention_that_is_not_ours(model, monkeypatch):
     layers = unwrap_model(model("qwen2").policy.chunks[0]).decoder.layers
     for layer in layers:
-        monkeypatch.setattr(layer.self_attention, "core_attention", torch.nn.Identity())
+        monkeypatch.setitem(layer.self_attention._modules, "core_attention", torch.nn.Identity())
     with pytest.raises(UserError, match="no kernel for packing in fp32: set model.attention=sdpa"):
         check_packing(model("qwen2").policy.chunks)
     monkeypatch.setattr(layers[0].self_attention.config, "params_dtype", torch.bfloat16)

@@ -1,0 +1,102 @@
+"""What the run sends to vLLM, as our code sends it, against the installed vLLM's own routes, models and command line.
+
+Also for what cannot run here: the options of GPU servers, sleep, and the transfer of weights."""
+
+import asyncio
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import scripted_server
+from helpers.scripted_server import ScriptedReplica, engine_of
+
+from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, Launch, completion_body
+from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.megatron import platform
+from nemo_edo.refit.nccl import NCCLSync
+from nemo_edo.refit.server_weights import AdapterWeights, ReloadedWeights
+from nemo_edo.refit.sleep import SleepOnTrainersGPUs
+from nemo_edo.reward_models import vllm_pooling
+from nemo_edo.reward_models.formats import Encoded
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+HELPER = Path(__file__).parents[1] / "helpers" / "vllm_contract.py"
+LAUNCH = Launch(
+    python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, logprobs_after_temperature=True, gpus=(0, 1),
+    threads=1, cpu_cache_gb=1, memory_share=0.5, max_in_flight=8, sleeps=True, nccl_library="/nccl", adapter_rank=20,
+    arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})), log=Path("log"),
+)  # fmt: skip
+LAUNCHES = [LAUNCH, replace(LAUNCH, gpus=(), arguments=(), logprobs_after_temperature=False)]
+
+
+def calls_of_refits(folder: Path) -> list[tuple]:
+    """The requests of every kind of refit, also after a failure, and of sleep."""
+    platform.init_process_group(torch.device("cpu"))
+    adapter = folder / "of_run" / "version_00001"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").touch()
+    (adapter / "model.safetensors").touch()
+    external = ScriptedReplica("external", is_managed=False)
+    servers = [ScriptedReplica(f"server {place}") for place in range(3)]
+    ReloadedWeights(5.0).load(external, adapter)
+    for _ in range(2):  # the second time its first adapter is unloaded
+        AdapterWeights(folder / "base", 5.0).after_restart(servers[0], adapter)
+        servers[0].adapters = {"another": "adapter"}
+    SleepOnTrainersGPUs(0, lambda: [0]).begin(servers[1:2])
+    SleepOnTrainersGPUs(0, lambda: [0]).wake_for_weights(servers[1])
+    SleepOnTrainersGPUs(0, lambda: [0]).wake_for_requests(servers[1])
+    servers[2].faults = {"/start_weight_update": 1}
+    sync = NCCLSync(engine_of(servers[2]), lambda: iter([("weight", torch.ones(2, 3).bfloat16())]),
+                    lambda: scripted_server.Link(servers[2:]), name="run", attempts=2, limit_s=5.0)  # fmt: skip
+    sync.push(1)
+    servers[2].starts += 1
+    sync.push(2)
+    return [call for server in [external, *servers] for call in server.asked]
+
+
+def calls_of_requests(monkeypatch) -> list[tuple]:
+    request = GenerationRequest("1", 0, (5, 6), seed=7)
+    samplings = SamplingParams(1.0, 1.0, 8), SamplingParams(0.0, 0.9, 8, stop=("\n",))
+    bodies = [completion_body(VLLM(), "policy", request, sampling, [2]) for sampling in samplings]
+    pooled: list[dict] = []
+
+    async def post(replica, session, path, body, limit):
+        pooled.append(body)
+        return {"data": [{"data": [0.0] if body["task"] == vllm_pooling.SEQUENCE else [[0.0]]}]}
+
+    monkeypatch.setattr(vllm_pooling, "post", post)
+    for task in (vllm_pooling.TOKENS, vllm_pooling.SEQUENCE):
+        model = object.__new__(vllm_pooling.ServedRewardModel)
+        model._task = task
+        asyncio.run(model._send(ScriptedReplica(), None, part=Encoded((5, 6), (1,))))
+    sent = [("POST", COMPLETIONS, body, None) for body in bodies]
+    sent += [("POST", vllm_pooling.POOLING, body, None) for body in pooled]
+    return [*sent, ("GET", MODELS, None, None), ("GET", HEALTH, None, None)]
+
+
+def test_vllm_knows_every_call_option_and_variable_of_ours(vllm_environment: Path, tmp_path, monkeypatch):
+    calls = calls_of_refits(tmp_path) + calls_of_requests(monkeypatch)
+    assert len({path for _, path, _, _ in calls}) >= 18
+    commands = [api().command(launch, Path("/model"), 8000)[3:] for launch in LAUNCHES
+                for api in (VLLM, vllm_pooling.VLLMPooling)]  # fmt: skip
+    variables = {name for launch in LAUNCHES for name in VLLM().environment(launch, "key") if name.startswith("VLLM_")}
+    given = {"calls": calls, "commands": commands, "variables": sorted(variables)}
+
+    def violations(given: dict) -> list[str]:
+        done = subprocess.run([str(vllm_environment), str(HELPER)], input=json.dumps(given), capture_output=True,
+                              text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    assert violations(given) == []
+    wrong = {
+        "calls": [("POST", "/sleeep", None, None), ("POST", "/sleep", None, {"level": 7}),
+                  ("POST", "/update_weights", {"update": {}}, None),
+                  ("POST", COMPLETIONS, {"prompt": [1], "seeds": 1}, None)],
+        "commands": [["--max-num-sequences", "8"]], "variables": ["VLLM_NCCL_LIBRARY"],
+    }  # fmt: skip
+    assert len(violations(wrong)) == 6
