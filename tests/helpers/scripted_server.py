@@ -97,6 +97,8 @@ class ScriptedReplica:
 
     def stop(self) -> None:
         self.is_running = False
+        if self.link is not None:
+            self.link.is_stopped = True
 
     def request(self, method: str, path: str, json=None, params=None, timeout_s=60.0, answers_json=True):
         self.asked.append((method, path, json, params))

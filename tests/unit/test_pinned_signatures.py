@@ -1,0 +1,43 @@
+"""What we rely on of programs that cannot run here, as their pinned sources have it (tests/data): an upgrade of the pin
+needs another look at them."""
+
+import json
+import re
+from pathlib import Path
+
+from nemo_edo.generation.server_api import Launch, completion_body
+from nemo_edo.generation.trtllm_server import TRTLLM
+from nemo_edo.megatron.precision import BLOCK, RECIPES
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def pinned(name: str) -> dict:
+    return json.loads((ROOT / "tests" / "data" / f"{name}.json").read_text())
+
+
+def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
+    has = pinned("tensorrt_llm")
+    assert f"ARG TRTLLM_VERSION={has['version']}\n" in DOCKERFILE
+    assert f"tensorrt_llm=={has['version']} " in TRTLLM.install
+    launch = Launch(
+        python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, logprobs_after_temperature=False, gpus=(0,),
+        threads=1, cpu_cache_gb=1, memory_share=0.5, max_in_flight=8, sleeps=False, nccl_library=None,
+        adapter_rank=None, arguments=(), log=Path("log"),
+    )  # fmt: skip
+    options = [part[2:] for part in TRTLLM().command(launch, Path("/model"), 8000) if part.startswith("--")]
+    assert set(options) == set(has["options"])
+    request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8, stop=("x",))
+    assert completion_body(TRTLLM(), "model", request, sampling, [2]).keys() == set(has["request_fields"])
+
+
+def test_fp8_recipes_need_what_the_images_transformer_engine_checks():
+    has = pinned("transformer_engine")
+    assert re.search(rf"Transformer Engine {has['version']},", DOCKERFILE)
+    assert RECIPES.keys() == has["recipes"].keys() and BLOCK == has["block"]
+    for name, checks in has["recipes"].items():
+        needs, below = RECIPES[name], checks["below"] and tuple(checks["below"])
+        assert (needs.capability, needs.below) == (tuple(checks["capability"]), below)
+        assert checks["cuda"] in (needs.cuda, None)
