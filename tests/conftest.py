@@ -1,6 +1,7 @@
 """What this machine cannot run is skipped with a reason, and the last lines of a run list it."""
 
 import fcntl
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,9 @@ SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **SLOW)
 settings.register_profile("new", **SLOW)
 settings.load_profile("same")
+
+# What a shell runs in the background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

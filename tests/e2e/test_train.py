@@ -337,7 +337,7 @@ def test_two_tensor_parallel_processes_finish_the_built_in_task_on_policy_and_on
 def test_a_run_from_python_has_every_logged_line_and_every_response(first: Finished):
     run = edo.load(first.folder)
     metrics, rollouts = run.metrics, run.rollouts
-    assert run.arms == list(ARMS) and len(metrics) == len(first.lines)
+    assert run.arms == [*ARMS, "replicate"] and len(metrics) == len(first.lines)
     rewards = metrics[(metrics["kind"] == "collection") & (metrics["arm"] == "edo")]["reward"].tolist()
     assert rewards == [line["reward"] for line in first.of_kind("collection", "edo")]
     means = rollouts.groupby(["arm", "iteration"])["reward"].mean()
@@ -347,13 +347,14 @@ def test_a_run_from_python_has_every_logged_line_and_every_response(first: Finis
     for name, measured in evaluation["metrics"].items():
         assert run.results.loc["grpo", name] == pytest.approx(measured["mean"])
     drawn = {trace.name: list(trace.y) for trace in run.plot("reward").data}
-    assert drawn["edo"] == rewards and set(drawn) == set(ARMS)
+    assert drawn["edo"] == rewards and set(drawn) == {*ARMS, "replicate"}
 
 
 def test_a_run_compared_with_itself_differs_nowhere_and_its_arms_by_their_results(first: Finished):
     run = edo.load(first.folder)
     assert (run.compare(run)["difference"] == 0).all()
-    arms = run.compare().set_index("metric")
+    arms = run.compare()
+    arms = arms[arms["arm"] == "edo"].set_index("metric")
     expected = run.results.loc["edo", "entropy"] - run.results.loc["grpo", "entropy"]
     assert arms.loc["entropy", "difference"] == pytest.approx(expected)
     assert arms.loc["entropy", "low"] <= expected <= arms.loc["entropy", "high"]

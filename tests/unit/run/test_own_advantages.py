@@ -71,7 +71,7 @@ def test_what_are_no_advantages_are_refused(function: str, message: str):
     (["arms.grpo.advantage=my_advantages:shot"], "arms.grpo.advantage is 'my_advantages:shot', but my_advantages"),
     (["grpo.advantage=ranks"], "grpo.advantage is 'ranks', expected an import path"),
     (["grpo.advantage=a:b", "grpo.pass_k=2"], "grpo.advantage is 'a:b', expected null with pass_k, which it replaces"),
-    (["arms.grpo.advantage=a:b", "arms.grpo.advantage_scale=none"], "expected null with advantage_scale or baseline"),
+    (["arms.grpo.advantage=a:b", "arms.grpo.advantage_scale=none"], "expected null with advantage_scale, which"),
 ])  # fmt: skip
 def test_a_setting_that_does_not_fit_is_refused_before_time_is_spent(overrides: list[str], message: str):
     with pytest.raises((ConfigError, UserError)) as refused:
