@@ -16,6 +16,8 @@ from nemo_edo.config.shipped import shipped_configs
 from nemo_edo.utils.wording import did_you_mean
 
 HELP_WIDTH = 80
+GROUPS = ("machine", "precision", "attention", "split", "training", "server")
+"""Of the selftest's checks."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,17 @@ def _doctor(command: argparse.ArgumentParser) -> None:
     _add_overrides(command)
 
 
+def _selftest(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--folder", type=Path, default=Path("runs/selftest"),
+        help="for files that every node must see, and selftest.json; default: runs/selftest",
+    )  # fmt: skip
+    command.add_argument(
+        "--only", nargs="+", default=(), metavar="GROUP", choices=GROUPS,
+        help=f"the groups of checks to run, of {', '.join(GROUPS)}; default: all",
+    )  # fmt: skip
+
+
 def _export(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     command.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
@@ -306,6 +319,12 @@ COMMANDS = {
         ("doctor", "doctor --config-name grpo_gsm8k model=llama3_1_8b --gpus 8"),
         "doctor.md",
         lists_configs=True,
+    ),
+    "selftest": Command(
+        "try at small scale what this machine can do: precisions, splits, training, servers",
+        _selftest,
+        ("selftest", "selftest --only machine precision"),
+        "first_day.md",
     ),
     "export": Command(
         "write a trained policy as a Hugging Face folder",

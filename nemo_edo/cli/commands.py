@@ -188,6 +188,13 @@ def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
     return 0 if good else 2
 
 
+def _selftest(args: argparse.Namespace, _: list[str]) -> int:
+    _quiet()
+    from nemo_edo.selftest import selftest
+
+    return 0 if selftest(args.folder, args.only) else 1
+
+
 def _export(args: argparse.Namespace, _: list[str]) -> None:
     from nemo_edo.utils.files import parse_size
 
@@ -233,6 +240,7 @@ RUN = {
     "score": _score,
     "report": _report,
     "doctor": _doctor,
+    "selftest": _selftest,
     "export": _export,
     "replay": _replay,
 }

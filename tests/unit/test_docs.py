@@ -11,6 +11,7 @@ import pytest
 
 import nemo_edo.run
 import nemo_edo.search
+import nemo_edo.selftest
 from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS as DECLARED
 from nemo_edo.config import RunConfig
@@ -145,6 +146,7 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)
     monkeypatch.setattr(score_run, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
+    monkeypatch.setattr(nemo_edo.selftest, "selftest", lambda folder, groups: True)
     monkeypatch.setattr(page, "write_report", lambda found, out, baseline: SimpleNamespace(lines=[]))
     monkeypatch.setattr(tables, "write_table", lambda found, name, out: [])
     monkeypatch.setattr(run_set, "read_runs", lambda found: found)

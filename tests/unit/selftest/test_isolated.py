@@ -1,0 +1,81 @@
+"""A check's process may fail in any way: the selftest goes on, and its line says what happened."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_edo.cli.arguments import GROUPS
+from nemo_edo.errors import UserError
+from nemo_edo.selftest import CHECKS
+from nemo_edo.selftest.isolated import CheckError, Isolation, Ranks
+from nemo_edo.selftest.numbers import OF, compared
+from nemo_edo.selftest.outcome import failed, impossible, passed, worst
+from nemo_edo.selftest.tiny_model import Measured
+
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang():
+    time.sleep(1000)
+
+
+def refuse():
+    raise UserError("no such folder")
+
+
+def break_down():
+    raise ZeroDivisionError("of ranks")
+
+
+@pytest.fixture
+def isolation(tmp_path: Path) -> Isolation:
+    return Isolation(Ranks(), tmp_path, fork=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "limit_s", "said"),
+    [
+        (crash, 60, "ended with status -11"),
+        (hang, 0.5, "did not end within 0 s"),
+        (refuse, 60, "no such folder"),
+        (break_down, 60, "ZeroDivisionError: of ranks"),
+    ],
+)
+def test_a_failure_is_one_line_with_the_place_of_the_output(isolation, tmp_path, call, limit_s, said):
+    with pytest.raises(CheckError, match=said) as failure:
+        isolation.run(3, call, world=False, limit_s=limit_s)
+    assert str(tmp_path / "check_3_rank_0.log") in str(failure.value)
+
+
+def test_a_check_alone_does_not_see_the_ranks_of_torchrun(isolation, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert isolation.run(0, os.environ.get, "RANK", world=False, limit_s=60) is None
+    assert os.environ["RANK"] == "1"
+
+
+def test_of_several_ranks_the_first_failure_counts():
+    assert worst([passed("a"), failed("b", "do"), failed("c", "do")]).detail == "rank 1: b"
+    assert worst([failed("a", "do"), passed("b")]).detail == "a"
+    assert worst([passed("a"), passed("")]) == passed("a")
+    assert worst([impossible("a"), impossible("a")]).status == "not possible"
+
+
+@pytest.mark.parametrize("field", ["values", "loss", "grad_norm", "after"])
+@pytest.mark.parametrize("off", [10.0, float("nan")])
+def test_a_number_that_is_off_or_none_fails(field, off):
+    right = {"values": np.zeros((2, 1, 3)), "loss": 0.0, "grad_norm": 1.0, "after": np.zeros((1, 3))}
+    expected = Measured(**right)
+    assert compared(expected, expected, OF["bf16"], "do").status == "pass"
+    found = compared(Measured(**{**right, field: right[field] + off}), expected, OF["bf16"], "do")
+    assert found.status == "fail" and field.replace("_", " ") in found.detail.partition("expected")[2]
+
+
+def test_the_command_offers_the_groups_that_there_are():
+    assert dict.fromkeys(check.group for check in CHECKS) == dict.fromkeys(GROUPS)
