@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.problem_files import write_sums
 
+from nemo_edo.utils.files import read_json
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -124,7 +126,7 @@ def test_tensorboard_has_the_solutions_of_every_evaluation(events, folder: Path)
         assert [event.step for event in tables] == steps
         text = tables[-1].tensor_proto.string_val[0].decode()
         assert text.splitlines()[0] == f"| {' | '.join(COLUMNS)} |"
-        last = json.loads((folder / "samples" / f"{arm}.json").read_text())
+        last = read_json(folder / "samples" / f"{arm}.json")
         assert len(text.splitlines()) - 2 == sum(map(len, last.values())) == 18
 
 
@@ -169,7 +171,7 @@ def test_wandb_has_the_solutions_of_every_evaluation_as_tables(wandb_history, fo
         assert [step for step, _ in shown] == steps
         [path] = folder.glob(f"logs/**/offline-run-*/files/{shown[-1][1]}")
         table = json.loads(path.read_text())
-        responses = json.loads((folder / "samples" / f"{arm}.json").read_text()).values()
+        responses = read_json(folder / "samples" / f"{arm}.json").values()
         assert table["columns"] == COLUMNS
         assert [(row[1], row[2], row[4], row[6]) for row in table["data"]] == [
             (arm, steps[-1], response["text"], response["reward"]) for found in responses for response in found]
