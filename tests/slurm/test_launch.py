@@ -42,7 +42,7 @@ def test_training_across_two_nodes_is_that_of_one_process_and_each_process_has_i
     for rank in range(2):
         [log] = (attempt / f"ranks_of_task_{rank}").rglob("stderr.log")
         assert "idpo" not in log.read_text()
-    assert "warm-up" in (attempt / "task_0.log").read_text()
+    assert "warmup" in (attempt / "task_0.log").read_text()
 
 
 def test_a_run_asked_to_stop_before_its_limit_is_queued_again_and_ends_with_the_same_numbers(launcher, alone):
