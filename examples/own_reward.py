@@ -16,7 +16,7 @@ SETTINGS = [
     "name=brief", "rewards.function=own_reward:brief", "sft.steps=0", "~arms", "data.arithmetic.train_problems=16",
     "data.arithmetic.test_problems=8", "evaluation.samples=2", "evaluation.rollouts=1", "sampling.max_new_tokens=24",
     "grpo.iterations=6", "grpo.problems_per_iteration=16", "grpo.minibatch_size=80", "grpo.micro_batch_size=80",
-    "grpo.optimizer.lr=5e-3",
+    "grpo.optimizer.lr=5e-3", "replicate_baseline=false",
 ]  # fmt: skip
 
 

@@ -23,7 +23,8 @@ def run(script: str, *arguments: str, cwd: Path) -> str:
 
 
 def test_own_reward_raises_its_reward(tmp_path: Path):
-    rewards = [float(value) for value in re.findall(r"reward (\d\.\d+)", run("own_reward.py", cwd=tmp_path))]
+    said = run("own_reward.py", cwd=tmp_path)
+    rewards = [float(value) for value in re.findall(r"^\d: reward (\d\.\d+)", said, re.MULTILINE)]
     assert len(rewards) == 6 and rewards[-1] > rewards[0]
 
 
