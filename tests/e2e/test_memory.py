@@ -12,7 +12,8 @@ SETTINGS = [
     "sft.steps=1", "sft.batch_size=4", "grpo.iterations=1", "grpo.problems_per_iteration=2", "grpo.minibatch_size=4",
     "sampling.samples_per_prompt=2", "sampling.max_new_tokens=4", "evaluation.samples=2", "evaluation.rollouts=1",
     "evaluation.bootstrap=10", "data.arithmetic.test_problems=2", "data.arithmetic.train_problems=4",
-    "data.arithmetic.warmup_problems=8", "threads=1", f"arms={{{', '.join(f'a{i}: {{}}' for i in range(ARMS))}}}",
+    "data.arithmetic.warmup_problems=8", "threads=1", "replicate_baseline=false",
+    f"arms={{{', '.join(f'a{i}: {{}}' for i in range(ARMS))}}}",
     *(f"model.architecture.{name}={value}" for name, value in SIZES.items()),
 ]
 
