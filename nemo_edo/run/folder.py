@@ -267,7 +267,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         said = " ".join(str(error).split())  # YAML's has several lines
         raise UserError(f"{path} is damaged: it is not YAML ({said}); {RESTORE}") from error
     if not isinstance(config, dict):
-        raise UserError(f"{path} is not a config of a run: it is not a mapping; restore it from a copy, or choose another name=...")
+        raise UserError(f"{path} is not a config of a run: it is not a mapping; {RESTORE}")
     return config
 
 
