@@ -49,7 +49,6 @@ def _fp8(recipe: str, capability: tuple[int, int]) -> Check:
         f"fp8, {recipe}",
         SameNumbers(
             lambda machine: Setting(precision={**FP8, "fp8_recipe": recipe}),
-            "fp8",
             "another recipe (precision.fp8_recipe), or bf16; docs/precision.md has what each needs",
             lambda machine: _needs_te(machine, capability),
         ),
@@ -64,14 +63,13 @@ def _packing(**more: bool) -> SameNumbers:
             precision=BF16 if machine.gpus else {},
             attention="sdpa" if more else "auto",
         ),
-        "bf16",
         "train with packing=false, and report the versions of Transformer Engine and its attention kernels",
     )
 
 
-def _split(name: str, setting: Callable[[Machine], Setting], bounds: str = "fp32", **more: object) -> Check:
+def _split(name: str, setting: Callable[[Machine], Setting], **more: object) -> Check:
     remedy = "another split of the ranks; the all-reduce above tells whether they can reach each other"
-    return Check("split", name, SameNumbers(setting, bounds, remedy, **{"why_not": _several, **more}, world=True))
+    return Check("split", name, SameNumbers(setting, remedy, **{"why_not": _several, **more}, world=True))
 
 
 ATTENTION = "set model.attention to one that passes"
@@ -82,35 +80,35 @@ CHECKS = [
     Check("machine", "shared folder", devices.shared_folder),
     Check("machine", "all-reduce", devices.all_reduce),
     Check("precision", "fp32, as transformers", numbers.against_transformers),
-    Check("precision", "bf16", SameNumbers(lambda machine: Setting(precision=BF16), "bf16", "train in fp32")),
+    Check("precision", "bf16", SameNumbers(lambda machine: Setting(precision=BF16), "train in fp32")),
     _fp8("tensorwise", HOPPER),
     _fp8("delayed", HOPPER),
     _fp8("blockwise", HOPPER),
     _fp8("mxfp8", BLACKWELL),
-    Check("attention", "torch's", SameNumbers(lambda machine: Setting(attention="sdpa"), "fp32", ATTENTION)),
-    Check("attention", "Megatron's", SameNumbers(lambda machine: Setting(attention="local"), "fp32", ATTENTION)),
+    Check("attention", "torch's", SameNumbers(lambda machine: Setting(attention="sdpa"), ATTENTION)),
+    Check("attention", "Megatron's", SameNumbers(lambda machine: Setting(attention="local"), ATTENTION)),
     Check(
         "attention",
         "Transformer Engine's",
-        SameNumbers(lambda machine: Setting(attention="te", precision=BF16), "bf16", ATTENTION, _needs_te),
+        SameNumbers(lambda machine: Setting(attention="te", precision=BF16), ATTENTION, _needs_te),
     ),
     Check("attention", "packing", _packing()),
     Check("attention", "shared prompts", _packing(share_prompts=True)),
     Check(
         "attention",
         "fused loss head",
-        SameNumbers(lambda machine: Setting(loss_head="fused"), "fp32", "set model.loss_head=logits"),
+        SameNumbers(lambda machine: Setting(loss_head="fused"), "set model.loss_head=logits"),
     ),
     _split("data", lambda machine: Setting(parallelism={"use_distributed_optimizer": True})),
     _split("tensor", lambda machine: across(machine, "tensor")),
     _split("tensor, with the sequence", lambda machine: across(machine, "tensor", sequence_parallel=True)),
     _split("pipeline", lambda machine: across(machine, "pipeline", limit=4)),
-    _split("context", lambda machine: across(machine, "context", precision=BF16), "bf16", why_not=_context),
+    _split("context", lambda machine: across(machine, "context", precision=BF16), why_not=_context),
     _split("experts", lambda machine: across(machine, "expert"), mixture=True),
     Check(
         "training",
         "ED-iDPO step",
-        SameNumbers(lambda machine: Setting(algorithm="idpo"), "fp32", "see the splits above", world=True),
+        SameNumbers(lambda machine: Setting(algorithm="idpo"), "see the splits above", world=True),
     ),
     Check("training", "checkpoint at another layout", numbers.checkpoint_at_another_layout),
     Check("training", "speed", speed.training),
@@ -120,7 +118,7 @@ CHECKS = [
         "vLLM, refit by NCCL",
         Server(
             ("generation.refit.transport=nccl", "generation.placement=apart"),
-            lambda machine: None if len(machine.gpus) > machine.world else "it needs a GPU beside the trainer's",
+            lambda machine: None if len(machine.gpus) > machine.world else "it needs one GPU more than the trainer has",
         ),
     ),
     Check(

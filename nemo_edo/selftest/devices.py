@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -56,7 +57,16 @@ parallelism, and torch's attention"
 
 
 def shared_folder(machine: Machine, number: int) -> Outcome:
-    """Every rank writes a file, and rank 0's is there for all."""
+    """Every rank writes a file, and rank 0's is there for all. None is left: a later selftest would take it for its
+    own."""
+    outcome = _probed(machine)
+    machine.isolation.ranks.meet("probed")
+    with contextlib.suppress(OSError):  # then it was not written, and the outcome says so
+        (machine.folder / f"probe_{machine.rank}").unlink()
+    return outcome
+
+
+def _probed(machine: Machine) -> Outcome:
     remedy = "name a folder that every node can write to: --folder"
     probe = machine.folder / f"probe_{machine.rank}"
     try:

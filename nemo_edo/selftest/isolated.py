@@ -144,7 +144,7 @@ def _child(
         result = (True, call(*arguments))
     except UserError as error:
         result = (False, str(error))
-    except BaseException as error:  # whatever it is belongs into the table
+    except Exception as error:  # whatever a check raises belongs into the table
         traceback.print_exc()
         said = str(error).strip().partition("\n")[0] or "no message"
         result = (False, f"{type(error).__name__}: {said}")

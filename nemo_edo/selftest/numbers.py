@@ -47,7 +47,6 @@ class SameNumbers:
     """
 
     setting: Callable[[Machine], Setting]
-    bounds: str
     remedy: str
     why_not: Callable[[Machine], str | None] = lambda machine: None
     world: bool = False
@@ -64,7 +63,12 @@ class SameNumbers:
             found = run(machine, number, folder, setting, world=self.world)
         except CheckError as error:
             return failed(str(error), self.remedy)
-        return passed("") if expected is None else compared(found, expected, OF[self.bounds], self.remedy)
+        return passed("") if expected is None else compared(found, expected, _bounds(setting), self.remedy)
+
+
+def _bounds(setting: Setting) -> Bounds:
+    """Those of the numbers that it computes with."""
+    return OF["fp8" if "fp8" in setting.precision else setting.precision.get("dtype", "fp32")]
 
 
 def run(machine: Machine, number: int, folder: Path, setting: Setting, *paths: Path | None, world: bool) -> Measured:

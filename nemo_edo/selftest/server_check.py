@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ class Server:
         precision = "bf16" if machine.gpus else "fp32"
         folder = machine.folder / f"server_{number}"
         settings = [*SMALL, f"precision={precision}", f"output_dir={folder}", "name=run", *self.settings]
+        if machine.rank == 0:  # an earlier selftest's; the other ranks begin after this
+            shutil.rmtree(folder, ignore_errors=True)
         try:
             machine.isolation.run(number, _train, settings, world=True, limit_s=LIMIT_S)
         except CheckError as error:
