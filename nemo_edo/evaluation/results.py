@@ -14,26 +14,36 @@ from typing import Any
 
 import numpy as np
 
+from nemo_edo.config import EvaluationConfig
 from nemo_edo.errors import UserError
-from nemo_edo.metrics.intervals import Interval, bootstrap_ratio, bootstrap_ratios
+from nemo_edo.metrics.intervals import Interval, bootstrap_ratios, mean_interval, paired_bootstrap
 from nemo_edo.metrics.paired import solved_and_lost
+from nemo_edo.metrics.shares import paired_share_interval, share_intervals
 from nemo_edo.utils.files import read_object
 
 START = "warmup"
 """The name under which the policy that every arm starts from is evaluated."""
-KINDS = ("greedy", "sampled")
-"""What an evaluation generates: one greedy response to each problem, and the sampled ones."""
+GREEDY = "greedy"
+KINDS = (GREEDY, "sampled")
+"""What every evaluation generates: one greedy response to each problem, and those sampled at its first temperature.
+``kinds`` has what its settings add."""
+AT_BEST = "/best"
+"""Ends the names of metrics at the temperature that was best on training problems."""
+BEST_TEMPERATURE = "best_temperature"
 SAMPLED_ENTROPY = "entropy_sampled"
 """The mean entropy as the sampled tokens' log-probabilities estimate it, without the whole distributions."""
 JUDGE_AND_RULES = ("judge_agreement", "accuracy_by_judge", "accuracy_by_rules")
 """Over the responses that both a judge and the rules compared."""
+POOLED = "distinct_4_pooled"
+"""Distinct-4 of the responses to all problems together, the paper's; ``distinct_4`` is a mean over problems."""
 NAMES = {
     "greedy_accuracy": "greedy accuracy",
     "accuracy": "sampled accuracy",
     "reward": "mean reward",
     "vote@": "vote@",
     "pass@": "pass@",
-    "distinct_4": "Distinct-4",
+    "distinct_4": "Distinct-4 per problem",
+    POOLED: "pooled Distinct-4",
     "distinct_answers": "distinct answers",
     "answer_entropy": "answer entropy (nats)",
     "entropy": "entropy (nats)",
@@ -41,13 +51,22 @@ NAMES = {
     "well_formed": "well-formed",
     "response_length": "length (tokens)",
     "abstained": "without a verdict",
+    BEST_TEMPERATURE: "best temperature",
     "judge_agreement": "judge and rules agree",
     "accuracy_by_judge": "accuracy by the judge, of these",
     "accuracy_by_rules": "accuracy by the rules, of these",
 }
 """Metrics as a reader knows them, in the order of a table; a family such as ``pass@`` goes by its number."""
+SHARES = {
+    *("greedy_accuracy", "accuracy", "search_accuracy", "distinct_4", "well_formed", "abstained", *JUDGE_AND_RULES),
+    *("vote@", "pass@", "majority@", "best_of@", "weighted@"),
+}
+"""The metrics, and families, that are between 0 and 1 for every problem."""
 Sums = dict[str, tuple[float, float]]
 """metric -> (sum, count) on one problem."""
+ROUNDING = 1e-9
+Pair = tuple[np.ndarray, np.ndarray]
+"""(sums [P], counts [P]) of a metric."""
 NOTHING = (0.0, 0.0)
 """The sum and the count where a problem has nothing to measure."""
 
@@ -60,15 +79,19 @@ class Evaluation:
     problems: tuple[str, ...]
     metrics: dict[str, tuple[np.ndarray, np.ndarray]]
     """name -> (sums [P], counts [P]) float64; the metric is sum(sums) / sum(counts)."""
+    temperature: float = 1.0
+    """Of the sampled responses, where a metric's name has no other; evaluations before this was recorded had 1."""
 
     @classmethod
-    def of_rows(cls, arm: str, problems: Sequence[str], rows: Sequence[Sums]) -> Evaluation:
+    def of_rows(
+        cls, arm: str, problems: Sequence[str], rows: Sequence[Sums], *, temperature: float = 1.0
+    ) -> Evaluation:
         """``rows``: of each problem its metrics, the same ones for every problem."""
         metrics = {
             name: (np.array([row[name][0] for row in rows]), np.array([row[name][1] for row in rows]))
             for name in rows[0]
         }
-        return cls(arm, tuple(problems), metrics)
+        return cls(arm, tuple(problems), metrics, temperature)
 
     def has(self, metric: str) -> bool:
         """Whether the metric was measured on any problem."""
@@ -82,16 +105,16 @@ class Evaluation:
         return float(sums_P.sum() / counts_P.sum())
 
     def interval(self, metric: str, *, resamples: int, seed: int) -> Interval | None:
-        """The metric with its 95 % bootstrap interval over problems; None if it was not measured on any problem."""
+        """The metric with its 95 % interval over problems (``metrics.shares``; what is no share: the bootstrap); None
+        if it was not measured on any problem."""
         if not self.has(metric):
             return None
-        return bootstrap_ratio(*self.metrics[metric], resamples=resamples, seed=seed)
+        return ratio_intervals({metric: self.metrics[metric]}, resamples=resamples, seed=seed)[metric]
 
     def intervals(self, *, resamples: int, seed: int) -> dict[str, Interval]:
-        """``interval`` of each metric that was measured on any problem, from the same resamples."""
-        measured = [metric for metric in self.metrics if self.has(metric)]
-        found = bootstrap_ratios([self.metrics[metric] for metric in measured], resamples=resamples, seed=seed)
-        return dict(zip(measured, found, strict=True))
+        """``interval`` of each metric that was measured on any problem, from the same random numbers."""
+        measured = {metric: pair for metric, pair in self.metrics.items() if self.has(metric)}
+        return ratio_intervals(measured, resamples=resamples, seed=seed)
 
     def means(self, *, resamples: int, seed: int) -> dict[str, dict[str, float]]:
         """``intervals`` as "mean", "low" and "high"."""
@@ -103,7 +126,12 @@ class Evaluation:
             name: {"sum": sums_P.tolist(), "count": counts_P.tolist()}
             for name, (sums_P, counts_P) in self.metrics.items()
         }
-        return {"arm": self.arm, "problems": list(self.problems), "metrics": metrics}
+        return {
+            "arm": self.arm,
+            "temperature": self.temperature,
+            "problems": list(self.problems),
+            "metrics": metrics,
+        }
 
 
 def load_evaluation(path: Path) -> Evaluation:
@@ -117,7 +145,10 @@ def load_evaluation(path: Path) -> Evaluation:
     if not problems:
         raise UserError(f"{path}: problems is empty, expected at least one problem")
     metrics = {name: _per_problem(path, name, len(problems), *pair) for name, pair in pairs.items()}
-    return Evaluation(record["arm"], problems, metrics)
+    temperature = record.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise UserError(f"{path}: temperature is {temperature!r}, expected a number above 0")
+    return Evaluation(record["arm"], problems, metrics, float(temperature))
 
 
 def _per_problem(path: Path, name: str, size: int, sums: object, counts: object) -> tuple[np.ndarray, np.ndarray]:
@@ -130,13 +161,22 @@ def _per_problem(path: Path, name: str, size: int, sums: object, counts: object)
             raise UserError(f"{path}: metrics.{name}.{key}: expected {size} finite numbers, one for each problem")
     if (arrays[1] < 0).any():
         raise UserError(f"{path}: metrics.{name}.count: a count is below 0")
+    if is_share(name) and not ((arrays[0] >= -ROUNDING) & (arrays[0] <= arrays[1] * (1 + ROUNDING))).all():
+        raise UserError(f"{path}: metrics.{name}.sum: expected numbers between 0 and their count")
     return arrays
 
 
 def require_same_problems(evaluations: Mapping[str, Evaluation]) -> None:
-    """Raises UserError naming two of them (name -> evaluation) where they answered different problems."""
+    """Raises UserError naming two of them (name -> evaluation) where they answered different problems, or at different
+    temperatures."""
     names = list(evaluations)
     for name in names[1:]:
+        first, other = (evaluations[one].temperature for one in (names[0], name))
+        if first != other:
+            raise UserError(
+                f"{names[0]} and {name} were sampled at different temperatures ({first:g} and {other:g}); evaluate "
+                "both with the same evaluation.temperature"
+            )
         if evaluations[name].problems != evaluations[names[0]].problems:
             first, other = (len(evaluations[one].problems) for one in (names[0], name))
             raise UserError(
@@ -160,25 +200,102 @@ def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, fl
     return {"newly_solved": float(len(changes.newly_solved)), "lost": float(len(changes.lost))}
 
 
+def is_share(metric: str) -> bool:
+    """Whether the metric is between 0 and 1 for every problem."""
+    return re.sub(r"(?<=@)\d+.*", "", plain_name(metric)) in SHARES
+
+
+def ratio_intervals(pairs: Mapping[str, Pair], *, resamples: int, seed: int) -> dict[str, Interval]:
+    """Each metric's sum(sums) / sum(counts) with its 95 % interval over problems, all with the same random numbers:
+    ``share_intervals``, and of what is no share the bootstrap."""
+    of_shares = {metric: pair for metric, pair in pairs.items() if is_share(metric)}
+    others = {metric: pair for metric, pair in pairs.items() if not is_share(metric)}
+    found = dict(zip(of_shares, share_intervals([*of_shares.values()], resamples=resamples, seed=seed), strict=True))
+    found |= zip(others, bootstrap_ratios([*others.values()], resamples=resamples, seed=seed), strict=True)
+    return {metric: found[metric] for metric in pairs}
+
+
+def paired_interval(metric: str, a: Pair, b: Pair, *, resamples: int, seed: int) -> Interval:
+    """The metric of a minus that of b on the same problems, with its 95 % interval over problems."""
+    of = paired_share_interval if is_share(metric) else paired_bootstrap
+    return of(*a, *b, resamples=resamples, seed=seed)
+
+
+def seeds_interval(metric: str, values: Sequence[float], *, differences: bool = False) -> Interval:
+    """The mean over seeds with its 95 % interval (Student's t), which for a share is within [0, 1], and for
+    ``differences`` of shares within [-1, 1]."""
+    found = mean_interval(values)
+    if not (is_share(metric) or plain_name(metric) == POOLED) or math.isnan(found.low):
+        return found
+    return Interval(found.mean, max(found.low, -1.0 if differences else 0.0), min(found.high, 1.0))
+
+
+def at_temperature(temperature: float) -> str:
+    """Ends the names of metrics at a temperature other than the evaluation's first: /t0.6."""
+    return f"/t{temperature:g}"
+
+
+def plain_name(metric: str) -> str:
+    """The metric's name without the temperature."""
+    return _parts(metric)[0]
+
+
+def kind_at(temperature: float, config: EvaluationConfig, *, tuning: bool = False) -> str:
+    """What the responses at a temperature are stored as; ``tuning``: those to training problems."""
+    if not tuning and temperature == config.temperature[0]:
+        return KINDS[1]
+    return f"{'tuning' if tuning else KINDS[1]}_t{temperature:g}"
+
+
+def kinds(config: EvaluationConfig, *, final: bool) -> tuple[str, ...]:
+    """What an evaluation generates. Only a ``final`` one samples at several temperatures."""
+    others = config.temperature[1:] if final else []
+    tuned = config.temperature if final and config.tuning_problems else []
+    return (
+        *KINDS,
+        *(kind_at(temperature, config) for temperature in others),
+        *(kind_at(temperature, config, tuning=True) for temperature in tuned),
+    )
+
+
 def metric_name(metric: str) -> str:
     """The metric as a reader knows it."""
-    return NAMES.get(metric, metric)
+    name, suffix = _parts(metric)
+    at = "" if not suffix else ", best temperature" if suffix == AT_BEST else f", temperature {suffix[2:]}"
+    return NAMES.get(name, name) + at
 
 
-def metric_order(metric: str) -> tuple[int, int, str]:
-    """Sort key: the metrics of ``NAMES`` first, vote@N and pass@k by their number, then the rest by name."""
-    family, number = re.fullmatch(r"(.*?)(?:(?<=@)(\d+))?", metric).groups()
+def metric_order(metric: str) -> tuple[str, int, int, str]:
+    """Sort key: those of the first temperature, then by temperature; the metrics of ``NAMES`` first, vote@N and pass@k
+    by their number, then the rest by name."""
+    name, suffix = _parts(metric)
+    family, number = re.fullmatch(r"(.*?)(?:(?<=@)(\d+))?", name).groups()
     families = list(NAMES)
-    return families.index(family) if family in NAMES else len(families), int(number or 0), metric
+    return suffix, families.index(family) if family in NAMES else len(families), int(number or 0), metric
 
 
-def largest(metrics: Sequence[str], family: str) -> str | None:
-    """The metric of the family (``vote@`` or ``pass@``) with the largest number."""
-    return max((metric for metric in metrics if metric.startswith(family)), key=metric_order, default=None)
+def largest(metrics: Sequence[str], family: str, suffix: str = "") -> str | None:
+    """The metric of the family (``vote@`` or ``pass@``) with the largest number, at the temperature of the suffix."""
+    found = (metric for metric in metrics if metric.startswith(family) and _parts(metric)[1] == suffix)
+    return max(found, key=metric_order, default=None)
 
 
 def main_metrics(metrics: Sequence[str]) -> list[str]:
-    """The metrics on which arms are compared: of vote@N and pass@k the largest only."""
+    """The metrics that a reader sees first: of vote@N and pass@k the largest only."""
     voted, passed = largest(metrics, "vote@"), largest(metrics, "pass@")
-    chosen = ("greedy_accuracy", "accuracy", voted, passed, "distinct_4", "entropy")
+    chosen = ("greedy_accuracy", "accuracy", voted, passed, "distinct_4", POOLED, "entropy")
     return [metric for metric in chosen if metric in metrics]
+
+
+def compared_metrics(metrics: Sequence[str]) -> list[str]:
+    """The metrics on which arms are compared: the main ones, and the vote at the best temperature."""
+    best = largest(metrics, "vote@", AT_BEST)
+    return [*main_metrics(metrics), *([best] if best else [])]
+
+
+def _parts(metric: str) -> tuple[str, str]:
+    """The name at the first temperature, and what stands for another temperature, or empty."""
+    if metric.startswith(("best_of@", "weighted@")):  # what follows their / is the name of a score
+        return metric, ""
+    name, suffix = re.fullmatch(r"(.*?)(/best|/t[\d.e+-]+)?", metric).groups()
+    return name, suffix or ""

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import JUDGE_AND_RULES, NOTHING, SAMPLED_ENTROPY, Evaluation, Sums
-from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n
+from nemo_edo.evaluation.results import JUDGE_AND_RULES, NOTHING, POOLED, SAMPLED_ENTROPY, Evaluation, Sums
+from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pooled_distinct
 from nemo_edo.rollouts.arrays import Samples
 from nemo_edo.test_time.best_of_n import aggregate_steps
 from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_curve
@@ -45,13 +45,22 @@ def weighs(scores_PN: np.ndarray) -> bool:
 
 
 def analyse(
-    arm: str, greedy: Samples, sampled: Samples, scores: Scores, *, each: int, subsets: int, seed: int
+    arm: str,
+    greedy: Samples,
+    sampled: Samples,
+    scores: Scores,
+    *,
+    each: int,
+    subsets: int,
+    seed: int,
+    temperature: float = 1.0,
 ) -> Evaluation:
     """The stored responses' plain metrics and curves, problem by problem.
 
     greedy_accuracy; accuracy; well_formed; response_length; entropy_sampled (nats): minus the mean log-probability of
     the sampled tokens under their sampler, whose expectation is the mean entropy; distinct_4, distinct_answers and
-    answer_entropy among ``each`` responses, averaged over a problem's N / ``each`` sets of them. Then, for every k from
+    answer_entropy among ``each`` responses, averaged over a problem's N / ``each`` sets of them; distinct_4_pooled,
+    among all responses to all problems (``pooled_distinct``). Then, for every k from
     1 to N: pass@k; majority@k; best_of@k/NAME and weighted@k/NAME of each score (weighted: where none is below 0), and
     best_of@k/oracle of the success itself; tokens@k, the mean number of tokens of k responses.
 
@@ -59,8 +68,8 @@ def analyse(
     share on which they are the same, and the accuracy by each. Where a judge abstained: abstained, the share of those.
 
     subsets: the fewest that a vote's expectation at a k is estimated from; ``seed`` fixes them, the same ones for a
-    problem's place in every arm. Raises UserError for greedy and sampled responses to different problems, and for an N
-    that is not a multiple of ``each``.
+    problem's place in every arm. temperature: of the sampled responses. Raises UserError for greedy and sampled
+    responses to different problems, and for an N that is not a multiple of ``each``.
     """
     if greedy.problems != sampled.problems:
         raise UserError(f"{arm}: the stored greedy and sampled responses answer different problems; evaluate it again")
@@ -70,9 +79,11 @@ def analyse(
             f"{arm}: {total} responses to each problem are stored, which evaluation.samples={each} does not divide; "
             "give the evaluation.samples that they were generated with"
         )
+    of_all = pooled_distinct(sampled.responses(place) for place in range(len(sampled.problems)))
     rows = [
         {
             **_plain(greedy, sampled, place, each),
+            POOLED: (float(of_all[0][place]), float(of_all[1][place])),
             **_curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed),
         }
         for place in range(len(sampled.problems))
@@ -85,7 +96,8 @@ def analyse(
         kept.remove("reward")
     if (sampled.rules < 0).all():
         kept = [name for name in kept if name not in JUDGE_AND_RULES]
-    return Evaluation.of_rows(arm, sampled.problems, [{name: row[name] for name in kept} for row in rows])
+    kept_rows = [{name: row[name] for name in kept} for row in rows]
+    return Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
 
 
 def _plain(greedy: Samples, sampled: Samples, place: int, each: int) -> Sums:

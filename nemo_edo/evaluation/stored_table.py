@@ -8,13 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import JUDGE_AND_RULES, SAMPLED_ENTROPY, Evaluation, metric_name
+from nemo_edo.evaluation.results import (
+    JUDGE_AND_RULES,
+    POOLED,
+    SAMPLED_ENTROPY,
+    Evaluation,
+    metric_name,
+    paired_interval,
+)
 from nemo_edo.evaluation.stored import ORACLE
-from nemo_edo.metrics.intervals import Interval, paired_bootstrap
+from nemo_edo.metrics.intervals import Interval
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
 
 PLAIN = (
-    *("greedy_accuracy", "accuracy", "reward", "distinct_4", "distinct_answers", "answer_entropy", SAMPLED_ENTROPY),
+    *("greedy_accuracy", "accuracy", "reward", "distinct_4", POOLED, "distinct_answers", "answer_entropy"),
+    SAMPLED_ENTROPY,
     *("well_formed", "response_length", "abstained", *JUDGE_AND_RULES),
 )
 COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", SAMPLED_ENTROPY)
@@ -54,10 +62,11 @@ def shown_sizes(largest: int) -> list[int]:
 
 def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -> str:
     """One block for each arm, in at most 100 columns: its plain metrics, and its curves with intervals under them."""
-    return "\n\n".join(
-        "\n".join([f"{label}: {len(evaluation.problems)} problems", *_block(evaluation, resamples, seed)])
-        for label, evaluation in evaluations.items()
-    )
+    blocks = []
+    for label, evaluation in evaluations.items():
+        title = f"{label}: {len(evaluation.problems)} problems, temperature {evaluation.temperature:g}"
+        blocks.append("\n".join([title, *_block(evaluation, resamples, seed)]))
+    return "\n\n".join(blocks)
 
 
 def _block(evaluation: Evaluation, resamples: int, seed: int) -> list[str]:
@@ -106,8 +115,8 @@ def differences(
         tested = [*COMPARED, *(family.format(max(sizes)) for family, sizes in families(evaluation).items())]
         for metric in tested:
             if not _is_untested(metric) and evaluation.has(metric) and base.has(metric):
-                ends = paired_bootstrap(
-                    *evaluation.metrics[metric], *base.metrics[metric], resamples=resamples, seed=seed
+                ends = paired_interval(
+                    metric, evaluation.metrics[metric], base.metrics[metric], resamples=resamples, seed=seed
                 )
                 found.append((label, metric, ends, _p_value(metric, evaluation, base, seed)))
     adjusted = holm([p for *_, p in found]) if found else []

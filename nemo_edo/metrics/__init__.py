@@ -1,6 +1,13 @@
 """What is measured: accuracy of several responses, diversity, entropy, and how sure the numbers are."""
 
-from nemo_edo.metrics.diversity import answer_entropy, distinct_answers, distinct_counts, distinct_n, self_bleu
+from nemo_edo.metrics.diversity import (
+    answer_entropy,
+    distinct_answers,
+    distinct_counts,
+    distinct_n,
+    pooled_distinct,
+    self_bleu,
+)
 from nemo_edo.metrics.entropy import entropy_from_logits
 from nemo_edo.metrics.intervals import (
     Interval,
@@ -12,6 +19,7 @@ from nemo_edo.metrics.intervals import (
 )
 from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k
+from nemo_edo.metrics.shares import paired_share_interval, proportion_interval, share_interval, share_intervals
 
 __all__ = [
     "Interval",
@@ -31,7 +39,12 @@ __all__ = [
     "mean_p_value",
     "paired_bootstrap",
     "paired_permutation_test",
+    "paired_share_interval",
     "pass_at_k",
+    "pooled_distinct",
+    "proportion_interval",
     "self_bleu",
+    "share_interval",
+    "share_intervals",
     "solved_and_lost",
 ]

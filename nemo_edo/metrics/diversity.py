@@ -11,7 +11,7 @@ import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -34,24 +34,48 @@ def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int
     Raises ValueError for n below 1, texts mixed with ids, and a sample that is neither.
     """
     n = whole_number("n", n, least=1)
-    codes, lengths = _codes(samples, n)
-    total = len(codes) - (n - 1) * len(lengths)
-    if total == 0:
+    codes, lengths, _ = _codes(samples, n)
+    if not lengths:
         return 0, 0
-    keys = _ngram_keys(codes, n)
-    within = np.ones(len(keys), dtype=bool)
-    ends = np.cumsum(lengths)[:-1]
-    for back in range(1, n):  # the n-grams that start in one sample and end in the next
-        within[ends - back] = False
-    keys = keys[within]
+    keys = _ngram_keys(codes, n)[_within_samples(lengths, n)]
     keys.sort()
-    return 1 + int(np.count_nonzero(keys[1:] != keys[:-1])), total
+    return 1 + int(np.count_nonzero(keys[1:] != keys[:-1])), len(keys)
 
 
 def distinct_n(samples: Iterable[str | ArrayLike], n: int = 4) -> float:
     """Distinct n-grams / n-grams, over all samples; 0.0 where no sample is n tokens long. See ``distinct_counts``."""
     distinct, total = distinct_counts(samples, n)
     return distinct / total if total else 0.0
+
+
+def pooled_distinct(groups: Iterable[Sequence[str] | Sequence[ArrayLike]], n: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct-n over the samples of all groups together, such as the responses to every problem, by group.
+
+    Returns (sums [P], counts [P]) float64: sum(sums) / sum(counts) is ``distinct_n`` of all samples, the counts are the
+    groups' n-grams. A group's sum has the n-grams that it alone has, and an equal part of those that several have:
+    without a group, exactly its own n-grams are gone, so that the variance that the ratio's linear approximation gives
+    is the jackknife's over groups, which errs upwards (Efron and Stein 1981). Errors as for ``distinct_counts``.
+    """
+    n = whole_number("n", n, least=1)
+    all_groups = [list(group) for group in groups]
+    codes, lengths, places = _codes((sample for group in all_groups for sample in group), n)
+    owners_of_samples = np.repeat(np.arange(len(all_groups)), [len(group) for group in all_groups])
+    sums_P, counts_P = np.zeros((2, len(all_groups)))
+    if not lengths:
+        return sums_P, counts_P
+    within = _within_samples(lengths, n)
+    keys = _ngram_keys(codes, n)[within]
+    owners = np.repeat(owners_of_samples[places], lengths)[: len(within)][within]
+    order = np.argsort(keys)
+    keys, sorted_owners = keys[order], owners[order]
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    lowest, highest = np.minimum.reduceat(sorted_owners, first), np.maximum.reduceat(sorted_owners, first)
+    own = lowest == highest
+    counts_P += np.bincount(owners, minlength=len(all_groups))
+    sums_P += np.bincount(lowest[own], minlength=len(all_groups))
+    has_any = counts_P > 0
+    sums_P[has_any] += np.count_nonzero(~own) / has_any.sum()
+    return sums_P, counts_P
 
 
 def self_bleu(texts: Iterable[str], n: int = 4, *, max_references: int | None = None, seed: int = 0) -> float:
@@ -109,14 +133,26 @@ def answer_entropy(answers: Iterable[Hashable | None], *, normalized: bool = Fal
     return entropy / highest if normalized else entropy
 
 
-def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list[int]]:
-    """Every token of the samples with n tokens or more as int64, end to end, and the lengths of those samples.
+def _within_samples(lengths: Sequence[int], n: int) -> np.ndarray:
+    """Of the n-grams of samples end to end, those that do not start in one sample and end in the next."""
+    within = np.ones(sum(lengths) - n + 1, dtype=bool)
+    ends = np.cumsum(lengths)[:-1]
+    for back in range(1, n):
+        within[ends - back] = False
+    return within
+
+
+def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list[int], list[int]]:
+    """Every token of the samples with n tokens or more as int64, end to end, the lengths of those samples, and their
+    places among all.
 
     They are appended to one growing buffer as they come: Python objects of a few samples only exist at a time.
     """
     if isinstance(samples, str):
         raise ValueError(f"samples are one text, {samples[:40]!r}, expected several samples")
-    buffer, lengths, texts = array("q"), [], None
+    buffer, texts = array("q"), None
+    lengths: list[int] = []
+    places: list[int] = []
     word_ids = WordIds()
     words: list[str] = []
     for index, sample in enumerate(samples):
@@ -128,6 +164,7 @@ def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list
         if len(tokens) < n:
             continue
         lengths.append(len(tokens))
+        places.append(index)
         if not isinstance(tokens, list):
             buffer.frombytes(tokens.tobytes())
             continue
@@ -139,7 +176,7 @@ def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list
         buffer.frombytes(word_ids(words).tobytes())
     if len(buffer) >= 2**32:  # ranks of 32 bits are what lets two of them fit into a key
         raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**32")
-    return np.frombuffer(buffer, dtype=np.int64), lengths
+    return np.frombuffer(buffer, dtype=np.int64), lengths, places
 
 
 def _token_ids(sample: ArrayLike, index: int) -> np.ndarray:

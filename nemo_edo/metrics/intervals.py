@@ -14,10 +14,14 @@ from nemo_edo.metrics.whole_number import whole_number
 
 @dataclass(frozen=True)
 class Interval:
+    """An estimate and the ends of its interval, in the unit of the values."""
+
     mean: float
     """The estimate itself, from all of the data."""
     low: float
+    """The lower end; NaN where one value gives none."""
     high: float
+    """The upper end."""
 
 
 def bootstrap_ratio(
@@ -37,12 +41,12 @@ def bootstrap_ratio(
 def bootstrap_ratios(
     pairs: Sequence[tuple[ArrayLike, ArrayLike]], *, resamples: int, seed: int, level: float = 0.95
 ) -> list[Interval]:
-    """``bootstrap_ratio`` of each (sums [P], counts [P]), all over the same resamples of the same P problems. Raises
-    ValueError as that does, and for pairs of different P."""
-    data = [_ratio_data(sums_P, counts_P) for sums_P, counts_P in pairs]
-    sizes = {len(sums_P) for sums_P, _ in data}
-    if len(sizes) > 1:
-        raise ValueError(f"the pairs are of {sorted(sizes)} problems, expected the same problems in all")
+    """``bootstrap_ratio`` of each (sums [P], counts [P]), all over the same resamples of the same P problems.
+
+    Arguments as for ``bootstrap_ratio``. Raises ValueError as that does, and for pairs of different P.
+    """
+    data = [ratio_data(sums_P, counts_P) for sums_P, counts_P in pairs]
+    check_same_problems(data)
     ratios = _resampled_ratios(data, resamples, seed) if data else []
     return [_percentiles(_ratio(*pair), ratios_R, level) for pair, ratios_R in zip(data, ratios, strict=True)]
 
@@ -58,15 +62,27 @@ def paired_bootstrap(
     level: float = 0.95,
 ) -> Interval:
     """The ratio of a minus that of b; each resample takes the same problems for both. Otherwise ``bootstrap_ratio``."""
-    a, b = _ratio_data(sums_a, counts_a, "_a"), _ratio_data(sums_b, counts_b, "_b")
-    if len(a[0]) != len(b[0]):
-        raise ValueError(f"a has {len(a[0])} problems and b {len(b[0])}, expected the same problems in both")
+    a, b = ratio_data(sums_a, counts_a, "_a"), ratio_data(sums_b, counts_b, "_b")
+    check_both_problems(a, b)
     ratios_a, ratios_b = _resampled_ratios([a, b], resamples, seed)
     return _percentiles(_ratio(*a) - _ratio(*b), ratios_a - ratios_b, level)
 
 
+def check_same_problems(data: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Raises ValueError for pairs (sums [P], counts [P]) of different P."""
+    sizes = {len(sums_P) for sums_P, _ in data}
+    if len(sizes) > 1:
+        raise ValueError(f"the pairs are of {sorted(sizes)} problems, expected the same problems in all")
+
+
+def check_both_problems(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> None:
+    """Raises ValueError where a and b, each (sums [P], counts [P]), are of different P."""
+    if len(a[0]) != len(b[0]):
+        raise ValueError(f"a has {len(a[0])} problems and b {len(b[0])}, expected the same problems in both")
+
+
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean of independent values, one for each seed, with Student's t interval; from one value the ends are NaN.
+    """Mean of independent values, one for each seed, with Student's t interval (1908); from one value the ends are NaN.
 
     Raises ValueError for no values, values that are not finite, or a level outside (0, 1).
     """
@@ -75,7 +91,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
         raise ValueError(f"values are {values!r}, expected at least one number, all finite")
     mean = float(data.mean())
     if data.size == 1:
-        _check_level(level)
+        check_level(level)
         return Interval(mean, math.nan, math.nan)
     half = student_t_quantile(level, data.size - 1) * float(data.std(ddof=1)) / math.sqrt(data.size)
     return Interval(mean, mean - half, mean + half)
@@ -103,7 +119,7 @@ def student_t_quantile(level: float, degrees: int) -> float:
     With theta = atan(t / sqrt(degrees)), that probability is a finite series in cos(theta) (Abramowitz and Stegun
     1964, 26.7.3 and 26.7.4), which grows with theta: bisected on (0, pi / 2).
     """
-    _check_level(level)
+    check_level(level)
     low, high = 0.0, math.pi / 2
     for _ in range(100):  # halves the width to below a double's resolution
         middle = (low + high) / 2
@@ -123,7 +139,7 @@ def _probability_within(theta: float, degrees: int) -> float:
     return 2 / math.pi * (theta + inside) if odd else inside
 
 
-def _ratio_data(sums_P: ArrayLike, counts_P: ArrayLike, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
+def ratio_data(sums_P: ArrayLike, counts_P: ArrayLike, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
     sums, counts = np.asarray(sums_P, dtype=np.float64), np.asarray(counts_P, dtype=np.float64)
     names = f"sums{suffix} {sums.shape} and counts{suffix} {counts.shape}"
     if sums.ndim != 1 or sums.shape != counts.shape:
@@ -162,13 +178,13 @@ def chunks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _percentiles(estimate: float, resampled_R: np.ndarray, level: float) -> Interval:
-    _check_level(level)
+    check_level(level)
     if np.isnan(resampled_R).all():
         raise ValueError(f"counts add up to 0 in each of the {len(resampled_R)} resamples: more are needed")
     low, high = np.nanquantile(resampled_R, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(estimate), float(low), float(high))
 
 
-def _check_level(level: float) -> None:
+def check_level(level: float) -> None:
     if not 0 < level < 1:
         raise ValueError(f"level is {level}, expected a number between 0 and 1, for example 0.95")

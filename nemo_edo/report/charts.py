@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
 from nemo_edo.config.arms import REPLICATE
-from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, metric_order
+from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name
 from nemo_edo.metrics.intervals import Interval
 from nemo_edo.report.alpha_charts import alpha_charts
 from nemo_edo.report.comparison import Comparison, Estimate
@@ -64,7 +65,8 @@ class Curves:
             }
         series = {arm: over_seeds(found) for arm, found in curves.items()}
         x_title = "optimizer step" if self.kind == "sft_step" else "iteration"
-        caption = self.caption + ("" if comparison.is_one else SEEDS_BAND)
+        temperatures = {f"{setting(record, 'sampling.temperature'):g}": None for record in comparison.runs.records}
+        caption = self.caption.format(" or ".join(temperatures)) + ("" if comparison.is_one else SEEDS_BAND)
         return line_chart(self.key, self.title, caption, series, styles, x_title=x_title, y_title=self.y_title)
 
     def _points(self, record: RunRecord, arm: str) -> list[Point]:
@@ -167,9 +169,7 @@ def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
         caption += " Marks are means over seeds."
     level = sum(matched.accuracies.values()) / len(matched.accuracies) if matched.accuracies else None
     if level is not None:
-        caption += (
-            f" The dashed line is the matched accuracy {level:.3f}, large marks are the interpolated values there."
-        )
+        caption += f" The dashed line is the matched accuracy {level:.3f}, large marks are the means around it."
     marks = [
         go.Scatter(
             x=[level],
@@ -188,9 +188,7 @@ def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
     ]
     series = {arm: _path(list(by_seed.values())) for arm, by_seed in comparison.arms.items()}
     axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
-    return line_chart(
-        "matched", "Entropy against accuracy", caption, series, styles, marks=marks, level=level, **axes
-    )
+    return line_chart("matched", "Entropy against accuracy", caption, series, styles, marks=marks, level=level, **axes)
 
 
 def _path(seeds: Sequence[Trained]) -> Series:
@@ -207,8 +205,8 @@ def _chance(comparison: Comparison) -> str:
 
 
 def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
-    metrics = sorted((m for m in comparison.metrics if m.startswith("pass@")), key=metric_order)
-    ks = [metric_order(metric)[1] for metric in metrics]
+    metrics = [metric for metric in comparison.metrics if re.fullmatch(r"pass@\d+", metric)]
+    ks = [int(metric.removeprefix("pass@")) for metric in metrics]
     series = {arm: _estimates(ks, [row[m] for m in metrics]) for arm, row in comparison.table.items()}
     caption = "Chance that at least one of k responses is correct (unbiased estimate)."
     caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
@@ -321,7 +319,8 @@ def _mark(x: Estimate, y: Estimate, style: ArmStyle) -> go.Scatter:
 
 # --- the charts of every report ---------------------------------------------------------------------------------------
 
-_TRAIN = "Training problems, sampled at temperature 1 from the policy at the start of each iteration."
+_TRAIN = "Training problems, sampled at temperature {} from the policy at the start of each iteration."
+"""With the runs' temperatures in place of {}."""
 _REWARD = Curves("reward", "Reward over iterations", _TRAIN, "collection", "reward", "mean reward")
 _DIAGNOSTICS = (
     Curves(

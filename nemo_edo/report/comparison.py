@@ -1,6 +1,6 @@
 """The arms of a set of runs compared: estimates, differences from a baseline, and readings at matched accuracy.
 
-Two kinds of chance are kept apart. The bootstrap over problems covers the choice of test problems, for the very
+Two kinds of chance are kept apart. An interval over problems covers the choice of test problems, for the very
 policies that were trained. The luck of training shows over seeds (Student's t) only: they alone decide whether a
 difference is shown, corrected for the number of differences. One run has the distance between two trainings of its
 baseline (``replicate_baseline``) instead, which gives a scale and decides nothing.
@@ -17,8 +17,17 @@ import numpy as np
 
 from nemo_edo.config.arms import PLAIN_LABELS
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, Evaluation, main_metrics, metric_order, newly_solved_and_lost
-from nemo_edo.metrics import Interval, holm, mean_interval, mean_p_value, paired_bootstrap
+from nemo_edo.evaluation.results import (
+    START,
+    Evaluation,
+    compared_metrics,
+    metric_order,
+    newly_solved_and_lost,
+    paired_interval,
+    plain_name,
+    seeds_interval,
+)
+from nemo_edo.metrics import Interval, holm, mean_p_value
 from nemo_edo.report.matching import MATCHED_MEASURES, curve, match_accuracy
 from nemo_edo.report.run_record import setting
 from nemo_edo.report.run_set import RunSet, Trained
@@ -38,9 +47,11 @@ class Estimate:
     of several runs leaves them open."""
 
     @classmethod
-    def over_seeds(cls, by_seed: Mapping[int, float]) -> Estimate | None:
-        """None where there is no seed."""
-        return cls(dict(by_seed), mean_interval(list(by_seed.values()))) if by_seed else None
+    def over_seeds(cls, metric: str, by_seed: Mapping[int, float], *, differences: bool = False) -> Estimate | None:
+        """Of a metric, or of its ``differences``; None where there is no seed."""
+        if not by_seed:
+            return None
+        return cls(dict(by_seed), seeds_interval(metric, list(by_seed.values()), differences=differences))
 
     @property
     def known(self) -> bool:
@@ -61,7 +72,7 @@ class Difference(Estimate):
     arm: str
     metric: str
     over_problems: Interval
-    """Over all seeds together, with its paired bootstrap interval over problems."""
+    """Over all seeds together, with its paired interval over problems."""
     p_value: float
     """Two-sided, of a mean of 0 over seeds (paired t test); NaN with one seed."""
     p_adjusted: float
@@ -96,10 +107,11 @@ class Changes:
 
 @dataclass(frozen=True)
 class MatchedArms:
-    """Every arm read at one sampled training accuracy, separately in each seed (``matching.match_accuracy``)."""
+    """Every arm read over one range of sampled training accuracies, separately in each seed
+    (``matching.match_accuracy``)."""
 
     accuracies: dict[int, float]
-    """The common accuracy by seed; seeds in which fewer than two arms can be matched are left out."""
+    """The middle of the range by seed; seeds in which fewer than two arms can be matched are left out."""
     values: dict[str, dict[str, Estimate]]
     """measure -> arm -> its values."""
     differences: dict[str, dict[str, Estimate]]
@@ -136,6 +148,16 @@ class Comparison:
     @property
     def seeds(self) -> list[int]:
         return self.runs.seeds
+
+    @property
+    def temperature(self) -> float:
+        """Of the evaluations' sampled responses, where a metric's name has no other."""
+        return next(iter(self.runs.records[0].evaluations.values())).temperature
+
+    @property
+    def temperature_named(self) -> bool:
+        """Whether some metrics' names have another temperature."""
+        return any(plain_name(metric) != metric for metric in self.metrics)
 
     @property
     def is_one(self) -> bool:
@@ -179,7 +201,7 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         },
         baseline=baseline,
         replicate=_replicate(runs, metrics),
-        differences=_differences(runs, evaluations, baseline, main_metrics(metrics)),
+        differences=_differences(runs, evaluations, baseline, compared_metrics(metrics)),
         from_start={arm: one for arm in runs.arms if (one := _changes(evaluations, START, arm))},
         from_baseline={
             arm: one
@@ -211,8 +233,8 @@ def _baseline(runs: RunSet, wanted: str | None) -> str | None:
     return (plain or list(runs.arms))[0]
 
 
-def _bootstrap(runs: RunSet) -> dict[str, Any]:
-    """The settings of the bootstrap over problems."""
+def _over_problems(runs: RunSet) -> dict[str, Any]:
+    """The settings of intervals over problems."""
     return {
         "resamples": setting(runs.records[0], "evaluation.bootstrap"),
         "seed": runs.seeds[0] if runs.is_one else 0,
@@ -227,9 +249,9 @@ def _estimates(runs: RunSet, by_seed: BySeed, metrics: Sequence[str]) -> dict[st
     """Of the metrics that were measured."""
     values = {metric: found for metric in metrics if (found := _values(by_seed, metric))}
     if not runs.is_one:
-        return {metric: Estimate.over_seeds(found) for metric, found in values.items()}
+        return {metric: Estimate.over_seeds(metric, found) for metric, found in values.items()}
     [only] = by_seed.values()
-    intervals = only.intervals(**_bootstrap(runs))
+    intervals = only.intervals(**_over_problems(runs))
     return {metric: Estimate(found, intervals[metric]) for metric, found in values.items()}
 
 
@@ -253,9 +275,9 @@ def _difference(runs: RunSet, arm: str, metric: str, ours: BySeed, theirs: BySee
     if not by_seed:
         return None
     a, b = (_pooled(evaluations, metric, list(by_seed)) for evaluations in (ours, theirs))
-    over_problems = paired_bootstrap(*a, *b, **_bootstrap(runs))
+    over_problems = paired_interval(metric, a, b, **_over_problems(runs))
     values = list(by_seed.values())
-    interval = over_problems if runs.is_one else mean_interval(values)
+    interval = over_problems if runs.is_one else seeds_interval(metric, values, differences=True)
     return Difference(by_seed, interval, arm, metric, over_problems, mean_p_value(values), p_adjusted=math.nan)
 
 
@@ -311,7 +333,8 @@ def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
         }
         for measure, by_arm in values.items()
     }
-    return MatchedArms(accuracies, *map(_over_seeds, (values, differences, last)), left_out)
+    apart = _over_seeds(differences, differences=True)
+    return MatchedArms(accuracies, _over_seeds(values), apart, _over_seeds(last), left_out)
 
 
 def _add(values: Values, found: Mapping[str, Mapping[str, float]], seed: int) -> None:
@@ -321,8 +344,12 @@ def _add(values: Values, found: Mapping[str, Mapping[str, float]], seed: int) ->
                 values[measure][arm][seed] = value
 
 
-def _over_seeds(values: Values) -> dict[str, dict[str, Estimate]]:
+def _over_seeds(values: Values, *, differences: bool = False) -> dict[str, dict[str, Estimate]]:
     return {
-        measure: {arm: found for arm, by_seed in by_arm.items() if (found := Estimate.over_seeds(by_seed))}
+        measure: {
+            arm: found
+            for arm, by_seed in by_arm.items()
+            if (found := Estimate.over_seeds(measure, by_seed, differences=differences))
+        }
         for measure, by_arm in values.items()
     }

@@ -10,7 +10,7 @@ import json
 import textwrap
 from itertools import zip_longest
 
-from nemo_edo.evaluation.results import START, largest, main_metrics, metric_name
+from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name
 from nemo_edo.metrics.intervals import Interval
 from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate, Replicate
 from nemo_edo.report.run_set import arm_settings
@@ -249,13 +249,10 @@ def _matched(comparison: Comparison) -> list[str]:
     )
     measures = [measure for measure, by_arm in matched.values.items() if by_arm]
     readings = [f"{_word(measure)}: {_readings(comparison, measure)}." for measure in measures]
-    caution = (
-        " The values are interpolated points of one run each and carry no interval: small differences between them are "
-        "no evidence."
-    )
+    caution = " The values are of one run each and carry no interval: small differences between them are no evidence."
     paragraph = (
-        f"At matched accuracy on the training problems, {levels} (the highest level that the compared arms all "
-        f"reached): {' '.join(readings) or 'nothing was measured.'} Arms learn at different speeds, so this is the "
+        f"At matched accuracy on the training problems, around {levels} (the middle of a range that the compared arms "
+        f"all passed): {' '.join(readings) or 'nothing was measured.'} Arms learn at different speeds, so this is the "
         f"fairer view of diversity.{caution if comparison.is_one else ''}"
     )
     return [paragraph, *left_out]
@@ -301,7 +298,7 @@ def terminal_table(comparison: Comparison) -> str:
 
     A star marks a mean whose difference from the baseline several seeds show.
     """
-    metrics = main_metrics(comparison.metrics)
+    metrics = [metric for metric in main_metrics(comparison.metrics) if metric != POOLED]
     names = [_SHORT_NAMES.get(metric, metric_name(metric)) for metric in metrics]
     lines = [_line("arm", names), "-" * (LABEL_WIDTH + CELL_WIDTH * len(metrics))]
     for arm, label in comparison.labels.items():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_edo.evaluation.results import START, metric_name
+from nemo_edo.evaluation.results import metric_name
 from nemo_edo.report.comparison import Comparison
 from nemo_edo.report.run_record import RunRecord, setting
 from nemo_edo.report.run_set import RunSet, arm_settings
+from nemo_edo.utils.phases import PHASES
 
-PHASES = {"sampling": ("collection", "sampling_s"), "optimizer steps": ("train_step", "step_s")}
-"""Phase -> kind and clock of the lines of metrics.jsonl that are in it, apart from warm-up and evaluation."""
+SHOWN_S = 0.1
+"""Seconds below which a phase is not named."""
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -45,9 +47,21 @@ def facts(comparison: Comparison) -> dict[str, str]:
         "Baseline": comparison.labels.get(comparison.baseline, "none"),
         "Model": _model(record),
         **_training(record),
-        "Test": f"{comparison.problems} problems, greedy and {rollouts} x {samples} responses each",
+        **_stopped_early(comparison),
+        "Test": f"{comparison.problems} problems, greedy and {rollouts} x {samples} responses each at temperature "
+        f"{comparison.temperature:g}",
         "Versions": _different(", ".join(f"{name} {version}" for name, version in found) for found in versions),
     }
+
+
+def _stopped_early(comparison: Comparison) -> dict[str, str]:
+    """Arms whose training ended before their last iteration (``early_stop``), and why."""
+    said = []
+    for record in comparison.runs.records:
+        seed = "" if comparison.is_one else f" (seed {record.seed})"
+        arms = (about for about in record.summary["arms"].values() if "stopped_early" in about)
+        said += [f"{about['label']}{seed} {about['stopped_early']}" for about in arms]
+    return {"Stopped early": "; ".join(said)} if said else {}
 
 
 def _model(record: RunRecord) -> str:
@@ -76,31 +90,17 @@ def differing_settings(runs: RunSet) -> dict[str, dict[str, str]]:
     trained = {arm: by_seed[min(by_seed)] for arm, by_seed in runs.arms.items()}
     of_arms = {arm: arm_settings(one.record, one.name) for arm, one in trained.items()}
     keys = dict.fromkeys(key for settings in of_arms.values() for key in settings)
-    values = {
-        key: {arm: _text(found[key]) if key in found else "" for arm, found in of_arms.items()} for key in keys
-    }
+    values = {key: {arm: _text(found[key]) if key in found else "" for arm, found in of_arms.items()} for key in keys}
     return {key: by_arm for key, by_arm in values.items() if len(set(by_arm.values())) > 1}
 
 
 def phases(runs: RunSet) -> list[tuple[str, float]]:
-    """(phase, seconds) of all runs together, the longest first; what no clock says is in the last one."""
-    seconds = dict.fromkeys(("warm-up", *PHASES, "evaluation"), 0.0)
-    total = 0.0
-    for record in runs.records:
-        total += record.summary["time"]["total_s"]
-        for phase, (kind, clock) in PHASES.items():
-            seconds[phase] += _clock(record, kind, clock)
-        evaluating = {arm: _clock(record, "evaluation", "evaluation_s", arm) for arm in (START, None)}
-        seconds["evaluation"] += evaluating[None]
-        seconds["warm-up"] += max(record.summary["time"].get(START, 0.0) - evaluating[START], 0.0)
-    rest = total - sum(seconds.values())
-    ordered = sorted(((phase, spent) for phase, spent in seconds.items() if spent), key=lambda one: -one[1])
-    return [*ordered, ("the rest (loading, log-probabilities, checkpoints)", rest)] if rest > 0 else ordered
-
-
-def _clock(record: RunRecord, kind: str, clock: str, arm: str | None = None) -> float:
-    lines = (line for line in record.lines if line["kind"] == kind and arm in (None, line["arm"]))
-    return sum(line.get("time", {}).get(clock, 0.0) for line in lines)
+    """(phase, seconds) of all runs together, the longest first; nothing of runs whose lines have no phases."""
+    seconds: Counter[str] = Counter()
+    for clocks in (line["time"] for record in runs.records for line in record.lines if line["kind"] == "phases"):
+        named = {phase: clocks.get(f"{phase}_s", 0.0) for phase in PHASES}
+        seconds.update({**named, "without a name": clocks["wall_s"] - sum(named.values())})
+    return [(phase.replace("_", " "), spent) for phase, spent in seconds.most_common() if spent >= SHOWN_S]
 
 
 def markdown_table(comparison: Comparison, metrics: list[str]) -> str:

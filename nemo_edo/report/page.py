@@ -16,7 +16,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import main_metrics, metric_name
 from nemo_edo.report.charts import all_charts
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.conclusions import conclusions, direction
+from nemo_edo.report.conclusions import conclusions, direction, terminal_table
 from nemo_edo.report.facts import differing_settings, duration, facts, headline, markdown_table, phases
 from nemo_edo.report.run_set import RunSet
 from nemo_edo.report.sample_browser import sample_browser
@@ -43,7 +43,8 @@ class Report:
         """What ``nemo-edo report`` prints: of one run only the path, as the rest was printed when it finished."""
         if self.comparison.is_one:
             return [str(self.path)]
-        return [*(f"- {sentence}" for sentence in self.conclusions), f"report: {self.path}"]
+        sentences = (f"- {sentence}" for sentence in self.conclusions)
+        return [terminal_table(self.comparison), "", *sentences, f"report: {self.path}"]
 
 
 def write_report(found: RunSet, out: Path | None = None, baseline: str | None = None) -> Report:

@@ -125,6 +125,11 @@ def line_chart(
     if ticks:
         figure.update_xaxes(tickvals=list(range(len(ticks))), ticktext=list(ticks))
     figure.update_yaxes(title_text=y_title)
+    curves = [curve for line in drawn.values() for curve in (line.y, *(line.band or ()))]
+    values = {value for curve in curves for value in _gaps(curve) if value is not None}
+    if len(values) == 1:  # around which plotly would show one more and one less: a share of -0.5
+        [value] = values
+        figure.update_yaxes(range=sorted((0.0, 2 * value or 1.0)))
     return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
 
 

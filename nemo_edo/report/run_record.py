@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 
 from nemo_edo.config.arms import REPLICATE
@@ -16,11 +17,13 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
 from nemo_edo.utils.files import read_json, read_object, read_text
 
+RESTORE = "restore it from a copy"
 REQUIRED_KEYS = {
     "sft_step": ("arm", "step"),
     "train_step": ("arm", "iteration", "step"),
     "collection": ("arm", "iteration"),
     "evaluation": ("arm", "iteration", "metrics"),
+    "phases": ("arm", "time"),
 }
 """Required keys by kind of line in metrics.jsonl; the report ignores lines of other kinds."""
 NUMERIC_KEYS = (
@@ -107,10 +110,11 @@ def read_run(folder: Path) -> RunRecord:
     config_text = read_text(config_path)
     try:
         config = yaml.safe_load(config_text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{config_path}: not YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
+        said = " ".join(str(error).split())  # YAML's has several lines
+        raise UserError(f"{config_path}: not YAML: {said}; {RESTORE}") from error
     if not isinstance(config, dict):
-        raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}")
+        raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}; {RESTORE}")
     if not arms and config.get("algorithm") not in ("sft", "none"):
         raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
@@ -170,26 +174,40 @@ def _arm_settings(path: Path, arm: str, settings: dict[str, Any]) -> ArmSettings
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for place, text in enumerate(read_text(path).split("\n"), start=1):
+    content = read_text(path)
+    _require_logged(path, content.encode())
+    for place, text in enumerate(content.split("\n"), start=1):
         if not text:
             continue  # as after the last newline
         where = f"{path}:{place}"
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON: {error.msg} (a line that a kill cut off may go)") from error
+            raise UserError(
+                f"{where}: not valid JSON: {error.msg} (a line that a kill cut off may go; otherwise {RESTORE})"
+            ) from error
         if not isinstance(line, dict) or "kind" not in line:
-            raise UserError(f"{where}: expected an object with a kind")
+            raise UserError(f"{where}: expected an object with a kind; {RESTORE}")
         if line["kind"] not in REQUIRED_KEYS:
             continue
         for key in REQUIRED_KEYS[line["kind"]]:
             if key not in line:
-                raise UserError(f"{where}: a {line['kind']} line without {key}")
+                raise UserError(f"{where}: a {line['kind']} line without {key}; {RESTORE}")
         for key in NUMERIC_KEYS:
             value = line.get(key)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise UserError(f"{where}: {key} is {value!r}, expected a number or null")
+                raise UserError(f"{where}: {key} is {value!r}, expected a number or null; {RESTORE}")
         yield line
+
+
+def _require_logged(path: Path, content: bytes) -> None:
+    """Raises UserError where the lines that the run had logged by its last stage are not those that are there."""
+    journal = path.with_name("journal.json")
+    stages = read_object(journal, ()) if journal.is_file() else {}
+    for mark in [mark for mark in stages.values() if "metrics_checksum" in mark][-1:]:  # earlier versions had none
+        size = mark["metrics_bytes"]
+        if len(content) < size or xxhash.xxh3_128_hexdigest(content[:size]) != mark["metrics_checksum"]:
+            raise UserError(f"{path}: its first {size} bytes are not those that were written; {RESTORE}")
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
 
 
 def read_runs(found: FoundRuns) -> RunSet:
-    """Reads the finished runs. Raises UserError where two cannot be compared: the first setting that differs, other
+    """Reads the finished runs. Raises UserError where two cannot be compared: the settings that differ, other
     test problems, or one arm trained twice with one seed."""
     records = tuple(read_run(folder) for folder in found.folders)
     for record in records[1:]:
@@ -202,13 +202,19 @@ def _unfinished(run: Path) -> str | None:
 
 def _require_same_settings(first: RunRecord, other: RunRecord) -> None:
     theirs, ours = flattened(first.config), flattened(other.config)
-    for key in [*theirs, *(key for key in ours if key not in theirs)]:
-        free = any(f"{key}.".startswith(f"{prefix}.") for prefix in MAY_DIFFER)
-        if not free and theirs.get(key) != ours.get(key):
-            raise UserError(
-                f"{first.folder} and {other.folder} cannot be compared: {key} is {theirs.get(key)!r} in the one and "
-                f"{ours.get(key)!r} in the other; runs of one report may differ in their arms and seeds only"
-            )
+    differing = [
+        key
+        for key in dict.fromkeys([*theirs, *ours])
+        if theirs.get(key) != ours.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in MAY_DIFFER)
+    ]
+    if differing:
+        key, *more = differing
+        one, another = (repr(values[key]) if key in values else "missing" for values in (theirs, ours))
+        also = f" (also different: {', '.join(more)})" if more else ""
+        raise UserError(
+            f"{first.folder} and {other.folder} cannot be compared: {key} is {one} in the one and {another} in the "
+            f"other{also}; runs of one report may differ in their arms and seeds only"
+        )
 
 
 def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, Trained]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Samples:
 
 
 def sample_browser(comparison: Comparison) -> Samples | None:
-    """None where no policy's responses are stored. Raises UserError for damaged files."""
+    """None where no policy's responses are stored. A policy with damaged ones is left out, with a warning."""
     found = {label: _responses(record, arm) for label, (record, arm) in _policies(comparison).items()}
     found = {label: responses for label, responses in found.items() if responses}
     if not found:
@@ -75,13 +76,20 @@ def _policies(comparison: Comparison) -> dict[str, tuple[RunRecord, str]]:
 
 
 def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
-    """Of the policy's final evaluation by problem, the greedy one first; empty where none is stored."""
+    """Of the policy's final evaluation by problem, the greedy one first; empty where none is stored, or not all."""
     iteration = record.arms[arm].iterations if arm in record.arms else 0
     found: dict[str, list[Response]] = {}
     for kind in KINDS:
         store = RolloutStore(record.folder / "evaluations" / arm / kind)
         if not (Path(store.folder) / f"iter_{iteration:05d}").is_dir():
             continue
+        if lost := store.lost([iteration]):
+            warnings.warn(
+                f"{lost[0]} is missing or damaged, so the report shows no responses of {arm}; restore it from a copy, "
+                "or evaluate the run again",
+                stacklevel=2,
+            )
+            return {}
         for row in store.read_table(iteration, _COLUMNS).sort_by("sample_index").to_pylist():
             response = [kind == GREEDY, row["reward"], row["finished"], row["answer"], row["text"]]
             found.setdefault(row["problem_id"], []).append(response)

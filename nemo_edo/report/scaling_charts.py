@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from nemo_edo.evaluation.results import Evaluation
-from nemo_edo.metrics.intervals import bootstrap_ratios
+from nemo_edo.evaluation.results import Evaluation, ratio_intervals
 from nemo_edo.report.plotting import ArmStyle, Chart, Point, Series, interval_series, line_chart, over_seeds
 
 MOST_POINTS = 24
@@ -27,7 +26,7 @@ def scaling_charts(
 ) -> list[Chart]:
     """Votes, pass@k and best-of-k by each score, against k; empty where nothing is stored.
 
-    stored: arm -> the evaluation of its ``test_time/ARM.json`` in each seed. resamples: of the bootstrap over problems
+    stored: arm -> the evaluation of its ``test_time/ARM.json`` in each seed. resamples: of intervals over problems
     that gives one run its bands, which ``bands`` says in words; None: the bands are over seeds.
     """
     charts = []
@@ -47,8 +46,8 @@ def scaling_charts(
 
 def _over_problems(evaluation: Evaluation, family: str, resamples: int, seed: int) -> Series:
     ks = numbers_of_responses(evaluation, family)
-    pairs = [evaluation.metrics[metric_at(family, k)] for k in ks]
-    return interval_series(ks, bootstrap_ratios(pairs, resamples=resamples, seed=seed))
+    pairs = {metric: evaluation.metrics[metric] for metric in (metric_at(family, k) for k in ks)}
+    return interval_series(ks, [*ratio_intervals(pairs, resamples=resamples, seed=seed).values()])
 
 
 def _points(evaluation: Evaluation, family: str) -> list[Point]:

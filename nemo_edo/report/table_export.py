@@ -18,7 +18,7 @@ COLUMNS = (
     *("problems_low", "problems_high", "p_value", "p_holm", "noise", "baseline"),
 )
 """Columns of the CSV file: low and high are the ends of 95 % intervals over seeds (of one run over problems),
-problems_low and problems_high those of the paired bootstrap over problems. p_value is of a paired t test over seeds,
+problems_low and problems_high those of the paired interval over problems. p_value is of a paired t test over seeds,
 p_holm corrected for all of them; noise is the distance between the baseline and its replicate."""
 
 

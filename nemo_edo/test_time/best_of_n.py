@@ -54,14 +54,12 @@ def _total(index: int, score: float | Sequence[float], aggregation: str | None) 
 def aggregate_steps(step_scores: Sequence[float], how: str) -> float:
     """One score for a candidate from the process-reward-model scores of its steps (Lightman et al. 2024, appendix).
 
-    =========  ====================================================================================
-    how        score
-    =========  ====================================================================================
-    "last"     of the final step: the paper's best-of-N
-    "min"      of the worst step
-    "product"  of all steps, the probability that every step is right; scores must be in [0, 1]
-    "mean"     sum over steps / number of steps
-    =========  ====================================================================================
+    | how       | score                                                                                 |
+    |-----------|---------------------------------------------------------------------------------------|
+    | "last"    | of the final step: the paper's best-of-N                                              |
+    | "min"     | of the worst step                                                                     |
+    | "product" | of all steps, the probability that every step is right; scores must be in [0, 1]      |
+    | "mean"    | sum over steps / number of steps                                                      |
 
     A product below about 1e-308 loses digits and then is 0.0: beyond some hundreds of poor steps, use another one.
     Raises ValueError for no steps, a score that is not finite, an unknown ``how``, or one outside [0, 1] in a product.

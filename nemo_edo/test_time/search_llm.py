@@ -62,6 +62,7 @@ class StepScore:
     """The process reward model's view of a path's newest step."""
 
     reward: float
+    """r, of the newest step."""
     embedding: Tensor
     """[D], any float dtype."""
 
@@ -134,6 +135,7 @@ class SearchNode:
     samples: int
     """How many of the parent's k samples were this step; 0 for the question."""
     reward: float
+    """r, the scorer's for this step."""
     width: float
     """The width of ``width_kind`` when the node was made."""
     value: float
@@ -145,11 +147,14 @@ class SearchNode:
 
     @property
     def depth(self) -> int:
+        """Steps from the question."""
         return len(self.path.steps)
 
 
 @dataclass(frozen=True)
 class SearchResult:
+    """The answer of a search, its tree and what it cost."""
+
     path: StepPath
     """The answer."""
     finished: bool

@@ -58,9 +58,7 @@ def weighted_vote(
     return winner
 
 
-def _classes(
-    answers: Sequence[Answer | None], equivalent: Equivalence | None
-) -> list[tuple[Answer, list[int]]]:
+def _classes(answers: Sequence[Answer | None], equivalent: Equivalence | None) -> list[tuple[Answer, list[int]]]:
     """Each class's first answer and the positions of its members, classes and members in order of appearance."""
     present = [(i, answer) for i, answer in enumerate(answers) if answer is not None]
     if equivalent is None:

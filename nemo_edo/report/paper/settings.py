@@ -42,6 +42,9 @@ def departures(record: RunRecord, arm: str) -> list[str]:
         for key, value in given.items()
         if found.get(key) != value
     ]
+    temperature = record.evaluations[arm].temperature
+    if temperature != 1:
+        departed.append(f"it is evaluated at temperature {temperature:g}, the paper's at 1")
     tested = tested_on(record)
     expected = OUT_OF_DISTRIBUTION if row.evaluated_on == OVERALL else (row.evaluated_on,)
     if evaluated_on(tested, row.trained_on) not in expected:

@@ -1,7 +1,4 @@
-"""A table of the paper joined with measured runs, as Markdown, CSV or one self-contained HTML file.
-
-Dimensions: P problems, R resamples.
-"""
+"""A table of the paper joined with measured runs, as Markdown, CSV or one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START
-from nemo_edo.metrics import Interval, bootstrap_ratio, mean_interval
+from nemo_edo.evaluation.results import START, Pair, ratio_intervals
+from nemo_edo.metrics import Interval, mean_interval
+from nemo_edo.metrics.shares import mean_of_shares
 from nemo_edo.report.page import make_folder, render_page, write_whole
 from nemo_edo.report.paper.published import (
     OUT_OF_DISTRIBUTION,
@@ -51,7 +49,7 @@ class Line(NamedTuple):
 
     paper: Published
     measured: Interval | None
-    """95 %: over problems (bootstrap) with one seed, over seeds (Student's t) with several."""
+    """95 %: over problems with one seed, over seeds (Student's t) with several."""
     deviation: float | None
     """Standard deviation over seeds (n - 1); None with one seed."""
     seeds: tuple[int, ...]
@@ -158,34 +156,23 @@ def _of_one_seed(column: Column, policies: Sequence[Policy]) -> Interval | None:
         lines = [line["metrics"] for line in record.of("evaluation", arm) if line["iteration"] == column.iteration]
         values = [metrics[name] for metrics in lines for name in column.metrics if name in metrics]
         return Interval(*(number(values[-1].get(key)) for key in ("mean", "low", "high"))) if values else None
-    ratios = [_ratio(column, policy) for policy in policies]
-    if any(ratio is None for ratio in ratios):
+    found = [_measured(column, policy) for policy in policies]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
         return None
     resamples = setting(record, "evaluation.bootstrap")
-    if len(ratios) == 1:
-        return bootstrap_ratio(*ratios[0], resamples=resamples, seed=record.seed)
-    return mean_of_ratios(ratios, resamples, record.seed)
+    if len(known) == 1:
+        [(metric, ratio)] = known
+        return ratio_intervals({metric: ratio}, resamples=resamples, seed=record.seed)[metric]
+    return mean_of_shares([ratio for _, ratio in known], resamples=resamples, seed=record.seed)
 
 
-def _ratio(column: Column, policy: Policy) -> tuple[np.ndarray, np.ndarray] | None:
-    """(sums [P], counts [P]) of the column's first metric that was measured: the evaluation's own first."""
+def _measured(column: Column, policy: Policy) -> tuple[str, Pair] | None:
+    """The column's first metric that was measured: the evaluation's own first."""
     at_test_time = read_test_time(policy.record).get(policy.arm)
     ratios = {**(at_test_time.metrics if at_test_time else {}), **policy.record.evaluations[policy.arm].metrics}
-    return next((ratios[name] for name in column.metrics if name in ratios and ratios[name][1].sum() > 0), None)
-
-
-def mean_of_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int) -> Interval:
-    """The mean of sum(sums) / sum(counts) over separate sets of problems, with its 95 % percentile bootstrap: problems
-    are resampled within each set (a stratified bootstrap; Davison and Hinkley 1997, section 3.2)."""
-    rng = np.random.default_rng(seed)
-    totals_R = np.zeros(resamples)
-    for sums_P, counts_P in ratios:
-        size = len(sums_P)
-        weights_RP = rng.multinomial(size, np.full(size, 1 / size), size=resamples)
-        totals_R += (weights_RP @ sums_P) / (weights_RP @ counts_P)
-    mean = sum(float(sums_P.sum() / counts_P.sum()) for sums_P, counts_P in ratios) / len(ratios)
-    low, high = np.nanquantile(totals_R / len(ratios), [0.025, 0.975])
-    return Interval(mean, float(low), float(high))
+    found = (name for name in column.metrics if name in ratios and ratios[name][1].sum() > 0)
+    return next(((name, ratios[name]) for name in found), None)
 
 
 def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[str]:

@@ -10,10 +10,13 @@ import torch
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
-from nemo_edo.evaluation.evaluator import Evaluator
+from nemo_edo.evaluation.evaluator import Evaluator, Tuning
+from nemo_edo.evaluation.results import metric_name
 from nemo_edo.generation.fake import ScriptedEngine
+from nemo_edo.generation.sampling import choose_tokens
+from nemo_edo.metrics import distinct_n
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.types import Problem
+from nemo_edo.types import Problem, Rollout
 
 SAMPLES, ROLLOUTS, MAX_NEW_TOKENS = 4, 3, 24
 PAD, STOP, FIRST_CHARACTER = 0, 1, 2
@@ -25,10 +28,11 @@ class CountingPolicy:
     """Its entropy at a position is the token id that is predicted there, which makes sums easy to check."""
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows, self.temperatures = 0, []
 
-    def logprobs(self, batch):
+    def logprobs(self, batch, *, temperature):
         self.rows += batch.size
+        self.temperatures.append(temperature)
         return torch.zeros_like(batch.mask), batch.tokens[:, 1:].float()
 
 
@@ -54,13 +58,14 @@ def random_script(request, sampling) -> str:
                        f"#### {answer}\nand more"])
 
 
-def evaluate(script=random_script, rollouts: int = ROLLOUTS, problems=PROBLEMS):
+def evaluate(script=random_script, rollouts: int = ROLLOUTS, problems=PROBLEMS, tuning=None, **settings):
     """(evaluation, the first rollout's responses, engine, policy)"""
     engine, policy = Engine(script), CountingPolicy()
     requests = sampling_requests(problems, PROMPTS, rollouts * SAMPLES, 42, "evaluate")
     evaluator = Evaluator(policy=policy, engine=engine, scorer=ExactAnswerScorer(), problems=problems, prompts=PROMPTS,
-                          config=EvaluationConfig(samples=SAMPLES), max_new_tokens=MAX_NEW_TOKENS, pad_id=PAD)
-    return *evaluator.evaluate("arm", requests, rollouts), engine, policy
+                          config=EvaluationConfig(samples=SAMPLES, **settings), max_new_tokens=MAX_NEW_TOKENS,
+                          pad_id=PAD)
+    return *evaluator.evaluate("arm", requests, rollouts, tuning), engine, policy
 
 
 def sampled_again(engine: Engine) -> list[list[list]]:
@@ -142,6 +147,13 @@ def test_a_metric_is_the_mean_of_its_definition_over_the_rollouts_of_each_proble
     assert len(set(expected)) > 1
 
 
+def test_pooled_distinct_4_is_that_of_all_responses_together_not_the_mean_over_problems(evaluated):
+    evaluation, _, responses, _, _ = evaluated
+    flat = [s.rollout.response_ids for rollouts in responses for rollout in rollouts for s in rollout]
+    assert evaluation.mean("distinct_4_pooled") == pytest.approx(distinct_n(flat, n=4))
+    assert evaluation.mean("distinct_4_pooled") < 0.8 * evaluation.mean("distinct_4")
+
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response_up_to_one_rollouts_samples(evaluated):
     evaluation, _, responses, _, _ = evaluated
     assert [name for name in evaluation.metrics if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@3", "pass@4"]
@@ -172,3 +184,72 @@ def test_a_response_cut_at_the_limit_is_wrong_and_abstains():
     assert {(s.rollout.finished, s.answer, s.reward) for s in first} == {(False, None, 0.0)}
     assert means(evaluation, "vote@4").tolist() == [0.0]
     assert means(evaluation, "response_length").tolist() == [MAX_NEW_TOKENS]
+
+
+# --- temperatures -----------------------------------------------------------------------------------------------------
+
+
+def test_every_temperature_has_its_own_metrics_and_the_best_is_chosen_on_training_problems_alone():
+    def script(request, sampling) -> str:
+        """On training problems 0.5 is best, on test problems 1."""
+        right = request.problem_id.split("-")[1]
+        tuned = sampling.temperature == (0.5 if request.problem_id.startswith("train") else 1.0)
+        return f"#### {right if tuned else 77}"
+
+    train = [Problem(f"train-{i}", f"q{i}", "#### 1", str(i), f"train.jsonl:{i}") for i in (1, 2)]
+    tuning = Tuning(train, sampling_requests(train, {"train-1": (3,), "train-2": (3,)}, SAMPLES, 42, "tune"))
+    evaluation, _, engine, policy = evaluate(script, 2, tuning=tuning, temperature=[1.0, 0.5], tuning_problems=2)
+    found = {name: evaluation.mean(name) for name in evaluation.metrics}
+    assert (found["vote@4"], found["vote@4/t0.5"], found["vote@4/best"]) == (1.0, 0.0, 0.0)
+    assert found["best_temperature"] == 0.5 and evaluation.temperature == 1.0
+    assert policy.temperatures == [1.0, 0.5] and "entropy/t0.5" in found
+    assert {"greedy_accuracy", "pass@1", "pass@4/t0.5"} <= set(found)
+    assert not {"greedy_accuracy/t0.5", "pass@1/t0.5"} & set(found)
+    sampled = [(sampling.temperature, len(requests)) for requests, sampling in engine.calls]
+    assert sampled == [(0.0, 5), (1.0, 5 * 2 * SAMPLES), (0.5, 5 * 2 * SAMPLES), (1.0, 8), (0.5, 8)]
+    assert [metric_name(name) for name in ("vote@4/t0.5", "vote@4/best")] == [
+        "vote@4, temperature 0.5", "vote@4, best temperature"]
+
+
+class Softmax:
+    """A policy whose logits depend on the position alone, with its engine; it trains at one temperature."""
+
+    policy_version = 0
+
+    def __init__(self, trained_at: float) -> None:
+        self.logits = 3 * torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
+        self.trained_at = trained_at
+
+    def generate(self, requests, sampling):
+        uniforms = torch.stack([torch.rand(6, generator=torch.Generator().manual_seed(r.seed)) for r in requests])
+        found = [choose_tokens(self.logits[t].expand(len(requests), -1), uniforms[:, t], sampling) for t in range(6)]
+        tokens, logprobs = (torch.stack(values, dim=1).tolist() for values in zip(*found, strict=True))
+        return [Rollout(r.problem_id, r.sample_index, r.prompt_ids, tuple(ids), tuple(values), "", True, 0, r.seed)
+                for r, ids, values in zip(requests, tokens, logprobs, strict=True)]
+
+    def logprobs(self, batch, *, temperature=None):
+        log_p = torch.log_softmax(self.logits / (temperature or self.trained_at), dim=-1)
+        entropies = torch.zeros_like(batch.mask)
+        entropies[batch.mask.bool()] = -(log_p.exp() * log_p).sum(-1).repeat(batch.size)
+        return entropies, entropies
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_both_entropies_are_of_the_evaluations_temperature_at_whatever_temperature_a_policy_trains(temperature):
+    """The warm-up trains at 1, an arm at sampling.temperature: the same weights have the same entropy."""
+    problems = [Problem(f"test-{i}", f"q{i}", "#### 1", str(i), f"test.jsonl:{i}") for i in range(100)]
+    prompts = {problem.id: (3,) for problem in problems}
+    requests = sampling_requests(problems, prompts, 8, 42, "evaluate")
+    settings = EvaluationConfig(samples=8, temperature=[temperature])
+    exact = []
+    for policy, trained_at in ((True, 1.0), (True, 0.5), (False, 0.5)):
+        engine = Softmax(trained_at)
+        evaluator = Evaluator(policy=engine if policy else None, engine=engine, scorer=ExactAnswerScorer(),
+                              problems=problems, prompts=prompts, config=settings, max_new_tokens=6, pad_id=PAD)
+        evaluation, _ = evaluator.evaluate("arm", requests, 1)
+        exact.append(evaluation.mean("entropy" if policy else "entropy_sampled"))
+    log_p = torch.log_softmax(Softmax(1.0).logits.double() / temperature, dim=-1)
+    expected = -(log_p.exp() * log_p).sum(-1)
+    assert exact[0] == exact[1] == pytest.approx(float(expected.mean()), rel=1e-5)
+    deviation = ((log_p.exp() * log_p**2).sum(-1) - expected**2).sum().sqrt() / 6  # of a response's mean
+    assert abs(exact[2] - exact[0]) < 4 * float(deviation) / len(requests) ** 0.5

@@ -9,7 +9,10 @@ from helpers.one_run import evaluation
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import (
+    NAMES,
+    POOLED,
     Evaluation,
+    compared_metrics,
     largest,
     load_evaluation,
     main_metrics,
@@ -20,10 +23,10 @@ from nemo_edo.evaluation.results import (
 
 
 def test_means_are_of_what_was_measured_with_their_intervals():
-    found = Evaluation("a", ("x", "y"), {"accuracy": (np.array([1.0, 5.0]), np.array([2.0, 2.0])),
+    found = Evaluation("a", ("x", "y"), {"response_length": (np.array([1.0, 5.0]), np.array([2.0, 2.0])),
                                          "entropy": (np.zeros(2), np.zeros(2))})  # fmt: skip
-    assert found.means(resamples=400, seed=0) == {"accuracy": {"mean": 1.5, "low": 0.5, "high": 2.5}}
-    assert (found.has("entropy"), found.mean("accuracy")) == (False, 1.5)
+    assert found.means(resamples=400, seed=0) == {"response_length": {"mean": 1.5, "low": 0.5, "high": 2.5}}
+    assert (found.has("entropy"), found.mean("response_length")) == (False, 1.5)
     assert np.isnan(found.mean("entropy")) and np.isnan(found.mean("kl"))
 
 
@@ -53,6 +56,12 @@ def test_metrics_are_ordered_by_number_and_the_largest_vote_and_pass_are_the_mai
     names = ["vote@2", "vote@128", "pass@9", "pass@64", "distinct_4"]
     assert main_metrics(names) == ["vote@128", "pass@64", "distinct_4"]
     assert largest(["entropy"], "vote@") is None
+
+
+def test_names_of_compared_metrics_can_be_listed_with_commas():
+    compared = compared_metrics(["greedy_accuracy", "accuracy", "distinct_4", POOLED, "entropy"])
+    assert POOLED in compared
+    assert not [NAMES[name] for name in compared if "," in NAMES[name]]
 
 
 def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_problem():

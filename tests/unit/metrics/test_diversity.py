@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import entropy
 
-from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_counts, distinct_n, self_bleu
+from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_counts, distinct_n, pooled_distinct, self_bleu
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 samples = st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=6)
@@ -26,6 +26,17 @@ def test_texts_and_token_ids_that_correspond_have_the_same_counts_whose_quotient
     counts = len(set(ngrams)), len(ngrams)
     assert distinct_counts(texts, n) == distinct_counts(corpus, n) == distinct_counts(iter(corpus), n) == counts
     assert distinct_n(corpus, n) == (counts[0] / counts[1] if ngrams else 0.0)
+
+
+def test_pooled_distinct_is_that_of_all_samples_and_a_groups_part_what_goes_with_it():
+    rng = np.random.default_rng(0)
+    groups = [[rng.integers(0, 4, size=rng.integers(0, 12)).tolist() for _ in range(3)] for _ in range(8)]
+    sums, counts = pooled_distinct(groups, n=3)
+    distinct, total = distinct_counts(sum(groups, []), 3)
+    assert (sums.sum(), counts.sum()) == (pytest.approx(distinct), total)
+    alone = [distinct - distinct_counts(sum((g for g in groups if g is not group), []), 3)[0] for group in groups]
+    np.testing.assert_allclose(sums, np.array(alone) + (distinct - sum(alone)) / len(groups))
+    assert [values.tolist() for values in pooled_distinct([[[1, 2]], []], n=3)] == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_the_default_order_is_four():

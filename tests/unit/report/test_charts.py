@@ -9,7 +9,7 @@ import pytest
 from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
-from nemo_edo.metrics import bootstrap_ratio
+from nemo_edo.metrics import share_interval
 from nemo_edo.report.charts import all_charts, averaged, pareto_front
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.plotting import COLORS, DASHES, MOST_MARKERS, START_COLOR, Series, arm_styles, line_chart
@@ -23,6 +23,13 @@ def traces(chart):
     """The traces that plotly wrote into the fragment."""
     start = chart.html.index("[{", chart.html.index("Plotly.newPlot"))
     return json.JSONDecoder().raw_decode(chart.html[start:])[0]
+
+
+def layout(chart) -> dict:
+    """What follows them: axes and the rest."""
+    start = chart.html.index("[{", chart.html.index("Plotly.newPlot"))
+    end = json.JSONDecoder().raw_decode(chart.html[start:])[1]
+    return json.JSONDecoder().raw_decode(chart.html[start + end :].lstrip(", \n"))[0]
 
 
 def shapes(chart) -> list[dict]:
@@ -45,6 +52,14 @@ def test_missing_and_non_finite_values_are_gaps_and_what_has_no_value_is_not_dra
     assert trace["name"] == "&lt;b&gt;&amp;&lt;/b&gt;"  # plotly reads a label as markup
     assert draw(a=Series([], []), b=Series([1.0], [math.nan])) is None
     assert labels(draw(a=Series([1], [1]), b=Series([], []))) == ["Arm A"]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.02, [0, 0.04]), (0, [0, 1]), (-1, [-2, 0])])
+def test_a_constant_curve_has_an_axis_from_zero_and_any_other_plotlys(value: float, shown: list):
+    constant = draw(a=Series([0, 1, 2], [value, math.nan, value]), b=Series([0], [value], ([value], [value])))
+    assert layout(constant)["yaxis"]["range"] == shown
+    other = draw(a=Series([0, 1], [value, value], ([value, value], [value, value + 1])))
+    assert "range" not in layout(other)["yaxis"]
 
 
 def test_no_two_of_thirty_arms_share_colour_and_dash_and_a_start_changes_none():
@@ -181,10 +196,11 @@ def test_each_family_has_the_means_with_the_bootstrap_of_each_k_and_says_its_tok
     charts = scaling({"a": [found]}, resamples=80)
     assert keys(charts) == ["samples-majority-", "samples-pass-", "samples-best_of--mine"]
     low, high, line = traces(charts[0])
-    expected = [bootstrap_ratio(*found.metrics[f"majority@{k}"], resamples=80, seed=5) for k in (1, 2, 3, 4)]
+    expected = [share_interval(*found.metrics[f"majority@{k}"], resamples=80, seed=5) for k in (1, 2, 3, 4)]
     assert (line["x"], line["text"]) == ([1, 2, 3, 4], [f"{tokens} tokens" for tokens in (7, 14, 21, 28)])
     assert line["y"] == pytest.approx([cell.mean for cell in expected])
-    assert (low["y"], high["y"]) == ([cell.low for cell in expected], [cell.high for cell in expected])
+    assert low["y"] == pytest.approx([cell.low for cell in expected])
+    assert high["y"] == pytest.approx([cell.high for cell in expected])
 
 
 def test_arms_with_other_scores_each_have_their_own_curve():

@@ -11,7 +11,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation
-from nemo_edo.metrics import bootstrap_ratio, holm, mean_interval, paired_bootstrap
+from nemo_edo.metrics import holm, mean_interval, paired_share_interval, share_interval
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.matching import curve, match_accuracy
 from nemo_edo.report.run_set import find_runs, read_runs
@@ -29,9 +29,10 @@ def compared(evaluations, names=("a", "b"), baseline="a") -> Comparison:
 def test_one_runs_estimates_are_bootstrapped_over_problems():
     result = compared([evaluation("a", accuracy=BASE**2), evaluation("b", accuracy=BASE)])
     ones = np.ones(50)
-    assert result.table["a"]["accuracy"].interval == bootstrap_ratio(BASE**2, ones, resamples=200, seed=7)
+    assert result.table["a"]["accuracy"].interval == share_interval(BASE**2, ones, resamples=200, seed=7)
     found = result.difference("b", "accuracy")
-    assert found.interval == found.over_problems == paired_bootstrap(BASE, ones, BASE**2, ones, resamples=200, seed=7)
+    expected = paired_share_interval(BASE, ones, BASE**2, ones, resamples=200, seed=7)
+    assert found.interval == found.over_problems == expected
 
 
 def test_only_the_main_metrics_that_both_arms_have_are_compared_and_one_without_counts_is_not_measured():
@@ -113,7 +114,7 @@ def test_over_problems_the_seeds_are_pooled_and_pairs_kept(runs, comparison: Com
     for label in (PAPER, "GRPO"):
         evaluations = [runs.arms[label][seed].evaluation.metrics["accuracy"] for seed in SEEDS]
         pooled += [sum(sums for sums, _ in evaluations), sum(counts for _, counts in evaluations)]
-    assert difference.over_problems == paired_bootstrap(*pooled, resamples=200, seed=0)
+    assert difference.over_problems == paired_share_interval(*pooled, resamples=200, seed=0)
     assert difference.over_problems.mean == pytest.approx(difference.interval.mean, abs=1e-12)
 
 

@@ -11,6 +11,7 @@ import pytest
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
+from nemo_edo.report.conclusions import terminal_table
 from nemo_edo.report.page import write_report
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
 from nemo_edo.report.table_export import COLUMNS
@@ -88,13 +89,14 @@ def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that
     assert "exploration_coefficient01e-060.30" in alone.text.replace(" ", "")
     named = [str(several.parent / run) for run in ("seed_1", "seed_2", "seed_3")]
     assert all(part in set_of_runs.text for part in (*named, "left out: it has not finished", "1 left out"))
-    assert re.search(r"Time: .*optimizer steps [\d.]+ s", alone.text)
+    assert "Time: train 9.0 s, log pi old 4.0 s, without a name 0.5 s." in alone.text
+    assert "Time: train 27.0 s, log pi old 12.0 s, without a name 1.5 s, all runs together." in set_of_runs.text
 
 
 def test_the_markdown_of_the_copy_button_is_the_first_table(report):
     text = report(arms=("grpo", "edo_floor"), replicate=True)
     table = html.unescape(re.search('data-copy="(.*?)"', text, re.DOTALL)[1]).splitlines()
-    assert table[0] == "| arm | greedy accuracy | vote@10 | pass@10 | Distinct-4 | entropy (nats) |"
+    assert table[0] == "| arm | greedy accuracy | vote@10 | pass@10 | Distinct-4 per problem | entropy (nats) |"
     assert [line.split(" | ")[0] for line in table[2:]] == [
         "| Start (before RL)", "| GRPO", "| ED-GRPO 0.3, floor -0.1", "| noise of training"]
     assert all(re.fullmatch(r"\|( [\d.]+ \[[\d.]+, [\d.]+\] \|){5}", line[line.index("|", 2):]) for line in table[2:5])
@@ -144,3 +146,5 @@ def test_csv_and_json_have_the_table_with_every_seed(several: Path, tmp_path: Pa
     assert record["table"][0]["by_seed"].keys() == record["matched"]["accuracies"].keys() == {"1", "2"}
     assert record["arms"][alone] == [1]
     assert record["conclusions"] == written.conclusions
+    assert written.lines[0] == terminal_table(comparison)
+    assert written.lines[-1] == f"report: {written.path}"

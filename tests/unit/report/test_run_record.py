@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import xxhash
 from helpers.experiment_run import write_evaluation
 from helpers.run_folder import write_run_folder
 
@@ -11,6 +12,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
 from nemo_edo.report.run_record import SEARCH_EVALUATION, read_run, read_test_time
 from nemo_edo.report.run_set import one_run
+from nemo_edo.run.folder import RunFolder
 
 
 @pytest.fixture
@@ -54,6 +56,26 @@ def test_a_malformed_line_is_named_by_its_number(folder, bad, message):
     path.write_text("\n".join([lines[0], bad, *lines[1:]]))
     with pytest.raises(UserError, match=f"metrics.jsonl:2: {re.escape(message)}"):
         read_run(folder)
+
+
+def test_lines_that_are_not_those_that_the_run_logged_are_refused_and_later_ones_are_not(folder):
+    path, content = folder / "metrics.jsonl", (folder / "metrics.jsonl").read_bytes()
+    mark = {"metrics_bytes": len(content), "metrics_checksum": xxhash.xxh3_128_hexdigest(content)}
+    RunFolder(folder).note("warmup", metrics_bytes=0)
+    RunFolder(folder).note("grpo", **mark)
+    path.write_bytes(content + content.splitlines(keepends=True)[-1])  # of a later nemo-edo evaluate
+    assert len(read_run(folder).lines) == len(content.splitlines()) + 1
+    for changed in b"", content[: content.rindex(b"\n", 0, -1) + 1], content.replace(b"0.1", b"0.2", 1):
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}: its first {len(content)} bytes .* restore it"):
+            read_run(folder)
+
+
+def test_a_damaged_config_is_one_line_that_says_what_to_do(folder):
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text()[:30] + "\ncolu")
+    with pytest.raises(UserError, match="config.yaml: not YAML: .*; restore it from a copy$") as raised:
+        read_run(folder)
+    assert "\n" not in str(raised.value)
 
 
 def test_null_and_nan_values_and_lines_of_other_kinds_are_tolerated(folder):

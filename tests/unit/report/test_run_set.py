@@ -97,7 +97,8 @@ def test_arms_are_told_apart_by_their_settings_unless_these_have_no_effect(sweep
     ({"sft__steps": 4}, "sft.steps is 100 in the one and 4 in the other"),
     ({"sampling__max_new_tokens": 9}, "sampling.max_new_tokens is 512 in the one and 9 in the other"),
     ({"guards__on_grad_norm_spike": "skip"}, "guards.on_grad_norm_spike is 'warn' in the one and 'skip' in the other"),
-    ({"something_new": 1}, "something_new is None in the one and 1 in the other"),
+    ({"something_new": 1}, "something_new is missing in the one and 1 in the other"),
+    ({"data__prompt": "Q", "evaluation__rollouts": 4}, "'Q' in the other (also different: evaluation.rollouts); runs"),
 ])
 def test_runs_that_differ_in_more_than_arms_and_seeds_are_refused_with_both_values(sweep, changes: dict, named: str):
     folder = sweep()

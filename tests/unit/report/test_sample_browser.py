@@ -7,7 +7,6 @@ import json
 import pytest
 from helpers.run_folder import write_run_folder
 
-from nemo_edo.errors import UserError
 from nemo_edo.report import sample_browser as module
 from nemo_edo.report.comparison import compare
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
@@ -65,12 +64,13 @@ def test_what_does_not_fit_is_left_out_evenly_and_the_greedy_response_stays(fold
     assert kept == [(3, 8), (3, 4), (3, 2), (3, 1), (1, 1)]
 
 
-def test_a_run_without_stored_responses_has_none_and_a_damaged_store_is_named(folder, tmp_path):
+def test_a_run_without_stored_responses_has_none_and_a_policy_with_damaged_ones_is_left_out_and_named(folder, tmp_path):
     assert sample_browser(compare(one_run(write_run_folder(tmp_path / "other", arms=("grpo",), problems=3)))) is None
     shard = folder / "evaluations" / "grpo" / "sampled" / "iter_00004" / "rank_0_of_1.parquet"
     shard.write_bytes(shard.read_bytes()[:40])
-    with pytest.raises(UserError, match="iter_00004"):
-        sample_browser(compare(one_run(folder)))
+    with pytest.warns(UserWarning, match=f"{shard} is missing or damaged"):
+        found = sample_browser(compare(one_run(folder)))
+    assert [one["trained"] for one in unpacked(found)["policies"]] == [False]
 
 
 def test_several_runs_show_the_responses_of_each_arms_first_seed(tmp_path):

@@ -1,0 +1,91 @@
+"""Intervals of shares against closed forms; their simulated coverage is in unit/test_coverage_table.py."""
+
+import numpy as np
+import pytest
+
+from nemo_edo.metrics import (
+    Interval,
+    paired_share_interval,
+    proportion_interval,
+    share_interval,
+    share_intervals,
+)
+from nemo_edo.metrics.shares import mean_of_shares
+
+
+@pytest.mark.parametrize(("successes", "trials", "low", "high"), [
+    (0, 30, 0.0, 1 - 0.025 ** (1 / 30)),
+    (30, 30, 0.025 ** (1 / 30), 1.0),
+    (1, 30, 0.000843571, 0.172169456),  # scipy.stats.binomtest(1, 30).proportion_ci()
+    (50, 1319, 0.028264141, 0.049673183),
+])  # fmt: skip
+def test_a_proportion_has_the_interval_of_clopper_and_pearson(successes: int, trials: int, low: float, high: float):
+    found = proportion_interval(successes, trials)
+    assert found == Interval(successes / trials, pytest.approx(low, rel=1e-6), pytest.approx(high, rel=1e-6))
+
+
+def test_where_problems_are_right_or_wrong_as_a_whole_the_share_is_a_proportion():
+    right, counts = np.array([4.0, 0, 0, 4, 0, 0]), np.array([4.0, 4, 4, 4, 4, 0])  # the last one was not judged
+    assert share_interval(right, counts, resamples=10, seed=0) == proportion_interval(2, 5)
+
+
+def test_the_weighted_means_of_wrong_and_right_are_those_of_clopper_and_pearson():
+    right, ones = np.array([1.0, 1, 1] + [0] * 17), np.ones(20)
+    exact, weighted = proportion_interval(3, 20), mean_of_shares([(right, ones)], resamples=40_000, seed=0)
+    assert (weighted.low, weighted.high) == (pytest.approx(exact.low, abs=2e-3), pytest.approx(exact.high, abs=4e-3))
+
+
+def test_all_wrong_and_all_right_leave_room_for_the_problems_that_were_not_asked():
+    zero, ones = np.zeros(30), np.ones(30)
+    graded = share_intervals([(zero, ones), (0.999 * ones, ones)], resamples=2000, seed=0)
+    assert graded[0] == proportion_interval(0, 30)
+    assert graded[1].low == pytest.approx(1 - graded[0].high, abs=0.01) and graded[1].high <= 1
+    apart = paired_share_interval(zero, ones, zero, ones, resamples=20_000, seed=0)
+    assert (apart.low, apart.mean, apart.high) == (
+        pytest.approx(-graded[0].high, abs=4e-3), 0, pytest.approx(graded[0].high, abs=4e-3))
+
+
+def test_the_paired_interval_finds_what_thirty_problems_show():
+    rng = np.random.default_rng(0)
+    chances, ones = rng.random(30) * 0.7, np.ones(30)
+    better, worse = rng.binomial(30, chances + 0.2) / 30, rng.binomial(30, chances) / 30
+    found = paired_share_interval(better, ones, worse, ones, resamples=2000, seed=0)
+    assert found.low > 0.1 and found.high < 0.3
+    assert found.mean == pytest.approx((better - worse).mean())
+
+
+def test_intervals_are_within_their_range_and_fixed_by_the_seed():
+    rng = np.random.default_rng(0)
+    for problems in (1, 2, 5):
+        sums, counts = rng.random(problems), np.ones(problems)
+        first, again, other = (share_interval(sums, counts, resamples=50, seed=seed) for seed in (1, 1, 2))
+        assert first == again != other and 0 <= first.low < first.mean < first.high <= 1
+        gap = paired_share_interval(sums, counts, 1 - sums, counts, resamples=50, seed=1)
+        assert -1 <= gap.low < gap.mean < gap.high <= 1
+
+
+@pytest.mark.parametrize(("sums", "counts", "options", "message"), [
+    ([1.0, 2.0], [1, 1], {}, "between 0 and counts"),
+    ([1.0, -0.5], [1, 1], {}, "between 0 and counts"),
+    ([1.0], [1, 1], {}, "one entry for each problem"),
+    ([0.0, 0.0], [0, 0], {}, "not all 0"),
+    ([0.5, 0.5], [1, 1], {"resamples": 0}, "resamples"),
+    ([0.5, 0.5], [1, 1], {"level": 1.0}, "level"),
+])  # fmt: skip
+def test_what_is_no_share_is_refused(sums, counts, options, message):
+    with pytest.raises(ValueError, match=message):
+        share_interval(sums, counts, **{"resamples": 10, "seed": 0, **options})
+
+
+def test_more_successes_than_trials_are_refused():
+    with pytest.raises(ValueError, match="successes is 4, expected at most trials = 3"):
+        proportion_interval(4, 3)
+
+
+def test_the_mean_over_benchmarks_weighs_them_equally():
+    rng = np.random.default_rng(3)
+    pairs = [(rng.random(30), np.ones(30)), (rng.random(500) / 2, np.ones(500))]
+    found = mean_of_shares(pairs, resamples=500, seed=1)
+    assert found.mean == pytest.approx(np.mean([sums.mean() for sums, _ in pairs]))
+    widths = [one.high - one.low for one in (share_interval(*pair, resamples=500, seed=1) for pair in pairs)]
+    assert widths[0] / 2 < found.high - found.low < sum(widths) / 2 * 1.05
