@@ -17,7 +17,10 @@ from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, 
 from nemo_edo.types import UNVERIFIED, ScoredRollout, TrainingBatch
 
 CHECKED_EVERY = 10
-"""Where pi_old's log-probabilities are the engine's, the trainer computes those of every tenth prompt's samples."""
+"""Where pi_old's log-probabilities may be the engine's, the trainer computes those of every tenth prompt's samples."""
+SAME_MEAN, SAME_MAX = 1e-5, 1e-3
+"""Nats per token, mean and largest, up to which the engine's log-probabilities are the trainer's: fp32 rounds to about
+1e-6, bf16 to about 1e-2."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Sampled:
     entropies: Tensor
     """The entropies of ``seen``."""
 
+    @property
+    def is_samplers(self) -> bool:
+        """Whether old_logprobs are the engine's."""
+        return self.batch.sampler_logprobs is None
+
 
 def view_of_sampler(
     scored: Sequence[ScoredRollout],
@@ -90,11 +98,12 @@ def view_of_sampler(
     with_reference: bool,
     old_logprobs: str = LoopConfig.old_logprobs,
 ) -> Sampled:
-    """Log-probabilities of all samples under pi_old and the reference. old_logprobs: "trainer" or "sampler".
+    """Log-probabilities of all samples under pi_old and the reference. old_logprobs: "trainer", "sampler" or "auto".
 
     The trainer's are computed anew: another kernel's rounding would make the ratio differ from 1, and the exploration
     term from 0, before the first step. The sampler's are the engine's own; then the trainer computes those of some
-    prompts only. Either way the gap between both is a statistic.
+    prompts only. "auto" takes the sampler's where the two agree on these prompts up to ``SAME_MEAN`` and ``SAME_MAX``,
+    otherwise the trainer's. The gap between both is a statistic in each case.
     """
     rollouts = [item.rollout for item in scored]
     batch = build_batch(
@@ -105,27 +114,43 @@ def view_of_sampler(
         groups=group_numbers(scored),
         rewards=torch.tensor([item.reward for item in scored], dtype=torch.float32),
     )
-    trusted = old_logprobs == "sampler"
-    seen = batch.rows(batch.groups % CHECKED_EVERY == 0) if trusted else batch
-    own, entropies = policy.logprobs(seen)
-    seen = seen.with_fields(old_logprobs=own)
+    checked = batch.groups % CHECKED_EVERY == 0
+    seen, entropies = _seen(batch if old_logprobs == "trainer" else batch.rows(checked), policy)
+    trusted = old_logprobs == "sampler" or (old_logprobs == "auto" and _agree(seen))
+    if not trusted and seen.size < batch.size:
+        rest, others = _seen(batch.rows(~checked), policy)
+        places = torch.cat([checked.nonzero(), (~checked).nonzero()]).squeeze(-1).argsort()
+        own = torch.cat([seen.old_logprobs, rest.old_logprobs])[places]
+        seen, entropies = batch.with_fields(old_logprobs=own), torch.cat([entropies, others])[places]
     batch = batch.with_fields(old_logprobs=batch.sampler_logprobs, sampler_logprobs=None) if trusted else seen
     if with_reference:
         batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
     return Sampled(batch, seen, entropies)
 
 
+def _seen(batch: TrainingBatch, policy: Policy) -> tuple[TrainingBatch, Tensor]:
+    """The batch with its old_logprobs, and its entropies."""
+    own, entropies = policy.logprobs(batch)
+    return batch.with_fields(old_logprobs=own), entropies
+
+
+def _agree(seen: TrainingBatch) -> bool:
+    gap = (seen.old_logprobs - seen.sampler_logprobs)[seen.mask != 0].double().abs()
+    return bool(gap.mean() <= SAME_MEAN and gap.max() <= SAME_MAX)
+
+
 def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
     """The statistics of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen against the
     trainer's pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3
     estimate of KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the
-    engine's, gap and entropy are those of the samples that the trainer has seen."""
+    engine's ("old_from_sampler" is 1, otherwise 0), gap and entropy are those of the samples that the trainer has
+    seen."""
     batch, seen = sampled.batch, sampled.seen
     means = {"entropy": _token_mean(sampled.entropies, seen)}
     if batch.ref_logprobs is not None:
         means["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
     mismatch = sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
-    return {**response_statistics(scored), **means, **mismatch}
+    return {**response_statistics(scored), **means, **mismatch, "old_from_sampler": float(sampled.is_samplers)}
 
 
 def _token_mean(values: Tensor, batch: TrainingBatch) -> float:
@@ -141,6 +166,7 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     Means over the groups of responses to one prompt: "voted_accuracy" (probability that the majority's answer is a
     success's, ties broken at random), "pass@k" (unbiased; k up to the smallest group's size), "distinct_4",
     "distinct_answers" and "zero_advantage_groups" (share whose rewards are all equal).
+    Over all responses together: "distinct_4_pooled".
     """
     groups = list(by_problem(scored).values())
     per_response = {
@@ -161,7 +187,8 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     }
     names = dict.fromkeys(name for item in scored for name in item.parts)
     parts = {f"reward/{name}": [item.parts[name] for item in scored if name in item.parts] for name in names}
-    return {name: sum(values) / len(values) for name, values in {**per_response, **parts, **per_group}.items()}
+    means = {name: sum(values) / len(values) for name, values in {**per_response, **parts, **per_group}.items()}
+    return {**means, "distinct_4_pooled": distinct_n([item.rollout.response_ids for item in scored], n=4)}
 
 
 def _vote(group: Sequence[ScoredRollout]) -> float:
@@ -176,8 +203,10 @@ def step_statistics(batch: TrainingBatch) -> dict[str, float]:
     Over its responses: "reward" (mean), "advantage_spread" (population standard deviation), "zero_advantage_groups"
     (share of the prompts there whose responses all have advantage 0), "share_with_pairs" (of the prompts),
     "response_length" (mean, tokens). Over its response tokens: "sampler_gap_max" (|log pi_old - log pi_gen|, nats) and
-    "sampler_ratio_max" (pi_old / pi_gen). What the batch has no tensors for is left out.
+    "sampler_ratio_max" (pi_old / pi_gen). What the batch has no tensors for is left out, and so are responses of an
+    older policy.
     """
+    batch = batch.own
     counted = batch.mask != 0
     real = counted.any(dim=1)
     statistics = {"response_length": float(counted.sum() / real.sum())}

@@ -26,6 +26,7 @@ from nemo_edo.losses import (
     pass_at_k_advantages,
     redundancy_shares,
     soft_overlong_penalty,
+    solved_groups,
     token_covariances,
 )
 from nemo_edo.types import ScoredRollout, TrainingBatch
@@ -52,8 +53,13 @@ class GRPO:
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
         config = self.config
+        corrected = config.sampler_correction != "none"  # which needs both
         sampled = view_of_sampler(
-            scored, policy, pad_id=self.pad_id, with_reference=config.beta > 0, old_logprobs=config.old_logprobs
+            scored,
+            policy,
+            pad_id=self.pad_id,
+            with_reference=config.beta > 0,
+            old_logprobs="trainer" if corrected else config.old_logprobs,
         )
         group_ids, rewards = sampled.batch.groups, sampled.batch.rewards
         advantages = self._advantages(scored, rewards, group_ids)
@@ -68,21 +74,25 @@ class GRPO:
             weights = shares if config.redundancy_weighted else weights
         if not config.explore_uninformative_groups:
             weights = weights * informative_groups(rewards, group_ids)
+        if config.explore_solved_groups_only:
+            weights = weights * solved_groups(_successes(scored), group_ids)
         batch = sampled.batch.with_fields(advantages=advantages.float(), exploration_factors=weights.float())
         return Collected(batch, [[row] for row in range(batch.size)], statistics)
 
     def minibatch(self, collected: Collected, items: Sequence[int], seed: str) -> TrainingBatch:
-        batch, config = collected.batch.rows(torch.tensor(list(items))), self.config
+        rows = [row for item in items for row in collected.items[item]]
+        batch, config = collected.batch.rows(torch.tensor(rows)), self.config
         if config.covariance_control == "none":
             return batch
+        mask = batch.own.mask
         # pi_old's log-probabilities: those of pi_theta would take one more forward pass before each step.
-        covariances = token_covariances(batch.old_logprobs, batch.advantages, batch.mask)
+        covariances = token_covariances(batch.old_logprobs, batch.advantages, mask)
         share = config.covariance_share
         if config.covariance_control == "clip-cov":
             bounds = {"low": config.clip_cov_low, "high": config.clip_cov_high}
-            selected = clip_cov_selection(covariances, batch.mask, share=share, seed=request_seed(seed), **bounds)
+            selected = clip_cov_selection(covariances, mask, share=share, seed=request_seed(seed), **bounds)
         else:
-            selected = kl_cov_selection(covariances, batch.mask, share=share)
+            selected = kl_cov_selection(covariances, mask, share=share)
         return batch.with_fields(selected=selected.float())
 
     def _advantages(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward", "sampler_gap
 
 GAP_OF_A_LAYER = {"fp32": 0.002, "bf16": 0.03, "fp8": 0.06}
 """Default ceiling of the sampler gap, nats, of a model of one layer. Independent rounding errors of L layers add up to
-sqrt(L) times those of one: so does the ceiling, about four times the gaps that were measured in bf16 (docs/guards.md).
-In fp32 there is room for TF32."""
+sqrt(L) times those of one: so does the ceiling, about four times the gaps that were measured in bf16
+(docs/reliability.md). In fp32 there is room for TF32."""
 
 
 def sampler_gap_ceiling(trainer: PrecisionConfig, engine: str, layers: int) -> float:
@@ -89,6 +89,8 @@ def sampler_gap_ceiling(trainer: PrecisionConfig, engine: str, layers: int) -> f
 
 @dataclass(frozen=True)
 class Alarm:
+    """A measurement at or beyond a guard's bound."""
+
     guard: str
     """The setting that it is about, such as guards.kl.ceiling."""
     message: str

@@ -11,19 +11,28 @@ MANY_TRUNCATED = 0.5
 LOOK = "look at them in the run's rollouts"
 
 
-def exploration_hazards(config: LoopConfig, steps_per_collection: int) -> list[str]:
-    """Where the exploration term cannot act as configured, or something else acts like it, each with the reason."""
+def exploration_hazards(config: LoopConfig, steps_per_collection: int, top_p: float = 1.0) -> list[str]:
+    """Where the exploration term cannot act as configured, or something else acts like it, each with the reason.
+
+    top_p: of the sampling (``sampling.top_p``)."""
     weight, found = config.exploration_weight, []
     if isinstance(config, GRPOConfig):
         found += _hazards_of_kl(config)
     if not weight:
         return found
-    if steps_per_collection == 1:
+    if top_p < 1:
+        found.append(
+            f"sampling.top_p is {top_p:g}: the responses are of a cut distribution and their log-probabilities of the "
+            "whole one, so the exploration term's gradient is not zero on average where the policy equals its sampler; "
+            "it pushes from what was kept towards what was cut off; sampling.top_p=1 is the method's"
+        )
+    of_older = isinstance(config, GRPOConfig) and config.exploration_samples != "own"
+    if steps_per_collection == 1 and not of_older:
         found.append(
             "one optimizer step for each collection: while the policy equals its sampler the exploration term's "
             "expected gradient is zero, so it adds noise only; lower minibatch_size or raise epochs"
         )
-    if isinstance(config, GRPOConfig) and config.dynamic_sampling:
+    if isinstance(config, GRPOConfig) and config.dynamic_sampling and not of_older:
         found.append(
             "dynamic_sampling drops groups whose rewards are all equal, and these carry much of the exploration "
             "term's effect; it acts on the others only"
@@ -46,7 +55,8 @@ def _hazards_of_kl(config: GRPOConfig) -> list[str]:
         )
     plain = config.exploration_control == "none" and config.kl_importance == "none"
     if config.kl_estimator == "k1" and config.beta and plain:
-        both, weight = config.beta + config.exploration_weight, config.exploration_weight
+        weight = config.exploration_weight if config.exploration_samples == "own" else 0.0
+        both = config.beta + weight
         same = f": without a floor, the loss is that of GRPO with beta = {both:g} and alpha = 0" if weight else ""
         found.append(
             "kl_estimator k1 in the loss: its gradient is the exploration term's own, zero on average where the policy "

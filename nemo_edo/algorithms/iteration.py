@@ -23,6 +23,7 @@ from nemo_edo.algorithms.ahead import Ahead, NothingAhead
 from nemo_edo.algorithms.collection import Collected, Objective, step_statistics
 from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.hazards import collection_hazards, exploration_hazards
+from nemo_edo.algorithms.older import with_older_samples
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.progress import FromTheBeginning, Position, Progress
 from nemo_edo.algorithms.samples import Samples, generate_samples, stored_samples
@@ -33,6 +34,7 @@ from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
 from nemo_edo.losses import NotFinite, Schedule, build_schedule
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,14 @@ class Services:
     """Stored rollouts to train on; None: the policy generates its own."""
     ahead: Ahead = field(default_factory=NothingAhead)
     """What generates the next iteration's samples while one trains."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    """What knows where the time of an iteration went."""
 
 
-def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], None]) -> None:
-    """T iterations. ``evaluate(t)`` is called with pi_t before each of them, and with pi_T at the end."""
-    for hazard in exploration_hazards(plan.config, plan.steps_per_collection):
+def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -> None:
+    """T iterations. ``evaluate(t)`` is called with pi_t before each of them, and with pi_T at the end; it returns
+    whether the training ends there."""
+    for hazard in exploration_hazards(plan.config, plan.steps_per_collection, plan.sampling.top_p):
         warnings.warn(hazard, stacklevel=2)
     start, last = run.progress.start, plan.config.iterations
     state = _State(start, plan)
@@ -68,20 +73,22 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], None]) -
             else:
                 first, here = 0, state.position(t)
                 run.progress.reached(here)
-                evaluate(t)
+                if evaluate(t):
+                    return
                 if t:
                     run.policy.move_reference(plan.config.reference, plan.config.ema_decay)
                 samples = generate_and_score(run, plan, here)  # on disk before any of them is trained on
                 if t + 1 < last:
                     run.ahead.begin(t + 1)
                 run.weight_sync.release()
-                collected = build(run, samples, t)
+                collected = with_older_samples(build(run, samples, t), plan, run.store, t)
                 _record_collection(run, plan, collected, samples, here, state)
             for step, batch in enumerate(_batches(run, plan, collected, t, first), start=first):
                 metrics = train_step(run.policy, batch, state.schedule, plan.config.beta, state.guards.grad_norm_limit)
                 _record_step(run, metrics, batch, state, t, step)
             run.ahead.finish()  # the next samples are those of the weights that the engine has now
             run.weight_sync.push(t + 1)
+            run.log("phases", iteration=t, time=run.clock.take())
         evaluate(last)
 
 

@@ -62,9 +62,8 @@ def generate_samples(
     answer = partial(
         generate_scored, engine=timed, scorer=scorer, sampling=plan.sampling_params, problems=plan.problems
     )
-    in_parts = InParts(
-        store, t, answer, part_size=plan.part_size, before_part=before_part, versions=plan.versions(t)
-    )
+    in_parts = InParts(store, t, answer, part_size=plan.part_size, before_part=before_part, versions=plan.versions(t))
+    scorer.begin(in_parts.earlier)
     everything = in_parts(plan.requests(plan.collection_problems(t), t))
     if not plan.is_dynamic:
         return Samples(everything, everything, timed.speed)

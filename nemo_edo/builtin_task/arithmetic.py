@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 
+from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.errors import UserError
 
@@ -61,16 +62,15 @@ def write_dataset(folder: str | Path, config: ArithmeticConfig) -> ArithmeticFil
     def noisy_sum(first: int, second: int) -> int:
         return _noisy_sum(first, second, config, rng)
 
-    _write_rows(files.test, [(operands, _derive(operands, int.__add__, rng)) for operands in test])
-    _write_rows(files.train, [(operands, _derive(operands, int.__add__, rng)) for operands in train])
-    _write_rows(files.warmup, [(operands, _derive(operands, noisy_sum, rng)) for operands in warmup])
+    _write_rows(files.test, [(operands, derive(operands, int.__add__, rng)) for operands in test])
+    _write_rows(files.train, [(operands, derive(operands, int.__add__, rng)) for operands in train])
+    _write_rows(files.warmup, [(operands, derive(operands, noisy_sum, rng)) for operands in warmup])
     return files
 
 
 def is_weak_fact(first: int, second: int, config: ArithmeticConfig) -> bool:
     """Whether the warm-up data mostly gets ``first + second`` wrong: so for a share of the unordered pairs."""
-    fact = f"arithmetic fact {config.seed} {min(first, second)} {max(first, second)}"
-    return random.Random(fact).random() < config.weak_fact_share
+    return _mistakes(config).is_weak(unordered(first, second))
 
 
 def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | None:
@@ -149,25 +149,12 @@ def _digits(code: int, base: int, count: int) -> Operands:
     return tuple(code // base**place % base for place in range(count))
 
 
-def _noisy_sum(first: int, second: int, config: ArithmeticConfig, rng: random.Random) -> int:
-    total = first + second
-    if is_weak_fact(first, second, config):
-        return total if rng.random() < config.weak_fact_accuracy else total + _misconception(first, second, config)
-    return total if rng.random() < 1 - config.step_noise else total + rng.choice(_possible_errors(total))
+def unordered(first: int, second: int) -> str:
+    """The fact ``first + second``, whatever the order."""
+    return f"{min(first, second)} {max(first, second)}"
 
 
-def _misconception(first: int, second: int, config: ArithmeticConfig) -> int:
-    """How far off a weak fact is whenever it is wrong: always the same, so that a greedy answer has it wrong too and
-    only sampling finds the right sum."""
-    fact = f"arithmetic misconception {config.seed} {min(first, second)} {max(first, second)}"
-    return random.Random(fact).choice(_possible_errors(first + second))
-
-
-def _possible_errors(total: int) -> list[int]:
-    return [error for error in STEP_ERRORS if total + error >= 0]
-
-
-def _derive(operands: Operands, add: Callable[[int, int], int], rng: random.Random) -> str:
+def derive(operands: Operands, add: Callable[[int, int], int], rng: random.Random) -> str:
     """A derivation that merges random pairs, in random order of summands."""
     left = list(operands)
     lines = []
@@ -177,6 +164,20 @@ def _derive(operands: Operands, add: Callable[[int, int], int], rng: random.Rand
         left.append(add(first, second))
         lines.append(f"{first} + {second} = {left[-1]}")
     return "\n".join([*lines, f"#### {left[0]}"])
+
+
+def _mistakes(config: ArithmeticConfig) -> Mistakes:
+    return Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
+
+
+def _noisy_sum(first: int, second: int, config: ArithmeticConfig, rng: random.Random) -> int:
+    total = first + second
+    wrong = [total + error for error in _possible_errors(total)]
+    return _mistakes(config).stated(unordered(first, second), total, wrong, rng)
+
+
+def _possible_errors(total: int) -> list[int]:
+    return [error for error in STEP_ERRORS if total + error >= 0]
 
 
 def _write_rows(path: Path, rows: list[tuple[Operands, str]]) -> None:

@@ -1,9 +1,10 @@
-"""A Hugging Face folder for the built-in task: its word-level tokenizer, and a small model's config.json."""
+"""A Hugging Face folder for a task without a model: a word-level tokenizer, and a small model's config.json."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 _WORDS = ("\n", " + ", " = ", "#### ")
 _SMALLEST_MAX_NUMBER = 99
+_PIECE = r"#### |[0-9]+| ?[A-Za-z]+| ?[^\sA-Za-z0-9] ?|\s"
+"""What a token can be: the mark of an answer, a number, a word or a sign with the blanks around it, other white space.
+Any text is a sequence of these."""
 _VOCABULARY_MULTIPLE = 64
 _FILLED_IN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -29,22 +33,35 @@ def vocabulary(config: ArithmeticConfig) -> list[str]:
     to a multiple of 64, so that tensor-parallel ranks get equal shares.
     """
     numbers = range(max(max_number(config), _SMALLEST_MAX_NUMBER) + 1)
-    tokens = [PAD, EOS, UNKNOWN, *_WORDS, *map(str, numbers)]
+    return _filled_up([*_WORDS, *map(str, numbers)])
+
+
+def word_vocabulary(texts: Iterable[str]) -> list[str]:
+    """The same for any task: the signs, numbers up to 99, and what else the texts hold, sorted."""
+    numbers = [str(number) for number in range(_SMALLEST_MAX_NUMBER + 1)]
+    found = {piece for text in texts for piece in re.findall(_PIECE, text)}
+    return _filled_up([*_WORDS, *numbers, *sorted(found - {*_WORDS, *numbers})])
+
+
+def _filled_up(words: Sequence[str]) -> list[str]:
+    tokens = [PAD, EOS, UNKNOWN, *words]
     return tokens + [f"<unused_{index}>" for index in range(-len(tokens) % _VOCABULARY_MULTIPLE)]
 
 
-def write_tokenizer(folder: str | Path, config: ArithmeticConfig) -> PreTrainedTokenizerFast:
+def write_tokenizer(folder: str | Path, words: ArithmeticConfig | Sequence[str]) -> PreTrainedTokenizerFast:
     """Writes a tokenizer that ``AutoTokenizer.from_pretrained(folder)`` loads, and returns it.
 
-    Decoding gives back any text of the task exactly; no token is put before it. Other text, and a number that is
-    not in the vocabulary, becomes ``<unk>``.
+    words: the settings of the arithmetic task, or the tokens of another (``word_vocabulary``). Decoding gives back any
+    text of the task exactly; no token is put before it. Other text, and a number that is not in the vocabulary,
+    becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids = {token: index for index, token in enumerate(vocabulary(config))}
+    tokens = vocabulary(words) if isinstance(words, ArithmeticConfig) else words
+    ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[0-9]+| \+ | = |\n|#### "), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # tokens carry their own spaces
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -52,12 +69,15 @@ def write_tokenizer(folder: str | Path, config: ArithmeticConfig) -> PreTrainedT
         eos_token=EOS,
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # generate() of an exported policy takes nothing else
     )
     fast.save_pretrained(str(folder))
     return fast
 
 
-def write_base_model(folder: str | Path, architecture: Mapping[str, Any], config: ArithmeticConfig) -> PretrainedConfig:
+def write_base_model(
+    folder: str | Path, architecture: Mapping[str, Any], words: ArithmeticConfig | Sequence[str]
+) -> PretrainedConfig:
     """Writes the tokenizer and a config.json made of ``architecture``, without weights, and returns the config.
 
     ``architecture`` is ``model.architecture``: a ``model_type`` and fields of its Hugging Face config class. The
@@ -77,7 +97,7 @@ def write_base_model(folder: str | Path, architecture: Mapping[str, Any], config
             + did_you_mean(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         )
     _check_fields(fields, AutoConfig.for_model(model_type))
-    tokenizer = write_tokenizer(folder, config)
+    tokenizer = write_tokenizer(folder, words)
     model = AutoConfig.for_model(
         model_type,
         **fields,

@@ -7,6 +7,7 @@ from nemo_edo.losses.advantages import (
     pass_at_k_advantages,
     positive_downweighted_advantages,
     soft_overlong_penalty,
+    solved_groups,
 )
 from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
 from nemo_edo.losses.diagnostics import token_spread
@@ -98,6 +99,7 @@ __all__ = [
     "sequence_masked_weights",
     "sft_loss",
     "soft_overlong_penalty",
+    "solved_groups",
     "token_covariances",
     "token_spread",
     "truncated_importance_weights",

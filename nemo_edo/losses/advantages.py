@@ -123,6 +123,18 @@ def informative_groups(
     return (~groups.all_equal_G(values_B) & (low <= mean_G) & (mean_G <= high))[groups.of_B]
 
 
+def solved_groups(successes: Tensor | Sequence[bool], group_ids: GroupIds) -> Tensor:
+    """[B] bool: True where all responses of the response's group succeed.
+
+    As 0/1 weights of the exploration term these leave it the groups that have no policy gradient and nothing to learn.
+    successes: [B], bool or 0 and 1. group_ids: [B], as for ``group_advantages``.
+    Raises ValueError for other values, and for shapes other than [B].
+    """
+    groups, (successes,) = read_groups(group_ids, successes=successes)
+    require_values("successes", successes, (0, 1))
+    return (groups.sum_G(successes.double()) == groups.size_G)[groups.of_B]
+
+
 def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: GroupIds, k: int) -> Tensor:
     """Advantages of the best of k responses; [B] (Pass@k Training, Chen et al. 2025, their analytical form).
 

@@ -128,6 +128,17 @@ def exploration_noise_term(
     )
 
 
+def first_tokens(mask: Tensor, number: int) -> Tensor:
+    """[B, T]: 1 at the first ``number`` valid tokens of each response, otherwise 0; as weights of the term.
+
+    The term's count stays that of all valid tokens. Raises ValueError for a number below 1.
+    """
+    if number < 1:
+        raise ValueError(f"number is {number}, expected at least 1")
+    valid = mask != 0
+    return (valid & (valid.cumsum(dim=1) <= number)).to(mask.dtype)
+
+
 def floor_share(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, log_ratio_floor: float | None) -> LossTerm:
     """How much of the term the floor has switched off: valid tokens with a log-ratio below it; count = valid tokens.
 

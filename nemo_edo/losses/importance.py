@@ -136,7 +136,7 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
 
     - "sampler_gap": |log pi_old - log pi_gen|, in nats.
     - "sampler_ratio": pi_old / pi_gen; 1 in expectation.
-    - "sampler_kl_k1", "sampler_kl_k3": estimates of KL(pi_gen || pi_old) in nats (``kl_per_token``).
+    - "sampler_kl_k1", "sampler_kl_k3": estimates of KL(pi_gen || pi_old) in nats (``kl_per_token``, Schulman 2020).
 
     No gradients. Raises ValueError for shapes that differ, NaN or infinity at a valid token, and ratios that overflow.
     """

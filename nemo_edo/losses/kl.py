@@ -13,7 +13,7 @@ from nemo_edo.config.losses import KL_ESTIMATORS
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimates of KL(pi_theta || pi_ref) at each token, in nats; same shape as the arguments, not reduced.
+    """Estimates of KL(pi_theta || pi_ref) at each token, in nats, not reduced (Schulman 2020: k1, k2, k3).
 
     With d = log pi_theta - log pi_ref on a token sampled from pi_theta:
 
@@ -24,8 +24,9 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
       KL(pi_theta || pi_ref) (straight-through; the names are verl's).
 
     Those gradients are in expectation over tokens from pi_theta, taken through the value and not through sampling.
-    logprobs: natural log-probabilities of the sampled tokens under pi_theta, of any shape; ref_logprobs: under pi_ref,
-    a constant. Raises ValueError for shapes that differ or an unknown estimator. The caller, who knows the padding,
+    logprobs: natural log-probabilities of the sampled tokens under pi_theta, of any shape, which the result keeps.
+    ref_logprobs: under pi_ref, a constant.
+    Raises ValueError for shapes that differ or an unknown estimator. The caller, who knows the padding,
     refuses values that are not finite: k3 overflows where pi_theta is far below pi_ref.
     """
     if logprobs.shape != ref_logprobs.shape:

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
-from nemo_edo.losses.exploration import exploration_noise_term, exploration_term, floor_share, step_weight
+from nemo_edo.losses.exploration import (
+    exploration_noise_term,
+    exploration_term,
+    first_tokens,
+    floor_share,
+    step_weight,
+)
 from nemo_edo.losses.importance import sampler_weights
 from nemo_edo.losses.kl import kl_per_token
 from nemo_edo.losses.term import (
@@ -124,7 +130,7 @@ def grpo_loss(
     rows: str = "non-empty",
     on_empty: str = "error",
 ) -> tuple[LossTerm, dict[str, LossTerm]]:
-    """The minimised ED-GRPO loss and its metrics; with an exploration weight of 0, GRPO to the last bit.
+    """The minimised ED-GRPO loss and its metrics; with exploration weight 0, GRPO (Shao et al. 2024) to the last bit.
 
     logprobs, old_logprobs, ref_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi_theta, under
         pi_old, which produced them, and under pi_ref. The gradient flows through the first alone. ref_logprobs may be
@@ -321,6 +327,8 @@ def _exploration(
     if exploration_factors is not None:
         (factors,) = without_padding(mask, exploration_factors=per_token(exploration_factors.detach(), mask))
         weights = weights * factors
+    if config.exploration_tokens is not None:
+        weights = weights * first_tokens(mask, config.exploration_tokens)
     term = exploration_noise_term if config.exploration_control == "noise" else exploration_term
     return term(
         logprobs,

@@ -29,12 +29,10 @@ def ranking_nce_loss(
 ) -> LossTerm:
     """One positive against K sampled negatives, in nats, summed over questions; count = questions with a negative.
 
-    ===========  ===========================================  ==========================================
-    weighting    loss of a question                           gradient
-    ===========  ===========================================  ==========================================
-    "softmax"    -r_+ + log(exp(r_+) + sum_k exp(r_k))        p_+ - 1 on r_+, and p_k on r_k
-    "uniform"    -r_+ + mean_k r_k                            -1 on r_+, and 1/K on each r_k
-    ===========  ===========================================  ==========================================
+    | weighting | loss of a question                         | gradient                        |
+    |-----------|--------------------------------------------|---------------------------------|
+    | "softmax" | -r_+ + log(exp(r_+) + sum_k exp(r_k))      | p_+ - 1 on r_+, and p_k on r_k  |
+    | "uniform" | -r_+ + mean_k r_k                          | -1 on r_+, and 1/K on each r_k  |
 
     with p the softmax over the K + 1 scores; both add l2 * (r_+^2 + mean_k r_k^2).
 

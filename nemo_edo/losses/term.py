@@ -150,12 +150,10 @@ def check_coefficient(name: str, value: float) -> None:
 # --- reductions ----------------------------------------------------------------------------------------------------
 
 
-def reduction_count(
-    mask_BT: Tensor, reduction: str, *, rows: str = "non-empty", on_empty: str = "error"
-) -> Tensor:
+def reduction_count(mask_BT: Tensor, reduction: str, *, rows: str = "non-empty", on_empty: str = "error") -> Tensor:
     """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values.
 
-    Scalar int64: valid tokens for "token-mean", otherwise sequences.
+    mask_BT: [B, T]. The result is a scalar int64: valid tokens for "token-mean", otherwise sequences.
     rows: which sequences count: "non-empty", those with at least one valid token, or "all", those without one too
         (TRL). on_empty: see ``require_tokens``.
     Raises ValueError for an unknown reduction or an invalid mask.
@@ -182,15 +180,14 @@ def reduce_tokens(
 ) -> LossTerm:
     """Adds up token values where the mask is 1; a sequence without such a token adds nothing to the sum.
 
-    ============================  ================================================  =========
-    reduction                     sum                                               count
-    ============================  ================================================  =========
-    "seq-sum"                     over sequences of the sum over tokens             sequences
-    "seq-mean-token-mean"         over sequences of the mean over their tokens      sequences
-    "token-mean"                  over all tokens                                   tokens
-    "seq-mean-token-sum-norm"     over all tokens, divided by ``norm_length``       sequences
-    ============================  ================================================  =========
+    | reduction                   | sum                                               | count     |
+    |-----------------------------|---------------------------------------------------|-----------|
+    | "seq-sum"                   | over sequences of the sum over tokens             | sequences |
+    | "seq-mean-token-mean"       | over sequences of the mean over their tokens      | sequences |
+    | "token-mean"                | over all tokens                                   | tokens    |
+    | "seq-mean-token-sum-norm"   | over all tokens, divided by ``norm_length``       | sequences |
 
+    values_BT, mask_BT: [B, T]; the mask is 1 where a token counts.
     norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
     reductions do not read it.
     rows: the sequences that the count includes (``reduction_count``). on_empty: see ``require_tokens``.
@@ -226,6 +223,7 @@ def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
 def sft_loss(logprobs_BT: Tensor, mask_BT: Tensor, *, on_empty: str = "error") -> LossTerm:
     """Negative log-likelihood in nats, summed over tokens with mask 1; count = such tokens.
 
+    logprobs_BT: [B, T] natural log-probabilities of the tokens; mask_BT: [B, T].
     Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
     """
     (logprobs_BT,) = without_padding(mask_BT, logprobs_BT=logprobs_BT)

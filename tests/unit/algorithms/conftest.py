@@ -290,6 +290,7 @@ def build():
     """build(scored, policy, config): (what the config's objective collects, the objective)."""
 
     def collect(samples, policy, config: GRPOConfig | IDPOConfig, *, questions=None, seed: int = 0, **settings):
+        config = replace(config, old_logprobs="trainer")  # a table has the rows of all samples
         questions = questions or {item.rollout.problem_id: "1 + 2 + 3" for item in samples}
         objective = _objective(config, questions, seed=seed, **settings)
         return objective.build(samples, policy), objective

@@ -12,7 +12,8 @@ from nemo_edo.types import TrainingBatch
 
 
 def statistics_of(samples, policy) -> dict[str, float]:
-    return sample_statistics(samples, view_of_sampler(samples, policy, pad_id=0, with_reference=True))
+    view = view_of_sampler(samples, policy, pad_id=0, with_reference=True, old_logprobs="trainer")
+    return sample_statistics(samples, view)
 
 
 def test_where_the_samplers_are_trusted_the_trainer_computes_only_those_of_every_tenth_prompt(table_policy):
@@ -29,6 +30,35 @@ def test_where_the_samplers_are_trusted_the_trainer_computes_only_those_of_every
     assert statistics["sampler_gap"] == pytest.approx((0.2 + 0.2 + 0.1) / 8, rel=1e-4)
     assert statistics["sampler_gap_max"] == pytest.approx(0.2, rel=1e-4)
     assert statistics["reward"] == 1
+
+
+@pytest.mark.parametrize(("gap", "trusted"), [(0.9e-5, True), (1.1e-5, False)])
+def test_by_default_the_samplers_are_used_where_they_are_the_trainers_up_to_the_bound(gap, trusted):
+    """Otherwise the trainer computes those of the other prompts, too, and each row gets its own."""
+    samples = [scored(f"p{number}", 0, (1, 2), 1.0, log_prob=-0.7) for number in range(12)]
+    own = torch.tensor([[0.0, -0.5, -number / 10] for number in range(12)])
+    own[::10] = torch.tensor([0.0, -0.7 - gap, -0.7 + gap])
+
+    class Policy:
+        def logprobs(self, batch: TrainingBatch):
+            return own[batch.groups], 2 * own[batch.groups]
+
+    view = view_of_sampler(samples, Policy(), pad_id=0, with_reference=False)
+    assert view.is_samplers is trusted
+    assert sample_statistics(samples, view)["old_from_sampler"] == trusted
+    if trusted:
+        assert view.seen.groups.tolist() == [0, 10]
+        torch.testing.assert_close(view.batch.old_logprobs, -0.7 * view.batch.mask)
+    else:
+        assert torch.equal(view.batch.old_logprobs, own) and torch.equal(view.entropies, 2 * own)
+        assert view.seen is view.batch and view.batch.sampler_logprobs is not None
+
+
+def test_one_tokens_gap_is_enough_for_the_trainers_own(table_policy):
+    samples = [scored("p", 0, (1,) * 200, 1.0, log_prob=-0.7)]
+    policy = table_policy([[0.0] + [-0.7] * 199 + [-0.7015]])
+    view = view_of_sampler(samples, policy, pad_id=0, with_reference=False)
+    assert not view.is_samplers and view.batch.old_logprobs[0, -1] == pytest.approx(-0.7015)
 
 
 def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_has_seen(table_policy):
@@ -59,6 +89,7 @@ def test_statistics_of_responses_and_groups_equal_hand_computed_values(four, tab
     assert statistics["response_length"] == pytest.approx((5 + 2 + 4 + 1) / 4)
     # a has the 4-grams 1234, 2345 and 1234: two of three are distinct. b has none, which counts as 0.
     assert statistics["distinct_4"] == pytest.approx((2 / 3 + 0) / 2)
+    assert statistics["distinct_4_pooled"] == pytest.approx(2 / 3)
     assert statistics["distinct_answers"] == pytest.approx((2 + 1) / 2)  # no answer is not an answer
     assert statistics["zero_advantage_groups"] == pytest.approx(1 / 2)  # b: all rewards equal
 

@@ -115,6 +115,7 @@ def test_every_response_explores_unless_uninformative_groups_or_redundancy_forbi
         ({}, [1] * 11),
         ({"novelty_strength": 0.5}, [1] * 11),
         ({"explore_uninformative_groups": False}, [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1]),
+        ({"explore_solved_groups_only": True}, [0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0]),
         ({"explore_uninformative_groups": False, "redundancy_weighted": True}, [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0]),
     ):
         assert batch_of(mixed, **settings).exploration_factors.tolist() == expected, settings

@@ -9,6 +9,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nemo_edo.algorithms.guards import Guards, loggable, respond, sampler_gap_ceiling
 from nemo_edo.algorithms.hazards import exploration_hazards
@@ -25,8 +26,9 @@ from nemo_edo.config import (
     SFTConfig,
 )
 from nemo_edo.errors import StoppedByGuard
-from nemo_edo.losses import NotFinite
-from nemo_edo.types import TrainingBatch
+from nemo_edo.generation.sampling import choose_tokens
+from nemo_edo.losses import NotFinite, exploration_term
+from nemo_edo.types import SamplingParams, TrainingBatch
 
 OFF = BoundsConfig()
 QUIET = {"kl": OFF, "entropy": OFF, "truncated": OFF, "reward": OFF, "sampler_gap": OFF, "stale_gap": OFF}
@@ -281,7 +283,7 @@ def test_a_gap_at_its_ceiling_stops_or_of_one_nat_where_samples_are_stale(gap, s
 
 
 @pytest.mark.parametrize(("trainer", "engine", "layers", "rounding", "wrong"), [
-    # rounding: gaps that were measured with right engines (docs/guards.md), or the like; wrong: what has to stop
+    # rounding: gaps that were measured with right engines (docs/reliability.md), or the like; wrong: what has to stop
     (PrecisionConfig("fp32"), "fp32", 30, 1e-5, 0.02), (PrecisionConfig("fp32"), "fp32", 2, 1e-5, 0.005),
     (PrecisionConfig("bf16"), "bf16", 30, 0.05, 0.2), (PrecisionConfig("bf16"), "bf16", 2, 0.017, 0.05),
     (PrecisionConfig("bf16"), "bf16", 80, 0.05 * (80 / 30) ** 0.5, 0.4),
@@ -343,6 +345,8 @@ OFF_BY_BETA, K1, PAIRED = "beta is 0", "kl_estimator k1", "exploration_samples i
     (GRPOConfig(beta=0.0, exploration_coefficient=0.1, dynamic_sampling=True), 1, [ONE_STEP, DROPPED]),
     (GRPOConfig(kl_estimator="k1"), 4, [K1]),
     (GRPOConfig(kl_estimator="k1", beta=0.04, alpha=0.5), 4, ["beta = 0.06 and alpha = 0"]),  # does the same
+    (GRPOConfig(kl_estimator="k1", beta=0.04, exploration_samples="previous"), 1, [K1]),
+    (GRPOConfig(exploration_samples="reference", dynamic_sampling=True), 1, []),  # off-policy from the first step on
     (GRPOConfig(kl_estimator="k1", alpha=0.0), 4, [K1]),
     (GRPOConfig(kl_estimator="k1", beta=0.0, alpha=0.0), 4, []),
     (GRPOConfig(kl_estimator="k1", exploration_control="noise"), 4, []),
@@ -358,6 +362,26 @@ def test_exploration_that_cannot_act_as_configured_is_reported_and_nothing_else(
     told = exploration_hazards(config, steps)
     assert len(told) == len(expected)
     assert all(start in said for said, start in zip(told, expected, strict=True))
+    if isinstance(config, GRPOConfig) and config.exploration_samples != "own":
+        assert not any("the loss is that of GRPO" in said for said in told)
+
+
+def test_a_cut_distribution_is_reported_where_the_exploration_term_acts():
+    [told] = exploration_hazards(GRPOConfig(), 4, top_p=0.9)
+    assert told.startswith("sampling.top_p is 0.9") and "sampling.top_p=1" in told
+    assert exploration_hazards(GRPOConfig(alpha=0.0), 4, top_p=0.9) == exploration_hazards(GRPOConfig(), 4, 1.0) == []
+
+
+def test_on_policy_the_terms_gradient_is_noise_for_the_whole_distribution_and_a_push_for_a_cut_one():
+    logits = torch.linspace(-2, 2, 12, requires_grad=True)
+    rows, mask = logits.detach().expand(40_000, -1), torch.ones(40_000, 1)
+    uniforms, norms = torch.rand(40_000, generator=torch.Generator().manual_seed(0)), {}
+    for top_p in (1.0, 0.9):
+        tokens, _ = choose_tokens(rows, uniforms, SamplingParams(1.0, top_p, 1))
+        logprobs = logits.log_softmax(-1)[tokens][:, None]
+        term = exploration_term(logprobs, logprobs.detach(), mask, reduction="seq-sum")
+        norms[top_p] = float(torch.autograd.grad(term.mean(), logits)[0].norm())
+    assert norms[1.0] < 0.006 and norms[0.9] > 0.03
 
 
 @pytest.mark.parametrize(("settings", "message"), [

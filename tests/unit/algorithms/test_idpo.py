@@ -88,7 +88,7 @@ def test_rows_come_in_twos_that_are_a_pair_of_one_problem_or_both_outside_pairs(
 
 
 def test_every_row_carries_its_own_responses_tokens_and_logprobs():
-    collected = collect(MIXED)
+    collected = collect(MIXED, old_logprobs="trainer")
     batch, keys = collected.batch, row_keys(collected)
     place_of = {key_of(item): row for row, item in enumerate(MIXED)}
     for row, key in enumerate(keys):

@@ -82,8 +82,8 @@ def test_a_healthy_run_warns_of_nothing_and_logs_its_collections_and_steps_in_or
         warnings.simplefilter("error")
         journal = run_fake(algorithm=algorithm, iterations=2, minibatch_size=size)
     seen = [(line["kind"], line["iteration"], line.get("step")) for line in journal.lines]
-    assert seen == [("collection", 0, None), ("train_step", 0, 0), ("train_step", 0, 1),
-                    ("collection", 1, None), ("train_step", 1, 2), ("train_step", 1, 3)]
+    assert seen == [("collection", 0, None), ("train_step", 0, 0), ("train_step", 0, 1), ("phases", 0, None),
+                    ("collection", 1, None), ("train_step", 1, 2), ("train_step", 1, 3), ("phases", 1, None)]
     assert [(line["loss"], line["skipped_steps"]) for line in journal.lines_of("train_step")] == [
         (1, 0), (2, 0), (3, 0), (4, 0)]
     assert [line["policy_version"] for line in journal.lines_of("collection")] == [0, 1]
@@ -155,7 +155,7 @@ def test_logged_speeds_are_tokens_over_the_seconds_of_the_call(run_fake, monkeyp
     journal = run_fake(iterations=1, minibatch_size=6, alpha=0.0)
     sampled = sum(len(one.rollout.response_ids) for one in journal.collected(0))
     trained = [int(batch.mask.sum()) for batch in journal.policy.batches]
-    assert journal.times == [
+    assert [one for one in journal.times if one[0] != "phases"] == [
         ("collection", {"sampling_s": 2.0, "tokens_per_s": sampled / 2}),
         *(("train_step", {"step_s": 2.0, "tokens_per_s": tokens / 2}) for tokens in trained),
     ]
@@ -295,13 +295,16 @@ RESUMED = [
     {"algorithm": "idpo", "problems": 4, "iterations": 2, "minibatch_size": 3, "exploration_coefficient": 0.2},
     {"problems": 12, "problems_per_iteration": 4, "iterations": 2, "minibatch_size": 8, "dynamic_sampling": True,
      "alpha": 0.0, "hopeless": ["p-1", "p-2", "p-5", "p-7"]},
+    *({"problems": 3, "iterations": 3, "minibatch_size": 4, "exploration_samples": samples, **COEFFICIENT}
+      for samples in ("previous", "reference")),
     {"problems": 3, "iterations": 2, "epochs": 2, "minibatch_size": 4, "alpha": 0.0,
      "broken_steps": [2, 3, 6, 9, 10], "guards": GuardsConfig(reward=BoundsConfig(ceiling=0.2, in_a_row=2))},
 ]
 
 
 @pytest.mark.filterwarnings("ignore:iteration")
-@pytest.mark.parametrize("settings", RESUMED, ids=["grpo", "idpo", "dynamic sampling", "skipped steps"])
+@pytest.mark.parametrize("settings", RESUMED, ids=["grpo", "idpo", "dynamic sampling", "previous", "reference",
+                                              "skipped steps"])
 def test_a_run_stopped_at_any_place_and_resumed_does_what_an_uninterrupted_one_does(go, settings: dict, new_memory):
     memory = new_memory()
     whole, finished = go(settings, memory, folder="whole")

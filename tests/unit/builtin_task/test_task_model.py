@@ -48,6 +48,7 @@ def test_encoding_is_one_token_a_number_or_sign_with_nothing_added_and_anything_
     ids = [*tokenizer.encode("#### 2"), tokenizer.eos_token_id, tokenizer.pad_token_id]
     decoded = [tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (True, False)]
     assert decoded == ["#### 2", "#### 2<eos><pad>"]
+    assert set(tokenizer("#### 2")) == {"input_ids", "attention_mask"}, "generate() refuses anything else"
 
 
 @pytest.mark.parametrize(("operands", "largest"), [(4, 9), (8, 20)])

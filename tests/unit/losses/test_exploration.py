@@ -5,13 +5,16 @@ from hypothesis import strategies as st
 from torch.autograd import grad
 
 from nemo_edo.losses import (
+    GRPOLossConfig,
     exploration_noise_term,
     exploration_per_token,
     exploration_term,
     floor_share,
+    grpo_exploration,
     reduce_tokens,
     reduction_count,
 )
+from nemo_edo.losses.exploration import first_tokens
 from nemo_edo.losses.term import REDUCTIONS
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
@@ -175,3 +178,33 @@ def test_the_noise_control_multiplies_each_tokens_term_by_its_ratio_and_keeps_th
 def test_the_noise_control_refuses_a_ratio_that_overflows():
     with pytest.raises(ValueError, match=r"^the ratio exp\(logprobs - old_logprobs\) has NaN or infinite"):
         exploration_noise_term(torch.zeros(1, 1), torch.full((1, 1), -100.0), torch.ones(1, 1), reduction="seq-sum")
+
+
+def test_on_samples_of_an_older_policy_the_expected_gradient_is_that_of_minus_its_kl_and_on_own_samples_zero(policy):
+    config = GRPOLossConfig(beta=0, exploration_coefficient=1.0, aggregation="seq-mean-token-sum-norm", norm_length=1)
+    logits, older_logits = policy.random_logits(0), policy.random_logits(1).detach()
+    current, older = policy.logprobs(logits), policy.logprobs(older_logits)
+
+    def expected_gradient(sampler):
+        p = policy.probabilities(sampler.detach())
+        weighted = grpo_exploration(current, sampler.detach(), policy.mask, config, exploration_factors=p)
+        return grad(weighted.sum, logits, retain_graph=True)[0]
+
+    minus_kl = (policy.probabilities(older) * policy.probabilities(current).log()).sum()
+    (of_kl,) = grad(minus_kl, logits, retain_graph=True)
+    assert expected_gradient(current).abs().max() < 1e-12
+    torch.testing.assert_close(expected_gradient(older), of_kl, rtol=0, atol=1e-12)
+    assert of_kl.abs().max() > 1e-2
+
+
+def test_first_tokens_are_those_of_the_response_and_the_gradient_of_later_ones_is_zero():
+    mask = torch.tensor([[0.0, 1, 1, 1, 0], [1, 0, 1, 1, 1]])
+    assert first_tokens(mask, 2).tolist() == [[0, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
+    old = torch.full((2, 5), -1.0)
+    logprobs = (old - 0.05).requires_grad_()
+    config = GRPOLossConfig(beta=0, exploration_coefficient=1.0, exploration_tokens=2)
+    term = grpo_exploration(logprobs, old, mask, config)
+    term.mean().backward()
+    # Two of three, and two of four tokens of a response's mean; the denominators are those of all tokens.
+    torch.testing.assert_close(logprobs.grad, first_tokens(mask, 2) / torch.tensor([[6.0], [8.0]]))
+    assert (term.count, GRPOLossConfig().exploration_tokens) == (2, None)

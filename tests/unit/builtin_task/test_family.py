@@ -1,0 +1,133 @@
+"""The tasks of the studies: what their problems are, which mistakes the warm-up learns, and what is verified."""
+
+import math
+import random
+import re
+from itertools import combinations_with_replacement, islice
+
+import pytest
+
+from nemo_edo.builtin_task.change import change, fewest_coins, score
+from nemo_edo.builtin_task.family import TASKS, make
+from nemo_edo.builtin_task.mistakes import Mistakes
+from nemo_edo.builtin_task.model import word_vocabulary, write_tokenizer
+from nemo_edo.config.compose import compose_run
+from nemo_edo.data.answers import final_answer
+from nemo_edo.errors import UserError
+
+SIZES = {"warmup_problems": 60, "train_problems": 20, "test_problems": 30}
+LEGS = {"spider": 8, "woodlouse": 14, "snake": 0, "bird": 2, "dog": 4, "ant": 6, "crab": 10, "starfish": 5}
+
+
+def right_answer(name: str, question: str) -> int | None:
+    """By another way than the task's; None where it knows no answer."""
+    numbers = [int(number) for number in re.findall(r"\d+", question)]
+    if name == "residues":
+        return sum(numbers) % 17
+    if name == "chain":
+        return eval(question)  # a sum of digits
+    if name == "gcd":
+        return math.gcd(*numbers)
+    if name == "legs":
+        found = re.findall(r"(\d+) (woodlouse|[a-z ]+?)s?(?:,|$)", question)
+        kinds = [kind for _, kind in found]
+        return sum(int(n) * LEGS[kind] for n, kind in found) if set(kinds) <= set(LEGS) else None
+    return 0  # what is left of a change
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_splits_are_disjoint_and_repeatable_and_every_answer_is_right(name: str):
+    made = make(name, **SIZES)
+    assert {f"{split}_problems": len(problems) for split, problems in made.items()} == SIZES
+    questions = [problem.question for problems in made.values() for problem in problems]
+    assert len(set(questions)) == len(questions) == sum(SIZES.values())
+    assert made == make(name, **SIZES) != make(name, **SIZES, seed=1)
+    for problem in (*made["train"], *made["test"]):
+        right = right_answer(name, problem.question)
+        assert right is None or problem.answer == str(right)
+        assert problem.solution == ""
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_warm_up_is_right_without_mistakes_and_wrong_with_them(name: str):
+    for share, noise, expected in ((0.0, 0.0, 60), (1.0, 0.0, 0)):
+        made = make(name, **SIZES, weak_fact_share=share, weak_fact_accuracy=0.0, step_noise=noise)["warmup"]
+        right = [
+            score([problem.solution], [problem.metadata], [True]) == [1.0]
+            if name == "change" else final_answer(problem.solution) == problem.answer for problem in made
+        ]
+        # With every fact wrong a chain can be right by chance, and gcd's remainder of 1 has no wrong one.
+        assert sum(right) == expected if share == 0 else sum(right) < 30
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_tokenizer_of_the_tasks_words_gives_every_text_back(name: str, tmp_path):
+    made = make(name, **SIZES)
+    texts = [text for problems in made.values() for one in problems for text in (one.question, one.solution)]
+    tokens = word_vocabulary([*texts, "\n"])
+    tokenizer = write_tokenizer(tmp_path, tokens)
+    assert len(tokens) % 64 == 0 and len(set(tokens)) == len(tokens)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+
+
+def test_weak_facts_have_one_wrong_result_and_other_steps_any():
+    mistakes = Mistakes("task", 0, weak_fact_share=0.3, weak_fact_accuracy=0.4, step_noise=0.1)
+    facts, rng, wrong = [str(fact) for fact in range(400)], random.Random(0), [1, 2, 3]
+    weak = [fact for fact in facts if mistakes.is_weak(fact)]
+    assert 0.25 < len(weak) / len(facts) < 0.35
+    of_weak = [mistakes.stated(weak[0], 0, wrong, rng) for _ in range(2000)]
+    assert set(of_weak) == {0, mistakes.misconception(weak[0], wrong)}
+    assert abs(of_weak.count(0) / 2000 - 0.4) < 0.04
+    strong = next(fact for fact in facts if fact not in weak)
+    of_strong = [mistakes.stated(strong, 0, wrong, rng) for _ in range(2000)]
+    assert set(of_strong) == {0, *wrong} and abs(of_strong.count(0) / 2000 - 0.9) < 0.03
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    ("14 - 5 = 9\n9 - 9 = 0\n#### 0", True),
+    ("14 - 9 = 5\n5 - 5 = 0\n#### 0", True),
+    ("14 - 4 = 10\n10 - 5 = 5\n5 - 5 = 0\n#### 0", True),
+    ("14 - 7 = 7\n7 - 7 = 0\n#### 0", False),
+    ("14 - 5 = 8\n8 - 4 = 4\n4 - 4 = 0\n#### 0", False),
+    ("14 - 5 = 9\n9 - 5 = 4\n#### 0", False),
+    ("14 - 5 = 9\n9 - 5 = 4\n4 - 4 = 0\n#### 4", False),
+    ("13 - 4 = 9\n9 - 9 = 0\n#### 0", False),
+    ("14 - 5 = 9\n10 - 5 = 5\n5 - 5 = 0\n#### 0", False),
+    ("#### 0", False),
+    ("", False),
+])
+def test_change_takes_any_payment_of_the_amount_and_no_other(text: str, right: bool):
+    facts = {"metadata": [{"amount": 14, "coins": [4, 5, 9]}] * 2, "finished": [True, False]}
+    assert score(responses=[text] * 2, **facts) == [float(right), 0.0]
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"name": "residue"}, "name is 'residue', expected one of residues, .*did you mean residues"),
+    ({"name": "gcd", "larges": 9}, "larges: the task gcd has largest; did you mean largest"),
+    ({"name": "gcd", "largest": 9}, "gcd gave 36 different problems, fewer than the 110"),
+    ({"name": "gcd", "largest": 1}, "the task gcd does not take them"),
+    ({"name": "chain", "step_noise": 1.5}, r"step_noise is 1.5, expected a number in \[0, 1\]"),
+    ({"name": "chain", "test_problems": 0}, "test_problems is 0, expected at least 1"),
+    ({"name": "residues", "modulus": 1}, "modulus is 1, expected at least 2"),
+])
+def test_wrong_settings_are_errors_that_name_the_key(settings, message: str):
+    with pytest.raises(UserError, match=message):
+        make(**{**SIZES, **settings})
+
+
+def test_the_warm_up_pays_with_the_fewest_coins():
+    for item in islice(change(Mistakes("change", 0, 0, 0, 0), random.Random(0)), 100):
+        amount, coins = item.metadata["amount"], item.metadata["coins"]
+        payments = (paid for number in range(1, 9) for paid in combinations_with_replacement(coins, number))
+        fewest = len(next(payment for payment in payments if sum(payment) == amount))
+        assert item.warmup.count(" - ") == fewest == fewest_coins(amount, coins) and 3 <= fewest <= 6
+    assert fewest_coins(6, [4, 5, 9]) is None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_shipped_task_has_as_many_problems_as_its_config_asks_for(name: str):
+    arguments = compose_run(f"study/{name}", []).data.source_args
+    made = make(**arguments)
+    assert len(made["test"]) == arguments["test_problems"] and len(made["warmup"]) == arguments["warmup_problems"]

@@ -1,0 +1,221 @@
+"""A study's file, its cells, and its table."""
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
+from nemo_edo.config.shipped import shipped_config_dir
+from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import Evaluation
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.study_file import read_study, study_file
+from nemo_edo.run.study_status import changed_cells, composed, cpu_hours_left, status_lines, unfinished
+from nemo_edo.run.study_table import (
+    COLUMNS,
+    append_rows,
+    cell_of,
+    cell_rows,
+    config_digest,
+    locked,
+    read_rows,
+    stopped_row,
+)
+
+SETTINGS = {
+    "name": "two",
+    "seeds": [1, 2],
+    "tasks": {"sums": {"config": "study/sums"}, "gcd": {"config": "study/gcd", "settings": ["grpo.iterations=2"]}},
+    "arms": {
+        "grpo": {},
+        "clip_higher": {"arm": "grpo", "dose": "clip_high", "doses": [0.28, 0.4]},
+        "target": {"arm": "ed_grpo_floor", "settings": {"alpha": None, "exploration_coefficient": 0.1},
+                   "dose": "log_ratio_floor", "doses": [-0.2]},
+    },
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    def write(**changes):
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump({**SETTINGS, "output_dir": str(tmp_path), **changes}, sort_keys=False))
+        return read_study(path)
+
+    return write
+
+
+def row(cell, **values) -> dict:
+    named = dict(zip(("task", "arm", "dose", "seed"), map(str, cell.key), strict=True))
+    return {**dict.fromkeys(COLUMNS, ""), **named, "cpu_seconds": "36", **values}
+
+
+def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_dose(written):
+    study = written()
+    assert [cell.key for cell in study.cells][:5] == [
+        ("sums", "grpo", "", 1), ("sums", "clip_higher", "0.28", 1), ("sums", "clip_higher", "0.4", 1),
+        ("sums", "target", "-0.2", 1), ("gcd", "grpo", "", 1)]
+    assert len({cell.name for cell in study.cells}) == len(study.cells) == 2 * 2 * 4
+    by_key = {cell.key: composed(study, cell) for cell in study.cells if cell.seed == 2 and cell.task == "gcd"}
+    [clipped] = arm_configs(by_key["gcd", "clip_higher", "0.4", 2]).values()
+    assert (clipped.clip_high, clipped.iterations, clipped.exploration_weight) == (0.4, 2, 0)
+    assert by_key["gcd", "grpo", "", 2].seed == 2
+
+
+def test_an_arms_settings_and_nested_doses_reach_it(written):
+    settings = {"alpha": None, "exploration_coefficient": 0.1, "schedule.kind": "entropy"}
+    study = written(arms={"target": {"arm": "ed_grpo_floor", "settings": settings,
+                                     "dose": "schedule.entropy_target", "doses": [0.2]}})
+    [arm] = arm_configs(composed(study, study.cells[0])).values()
+    assert (arm.exploration_weight, arm.schedule.kind, arm.schedule.entropy_target) == (0.1, "entropy", 0.2)
+
+
+def test_the_start_trains_no_arm_and_has_the_warm_up_of_its_cells(written):
+    study = written()
+    start, cell = composed(study, study.start("gcd", 2)), composed(study, study.cells[-1])
+    assert not start.arms and start.algorithm == "sft"
+    same = ("seed", "threads", "model", "precision", "parallelism", "lora", "data", "sft", "evaluation", "sampling")
+    assert all(getattr(start, name) == getattr(cell, name) for name in same)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"task": {}}, "unknown key task; did you mean tasks"),
+    ({"tasks": {"sums": {"confg": "x"}}}, "unknown key tasks.sums.confg; did you mean config"),
+    ({"tasks": {"sums": {}}}, "tasks.sums.config is missing"),
+    ({"tasks": {}}, "tasks is empty"),
+    ({"tasks": {"a/b": {"config": "x"}}}, "'a/b' names no task or arm"),
+    ({"arms": {"warmup": {}}}, "and not warmup"),
+    ({"arms": {"grpo": {"dose": "clip_high"}}}, "arms.grpo: dose and doses: give both"),
+    ({"arms": {"grpo": {"dose": "clip_high", "doses": ["1e-3"]}}}, "1e-3 needs its point"),
+    ({"arms": {"grpo": {"dose": "clip_high", "doses": [0.1, 0.1]}}}, "expected different numbers"),
+    ({"arms": {"grpo": {"doses": 0.1}}}, "arms.grpo.doses is 0.1, expected a list"),
+    ({"baselines": ["grop"]}, "baselines has 'grop', which is no arm; did you mean grpo"),
+    ({"seeds": [1, 1]}, "seeds is .1, 1., expected different whole numbers"),
+    ({"seeds": [-1]}, "of at least 0"),
+    ({"keep": "all"}, "keep is 'all', expected one of nothing, results, everything"),
+    ({"name": "a/b"}, "name is 'a/b', expected letters"),
+])
+def test_a_wrong_file_is_an_error_that_names_the_key(written, changes, message: str):
+    with pytest.raises(UserError, match=message):
+        written(**changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"tasks": {"sums": {"config": "study/sum"}}}, "sums,.*: no config named study/sum"),
+    ({"arms": {"grpoo": {}}}, "sums,grpoo,seed=1: .*no config grpoo in group arm"),
+    ({"arms": {"grpo": {"dose": "clip_hi", "doses": [0.3]}}}, "unknown key arms.grpo.clip_hi"),
+    ({"arms": {"several": {"arm": "controls"}}}, "a cell has one arm and a warm-up"),
+    ({"settings": ["sft.steps=0"]}, "a cell has one arm and a warm-up"),
+])
+def test_what_cannot_be_trained_is_refused_before_any_cell(written, changes, message: str):
+    with pytest.raises(ConfigError, match=message):
+        written(**{"seeds": [1], **changes}).check()
+
+
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match="no study dose; did you mean doses"):
+        study_file("dose")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(UserError, match="bad.yaml: not YAML"):
+        read_study(tmp_path / "bad.yaml")
+    (tmp_path / "bad.yaml").write_text("[]")
+    with pytest.raises(UserError, match="expected a mapping"):
+        read_study(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((shipped_config_dir() / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_studies_give_baselines_as_many_tries_as_any_arm_and_compose(path: Path):
+    study = read_study(path)
+    each_once = {name: replace(arm, doses=arm.doses[:1]) for name, arm in study.arms.items()}
+    replace(study, seeds=study.seeds[:1], arms=each_once).check()
+    tries = {name: len(arm.doses) for name, arm in study.arms.items() if arm.doses}
+    assert study.table.parent == Path("docs/studies") and len(set(tries.values())) <= 1
+
+
+def test_development_and_held_out_tasks_differ():
+    folder = shipped_config_dir() / "studies"
+    development = read_study(folder / "doses.yaml")
+    assert set(development.tasks) == {"sums", "chain"} and development.seeds == [1, 2]
+    tasks = {path.stem for path in (shipped_config_dir() / "study").glob("*.yaml")} - {"base"}
+    assert tasks == {"sums", "chain", "residues", "change", "gcd", "legs"}
+
+
+def test_a_finished_cell_is_one_that_the_table_has_whatever_folders_there_are(written):
+    study = written()
+    assert len(unfinished(study)) == len(study.cells) and cpu_hours_left(study) is None
+    done = study.cells[:4]
+    append_rows(study.table, [row(cell) for cell in done])
+    append_rows(study.table, [row(study.start("sums", 1), cpu_seconds="72")])
+    assert unfinished(study) == study.cells[4:]
+    # 12 cells of 36 s, and the three warm-ups that are missing, of 72 s
+    assert cpu_hours_left(study) == pytest.approx((12 * 36 + 3 * 72) / 3600)
+
+
+def test_cells_whose_settings_have_changed_since_are_named(written):
+    study = written(seeds=[1], tasks={"sums": SETTINGS["tasks"]["sums"]}, arms={"grpo": {}})
+    rows = [row(cell, config=config_digest(composed(study, cell))) for cell in study.cells]
+    append_rows(study.table, rows)
+    assert changed_cells(study) == []
+    other = replace(study, settings=["grpo.beta=0.02"])
+    assert changed_cells(other) == other.cells
+    assert "settings have changed since these were run: sums,grpo,seed=1" in status_lines(other)[-1]
+
+
+def test_the_digest_ignores_place_and_what_is_at_its_default_and_sees_all_else():
+    digests = [config_digest(compose_run("quickstart", overrides)) for overrides in (
+        [], ["name=other", "output_dir=there", "grpo.dual_clip=null"], ["seed=7"], ["arms.grpo.alpha=0.1"])]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_rows_of_a_cell_have_each_evaluation_and_temperature(written, tmp_path: Path):
+    study = written()
+    cell = study.cells[1]
+    folder, two = RunFolder(tmp_path / "run"), (np.array([1.0, 0.0]), np.ones(2))
+    metrics = {"accuracy": two, "vote@2": two, "vote@10": (np.ones(2), np.ones(2)), "vote@10/t0.6": two,
+               "accuracy/best": (np.ones(2), np.ones(2)), "best_temperature": (np.full(2, 0.6), np.ones(2))}
+    folder.write_evaluation(Evaluation("grpo", ("a", "b"), {"accuracy": two}), 3)
+    folder.write_evaluation(Evaluation("grpo", ("a", "b"), metrics))
+    cfg = composed(study, cell)
+    rows = cell_rows(cell, folder, "grpo", cfg, 12.34, "abc+")
+    shown = [(one["iteration"], one["temperature"], one["accuracy"], one["vote"]) for one in rows]
+    assert shown == [("3", "1", "0.50000", ""), ("15", "1", "0.50000", "1.00000"), ("15", "0.6", "", "0.50000"),
+                     ("15", "best", "1.00000", "")]
+    assert {(cell_of(one), one["cpu_seconds"], one["commit"], one["problems"]) for one in rows} == {
+        (cell.key, "12.3", "abc+", "2")}
+    assert rows[1]["best_temperature"] == "0.60000" and rows[1]["config"] == config_digest(cfg)
+    append_rows(study.table, [*rows, stopped_row(cell, cfg, 1.0, "abc", "not\nfinite")])
+    assert read_rows(study.table)[:-1] == rows and read_rows(study.table)[-1]["note"] == "not finite"
+
+
+HEADER = ",".join(COLUMNS)
+
+
+@pytest.mark.parametrize("text", ["task,arm\n", f"{HEADER}\nsums,grpo\n", f"{HEADER}\n" + "x," * 20])
+def test_a_damaged_table_is_an_error_that_names_the_file(tmp_path: Path, text: str):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UserError, match="t.csv"):
+        read_rows(tmp_path / "t.csv")
+
+
+def hold(path: Path, held, let_go) -> None:
+    with locked(path):
+        held.set()
+        let_go.wait(30)
+
+
+def test_a_cell_is_one_processes_until_that_ends(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    held, let_go = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path / "lock", held, let_go))
+    other.start()
+    assert held.wait(30)
+    with locked(tmp_path / "lock", wait=False) as mine:
+        assert not mine
+    other.kill()  # a killed process holds nothing
+    other.join()
+    with locked(tmp_path / "lock", wait=False) as mine:
+        assert mine

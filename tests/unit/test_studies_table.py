@@ -1,0 +1,60 @@
+"""The tables of docs/studies.md are those of the committed CSV files."""
+
+from dataclasses import replace
+
+import studies_table
+from studies_table import PAGE, by_seed, difference, mean, studies, with_tables
+
+from nemo_edo.run.study_table import COLUMNS
+
+
+def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
+    return {**dict.fromkeys(COLUMNS, ""), "task": "t", "arm": arm, "seed": str(seed), "iteration": "15",
+            "temperature": "1", "vote": str(vote), **values}  # fmt: skip
+
+
+def test_every_table_of_the_page_is_computed_from_the_files():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page, studies()) == page, "run python tools/docs/studies_table.py"
+
+
+def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_evaluation():
+    rows = [row("grpo", 1, 0.5), row("grpo", 2, 0.7), row("grpo", 3, 0.9), row("other", 1, 0.6), row("other", 2, 0.9),
+            row("grpo", 1, 0.0, iteration="3"), row("other", 1, 0.0, temperature="0.6"),
+            row("other", 3, 0.0, note="stopped")]
+    found = by_seed(rows)
+    assert (mean(found["grpo", ""], "vote"), mean(found["other", ""], "vote")) == ("0.700", "0.750")
+    # +0.1 and +0.2: 0.15 with Student's t at one degree of freedom, 12.706 x 0.05
+    assert difference(found, ("other", ""), "vote") == "+0.150 [-0.485, +0.785]"
+    assert difference(found, ("grpo", ""), "vote") == difference(found, ("warmup", ""), "vote") == ""
+
+
+def test_the_state_counts_cells_and_hours(monkeypatch, tmp_path):
+    [study] = [one for one in studies() if one.name == "doses"]
+    monkeypatch.setattr(studies_table, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = studies_table.state(study, [row("grpo", 1, 0.5, task="sums", cpu_seconds="36")])
+    each = len(study.cells) // len(study.tasks)
+    assert f"| sums | 0 of {each} | 0.01 | 36 |" in text and "unknown before the first cell" in text
+
+
+def test_the_complete_dose_with_the_best_votes_at_the_best_temperature_is_chosen():
+    [study] = [one for one in studies() if one.name == "doses"]
+    study = replace(study, seeds=[1, 2])
+    rows = [row("entropy_bonus", seed, vote, task=task, dose=dose, temperature=temperature)
+            for task in study.tasks for seed in (1, 2)
+            for dose, temperature, vote in (("0.01", "1", 0.9), ("0.01", "best", 0.5), ("0.03", "1", 0.1),
+                                            ("0.03", "best", 0.5 + 0.1 * seed))]  # fmt: skip
+    rows.append(row("entropy_bonus", 1, 0.9, task="sums", dose="0.1", temperature="best"))
+    assert studies_table.choice_table(rows, study).splitlines()[2:] == ["| entropy_bonus | 0.03 | 0.650 | 2 of 3 |"]
+    assert studies_table.choice_table(rows[-1:], study) is None
+
+
+def test_the_paper_s_claims_follow_the_tables_of_the_tasks(monkeypatch):
+    [study] = [one for one in studies() if one.name == "doses"]
+    rows = [row(arm, seed, vote, task="sums", dose=dose, entropy="0.3", distinct_4_pooled="0.1", cpu_seconds="1")
+            for seed in (1, 2) for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.01", 0.6))]  # fmt: skip
+    monkeypatch.setattr(studies_table, "read_rows", lambda path: rows)
+    state, of_sums, claims = studies_table.tables(study)
+    assert "| sums: arm, dose | seeds |" in of_sums and "+0.100 [+0.100, +0.100] |" in of_sums
+    assert "| sums | ED-GRPO | votes gain at moderate alpha |" in claims

@@ -1,0 +1,147 @@
+"""The tables of docs/studies.md that come from the studies' CSV files.
+
+    python tools/docs/studies_table.py
+
+For each study of conf/studies/: which of its cells are done, and for each task every arm and dose, with the mean over
+seeds and the difference in votes from GRPO of the same seed. The tests compare the page with what this gives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+from generated import between_markers
+from report_tables import markdown
+
+from nemo_edo.config.shipped import shipped_config_dir
+from nemo_edo.evaluation.results import START, seeds_interval
+from nemo_edo.report.claims import findings
+from nemo_edo.report.claims import markdown as claims_table
+from nemo_edo.run.study_file import Study, read_study
+from nemo_edo.run.study_status import cpu_hours_left, unfinished
+from nemo_edo.run.study_table import Row, cell_of, read_rows
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "studies.md"
+SHOWN = {
+    "greedy_accuracy": "greedy accuracy",
+    "accuracy": "sampled accuracy",
+    "vote": "vote@10",
+    "pass": "pass@10",
+    "distinct_4": "Distinct-4",
+    "entropy": "entropy (nats)",
+}
+BASELINE = "grpo"
+Arm = tuple[str, str]
+"""(name, dose)"""
+BySeed = dict[Arm, dict[int, Row]]
+
+
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- begin: {name}, by tools/docs/studies_table.py -->", f"<!-- end: {name} -->"
+
+
+def with_tables(page: str, studies: list[Study]) -> str:
+    """The page with all tables; raises ValueError where it lacks a study's markers."""
+    for study in studies:
+        page = between_markers(page, *markers(study.name), "\n\n".join(tables(study)) + "\n")
+    return page
+
+
+def studies() -> list[Study]:
+    return [read_study(path) for path in sorted((shipped_config_dir() / "studies").glob("*.yaml"))]
+
+
+def tables(study: Study) -> list[str]:
+    """The state of the study, a table for each task with results, the doses that would be chosen, and the paper's
+    claims."""
+    wanted = {cell.key for cell in study.cells} | {
+        study.start(task, seed).key for task in study.tasks for seed in study.seeds
+    }
+    rows = [row for row in read_rows(ROOT / study.table) if cell_of(row) in wanted]
+    found = [state(study, rows)]
+    for task in study.tasks:
+        of_task = [row for row in rows if row["task"] == task]
+        if of_task:
+            found.append(task_table(task, of_task, study))
+    if all(len(arm.doses) < 2 for arm in study.arms.values()):  # nothing to choose, and no curve over doses
+        return found
+    choice, claims = choice_table(rows, study), findings(rows)
+    return [*found, *([choice] if choice else []), *([claims_table(claims)] if claims else [])]
+
+
+def state(study: Study, rows: list[Row]) -> str:
+    left, hours = unfinished(study), cpu_hours_left(study)
+    lines = []
+    for task in study.tasks:
+        cells = [cell for cell in study.cells if cell.task == task]
+        done = len(cells) - sum(cell.task == task for cell in left)
+        spent = {cell_of(row): float(row["cpu_seconds"]) for row in rows if row["task"] == task}
+        trained = [cost for key, cost in spent.items() if key[1] != START]
+        each = f"{fmean(trained):.0f}" if trained else ""
+        lines.append([task, f"{done} of {len(cells)}", f"{sum(spent.values()) / 3600:.2f}", each])
+    remaining = "unknown before the first cell" if hours is None else f"about {hours:.1f}"
+    table = markdown(["task", "cells done", "CPU hours used", "CPU seconds per cell"], lines)
+    return f"{table}\n\nCPU hours that are left: {remaining if left else 'none'}."
+
+
+def by_seed(rows: list[Row], temperature: str = "1") -> BySeed:
+    """The last evaluation of each arm, dose and seed, at a temperature."""
+    found: BySeed = defaultdict(dict)
+    for row in rows:
+        if row["temperature"] == temperature and not row["note"]:
+            earlier = found[row["arm"], row["dose"]].get(int(row["seed"]))
+            if earlier is None or int(earlier["iteration"]) <= int(row["iteration"]):
+                found[row["arm"], row["dose"]][int(row["seed"])] = row
+    return found
+
+
+def task_table(task: str, of_task: list[Row], study: Study) -> str:
+    found, tuned = by_seed(of_task), by_seed(of_task, "best")
+    order = [(START, ""), *dict.fromkeys((cell.arm, cell.dose) for cell in study.cells)]
+    rows = []
+    for arm in (one for one in order if one in found):
+        means = [mean(found[arm], metric) for metric in SHOWN]
+        votes = [mean(tuned[arm], "vote"), difference(found, arm, "vote")]
+        rows.append([f"{arm[0]} {arm[1]}".strip(), str(len(found[arm])), *means, *votes])
+    heads = [f"{task}: arm, dose", "seeds", *SHOWN.values(), "vote@10 at the best temperature", "vote@10 minus GRPO's"]
+    return markdown(heads, rows)
+
+
+def choice_table(rows: list[Row], study: Study) -> str | None:
+    """Each arm's dose with the highest vote@10 at the best temperature, meaned over seeds and then tasks, among the
+    doses whose cells are all done; None where no arm has one."""
+    found = {task: by_seed([row for row in rows if row["task"] == task], "best") for task in study.tasks}
+    scores: dict[str, dict[str, float]] = defaultdict(dict)
+    for arm, dose in dict.fromkeys((cell.arm, cell.dose) for cell in study.cells):
+        seeds = [found[task].get((arm, dose), {}) for task in study.tasks]
+        if all(set(of_task) == set(study.seeds) for of_task in seeds):
+            scores[arm][dose] = fmean(fmean(float(row["vote"]) for row in of_task.values()) for of_task in seeds)
+    lines = []
+    for arm, of_dose in scores.items():
+        best = max(of_dose, key=of_dose.__getitem__)
+        lines.append([arm, best, f"{of_dose[best]:.3f}", f"{len(of_dose)} of {len(study.arms[arm].doses) or 1}"])
+    return markdown(["arm", "best dose", "vote@10 at the best temperature", "doses done"], lines) if lines else None
+
+
+def mean(rows: dict[int, Row], metric: str) -> str:
+    values = [float(row[metric]) for row in rows.values() if row[metric]]
+    return f"{fmean(values):.3f}" if values else ""
+
+
+def difference(found: BySeed, arm: Arm, metric: str) -> str:
+    """Paired by seed, with Student's t interval from two seeds on."""
+    baseline = found.get((BASELINE, ""), {})
+    if arm[0] in (START, BASELINE) or not baseline:
+        return ""
+    apart = [float(row[metric]) - float(baseline[seed][metric]) for seed, row in found[arm].items() if seed in baseline]
+    if len(apart) < 2:
+        return f"{apart[0]:+.3f}" if apart else ""
+    interval = seeds_interval(metric, apart, differences=True)
+    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), studies()), encoding="utf-8")
