@@ -1,4 +1,4 @@
-"""The loss layer on a GPU: its Triton kernels compiled, and both heads with them.
+"""The loss layer on a GPU: both heads with their compiled kernels (which test_selftest_checks.py tries by themselves).
 
 Needs torch and Triton alone. Written on a machine without CUDA, where it is skipped and the kernels run in Triton's
 interpreter (tests/unit/parallel/test_kernels.py): until it has been run on one, take its tolerances as estimates.
@@ -7,7 +7,6 @@ interpreter (tests/unit/parallel/test_kernels.py): until it has been run on one,
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kernel_cases
 
 from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 
@@ -19,15 +18,6 @@ UNSPLIT = {"vocab_start": 0, "group": None}
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
-def test_results_and_gradients_of_the_kernels_are_those_of_fp64():
-    too_far = {case: pair for case, pair in kernel_cases.errors("cuda").items() if not pair[0] <= pair[1]}
-    assert not too_far
-
-
-def test_a_nan_logit_is_not_hidden_by_the_kernels():
-    assert kernel_cases.nan_is_not_hidden("cuda")
 
 
 def passed(head, dtype: torch.dtype) -> list[torch.Tensor]:

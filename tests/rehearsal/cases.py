@@ -1,0 +1,349 @@
+"""What the rehearsal computes, on the CPU and on the pretended GPU alike. Run by a WorkerPool, which has no Megatron
+before a case asks for it; results are on the CPU."""
+
+import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from helpers import tiny_models
+from helpers.training_settings import ED_GRPO, EXPLORES, GRPO, IDPO, LORA, OPTIMIZER, SFT, TEMPERATURE, as_pairs
+
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.types import GenerationRequest, SamplingParams, TrainingBatch
+
+TRAINING = {
+    "sft": SFT,
+    "grpo": GRPO,
+    "ed-grpo": ED_GRPO,
+    "eto": IDPO,
+    "ed-idpo": replace(IDPO, **EXPLORES),
+    # Every part of the loss that makes new tensors.
+    "clip-cov": replace(GRPO, covariance_control="clip-cov", covariance_share=0.2, clip_cov_low=-9.0, clip_cov_high=9.0,
+                        sampler_correction="tis", entropy_coefficient=0.02),
+    "kl-cov": replace(ED_GRPO, covariance_control="kl-cov", covariance_share=0.2, dual_clip=3.0,
+                      sampler_correction="icepop", importance_sampling_level="sequence"),
+}  # fmt: skip
+STEPS = 2
+
+
+def batch(algorithm: str, seed: int) -> TrainingBatch:
+    """Six rows, some of which share prompts; pairs and single responses for preferences."""
+    rows = tiny_models.with_shared_prompts(tiny_models.random_batch(rows=6, seed=seed), {1: 0, 4: 3, 5: 3})
+    generator = torch.Generator().manual_seed(seed)
+    old, ref = (-4 + torch.randn(rows.mask.shape, generator=generator) for _ in range(2))
+    rows = rows.with_fields(old_logprobs=old * rows.mask, ref_logprobs=ref * rows.mask)
+    if algorithm in ("eto", "ed-idpo"):
+        return as_pairs(rows)
+    if TRAINING[algorithm] in (TRAINING["clip-cov"], TRAINING["kl-cov"]):
+        return rows.with_fields(sampler_logprobs=(old + 0.1 * ref) * rows.mask)
+    return rows
+
+
+def build(folder: Path, training, *, parallelism=None, precision=None, lora=False, attention="auto", loss_head="auto"):
+    from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+
+    kinds = {type(SFT): MegatronGPTSFTModel, type(GRPO): MegatronGPTGRPOModel, type(IDPO): MegatronGPTDPOModel}
+    config = model_config(
+        folder, parallelism=ParallelismConfig(**(parallelism or {})), precision=PrecisionConfig(**(precision or {})),
+        seed=0, training=training, lora=LORA if lora else None, temperature=TEMPERATURE, attention=attention,
+        loss_head=loss_head,
+    )  # fmt: skip
+    return kinds[type(training)](config)
+
+
+def steps(folder: Path, algorithm: str, settings: dict | None = None, brief: bool = False, **how) -> dict:
+    """Metrics, the first step's gradients, log-probabilities and the weights of two steps. settings: of the training,
+    in place of the algorithm's. brief: one step and no more; Triton's interpreter is slow. how: as for ``build``."""
+    training = replace(TRAINING[algorithm], **(settings or {}))
+    model = build(folder, training, **how)
+    explores = algorithm != "sft"
+    if explores:
+        model.freeze_reference()
+    model.start_training(8)
+    found: dict = {"metrics": []}
+    for seed in range(1 if brief else STEPS):
+        rows = batch(algorithm, seed)
+        if explores:
+            rows = rows.with_fields(ref_logprobs=model.reference_logprobs(rows))
+            found |= {f"reference {seed}": rows.ref_logprobs, "reference's norm": norm(model.reference or [])}
+        if algorithm in ("clip-cov", "kl-cov"):
+            rows = with_selected(model, rows)
+        model.prepare_for_training_step()
+        loss, metrics = model.get_loss_and_metrics(rows, forward_only=False)
+        if seed == 0:
+            found["gradients"] = tiny_models.exported_gradients(model.policy)
+        metrics |= model.finish_training_step(loss)
+        if explores and seed == 0 and not brief:
+            metrics["ratio"] = model.exploration_gradient_ratio(rows)
+        found["metrics"].append(metrics)
+    found["weights"], found["finite"] = tiny_models.exported(model.policy), model.policy.is_finite()
+    # Copied by the host at once, as in ``norm``.
+    found["logprobs"], found["entropies"] = (part.clone() for part in model.logprobs(batch(algorithm, STEPS)))
+    if explores and model.reference is not None:  # with LoRA it is the model without its adapters
+        found["reference is"] = sorted({"pinned" if part.is_pinned() else part.device.type for part in model.reference})
+    if brief:
+        return found
+    model.prepare_for_validation_step()
+    found["validation"] = model.validation_step(rows)
+    return found | (moved_reference(model, rows) if explores else {})
+
+
+def norm(weights: list[torch.Tensor]) -> float:
+    """Read by the host at once: what the GPU still writes is not there yet."""
+    return math.hypot(*(float(part.float().norm()) for part in weights))
+
+
+def with_selected(model, rows: TrainingBatch) -> TrainingBatch:
+    """As algorithms/ selects tokens for a covariance control."""
+    from nemo_edo.losses import kl_cov_selection, token_covariances
+
+    covariances = token_covariances(model.logprobs(rows)[0], rows.advantages, rows.mask)
+    return rows.with_fields(selected=kl_cov_selection(covariances, rows.mask, share=0.2).float())
+
+
+def moved_reference(model, rows: TrainingBatch) -> dict:
+    """What the reference gives once it has moved."""
+    if model.reference is None:
+        return {}
+    model.move_reference("ema", 0.5)
+    moved = model.reference_logprobs(rows)
+    model.move_reference("previous", 0.5)
+    return {"ema": moved, "previous": model.reference_logprobs(rows)}
+
+
+def reloaded_reference(folder: Path, out: Path) -> list[torch.Tensor]:
+    """Log-probabilities of a resident reference that has moved: as it was, and read from a checkpoint."""
+    from nemo_edo.megatron import checkpoint
+
+    model = build(folder, replace(TRAINING["ed-idpo"], reference_placement="resident"))
+    model.freeze_reference()
+    model.start_training(8)
+    for seed in range(STEPS):
+        rows = batch("ed-idpo", seed)
+        model.train_step(rows.with_fields(ref_logprobs=model.reference_logprobs(rows)))
+    checkpoint.save(model.policy, out, reference=model.reference)
+    found = []
+    for reference in (model.reference, checkpoint.load_reference(model.policy, out)):
+        model.reference = reference
+        model.move_reference("ema", 0.5)
+        found.append(model.reference_logprobs(rows).clone())
+    return found
+
+
+def bare_steps(folder: Path, **how) -> dict:
+    """``steps`` of ED-GRPO, and what the model computes with."""
+    from nemo_edo.megatron.implementations import kernels
+
+    return {**steps(folder, "ed-grpo", brief=True, **how), "kernels": kernels(build(folder, GRPO).built.chunks)}
+
+
+def sampled(folder: Path, stop: tuple[str, ...] = (), **how) -> dict:
+    """Responses to prompts of several lengths, some of which occur more than once."""
+    policy = build(folder, GRPO, **how).policy
+    engine = tiny_models.build_engine(policy, stop_ids=range(1, 12), max_batch_size=6)
+    prompts = [(20, 21, 22), (30,), (20, 21, 40, 41, 42), (50, 51)]
+    requests = [GenerationRequest(f"p{i}", s, prompt, 10 * i + s) for i, prompt in enumerate(prompts) for s in range(4)]
+    rollouts = engine.generate(requests, SamplingParams(TEMPERATURE, 0.9, 8, stop=stop))
+    return {"responses": [rollout.response_ids for rollout in rollouts],
+            "stops": [(rollout.finished, rollout.stop) for rollout in rollouts],
+            "logprobs": torch.tensor([value for rollout in rollouts for value in rollout.response_logprobs])}
+
+
+def decoded_and_trained(folder: Path) -> bool:
+    """Both with as many rows of as many tokens."""
+    model = build(folder, TRAINING["sft"], precision={"dtype": "bf16"})
+    requests = [GenerationRequest("p", row, (20 + row, *range(30, 43)), row) for row in range(2)]
+    tiny_models.build_engine(model.policy).generate(requests, SamplingParams(TEMPERATURE, 1.0, 2))
+    model.start_training(2)
+    tokens = torch.randint(2, 128, (2, 15), generator=torch.Generator().manual_seed(0))
+    return math.isfinite(model.train_step(TrainingBatch(tokens, torch.ones(2, 14)))["grad_norm"])
+
+
+def resumed(models: Path, out: Path, precision: str, parallelism: dict, lora: bool = False) -> dict:
+    """A policy with other weights that resumes from a checkpoint, and the one that wrote it."""
+    from nemo_edo.megatron import checkpoint
+
+    how = {"precision": {"dtype": precision}, "parallelism": parallelism, "lora": lora}
+    saved, loaded = (build(models / name, TRAINING["sft"], **how).policy for name in ("plain", "other"))
+    for policy in (saved, loaded):
+        policy.reset_optimizer(OPTIMIZER, total_steps=8)
+    tiny_models.train_sft(saved, [0, 1])
+    checkpoint.save(saved, out, with_optimizer=True)
+    checkpoint.load(loaded, out, with_optimizer=True)
+    return {"metrics": [tiny_models.train_sft(policy, [2, 3]) for policy in (saved, loaded)],
+            "weights": [tiny_models.exported(policy) for policy in (saved, loaded)]}
+
+
+def written(folder: Path, out: Path, **how) -> dict:
+    """A policy after a step, in a checkpoint and a Hugging Face folder; and how it continues."""
+    from nemo_edo.megatron import checkpoint
+    from nemo_edo.megatron.hf_export import export_hf_folder
+
+    model = build(folder, TRAINING["sft"], **how)
+    model.start_training(8)
+    model.train_step(batch("sft", 0))
+    checkpoint.save(model.policy, out / "checkpoint", with_optimizer=True, reference=model.policy.snapshot())
+    export_hf_folder(model.built, out / "exported")
+    return continued(model)
+
+
+def read(folder: Path, out: Path, **how) -> dict:
+    """The checkpoint of ``written``, which another kind of machine has written, and how it continues."""
+    from nemo_edo.megatron import checkpoint
+
+    model = build(folder, TRAINING["sft"], **how)
+    model.start_training(8)
+    checkpoint.load(model.policy, out / "checkpoint", with_optimizer=True)
+    reference = checkpoint.load_reference(model.policy, out / "checkpoint")
+    assert all(torch.equal(*pair) for pair in zip(reference, model.policy.snapshot(), strict=True))
+    return continued(model)
+
+
+def continued(model) -> dict:
+    """Weights and log-probabilities; and steps, with the weights that they lead to."""
+    found = {"weights": tiny_models.exported(model.policy), "logprobs": list(model.logprobs(batch("sft", 1)))}
+    metrics = [model.train_step(batch("sft", seed)) for seed in (2, 3)]
+    return {**found, "metrics": metrics, "trained": tiny_models.exported(model.policy)}
+
+
+class Runs:
+    """Its pickle makes a folder where it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return Path.mkdir, (self.folder,)
+
+
+def fp8_scales(folder: Path, out: Path) -> dict:
+    """Scales of a layer, before and after a checkpoint; and what is said of a checkpoint whose pickled scales run code,
+    and of one that lacks a weight."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.extensions.transformer_engine import TEDelayedScaling
+    from megatron.core.utils import get_model_config
+    from transformer_engine.common.recipe import Format
+
+    from nemo_edo.errors import UserError
+    from nemo_edo.megatron import checkpoint
+
+    saved, loaded = (build(folder, TRAINING["sft"]).policy for _ in range(2))
+    layer, other = (
+        [part for part in policy.chunks[0].modules() if hasattr(part, "fp8_meta")][-1] for policy in (saved, loaded)
+    )
+    recipe = TEDelayedScaling(get_model_config(saved.chunks[0]), Format.HYBRID)
+    layer.fp8_meta |= {"fp8_checkpoint": True, "recipe": recipe, "num_gemms": 1}
+    layer.init_fp8_meta_tensors(recipe)
+    scale = layer.fp8_meta["scaling_fwd"].scale
+    scale.copy_(torch.arange(3.0, 3.0 + len(scale)))
+    checkpoint.save(saved, out / "scales")
+    checkpoint.load(loaded, out / "scales")
+    found = {"saved": scale.tolist(), "loaded": other.fp8_meta["scaling_fwd"].scale.tolist()}
+
+    forged = torch.frombuffer(bytearray(pickle.dumps(Runs(out / "has run"))), dtype=torch.uint8)
+    with mock.patch.object(layer, "get_extra_state", lambda: forged):
+        checkpoint.save(saved, out / "forged")
+    save = dist_checkpointing.save
+    with mock.patch.object(dist_checkpointing, "save", lambda state, *rest, **how: save(lacking(state), *rest, **how)):
+        checkpoint.save(saved, out / "lacking")
+    said = []
+    for name in ("forged", "lacking"):
+        try:
+            checkpoint.load(loaded, out / name)
+        except UserError as error:
+            said.append(str(error))
+    return {**found, "said": said, "has run": (out / "has run").exists()}
+
+
+def lacking(state: dict) -> dict:
+    return {**state, "model0": {name: part for name, part in state["model0"].items() if "linear_fc2" not in name}}
+
+
+def guarded(folder: Path) -> dict:
+    """A step whose numbers are not finite, between two that are; and a weight that is not."""
+    from nemo_edo.losses import NotFinite
+
+    model = build(folder, TRAINING["ed-grpo"])
+    model.freeze_reference()
+    model.start_training(8)
+    reports = [model.train_step(batch("ed-grpo", 0))]
+    before = model.policy.snapshot()
+    broken = batch("ed-grpo", 1)
+    for field, number in (("advantages", math.nan), ("old_logprobs", -math.inf)):
+        values = getattr(broken, field).clone()
+        values.view(-1)[values.view(-1).nonzero()[0]] = number
+        reports.append(model.train_step(broken.with_fields(**{field: values})))
+
+    def refuses(logprobs, entropies, micro):
+        raise NotFinite("on purpose")
+
+    reports.append(model._train_step(batch("ed-grpo", 1), refuses, math.inf))
+    kept = all(map(torch.equal, before, model.policy.snapshot()))
+    reports.append(model.train_step(batch("ed-grpo", 2)))
+    finite = [model.policy.is_finite()]
+    with torch.no_grad():
+        next(iter(model.policy.chunks[0].parameters())).view(-1)[3] = math.nan
+    return {"reports": reports, "kept": kept, "finite": [*finite, model.policy.is_finite()]}
+
+
+def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
+    """What a precision builds: the modules' types, the weights' types, and Transformer Engine's recipe."""
+    from megatron.core.fp8_utils import get_fp8_recipe
+    from megatron.core.utils import get_model_config
+
+    from nemo_edo.megatron.implementations import kernels
+
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability):
+        model = build(folder, TRAINING["sft"], precision=settings)
+    model.start_training(2)
+    config = get_model_config(model.built.chunks[0])
+    return {
+        "kernels": kernels(model.built.chunks),
+        "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "devices": sorted({str(parameter.device) for parameter in model.parameters()}),
+        "recipe": type(get_fp8_recipe(config)).__name__ if config.fp8 else None,
+        "in bf16": [config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16],
+    }
+
+
+def released() -> list[int]:
+    """The bytes that servers find free (parallel/free_memory.py)."""
+    from nemo_edo.parallel.free_memory import free_gpu_memory
+
+    return free_gpu_memory()
+
+
+def linked(folder: Path) -> dict:
+    """Where the tensors are that a refit hands to NCCL, and their names."""
+    from nemo_edo.refit import nccl
+
+    sent = []
+
+    class Communicator:
+        def __init__(self, *_, **__) -> None:
+            pass
+
+        def all_reduce(self, tensor, check) -> None:
+            sent.append((str(tensor.device), tensor.is_contiguous(), None))
+
+        def broadcast(self, tensor, check) -> None:
+            sent.append((str(tensor.device), tensor.is_contiguous(), tensor.cpu()))
+
+    class Library:
+        def unique_id(self) -> bytes:
+            return b"id"
+
+    policy = build(folder, TRAINING["sft"]).policy
+    link = nccl.NCCLLink(Library(), torch.device("cuda", 0), torch.cuda.current_stream, 1.0)
+    with mock.patch.object(nccl, "Communicator", Communicator):
+        link.join(2, lambda: None)
+    names = []
+    for name, tensor in nccl.exported(policy.built)():
+        names.append(name)
+        link.broadcast(tensor, lambda: None)
+    link.broadcast(torch.arange(6.0).view(2, 3).t(), lambda: None)  # as Bridge gives weights that it has moved
+    return {"sent": sent, "names": names}

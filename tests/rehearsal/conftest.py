@@ -1,0 +1,82 @@
+"""Processes with the pretended GPU, and without it, for the whole session."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers.tiny_models import write_tiny_model
+from helpers.worker_pool import WorkerPool
+
+from .prepare import NotHere, environment
+
+CASES = "rehearsal.cases"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.slow)
+
+
+def pretended(**settings: bool) -> dict[str, str]:
+    try:
+        return environment(**settings)
+    except NotHere as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def gpu_environment() -> dict[str, str]:
+    return pretended()
+
+
+@pytest.fixture(scope="session")
+def gpu(gpu_environment) -> Iterator[WorkerPool]:
+    """A process with the pretended GPU and Transformer Engine."""
+    with WorkerPool(1, environment=gpu_environment, lasting=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_gpus(gpu_environment) -> Iterator[WorkerPool]:
+    """Two processes, each with one."""
+    with WorkerPool(2, environment=gpu_environment, lasting=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def bare_gpu() -> Iterator[WorkerPool]:
+    """A process with the pretended GPU, and without Transformer Engine."""
+    with WorkerPool(1, environment=pretended(transformer_engine=False), lasting=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Iterator[WorkerPool]:
+    with WorkerPool(1, lasting=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_model(folder / "plain")
+    write_tiny_model(folder / "other", seed=1)
+    write_tiny_model(folder / "llama", "llama", tie_word_embeddings=True)
+    write_tiny_model(folder / "wide", hidden_size=256, intermediate_size=256, head_dim=64)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def on_cpu(cpu) -> Callable[..., dict]:
+    """What a case returns on the CPU, computed once for the same arguments."""
+    known: dict[str, object] = {}
+
+    def result(case: str, **arguments):
+        key = repr((case, sorted(arguments.items(), key=str)))
+        if key not in known:
+            known[key] = cpu.run(f"{CASES}:{case}", **arguments)[0]
+        return known[key]
+
+    return result

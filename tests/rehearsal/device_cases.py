@@ -1,0 +1,109 @@
+"""What the pretended device is asked, in a process that has it."""
+
+import torch
+import torch.nn.functional as F
+
+
+def answers() -> dict[str, str]:
+    """"done", or the error, by what is tried."""
+    here, there = torch.ones(4), torch.ones(4, device="cuda")
+    number, number_there = torch.tensor(2.0), torch.tensor(2.0, device="cuda")
+    index, index_there = torch.tensor([1]), torch.tensor([1], device="cuda")
+    matrix = torch.ones(4, 4, device="cuda")
+
+    def put(target, where, value):
+        target = target.clone()
+        target[where] = value
+
+    refused = {
+        "add": lambda: here + there,
+        "multiply in place": lambda: here.clone().mul_(there),
+        "a number changed in place": lambda: number.clone().add_(number_there),
+        "a vector and a number there": lambda: here * number_there,
+        "matrix product": lambda: matrix @ here,
+        "linear": lambda: F.linear(torch.ones(2, 4), matrix),
+        "where": lambda: torch.where(there > 0, there, here),
+        "stack": lambda: torch.stack([there, here]),
+        "stack of numbers": lambda: torch.stack([number, number_there]),
+        "cat": lambda: torch.cat([there, here]),
+        "gather": lambda: matrix.gather(0, torch.zeros(1, 4, dtype=torch.int64)),
+        "index of the host by the device": lambda: here[index_there],
+        "values of the host": lambda: put(there, torch.tensor([0, 1], device="cuda"), torch.ones(2)),
+        "scatter": lambda: there.clone().scatter_(0, index, there),
+        "masked scatter": lambda: there.masked_scatter(there > 0, here),
+        "embedding": lambda: F.embedding(index, matrix),
+        "equal": lambda: torch.equal(here, there),
+        "isin": lambda: torch.isin(there, here),
+        "searchsorted": lambda: torch.searchsorted(there, here),
+        "a generator of the host": lambda: torch.randn(3, device="cuda", generator=torch.Generator()),
+        "numpy": lambda: there.numpy(),
+        "gradient": lambda: (there.requires_grad_() * 2).backward(here),
+        "all_reduce": lambda: torch.distributed.all_reduce(here.clone()),
+        "broadcast": lambda: torch.distributed.broadcast(here.clone(), 0),
+        "another GPU": lambda: torch.cuda.set_device(1),
+    }
+    allowed = {
+        "a number of the host": lambda: there * number,
+        "a Python number": lambda: there * 2,
+        "copy": lambda: there.clone().copy_(here),
+        "to and back": lambda: there.cpu() + here,
+        "an index of the host": lambda: there[index],
+        "put at an index of the host": lambda: put(there, index, torch.ones(1, device="cuda")),
+        "a number put": lambda: put(there, index_there, number),
+        "tolist": lambda: there.tolist(),
+        "item": lambda: float(number_there) + number,
+        "all_reduce": lambda: torch.distributed.all_reduce(there.clone()),
+        "masked fill": lambda: there.masked_fill(there > 0, number),
+    }
+    return {f"refused: {name}": _tried(call) for name, call in refused.items()} | {
+        f"allowed: {name}": _tried(call) for name, call in allowed.items()
+    }
+
+
+def _tried(call) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"error: {error}"
+    return "done"
+
+
+def fresh_memory() -> bool:
+    return bool((torch.empty(100, device="cuda").abs() > 1e38).all())
+
+
+def late_copy() -> tuple[list[float], list[float], list[float]]:
+    """Pinned memory before and after the synchronisation, and memory that is not pinned."""
+    there = torch.tensor([1.0, 2.0], device="cuda")
+    pinned, plain = torch.zeros(2, pin_memory=True), torch.zeros(2)
+    plain.copy_(there, non_blocking=True)
+    pinned.copy_(there, non_blocking=True)
+    there.zero_()
+    before = pinned.tolist()
+    torch.cuda.synchronize()
+    return before, pinned.tolist(), plain.tolist()
+
+
+def same_numbers() -> bool:
+    """Views, slices written in place, attention and a backward pass."""
+    results = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 4, 6, 8, generator=generator).to(device).requires_grad_()
+        y = F.scaled_dot_product_attention(x, x.flip(2), x, is_causal=True).transpose(1, 2).flatten(2)
+        z = y.clone()
+        z[:, 1:3, ::2] *= 3
+        z.unfold(1, 2, 2)[0].mul_(2)
+        chosen = torch.gather(z.log_softmax(-1), -1, z.argmax(-1, keepdim=True))
+        (chosen.square().sum() + z[z > 0.5].sum()).backward()
+        results.append((z.detach().cpu(), x.grad.cpu()))
+    return all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(*results, strict=True))
+
+
+def kernel_with_a_tensor_of_the_host() -> str:
+    from nemo_edo.parallel import kernels
+    from nemo_edo.parallel.softmax_state import RunningSoftmax
+
+    logits = torch.zeros(2, 20, device="cuda")
+    softmax = RunningSoftmax.start(logits, 2, with_entropy=True)
+    return _tried(lambda: kernels.add_columns(softmax, logits, torch.zeros(2, dtype=torch.int64), 1.0))

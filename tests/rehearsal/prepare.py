@@ -1,0 +1,108 @@
+"""Makes the pretended machine: compiles its device and installs Transformer Engine's Python code, each once, in a cache
+folder of the user."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from peer_environment import UNREACHABLE
+
+MACHINE = Path(__file__).parent / "machine"
+ROOT = Path(__file__).parents[2]
+DEVICE = MACHINE / "device.cpp"
+REQUIREMENTS = ROOT / "requirements" / "rehearsal" / "no-deps.txt"
+COMPILE = ("g++", "-O0", "-std=c++20", "-shared", "-fPIC")
+
+# Transformer Engine would load its compiled extension from a file; ours is a Python module.
+EXTENSION_IN_PYTHON = """
+
+def load_framework_extension(framework):
+    import transformer_engine_torch
+"""
+
+
+class NotHere(Exception):
+    """What this machine lacks for the rehearsal."""
+
+
+def environment(*, transformer_engine: bool = True) -> dict[str, str]:
+    """The variables with which Python finds a GPU. Raises NotHere, and RuntimeError where a compiler or pip fails."""
+    path = [MACHINE, ROOT, ROOT / "tests", *([engine()] if transformer_engine else [])]
+    return {
+        "PRETENDED_CUDA": str(device()),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "NVTE_TORCH_COMPILE": "0",
+        "NVTE_PROJECT_BUILDING": "1",  # it looks for no libraries of CUDA
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def device() -> Path:
+    """The compiled device, which finds torch's libraries in the folder that it was compiled for: ten seconds."""
+    if shutil.which("g++") is None:
+        raise NotHere("no g++ to compile the pretended device with")
+    key = _key(DEVICE.read_bytes(), version("torch").encode(), str(_torch()).encode(), " ".join(COMPILE).encode())
+    return _cached(f"device-{key}", _compile) / "device.so"
+
+
+def engine() -> Path:
+    """A folder with Transformer Engine's Python code."""
+    key = _key(REQUIREMENTS.read_bytes(), EXTENSION_IN_PYTHON.encode())
+    return _cached(f"transformer_engine-{key}", _install)
+
+
+def _torch() -> Path:
+    return Path(find_spec("torch").origin).parent
+
+
+def _compile(folder: Path) -> None:
+    torch = _torch()
+    flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib",
+             f"-Wl,-rpath,{torch}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
+    _run([*COMPILE, DEVICE, "-o", folder / "device.so", *flags])
+
+
+def _install(folder: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    _run([*pip, "--no-deps", "--target", folder, "-r", REQUIREMENTS])
+    with (folder / "transformer_engine" / "common" / "__init__.py").open("a") as module:
+        module.write(EXTENSION_IN_PYTHON)
+
+
+def _run(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stdout + done.stderr
+        if UNREACHABLE.search(said):
+            raise NotHere("no package index to install Transformer Engine's Python code from")
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{said}")
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The cache's folder ``name``, which is there once it is complete."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_edo" / "rehearsal"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (cache / name).exists():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                (made := Path(folder) / name).mkdir()
+                make(made)
+                made.rename(cache / name)
+    return cache / name
+
+
+def _key(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
