@@ -1,1 +1,1 @@
-"""Runs on a Slurm cluster: job scripts, the health check of the nodes, and what each task does (docs/cluster.md)."""
+"""Runs on a Slurm cluster: job scripts, the health check of the nodes, and what each task does (docs/slurm.md)."""

@@ -13,6 +13,10 @@ from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete
 from nemo_edo.errors import UserError
 from nemo_edo.run.folder import LAUNCH, RunFolder
 from nemo_edo.run.sweep import plan_sweep, quoted, write_members
+from nemo_edo.utils.files import check_folder
+
+SELFTEST_LIMIT = "00:30:00"
+"""Slurm's --time of a selftest, which takes five minutes: with more, it would wait longer for its nodes."""
 
 
 def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, multirun: bool) -> Launch:
@@ -22,15 +26,36 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
     given = compose_incomplete(config_name, named, config_dir)[0].output_dir
     overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
     launch = _sweep(config_name, overrides, config_dir) if multirun else _run(config_name, overrides, config_dir)
+    _require_launchable(launch)
+    if not launch.waiting:
+        raise UserError(f"nothing is left to run: {launch.members[0].run} and all others are finished")
+    return launch
+
+
+def plan_selftest(
+    config_name: str, overrides: Sequence[str], config_dir: str | None, groups: Sequence[str] = ()
+) -> Launch:
+    """The job of ``nemo-edo selftest`` on every node that the config's job would have, servers' nodes too. Model and
+    data need not be given. groups: of checks; none: all. Raises as ``plan`` does."""
+    cfg, _ = compose_incomplete(config_name, list(overrides), config_dir)
+    nodes = cfg.cluster.nodes + cfg.cluster.server_nodes
+    once = {"requeues": 0, "chain": 1, "stop_before_s": 0, "time_limit": SELFTEST_LIMIT}
+    cluster = replace(cfg.cluster, nodes=nodes, server_nodes=0, **once)
+    folder = Path(cfg.output_dir).resolve() / "selftest"
+    only = ("--only", *groups) if groups else ()
+    member = Member("selftest", "", folder, ("selftest", "--folder", str(folder), *only))
+    launch = Launch("selftest", folder / LAUNCH, (member,), (0,), cluster, cfg.generation.servers.start_limit_s)
+    _require_launchable(launch)
+    return launch
+
+
+def _require_launchable(launch: Launch) -> None:
     _require_slurm(launch.cluster)
     if not str(launch.folder).isprintable() or "\\" in str(launch.folder):
         raise UserError(
             f"{str(launch.folder)!r}: Slurm takes only folders whose names have printable characters and no \\; choose "
             "another output_dir=... or name=..."
         )
-    if not launch.waiting:
-        raise UserError(f"nothing is left to run: {launch.members[0].run} and all others are finished")
-    return launch
 
 
 def _run(config_name: str, overrides: list[str], config_dir: str | None) -> Launch:
@@ -76,8 +101,12 @@ def launch(plan: Launch, *, dry_run: bool) -> str:
     """Submits a plan and says how to follow it; dry_run: returns its script and writes nothing."""
     if dry_run:
         return slurm.job_script(plan)
+    check_folder(plan.folder)
     slurm.write_snapshot(plan)
     jobs = slurm.submit(plan)
     lines = [f"submitted {', '.join(jobs)}: {plan.folder}/job.sh"]
     lines.append(f"logs: {plan.folder}/job_*.log, and of each process in {plan.folder}/attempts")
+    if plan.is_selftest:
+        table = f"{plan.folder}/attempts/0/{jobs[0]}.0/task_0.log"
+        lines.append(f"the selftest's table: {table}, and {plan.folder.parent}/selftest.json")
     return "\n".join(lines)

@@ -22,11 +22,13 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a job: its name, its resolved config, and the folder that it trains in."""
+    """One run of a job: its name, its resolved config, and the folder that it trains in. arguments: of ``nemo-edo``,
+    where they are not to train with the config."""
 
     name: str
     config: str
     run: Path
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Launch:
     """The folder of a sweep, which gets a report at its end."""
     describe: Callable[[], None] = lambda: None
     """Writes the files that describe a sweep's members."""
+
+    @property
+    def is_selftest(self) -> bool:
+        return self.members[0].arguments[:1] == ("selftest",)
 
 
 # --- scripts ------------------------------------------------------------------------------------------------------
@@ -196,13 +202,19 @@ def write_snapshot(launch: Launch) -> None:
     members.mkdir(parents=True, exist_ok=True)
     for place, member in enumerate(launch.members):
         (members / f"{place}.yaml").write_text(member.config, encoding="utf-8")
-        arguments = ["train", "--config-path", str(members), "--config-name", str(place)]
+        arguments = member.arguments or ("train", "--config-path", str(members), "--config-name", str(place))
         (members / f"{place}.json").write_text(json.dumps(arguments), encoding="utf-8")
+    for place in launch.waiting:  # what was finished under this name and is to run again, such as a selftest
+        (launch.folder / "finished" / str(place)).unlink(missing_ok=True)
     (launch.folder / "job.sh").write_text(job_script(launch), encoding="utf-8")
     if launch.sweep:
         names = {place: member.name for place, member in enumerate(launch.members)}
         (launch.folder / "members.json").write_text(json.dumps(names, indent=1), encoding="utf-8")
         (launch.folder / "report.sh").write_text(report_script(launch), encoding="utf-8")
+
+
+_NO_CLUSTER = "Could not establish a configuration source"
+"""What Slurm's commands say where there is neither a slurm.conf nor a server that has one."""
 
 
 def submit(launch: Launch) -> list[str]:
@@ -222,5 +234,7 @@ def _sbatch(script: Path, after: Sequence[str]) -> str:
     except FileNotFoundError as error:
         raise UserError(f"no sbatch on this machine: submit {script} from a node that has Slurm") from error
     if done.returncode:
-        raise UserError(f"sbatch refused {script}: {done.stderr.strip()}")
+        reason = done.stderr.strip()
+        alone = "; this machine belongs to no Slurm cluster: submit from a node of one" if _NO_CLUSTER in reason else ""
+        raise UserError(f"sbatch refused {script}: {reason}{alone}")
     return done.stdout.strip().partition(";")[0]

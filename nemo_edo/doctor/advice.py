@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nemo_edo.config import GRPOConfig, IDPOConfig, PrecisionConfig, RunConfig, SFTConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.memory import Memory
-from nemo_edo.doctor.workload import largest, micro_batch_tokens, trainings, workloads
+from nemo_edo.doctor.workload import counted_rows, largest, micro_batch_tokens, trainings, workloads
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
 
@@ -112,7 +112,7 @@ def _shorter_micro_batches(cfg: RunConfig, gpus: int) -> Change | None:
 
 
 def _fewer_rows_in_generation(cfg: RunConfig, gpus: int) -> Change | None:
-    rows = cfg.generation.max_batch_size // 2
+    rows = counted_rows(cfg) // 2
     if rows == 0:
         return None
     changed = replace(cfg, generation=replace(cfg.generation, max_batch_size=rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -86,8 +85,3 @@ def parse_gpus(text: str) -> list[Gpu]:
     """The GPUs in ``nvidia-smi``'s lines NAME, MIB, CAPABILITY."""
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
     return [Gpu(name, int(mebibytes) * 2**20, capability) for name, mebibytes, capability in rows]
-
-
-def host_bytes() -> int:
-    """The machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

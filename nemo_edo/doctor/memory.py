@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, replace
 
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
+from nemo_edo.generation.batch_size import FP32, decoding_bytes
 
-FP32 = 4
 OVERHEAD = int(3e9)
 """Assumed: CUDA's context, the workspaces of cuBLAS and Transformer Engine, NCCL's buffers."""
 CPU_OVERHEAD = int(1e9)
@@ -103,6 +103,11 @@ class Memory:
     def total(self) -> int:
         """The peak: in training or in generation, whichever needs more."""
         return self.always + max(self.activations + self.loss_layer, self.generation) + self.overhead
+
+    @property
+    def generating(self) -> int:
+        """The peak in generation."""
+        return self.always + self.generation + self.overhead
 
     @property
     def always(self) -> int:
@@ -317,10 +322,10 @@ def _micro_batches_in_flight(load: Workload, stage: int) -> int:
 
 
 def generation_bytes(load: Workload, stage: int) -> int:
-    """The key-value cache, one layer of it twice (rows that have ended leave it layer by layer), and the next tokens'
-    logits in fp32, twice, on the last stage."""
-    splits = load.parallelism
-    tensor = splits.tensor_model_parallel_size
-    layer = 2 * load.cached_positions * load.shape.key_width // tensor * load.bytes_per_number
-    logits = 2 * FP32 * load.generation_rows * load.shape.vocab_size if stage == load.stages - 1 else 0
-    return (load.layers + 1) * layer + logits if load.generation_rows else 0
+    """What decoding keeps; the logits are the last stage's."""
+    if not load.generation_rows:
+        return 0
+    number = FP32 if load.cpu else load.bytes_per_number
+    layer = 2 * load.cached_positions * load.shape.key_width // load.parallelism.tensor_model_parallel_size * number
+    logits = load.generation_rows * load.shape.vocab_size if stage == load.stages - 1 else 0
+    return decoding_bytes(cache=load.layers * layer, layer=layer, logits=logits)

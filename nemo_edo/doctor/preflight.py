@@ -17,16 +17,23 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.rewards.scorers import check_functions
 from nemo_edo.run.own_advantages import check_advantages
+from nemo_edo.run.tracking import check_names
+from nemo_edo.utils import host_memory
+from nemo_edo.utils.files import check_folder
 
 
 def preflight(cfg: RunConfig) -> RunConfig:
     """The config with the parallelism of this process's world (torchrun's, or one process).
 
-    Raises UserError for a number of processes that the config's splits do not divide, for files of problems or of the
-    model that are missing or damaged, and for a function of the user's that cannot be called.
+    Raises UserError for a number of processes that the config's splits do not divide, for a key that NeMo's exp_manager
+    does not have, for files of problems or of the model that are missing or damaged, for a function of the user's that
+    cannot be called, and where the run's folder cannot be made.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if os.environ.get("RANK", "0") == "0":
+        check_folder(Path(cfg.output_dir) / cfg.name)
     check_world(_alone(cfg).parallelism, world)
+    check_names(cfg.exp_manager)
     _check_problem_files(cfg)
     shape = _check_model(cfg)
     _check_own_code(cfg)
@@ -72,7 +79,7 @@ def _fitted(cfg: RunConfig, shape: ModelShape | None, world: int) -> RunConfig:
         return _alone(cfg)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = machine.gpus()
-    each = min(gpu.bytes for gpu in gpus) if gpus else machine.host_bytes() // local
+    each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
     return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
 
 

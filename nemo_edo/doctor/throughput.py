@@ -2,7 +2,7 @@
 
 Counts of floating-point operations and of bytes are exact for dense models but for what is small (norms, softmax); what
 share of the hardware's peak they reach is an assumption, named below, and fitted to two published runs
-(``tests/unit/doctor/test_throughput.py`` compares the estimates with these and with others; docs/scale.md).
+(``tests/unit/doctor/test_throughput.py`` compares the estimates with these and with others; docs/models.md).
 """
 
 from __future__ import annotations

@@ -3,18 +3,23 @@ trains nothing, its evaluation."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_edo.config import FUSED_FROM_COLUMNS, IDPOConfig, LoopConfig, RunConfig, SFTConfig
+from nemo_edo.config import FUSED_FROM_LOGITS, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.compose import arm_configs
+from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape, check_convertible, check_expected
 from nemo_edo.data.model_folder import read_fields
 from nemo_edo.data.packs import COPIES
 from nemo_edo.doctor.memory import Memory, Workload, all_stages
 from nemo_edo.errors import UserError
+from nemo_edo.generation.batch_size import MOST_ON_CPU
 
+COUNTED_ROWS = MOST_ON_CPU
+"""Rows of generation.max_batch_size=auto that estimates count at most; it takes as many as there is memory for."""
 ASSUMED_PROMPT = 200
 """Tokens of a prompt, where the problems are not at hand."""
 EVALUATION = "evaluation"
@@ -68,11 +73,11 @@ def workloads(
             precision=cfg.precision,
             lora=cfg.lora,
             data_parallel=ranks,
-            tokens=micro_batch_tokens(cfg, training),
+            tokens=(tokens := micro_batch_tokens(cfg, training)),
             copies=COPIES if training.share_prompts else None,
             reference=_reference(cfg, training) if explores else "none",
-            fused_loss=head == "fused" or (head == "auto" and columns >= FUSED_FROM_COLUMNS),
-            generation_rows=0 if cfg.generation.is_served else cfg.generation.max_batch_size,
+            fused_loss=head == "fused" or (head == "auto" and columns * tokens >= FUSED_FROM_LOGITS),
+            generation_rows=0 if cfg.generation.is_served else counted_rows(cfg),
             cached_positions=_cached_positions(cfg, ranks, tested, shares_prompts=cpu),
             cpu=cpu,
             trains=bool(trained),
@@ -80,10 +85,31 @@ def workloads(
     return found
 
 
+def counted_rows(cfg: RunConfig) -> int:
+    """Sequences that are decoded at a time on one data-parallel rank, in estimates."""
+    rows = cfg.generation.max_batch_size
+    return COUNTED_ROWS if rows == AUTO else int(rows)
+
+
+def with_rows_that_fit(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int, *, rows: int, **known) -> RunConfig:
+    """The config with the number in place of ``generation.max_batch_size=auto`` that has room in ``limit`` bytes, by
+    the estimate: ``rows`` at most and one at least. known: as for ``workloads``."""
+
+    def with_rows(number: int) -> RunConfig:
+        return replace(cfg, generation=replace(cfg.generation, max_batch_size=number))
+
+    def fits(number: int) -> bool:
+        loads = workloads(with_rows(number), shape, gpus, **known).values()
+        return all(memory.generating <= limit for load in loads for memory in all_stages(load))
+
+    # The first number that has no room.
+    return with_rows(max(1, bisect.bisect_left(range(1, rows + 1), True, key=lambda number: not fits(number))))
+
+
 def _cached_positions(cfg: RunConfig, data_parallel: int, tested: float, *, shares_prompts: bool) -> int:
     """Tokens in the cache of a full batch. Where attention ``shares_prompts``, the responses to one read it from one
     copy (taken as if a batch's prompts were of one length). A greedy response has its prompt alone."""
-    rows, length, longest = cfg.generation.max_batch_size, cfg.model.seq_length, cfg.sampling.max_new_tokens
+    rows, length, longest = counted_rows(cfg), cfg.model.seq_length, cfg.sampling.max_new_tokens
     groups = [cfg.evaluation.samples * cfg.evaluation.rollouts]
     if cfg.has_arms:
         groups.append(cfg.sampling.samples_per_prompt)
@@ -108,7 +134,7 @@ def for_estimate(
         if isinstance(training, LoopConfig):
             asked.append(min(training.problems_per_iteration or train, train) * cfg.sampling.samples_per_prompt)
     at_a_time = min(cfg.generation.part_size, max(asked)) / data_parallel
-    rows = math.ceil(min(cfg.generation.max_batch_size, at_a_time))
+    rows = math.ceil(min(counted_rows(cfg), at_a_time))
     length = cfg.model.seq_length or longest or ASSUMED_PROMPT + cfg.sampling.max_new_tokens
     return replace(
         cfg,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_edo.selftest import devices, numbers, speed
+from nemo_edo.selftest import devices, loss_kernels, nccl_versions, numbers, speed
 from nemo_edo.selftest.numbers import BF16, FP8, PACKED, SameNumbers, across
 from nemo_edo.selftest.outcome import Outcome
 from nemo_edo.selftest.server_check import Server
@@ -49,7 +49,7 @@ def _fp8(recipe: str, capability: tuple[int, int]) -> Check:
         f"fp8, {recipe}",
         SameNumbers(
             lambda machine: Setting(precision={**FP8, "fp8_recipe": recipe}),
-            "another recipe (precision.fp8_recipe), or bf16; docs/precision.md has what each needs",
+            "another recipe (precision.fp8_recipe), or bf16; docs/scaling.md has what each needs",
             lambda machine: _needs_te(machine, capability),
         ),
     )
@@ -75,8 +75,10 @@ def _split(name: str, setting: Callable[[Machine], Setting], **more: object) -> 
 ATTENTION = "set model.attention to one that passes"
 CHECKS = [
     Check("machine", "packages", devices.packages),
+    Check("machine", "same on all ranks", devices.alike),
     Check("machine", "GPUs", devices.devices),
     Check("machine", "Transformer Engine", devices.transformer_engine),
+    Check("machine", "NCCL versions", nccl_versions.same_version),
     Check("machine", "shared folder", devices.shared_folder),
     Check("machine", "all-reduce", devices.all_reduce),
     Check("precision", "fp32, as transformers", numbers.against_transformers),
@@ -99,6 +101,8 @@ CHECKS = [
         "fused loss head",
         SameNumbers(lambda machine: Setting(loss_head="fused"), "set model.loss_head=logits"),
     ),
+    Check("attention", "fused loss kernels", loss_kernels.against_fp64),
+    Check("attention", "token by token", numbers.token_by_token),
     _split("data", lambda machine: Setting(parallelism={"use_distributed_optimizer": True})),
     _split("tensor", lambda machine: across(machine, "tensor")),
     _split("tensor, with the sequence", lambda machine: across(machine, "tensor", sequence_parallel=True)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_edo.doctor.machine import needed_packages
 from nemo_edo.selftest.isolated import CheckError
 from nemo_edo.selftest.outcome import Outcome, failed, impossible, passed
-from nemo_edo.selftest.this_machine import Machine
+from nemo_edo.selftest.this_machine import OTHER_FOLDER, Machine
 
 PROBE_BYTES = 64 * 2**20
 LARGE, SMALL = 256 * 2**20, 4 * 2**20
@@ -25,6 +25,17 @@ def packages(machine: Machine, number: int) -> Outcome:
         said = ", ".join(f"{package.name} {package.found or 'is missing'}" for package in wrong)
         return failed(said, "; ".join(package.remedy for package in wrong))
     return passed("all are installed, in versions that fit")
+
+
+def alike(machine: Machine, number: int) -> Outcome:
+    """On ranks that differ, whatever follows may wait for ever."""
+    if machine.world == 1:
+        return impossible("one process")
+    if odd := machine.odd_ones():
+        more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+        return failed(odd[0] + more, "start every rank in the same image or environment, on nodes of the same kind")
+    hosts = len({of_rank["host"] for of_rank in machine.facts})
+    return passed(f"GPUs and versions of {machine.world} ranks on {hosts} node{'s' if hosts > 1 else ''}")
 
 
 def devices(machine: Machine, number: int) -> Outcome:
@@ -67,7 +78,7 @@ def shared_folder(machine: Machine, number: int) -> Outcome:
 
 
 def _probed(machine: Machine) -> Outcome:
-    remedy = "name a folder that every node can write to: --folder"
+    remedy = OTHER_FOLDER
     probe = machine.folder / f"probe_{machine.rank}"
     try:
         machine.folder.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,13 @@ class Ranks:
         self.meet(str(number))
         return {_AGENT: None, "MASTER_PORT": port}
 
+    def exchanged(self, name: str, value: Any) -> list[Any]:
+        """The JSON value of each rank, on all of them."""
+        if self._store is None:
+            return [value]
+        self._store.set(f"selftest/{name}_{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"selftest/{name}_{rank}")) for rank in range(self.world)]
+
     def meet(self, name: str) -> None:
         """Returns once every rank has called it with this name."""
         if self._store is not None and self._store.add(f"selftest/{name}", 1) == self.world:
@@ -63,14 +70,9 @@ class Ranks:
             self._store.get(f"selftest/{name}/all")
 
     def gathered(self, value: Any) -> list[Any]:
-        """The JSON value of each rank, on rank 0; elsewhere the rank's own."""
-        if self._store is None:
-            return [value]
-        self._store.set(f"selftest/value_{self.rank}", json.dumps(value))
-        found = [value]
-        if self.rank == 0:
-            found = [json.loads(self._store.get(f"selftest/value_{rank}")) for rank in range(self.world)]
-        self.meet("gathered")  # rank 0 may keep the store
+        """The JSON value of each rank, on all of them, at the end: rank 0 may keep the store, and leaves last."""
+        found = self.exchanged("value", value)
+        self.meet("gathered")
         return found
 
 
@@ -96,9 +98,7 @@ class Isolation:
         context = multiprocessing.get_context("fork" if self.fork else "spawn")
         log = self.logs / f"check_{number}_rank_{self.ranks.rank}.log"
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(theirs, os.getpid(), log, environment, call, arguments)
-        )
+        process = context.Process(target=_child, args=(theirs, os.getpid(), log, environment, call, arguments))
         process.start()
         theirs.close()
         try:

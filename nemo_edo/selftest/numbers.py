@@ -11,7 +11,7 @@ import numpy as np
 from nemo_edo.selftest import tiny_model
 from nemo_edo.selftest.isolated import CheckError
 from nemo_edo.selftest.outcome import Outcome, failed, impossible, passed
-from nemo_edo.selftest.this_machine import Machine
+from nemo_edo.selftest.this_machine import OTHER_FOLDER, Machine
 from nemo_edo.selftest.tiny_model import Measured, Setting
 
 LIMIT_S = 90.0
@@ -59,8 +59,9 @@ class SameNumbers:
             return passed("on rank 0")
         folder, setting = machine.mixture if self.mixture else machine.llama, self.setting(machine)
         try:
-            expected = reference(machine, folder, setting.algorithm, number) if machine.rank == 0 else None
             found = run(machine, number, folder, setting, world=self.world)
+            # Last: if rank 0 failed before it met the others, they would wait for it.
+            expected = reference(machine, folder, setting.algorithm, number) if machine.rank == 0 else None
         except CheckError as error:
             return failed(str(error), self.remedy)
         return passed("") if expected is None else compared(found, expected, _bounds(setting), self.remedy)
@@ -117,10 +118,31 @@ def against_transformers(machine: Machine, number: int) -> Outcome:
     return compared(found, replace(found, values=expected), OF["fp32"], remedy)
 
 
+def token_by_token(machine: Machine, number: int) -> Outcome:
+    """What is sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
+    if machine.rank > 0:
+        return passed("on rank 0")
+    remedy = "set model.attention to one that passes above, or generate with servers (generation=vllm)"
+    precision = BF16 if machine.gpus else {}
+    try:
+        sampled, whole = machine.isolation.run(
+            number, tiny_model.generated, machine.llama, precision, world=False, limit_s=LIMIT_S
+        )
+    except CheckError as error:
+        return failed(str(error), remedy)
+    far, bound = float(np.abs(sampled - whole).max()), OF[precision.get("dtype", "fp32")].values
+    said = f"log-probabilities of {len(sampled)} tokens differ by {far:.1e}"
+    if far <= bound:  # NaN is too far
+        return passed(said, values=far)
+    return failed(f"{said}; expected at most {bound:.0e}", remedy, values=far)
+
+
 def checkpoint_at_another_layout(machine: Machine, number: int) -> Outcome:
     """The weights after a step, written by all ranks as one layout, read by one process (and its log-probabilities
     compared with those that were measured before writing)."""
     remedy = f"see that every node can write to and read {machine.folder} (--folder), and that it is not full"
+    if why := machine.no_folder(number):
+        return failed(why, OTHER_FOLDER)
     folder = machine.folder / "checkpoint"
     try:
         before = run(machine, number, machine.llama, across(machine, "tensor"), folder, None, world=True)

@@ -28,7 +28,9 @@ def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] =
     scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_selftest_"))
     here = machine(folder.absolute(), scratch)
     begin = time.monotonic()
-    _prepare(here, chosen)
+    prepare(here, chosen)
+    if here.rank == 0:
+        print(f"nemo-edo selftest: {len(chosen)} checks, {here.world} processes, GPUs: {len(here.gpus) or 'none'}")
     own = [_run(here, number, check) for number, check in enumerate(chosen)]
     outcomes = _of_all_ranks(here, own)
     good = here.rank > 0 or _finish(here, chosen, outcomes, time.monotonic() - begin)
@@ -37,14 +39,14 @@ def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] =
     return good
 
 
-def _prepare(here: Machine, chosen: Sequence[Check]) -> None:
+def prepare(here: Machine, chosen: Sequence[Check]) -> None:
+    """What the checks need, once for all of them."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if here.isolation.fork:  # once for all checks
-        import nemo_edo.models  # noqa: F401
-    tiny_model.write_model(here.llama)
-    tiny_model.write_model(here.mixture, mixture=True)
-    if here.rank == 0:
-        print(f"nemo-edo selftest: {len(chosen)} checks, {here.world} processes, GPUs: {len(here.gpus) or 'none'}")
+    if any(check.group != "machine" for check in chosen):  # the others need no model
+        if here.isolation.fork:  # once for all checks
+            import nemo_edo.models  # noqa: F401
+        tiny_model.write_model(here.llama)
+        tiny_model.write_model(here.mixture, mixture=True)
 
 
 def _run(here: Machine, number: int, check: Check) -> Outcome:
@@ -56,11 +58,12 @@ def _run(here: Machine, number: int, check: Check) -> Outcome:
 
 def _line(check: Check, outcome: Outcome) -> str:
     remedy = f"\n{'':14}do: {outcome.remedy}" if outcome.remedy else ""
-    return f"{outcome.status:13} {f'{check.group}: {check.name}':{WIDTH}} {outcome.detail}{remedy}"
+    detail = outcome.detail.replace("\n", f"\n{'':14}")  # the end of a log
+    return f"{outcome.status:13} {f'{check.group}: {check.name}':{WIDTH}} {detail}{remedy}"
 
 
 def _of_all_ranks(here: Machine, own: list[Outcome]) -> list[Outcome]:
-    """Of each check the worst outcome, on rank 0; elsewhere the rank's own."""
+    """Of each check the worst outcome."""
     of_ranks = here.isolation.ranks.gathered([outcome.record() for outcome in own])
     return [worst([Outcome(**record) for record in of_check]) for of_check in zip(*of_ranks, strict=True)]
 
@@ -82,6 +85,7 @@ def _finish(here: Machine, chosen: Sequence[Check], outcomes: Sequence[Outcome],
         ],
     }
     try:
+        here.folder.mkdir(parents=True, exist_ok=True)
         with replacing(here.folder / "selftest.json") as file:
             file.write(json.dumps(report, indent=2).encode())
         written = f"; {here.folder / 'selftest.json'}"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_edo.errors import UserError
+from nemo_edo.generation.server_process import starts_in
 from nemo_edo.selftest.isolated import CheckError
 from nemo_edo.selftest.outcome import Outcome, failed, impossible, passed
-from nemo_edo.selftest.this_machine import Machine
+from nemo_edo.selftest.this_machine import OTHER_FOLDER, Machine
 
 LIMIT_S = 240.0
 SMALL = [
@@ -19,6 +19,7 @@ SMALL = [
     "data.arithmetic.test_problems=8", "sft.steps=2", "sft.micro_batch_size=32", "grpo.iterations=2",
     "grpo.problems_per_iteration=8", "grpo.minibatch_size=32", "grpo.micro_batch_size=32",
     "sampling.samples_per_prompt=8", "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10",
+    "generation.servers.restarts=0",  # a run restarts a server that has died; here it is what is looked for
 ]  # fmt: skip
 GAP = {"fp32": 1e-2, "bf16": 0.2}
 """Bounds on the mean distance of the server's log-probabilities from the trainer's, in nats."""
@@ -34,23 +35,29 @@ class Server:
     def __call__(self, machine: Machine, number: int) -> Outcome:
         if why := self.why_not(machine):
             return impossible(why)
-        if missing := _missing():
-            return impossible(missing)
+        if machine.no_server is not None:
+            return impossible(machine.no_server)
+        if why := machine.no_folder(number):
+            return failed(why, OTHER_FOLDER)
         precision = "bf16" if machine.gpus else "fp32"
         folder = machine.folder / f"server_{number}"
         settings = [*SMALL, f"precision={precision}", f"output_dir={folder}", "name=run", *self.settings]
         if machine.rank == 0:  # an earlier selftest's; the other ranks begin after this
             shutil.rmtree(folder, ignore_errors=True)
+        log = folder / "run" / "servers" / "server_0.log"
+        remedy = f"read {log}; docs/servers.md has what a server needs"
         try:
             machine.isolation.run(number, _train, settings, world=True, limit_s=LIMIT_S)
         except CheckError as error:
-            return failed(str(error), f"read {folder}/run/logs/server_0.log; docs/servers.md has what a server needs")
+            return failed("; ".join([str(error), *_deaths(log)]), remedy)
         if machine.rank > 0:
             return passed("")
+        if deaths := _deaths(log):
+            return failed(*deaths, remedy)
         gaps = [line["sampler_gap"] for line in _lines(folder / "run" / "metrics.jsonl") if "sampler_gap" in line]
         said = f"log-probabilities are {max(gaps):.1e} nats from the trainer's, in 2 iterations"
         if not max(gaps) <= GAP[precision]:  # NaN is too far
-            remedy = "the server computes with other weights, or in another precision: docs/refit.md"
+            remedy = "the server computes with other weights, or in another precision: docs/servers.md"
             return failed(f"{said}; expected at most {GAP[precision]:.0e}", remedy, sampler_gap=max(gaps))
         return passed(said, sampler_gap=max(gaps))
 
@@ -63,17 +70,10 @@ def _train(settings: list[str]) -> None:
     jobs.train(preflight(compose_run("quickstart", settings)))
 
 
-def _missing() -> str | None:
-    """Why no server can be started."""
-    from nemo_edo.config import ServersConfig
-    from nemo_edo.generation.servers import check_environment
-    from nemo_edo.generation.vllm_server import VLLM
-
-    try:
-        check_environment(ServersConfig(), VLLM, gpus=0)
-    except UserError as error:
-        return str(error)
-    return None
+def _deaths(log: Path) -> list[str]:
+    """What to say of a server that a refit has restarted: nothing where it was started once."""
+    starts = starts_in(log) if log.is_file() else 0
+    return [f"its server died and was restarted at a refit ({starts} starts)"] if starts > 1 else []
 
 
 def _lines(path: Path) -> list[dict]:

@@ -134,6 +134,27 @@ def build(folder: Path, setting: Setting):
     )
 
 
+def generated(folder: Path, precision: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of generated tokens, all responses in a row: as they were sampled, token by token, and by a
+    pass over the whole sequences."""
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.types import GenerationRequest, SamplingParams
+
+    model = build(folder, Setting(precision=precision))
+    built = model.policy.built
+    engine = MegatronEngine(built, stop_ids=[1], decode=str, max_batch_size=ROWS, device=model.platform_device)
+    prompts = [tuple(range(20, 20 + length)) for length in (3, 1, 17)]
+    requests = [GenerationRequest(str(place), 0, prompt, seed=place) for place, prompt in enumerate(prompts)]
+    rollouts = engine.generate(requests, SamplingParams(TEMPERATURE, 1.0, 24))
+    tokens, mask = torch.zeros(len(prompts), LENGTH, dtype=torch.int64), torch.zeros(len(prompts), LENGTH - 1)
+    for row, rollout in enumerate(rollouts):
+        ids = rollout.prompt_ids + rollout.response_ids
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
+    whole = model.logprobs(TrainingBatch(tokens, mask))[0][mask.bool()]
+    return np.concatenate([rollout.response_logprobs for rollout in rollouts]), whole.numpy()
+
+
 def of_transformers(folder: Path) -> np.ndarray:
     """[2, B, T] as in ``Measured.values``, in fp32 on the CPU."""
     from transformers import AutoModelForCausalLM

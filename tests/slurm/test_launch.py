@@ -71,6 +71,28 @@ def test_a_run_whose_node_is_lost_is_queued_again_and_loses_nothing(launcher, al
     assert_same(launcher, "lost", alone, 1e-4)
 
 
+def test_a_selftest_tries_the_nodes_of_the_config_and_its_job_fails_where_a_check_does(launcher):
+    """Also again under the same name, with a package that does not fit."""
+    settings = [*launcher.SLURM, "cluster.nodes=2", f"output_dir={launcher.folder}", "--selftest", "--only", "machine"]
+
+    def selftest(*more: str, ends: str) -> dict[str, str]:
+        done = launcher.nemo_edo("launch", *more, *settings)
+        assert done.returncode == 0, done.stderr
+        [_, job, *_] = done.stdout.replace(":", " ").split()
+        launcher.wait("selftest", job, ends)
+        log = launcher.folder / "selftest" / "launch" / "attempts" / "0" / f"{job}.0" / "task_0.log"
+        assert str(log) in done.stdout and "same on all ranks" in log.read_text()
+        report = json.loads((launcher.folder / "selftest" / "selftest.json").read_text())
+        assert report["processes"] == 2
+        return {check["name"]: check["status"] for check in report["checks"]}
+
+    found = selftest(ends="COMPLETED")
+    assert all(found[name] == "pass" for name in ("same on all ranks", "shared folder", "all-reduce"))
+    odd = odd_transformers(launcher.folder / "selftest")
+    found = selftest("cluster.launcher=srun", f"+cluster.environment.PYTHONPATH={odd}", ends="FAILED")
+    assert found["packages"] == "fail" and found["all-reduce"] == "pass"
+
+
 def test_a_chain_of_jobs_ends_where_its_run_does(launcher):
     first, second = launcher.launch("chain", "cluster.chain=2", "cluster.requeues=0")
     launcher.wait("chain", second, "COMPLETED")
@@ -119,16 +141,22 @@ def test_the_check_of_the_nodes_names_a_rank_with_other_versions(launcher):
     assert "rank 1 (node n2) has transformers 0.0.1, most have" in said
 
 
-def check_nodes(launcher, name: str, wrapper: str) -> str:
-    """The check by itself, each of its two processes started by a shell's words; what it says."""
-    folder = launcher.folder / name
+def odd_transformers(folder: Path) -> Path:
+    """A folder that Python takes for an installation of transformers 0.0.1."""
     odd = folder / "odd" / "transformers-0.0.1.dist-info"
     odd.mkdir(parents=True)
     (odd / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
+    return odd.parent
+
+
+def check_nodes(launcher, name: str, wrapper: str) -> str:
+    """The check by itself, each of its two processes started by a shell's words; what it says."""
+    folder = launcher.folder / name
+    odd = odd_transformers(folder)
     port = launcher.free_port()
     done = launcher.cluster.run(
         "srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
-        f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={port},ODD={odd.parent}", "bash", "-c", wrapper, "check",
+        f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={port},ODD={odd}", "bash", "-c", wrapper, "check",
         sys.executable, "-m", "nemo_edo.cluster.health", f"--folder={folder}", "--limit=40", "--nodes=n1,n2",
         check=False)
     assert done.returncode == 4, done.stdout + done.stderr

@@ -8,7 +8,15 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.advice import advise, fullest
-from nemo_edo.doctor.workload import for_estimate, micro_batch_tokens, model_shape, problems, workloads
+from nemo_edo.doctor.workload import (
+    for_estimate,
+    largest,
+    micro_batch_tokens,
+    model_shape,
+    problems,
+    with_rows_that_fit,
+    workloads,
+)
 
 GB = 10**9
 
@@ -134,3 +142,19 @@ def test_a_reference_is_counted_where_there_is_a_copy(overrides: list[str], wher
 def test_the_loss_layer_is_the_one_that_will_be_chosen(model: str, head: str, fused: bool):
     cfg = config(f"model={model}", f"model.loss_head={head}", "model.seq_length=1024")
     assert all(load.fused_loss is fused for load in workloads(cfg, model_shape(cfg), 8).values())
+
+
+def test_auto_counts_the_rows_that_have_room_beside_the_weights_and_one_at_least():
+    settings = ("model=qwen2_5_7b", "parallelism=tp2_sharded", "grpo.micro_batch_tokens=8192")
+    shape, known = model_shape(config(*settings)), {"rows": 300}
+
+    def rows(limit: int) -> int:
+        return with_rows_that_fit(config(*settings), shape, 8, limit, **known).generation.max_batch_size
+
+    def needed(number: int) -> int:
+        cfg = config(*settings, f"generation.max_batch_size={number}")
+        [memory] = largest(workloads(cfg, shape, 8))[1]
+        return memory.generating
+
+    assert [rows(needed(number)) for number in (2, 64, 300, 400)] == [2, 64, 300, 300]
+    assert [rows(needed(64) - 1), rows(needed(1) - 1), rows(0)] == [63, 1, 1]

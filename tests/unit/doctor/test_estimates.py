@@ -168,6 +168,8 @@ def test_the_cache_is_keys_and_values_of_every_row_and_layer():
     a_layer = 10 * 100 * 2 * SHAPE.key_width // 2 * 2
     assert memory.generation_bytes(found, 0) == (SHAPE.num_layers + 1) * a_layer + 2 * 4 * 10 * SHAPE.vocab_size
     assert memory.generation_bytes(load(), 0) == 0
+    on_cpu = replace(found, cpu=True)  # where the cache of a bf16 model is in fp32
+    assert memory.generation_bytes(on_cpu, 0) - memory.generation_bytes(found, 0) == (SHAPE.num_layers + 1) * a_layer
 
 
 @pytest.mark.parametrize("rows", [1, 10_000])

@@ -40,6 +40,14 @@ def test_this_environment_is_sound_and_the_quickstart_fits_in_it(doctor):
     assert all(part in text for part in ("torch 2", "memory", "million parameters, fp32, one process"))
 
 
+def test_the_doctor_takes_the_option_that_it_recommends_for_bad_rows(doctor, tmp_path):
+    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', [*rows, '{'])}"
+             for name, rows in (("train", ROWS[:1]), ("test", ROWS[1:2]))]
+    command = ["--config-name=grpo_gsm8k", f"model.path={write_tiny_model(tmp_path / 'model')}", *files]
+    assert "--on-bad-rows=skip" in doctor(*command)[1]
+    assert "bad rows" not in doctor(*command, "--on-bad-rows=skip")[1]
+
+
 @pytest.mark.parametrize(("answer", "status", "message"), [
     (SimpleNamespace(returncode=0, stdout=H100, stderr=""), 0, "NVIDIA H100 80GB HBM3, 85.5 GB"),
     (SimpleNamespace(returncode=9, stdout="", stderr="Driver/library version mismatch"), 2, "nvidia-smi fails: Driver"),
@@ -72,6 +80,18 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight
     assert (status, text.splitlines()[-1]) == (0, "ok")
     assert "to be given  model.path, data.train, data.test" in text
     assert "7.62 billion parameters, bf16, tensor 2 x data 4" in text
+
+
+def test_the_rows_of_auto_are_told_and_are_fewer_where_there_is_less_memory(doctor, eight_gpus):
+    def rows(*arguments: str) -> str:
+        told = doctor(*FITS, *arguments, "--gpus=8")[1]
+        return re.search(r"^generation +(\d+ rows.*)$", told, re.MULTILINE)[1]
+
+    auto = "generation.max_batch_size=auto"
+    assert rows() == "64 rows at a time are counted (generation.max_batch_size=64)"
+    most, fewer = (int(rows(auto, f"--gpu-memory={size}GB").split()[0]) for size in (140, 62))
+    assert 1 < fewer < most == 512
+    assert "PROBLEM" not in doctor(*FITS, auto, "--gpus=8", "--gpu-memory=62GB")[1]
 
 
 def test_where_nothing_is_trained_the_weights_and_generation_alone_are_counted(doctor, eight_gpus):

@@ -11,10 +11,12 @@ import pytest
 from nemo_edo.cli.arguments import GROUPS
 from nemo_edo.errors import UserError
 from nemo_edo.selftest import CHECKS
+from nemo_edo.selftest.devices import alike
 from nemo_edo.selftest.isolated import CheckError, Isolation, Ranks
-from nemo_edo.selftest.numbers import OF, compared
+from nemo_edo.selftest.numbers import OF, SameNumbers, compared
 from nemo_edo.selftest.outcome import failed, impossible, passed, worst
-from nemo_edo.selftest.tiny_model import Measured
+from nemo_edo.selftest.this_machine import Machine
+from nemo_edo.selftest.tiny_model import Measured, Setting
 
 
 def crash():
@@ -75,6 +77,37 @@ def test_a_number_that_is_off_or_none_fails(field, off):
     assert compared(expected, expected, OF["bf16"], "do").status == "pass"
     found = compared(Measured(**{**right, field: right[field] + off}), expected, OF["bf16"], "do")
     assert found.status == "fail" and field.replace("_", " ") in found.detail.partition("expected")[2]
+
+
+def test_ranks_that_differ_are_named_and_all_decide_by_the_least(tmp_path: Path, isolation):
+    def facts(host: str, gpus: int, te: str | None) -> dict:
+        versions = {"torch": "2.10", "transformer-engine": te}
+        return {"host": host, "gpus": [["H100", 80, "9.0"]] * gpus, "versions": versions, "no_server": None}
+
+    of_ranks = [facts("n1", 4, "2.10"), facts("n1", 4, "2.10"), facts("n2", 3, None)]
+    found = Machine(tmp_path, tmp_path, isolation, [], of_ranks, rank=1)
+    assert found.odd_ones() == ["rank 2 (n2) has GPUs 3 H100, most have 4 H100",
+                                "rank 2 (n2) has transformer-engine not installed, most have 2.10"]  # fmt: skip
+    assert not found.has_te and found.world == 3
+    outcome = alike(found, 0)
+    assert outcome.status == "fail" and "rank 2 (n2)" in outcome.detail and "(and 1 more)" in outcome.detail
+    same = Machine(tmp_path, tmp_path, isolation, [], of_ranks[:2], rank=0)
+    assert same.odd_ones() == [] and same.has_te and alike(same, 0).status == "pass"
+
+
+def test_rank_0_meets_the_others_also_where_it_cannot_compute_its_reference(tmp_path: Path):
+    """They would wait for it until the store's limit."""
+    met = []
+
+    class Failing:
+        def run(self, number, call, *arguments, world, limit_s):
+            if not world:
+                raise CheckError("out of memory")
+            met.append(number)
+
+    machine = Machine(tmp_path, tmp_path, Failing(), [], [{}, {}], rank=0)
+    outcome = SameNumbers(lambda machine: Setting(), "do", world=True)(machine, 5)
+    assert (outcome.status, outcome.detail) == ("fail", "out of memory") and met == [5]
 
 
 def test_the_command_offers_the_groups_that_there_are():
