@@ -50,6 +50,10 @@ def _baseline_labels(settings: GRPOConfig) -> list[str]:
         "pure noise": settings.exploration_weight and settings.exploration_control == "noise",
         "redundancy-weighted": settings.exploration_weight and settings.redundancy_weighted,
         "without zero-advantage groups": settings.exploration_weight and not settings.explore_uninformative_groups,
+        "solved groups only": settings.exploration_weight and settings.explore_solved_groups_only,
+        f"on samples of the {settings.exploration_samples} policy": settings.exploration_weight
+        and settings.exploration_samples != "own",
+        f"first {settings.exploration_tokens} tokens": settings.exploration_weight and settings.exploration_tokens,
         f"entropy bonus {settings.entropy_coefficient:g}": settings.entropy_coefficient,
         settings.covariance_control: settings.covariance_control != "none",
         f"pass@{settings.pass_k}": settings.pass_k,

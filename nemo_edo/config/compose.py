@@ -20,7 +20,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
 from nemo_edo.config.arms import REPLICATE, baseline_arm
-from nemo_edo.config.hydra import DEFAULT, ConfigError, Sources, compose_values, require_config
+from nemo_edo.config.hydra import DEFAULT, ConfigError, Sources, compose_values, search_order
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.config.suggestions import suggestion
 
@@ -37,8 +37,8 @@ def compose_run(config_name: str, overrides: list[str], config_dir: str | Path |
     """The checked configuration of a run.
 
     ``config_name`` names a file of ``config_dir`` (``None``: the shipped ``conf/``) without its ``.yaml``, such as
-    ``quickstart`` or ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are in Hydra's syntax. Groups that
-    ``config_dir`` lacks come from the shipped ``conf/``. Raises ``ConfigError``.
+    ``quickstart`` or ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are in Hydra's syntax. A config or group that
+    ``config_dir`` lacks comes from the shipped ``conf/``. Raises ``ConfigError``.
     """
     return require_run(compose_job(config_name, overrides, config_dir), config_name)
 
@@ -77,8 +77,7 @@ def _composed(
     config_name: str, overrides: list[str], config_dir: str | Path | None
 ) -> tuple[DictConfig, Sources, list[str]]:
     """The composed values with known keys only, their sources, and the keys that lack a value."""
-    folders = [Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir()]
-    require_config(config_name, folders[0])
+    folders = search_order(config_name, Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir())
     values, sources = compose_values(config_name, overrides, folders)
     plain = OmegaConf.to_container(values)
     _check_keys(plain, _schema_keys(_schema(values, sources)), "", sources.place)

@@ -68,7 +68,8 @@ class DataConfig:
     """Names of the columns of ``train`` and ``test`` (JSONL, JSON, Parquet, or folders of ``Dataset.save_to_disk``), or
     of the rows of ``source``. Where all are null, files are in GSM8K's format or a benchmark's."""
     source: Optional[str] = None
-    """Import path of a function that makes the problems, such as my_data:make, in place of files (docs/rewards.md)."""
+    """Import path of a function that makes the problems, such as my_data:make, in place of files
+    (docs/data_and_rewards.md)."""
     source_args: dict[str, Any] = field(default_factory=dict)
     """Its keyword arguments."""
     prompt: str = "{question}\n"
@@ -161,15 +162,16 @@ class RewardsConfig:
     time_limit_s: float = 5.0
     """Wall time for one answer; above it the reward is 0."""
     time_budget_s: float = 60.0
-    """Seconds of all workers that answers which reach the time limit may take in one part of a collection. Those left
-    have reward 0; none that is verified within a quarter of a second is among them."""
+    """Seconds of all workers that answers which reach the time limit may take in one collection, or in an evaluation's
+    greedy or sampled responses, however many parts, ranks and restarts it has. Those left have reward 0; none that is
+    verified within a quarter of a second is among them."""
     memory_limit_mb: int = 1024
     """Address space of a worker process; an answer that exhausts it has reward 0."""
     workers: int = 2
     """Worker processes that verify, in addition to the first rank's."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     function: Optional[str] = None
-    """Import path of a function that scores a response, such as my_rewards:score (docs/rewards.md). null: the
+    """Import path of a function that scores a response, such as my_rewards:score (docs/data_and_rewards.md). null: the
     verifier does."""
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
     """Several of them by name; the reward is the weighted sum of their scores."""

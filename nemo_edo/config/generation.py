@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Optional, Union
 
 from nemo_edo.config.checks import one_of, positive, require, server_url
 
 IN_PROCESS = "megatron"
+AUTO = "auto"
 BACKENDS = (IN_PROCESS, "vllm", "trtllm")
 TRANSPORTS = ("disk", "nccl")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -125,8 +126,9 @@ class RefitConfig:
 class GenerationConfig:
     backend: str = IN_PROCESS
     """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``)."""
-    max_batch_size: int = 512
-    """Sequences decoded at a time on one data-parallel rank, in process."""
+    max_batch_size: Union[int, str] = AUTO
+    """Sequences decoded at a time at most on one data-parallel rank, in process. auto: as many as the memory that is
+    free when generation begins has room for, on a CPU 512 at most."""
     part_size: int = 2048
     """Responses of a collection that are generated, scored and written to disk at a time: what a killed run loses, at
     most."""
@@ -144,7 +146,10 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         one_of("generation.backend", self.backend, BACKENDS)
-        positive(self, "generation", "max_batch_size", "part_size")
+        positive(self, "generation", "part_size")
+        rows = self.max_batch_size
+        fits = rows == AUTO or (isinstance(rows, int) and rows > 0)
+        require(fits, "generation.max_batch_size", rows, f"a number above 0 or {AUTO}")
         self._check_layout()
 
     def _check_layout(self) -> None:

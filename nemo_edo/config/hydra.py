@@ -73,10 +73,16 @@ def compose_values(config_name: str, overrides: list[str], folders: list[Path]) 
             parsed = _arms_by_name(parsed, config_name, searchpath)
             setters = [override for override in parsed if not _is_choice(override, folders)]
             of_arms = [override for override in setters if _changes_arms(override)]
-            for_hydra = [override for override in parsed
-                         if override.key_or_group != EXPERIMENT and override not in of_arms]
+            for_hydra = [
+                override for override in parsed if override.key_or_group != EXPERIMENT and override not in of_arms
+            ]
             lines = [_line(override, override in setters) for override in for_hydra] + [searchpath]
-            values = compose(config_name, lines)
+            try:
+                values = compose(config_name, lines)
+            except ConfigCompositionException:
+                kept_lines = [line for line in lines if not line.startswith("~")]
+                _check_deletions(parsed, compose(config_name, kept_lines), folders)
+                raise
             for override in parsed:
                 if override.key_or_group == EXPERIMENT:
                     OmegaConf.update(values, EXPERIMENT, override.value(), force_add=True)
@@ -105,7 +111,14 @@ def _failed_composition(error: Exception, overrides: list[str], folders: list[Pa
     if isinstance(error, UnicodeDecodeError):  # which does not name the file
         paths = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
         return ConfigError(f"{_shown(next(path for path in paths if not _is_text(path)))}: not UTF-8 text: {error}")
-    return ConfigError(" ".join(str(error).split()))
+    message = " ".join(str(error).split())
+    for line in overrides:
+        group = line.lstrip("+").partition("=")[0]
+        if message.startswith(f"Multiple values for {group}."):
+            return ConfigError(
+                f"command line: {line}: the config chooses {group} already; {line.lstrip('+')} replaces it"
+            )
+    return ConfigError(message)
 
 
 def _is_text(path: Path) -> bool:
@@ -168,18 +181,48 @@ def _change_arms(values: DictConfig, override: Override) -> None:
     OmegaConf.update(values, override.key_or_group, override.value(), merge=bool(name) or not changes, force_add=True)
 
 
+def _check_deletions(parsed: list[Override], values: DictConfig, folders: list[Path]) -> None:
+    """``values`` are composed without the deletions. Raises ConfigError for ``~KEY`` of a key that they do not have."""
+    for override in parsed:
+        key = override.key_or_group
+        if override.type is not OverrideType.DEL or _is_choice(override, folders):
+            continue
+        parent, _, name = key.rpartition(".")
+        siblings = OmegaConf.select(values, parent) if parent else values
+        names = sorted(map(str, siblings)) if isinstance(siblings, DictConfig) else []
+        if name not in names:
+            nothing = f"the config has no arm {name}" if parent == "arms" else f"no file of the config sets {key}"
+            raise ConfigError(f"command line: {override.input_line}: {nothing}{_choices(name, names) if names else ''}")
+
+
 def _parse(overrides: list[str]) -> list[Override]:
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except OverrideParseException as error:
-        raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE") from error
+        raise ConfigError(
+            f"command line: {error.override}: not in Hydra's form KEY=VALUE{_quoted(error.override)}"
+        ) from error
     for override in parsed:
         if override.is_sweep_override():
             hint = "write a list as [a,b], quote a text with commas, or add -m for a sweep"
             raise ConfigError(f"command line: {override.input_line}: {hint}")
         if override.key_or_group.partition(".")[0] in ("", "hydra"):
             raise ConfigError(f"command line: {override.input_line}: names no setting of a run")
+        if override.key_or_group == "arm" and override.package is None:
+            hint = "arms are chosen by arms=NAME or arms=[NAME,NAME]; ~arms.NAME leaves one out"
+            raise ConfigError(f"command line: {override.input_line}: {hint}")
     return parsed
+
+
+def _quoted(line: str) -> str:
+    """What to write where Hydra cannot read a value, such as a path with letters that are not ASCII: it in quotes."""
+    key, equals, value = line.partition("=")
+    quoted = f'{key}{equals}"{value}"'
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:
+        return ""
+    return f"; quote a value that is more than plain letters, for the shell as well: '{quoted}'"
 
 
 def _is_choice(override: Override, folders: list[Path]) -> bool:
@@ -193,15 +236,25 @@ def _file_of(default: ResultDefault, folders: list[Path]) -> tuple[Path, str]:
     return next(path for path in candidates if path.is_file()), default.package
 
 
-def require_config(config_name: str, folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"no config named {config_name}: {_shown(folder)} is not a folder")
+def search_order(config_name: str, own: Path, shipped: Path) -> list[Path]:
+    """Both folders, first the one that has the config. Raises ConfigError where none has it, and where a shipped config
+    would hide files of the user's folder."""
+    if not own.is_dir():
+        raise ConfigError(f"no config named {config_name}: {_shown(own)} is not a folder")
+    if (own / f"{config_name}.yaml").is_file():
+        return [own, shipped]
     group, slash, _ = config_name.rpartition("/")
-    if not (folder / group).is_dir():
-        raise ConfigError(f"no config named {config_name}: {_shown(folder)} has no folder {group}")
-    names = sorted(f"{group}{slash}{path.stem}" for path in (folder / group).glob("*.yaml"))
+    found = dict.fromkeys((own, shipped))  # one folder where --config-path names no other
+    if not any((folder / group).is_dir() for folder in found):
+        raise ConfigError(f"no config named {config_name}: {_shown(own)} has no folder {group}")
+    names = [f"{group}{slash}{path.stem}" for folder in found for path in sorted((folder / group).glob("*.yaml"))]
     if config_name not in names:
-        raise ConfigError(f"no config named {config_name} in {_shown(folder)}{_choices(config_name, names)}")
+        raise ConfigError(f"no config named {config_name} in {_shown(own)}{_choices(config_name, names)}")
+    for path in sorted(own.rglob("*.yaml")):
+        if (shipped / path.relative_to(own)).is_file():
+            reads = f"{config_name} is shipped and reads the shipped file of this name"
+            raise ConfigError(f"{_shown(path)}: {reads}; rename it")
+    return [shipped, own]
 
 
 def _missing_choice(error: MissingConfigException, overrides: list[str], folders: list[Path]) -> str:

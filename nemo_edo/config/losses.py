@@ -107,6 +107,9 @@ class GRPOLossConfig(ExplorationWeight):
     exploration_control: str = "none"
     """none: the exploration term itself. noise: the control that weights it by the detached ratio pi_theta / pi_old,
     so that its expected gradient is zero and only noise of the same size is left."""
+    exploration_tokens: Optional[int] = None
+    """The exploration term runs over this many tokens at the beginning of each response only, with the denominator of
+    all of them. Ours, not the paper's. null: over all tokens."""
     covariance_control: str = "none"
     """A baseline that bounds the loss of entropy by the tokens whose log-probability and advantage covary most. none;
     clip-cov: the selected tokens have no gradient; kl-cov: they pay for moving away from pi_old."""
@@ -148,6 +151,8 @@ class GRPOLossConfig(ExplorationWeight):
         fits = self.sampler_level == "token" or by_sequence
         require(fits, "grpo.sampler_level", self.sampler_level, "token, but with sampler_correction tis or icepop")
         one_of("grpo.exploration_control", self.exploration_control, ("none", "noise"))
+        first = self.exploration_tokens
+        require(first is None or first > 0, "grpo.exploration_tokens", first, "null or a number above 0")
         one_of("grpo.covariance_control", self.covariance_control, ("none", "clip-cov", "kl-cov"))
         positive(self, "grpo", "tis_cap", "kl_cov_coefficient")
         for name in ("icepop", "sequence_mask", "clip_cov"):

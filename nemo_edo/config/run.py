@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -17,9 +18,9 @@ ALGORITHMS = ("grpo", "idpo")
 """The algorithms that an arm can have."""
 SFT, NONE = "sft", "none"
 """The algorithms of runs without arms: the supervised training alone, and no training at all."""
-FUSED_FROM_COLUMNS = 16_384
-"""Vocabulary entries of a rank from which model.loss_head auto fuses. Below, the logits are small compared
-with the model's activations, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
+FUSED_FROM_LOGITS = 2**26
+"""Logits of a forward pass on a rank from which model.loss_head auto fuses: 256 MiB in fp32. Below, memory does not ask
+for it, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
 
 
 @dataclass
@@ -42,8 +43,8 @@ class ModelConfig:
     local for a model that sdpa cannot compute."""
     loss_head: str = "auto"
     """logits: the output layer's logits are in memory for all response tokens of a micro-batch. fused: they never are,
-    which takes a fraction of the memory and a fourth matrix product. auto: fused from 16,384 vocabulary entries per
-    rank."""
+    which takes a fraction of the memory and a fourth matrix product. auto: fused where a forward pass would have 2^26
+    logits or more on a rank, which are response tokens times vocabulary entries."""
 
     def __post_init__(self) -> None:
         if self.seq_length is not None:
@@ -100,6 +101,10 @@ class CheckpointConfig:
     best: Optional[str] = None
     """A metric of the evaluations, such as greedy_accuracy: the policy with the highest is kept too, as
     checkpoints/ARM.best. It needs evaluation.every. null: none is kept."""
+    best_count: int = 1
+    """Policies kept by that metric; the second best and so on are checkpoints/ARM.best_iter_00003, by iteration."""
+    best_mode: str = "max"
+    """max: the highest values are the best; min: the lowest."""
     asynchronous: bool = False
     """Write checkpoints during the training, by a separate process for each rank; the ranks' copies of their shares
     stay in host memory until then."""
@@ -109,7 +114,30 @@ class CheckpointConfig:
     the same layout only."""
 
     def __post_init__(self) -> None:
-        positive(self, "checkpoint", "every_steps", "keep")
+        positive(self, "checkpoint", "every_steps", "keep", "best_count")
+        one_of("checkpoint.best_mode", self.best_mode, ("max", "min"))
+
+
+@dataclass
+class EarlyStopConfig:
+    """Ends an arm's training where its evaluations no longer improve; it is then finished, with the policy that it has
+    there. ``checkpoint.best`` keeps the best one."""
+
+    metric: Optional[str] = None
+    """A metric of the evaluations, such as greedy_accuracy. It needs evaluation.every. null: every arm trains to its
+    last iteration."""
+    mode: str = "max"
+    """max: a higher value is an improvement; min: a lower one."""
+    patience: int = 3
+    """Evaluations in a row without improvement after which the training ends."""
+    min_delta: float = 0.0
+    """A change of at most so much is no improvement."""
+
+    def __post_init__(self) -> None:
+        positive(self, "early_stop", "patience")
+        one_of("early_stop.mode", self.mode, ("max", "min"))
+        fits = math.isfinite(self.min_delta) and self.min_delta >= 0
+        require(fits, "early_stop.min_delta", self.min_delta, "a number of at least 0")
 
 
 @dataclass
@@ -131,13 +159,20 @@ class EvaluationConfig:
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
 
     samples: int = 10
-    """Responses for each problem and rollout, at temperature 1: votes are taken over them, pass@k goes up to it."""
+    """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""
+    temperature: list[float] = field(default_factory=lambda: [1.0])
+    """Temperatures of the sampled responses and of their entropy, whatever ``sampling.temperature`` is. Metrics at the
+    first have plain names, at any other its suffix: vote@10/t0.6. Evaluations during the training use the first
+    alone."""
+    tuning_problems: int = 0
+    """Training problems, the first ones, on which a final evaluation compares the temperatures by their votes; metrics
+    of the test problems at the best one get the suffix /best. 0: none."""
     rollouts: int = 3
     """Independent sets of ``samples`` responses, averaged."""
     every: int = 0
     """A short evaluation (greedy, and one rollout) before every so many iterations, for the curves; 0: none."""
     bootstrap: int = 2000
-    """Resamples of the problems for the 95 % intervals."""
+    """Random weights, or resamples, of the problems for the 95 % intervals."""
     aggregation: str = "last"
     """The one score of a response from a reward model's scores of its steps: last (the paper's), min, product or
     mean."""
@@ -147,13 +182,20 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         positive(self, "evaluation", "samples", "rollouts", "bootstrap", "vote_subsets")
         one_of("evaluation.aggregation", self.aggregation, ("last", "min", "product", "mean"))
-        require(self.every >= 0, "evaluation.every", self.every, "a number of at least 0")
+        for name in ("every", "tuning_problems"):
+            require(getattr(self, name) >= 0, f"evaluation.{name}", getattr(self, name), "a number of at least 0")
+        shown = [f"{temperature:g}" for temperature in self.temperature]
+        fits = bool(shown) and min(self.temperature) > 0 and len({*shown}) == len(shown)
+        require(fits, "evaluation.temperature", self.temperature, "different numbers above 0, for example [1.0,0.6]")
+        tunes, several = self.tuning_problems > 0, len(shown) > 1
+        expected = "0 with a single evaluation.temperature: there is nothing to choose"
+        require(several or not tunes, "evaluation.tuning_problems", self.tuning_problems, expected)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of what an evaluation measures."""
+        """The names of what an evaluation measures at the first temperature."""
         sampled = ("accuracy", f"vote@{self.samples}", *(f"pass@{k}" for k in range(1, self.samples + 1)))
-        diversity = ("distinct_4", "distinct_answers", "answer_entropy", "entropy")
+        diversity = ("distinct_4", "distinct_4_pooled", "distinct_answers", "answer_entropy", "entropy")
         return ("greedy_accuracy", *sampled, *diversity, "well_formed", "response_length")
 
 
@@ -199,6 +241,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     search: SearchLLMConfig = field(default_factory=SearchLLMConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -218,10 +261,17 @@ class RunConfig:
             self.check_training(getattr(self, section), section)
         if self.has_arms and not self.arms:
             self.check_arm(getattr(self, self.algorithm), self.algorithm)
-        best, metrics = self.checkpoint.best, self.evaluation.metrics
-        require(best is None or best in metrics, "checkpoint.best", best, f"null or one of {', '.join(metrics)}")
-        if best is not None and not self.evaluation.every:
-            raise ValueError("checkpoint.best needs evaluation.every: without evaluations no policy is the best")
+        for key, metric in (("checkpoint.best", self.checkpoint.best), ("early_stop.metric", self.early_stop.metric)):
+            self._check_metric(key, metric)
+
+    def _check_metric(self, key: str, metric: str | None) -> None:
+        """A metric by which an arm is watched in its training."""
+        metrics = self.evaluation.metrics
+        require(metric is None or metric in metrics, key, metric, f"null or one of {', '.join(metrics)}")
+        if metric is not None and not self.has_arms:
+            raise ValueError(f"{key} is for arms, and algorithm {self.algorithm} trains none")
+        if metric is not None and not self.evaluation.every:
+            raise ValueError(f"{key} needs evaluation.every: there are no evaluations during the training without it")
 
     @property
     def has_arms(self) -> bool:
@@ -259,6 +309,8 @@ class RunConfig:
             where += f" and sampling.top_p {sampling.top_p}" if sampling.top_p < 1 else ""
             expected = f"1 {where}: only there is its log-probability that of the whole distribution that is sampled"
             require(sampling.temperature == 1, "sampling.temperature", sampling.temperature, expected)
+            tested = self.evaluation.temperature
+            require(tested == [1.0], "evaluation.temperature", tested, f"[1.0] {where}: its servers know no other")
 
     def check_arm(self, training: LoopConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""

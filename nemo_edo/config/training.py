@@ -102,12 +102,18 @@ class LoopConfig(MicroBatchConfig):
     """Where the reference's copy of the weights is kept: host, in host memory, swapped with the policy's for each of
     its passes; resident, on the device as well, where no weight is copied. With LoRA and
     ``reference`` initial it is the policy with its adapters off, and there is no copy."""
-    old_logprobs: str = "trainer"
+    old_logprobs: str = "auto"
     """pi_old's log-probabilities of the samples: trainer, recomputed by one more forward pass over all of them;
     sampler, as the engine gave them. Then the trainer computes those of every tenth prompt only, to measure the gap
-    between both, and before the first step the ratio is 1 up to this gap."""
+    between both, and before the first step the ratio is 1 up to this gap. auto: the sampler's in each collection where
+    that gap is at most 1e-5 nats per token in the mean and 1e-3 at any token, otherwise the trainer's; with
+    ``sampler_correction``, the trainer's."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def explored_iteration(self, t: int) -> int:
+        """The iteration whose samples the exploration term of iteration t runs over; below 0: there are none."""
+        return t
 
 
 def _check_loop(config: LoopConfig, section: str) -> None:
@@ -115,7 +121,7 @@ def _check_loop(config: LoopConfig, section: str) -> None:
     _check_micro_batches(config, section)
     one_of(f"{section}.reference", config.reference, ("initial", "previous", "ema"))
     share(config, section, "ema_decay")
-    one_of(f"{section}.old_logprobs", config.old_logprobs, ("trainer", "sampler"))
+    one_of(f"{section}.old_logprobs", config.old_logprobs, ("auto", "trainer", "sampler"))
     one_of(f"{section}.reference_placement", config.reference_placement, ("host", "resident"))
     schedule, weight = config.schedule, config.exploration_weight
     if schedule.kind in CONTROLLERS and not schedule.min_weight <= weight <= schedule.max_weight:
@@ -141,8 +147,8 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """The deviation that ``std`` divides by: population, with the group's size n in its denominator, or sample, with
     n - 1 (TRL, verl)."""
     advantage: Optional[str] = None
-    """Import path of a function that computes the advantages, such as my_advantages:ranks (docs/rewards.md), in place
-    of the three above. null: none."""
+    """Import path of a function that computes the advantages, such as my_advantages:ranks
+    (docs/data_and_rewards.md), in place of the three above. null: none."""
     pass_k: Optional[int] = None
     """pass@k training: advantages of the best of k responses instead of the mean (rewards 0 or 1). null: off."""
     novelty_strength: float = 0.0
@@ -154,6 +160,14 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """The exploration term only pushes down correct solutions whose path others of their group took too."""
     explore_uninformative_groups: bool = True
     """False, a control: groups whose rewards are all equal are left out of the exploration term."""
+    explore_solved_groups_only: bool = False
+    """The exploration term runs only over groups whose responses all succeed, where nothing is left to learn. Ours, not
+    the paper's."""
+    exploration_samples: str = "own"
+    """The policy whose samples the exploration term runs over: own, the iteration's, as in the paper; previous, the one
+    that the iteration before was sampled from (in the first one the term is 0); reference, the one that the arm starts
+    from, all as sampled in training. Off-policy samples push in expectation, from the first step on. Ours, not the
+    paper's."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped and other problems sampled in their place (DAPO)."""
     max_extra_rounds: int = 3
@@ -179,6 +193,9 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
         one_of("grpo.advantage_deviation", self.advantage_deviation, ("population", "sample"))
         one_of("grpo.solution_paths", self.solution_paths, ("arithmetic", "ngrams"))
         positive(self, "grpo", "minibatch_size")
+        solved, expected = self.explore_solved_groups_only, "false with explore_uninformative_groups=false"
+        require(not solved or self.explore_uninformative_groups, "grpo.explore_solved_groups_only", solved, expected)
+        _check_exploration_samples(self)
         for name in ("pass_k", "overlong_buffer"):
             value = getattr(self, name)
             require(value is None or value > 0, f"grpo.{name}", value, "null or a number above 0")
@@ -191,6 +208,22 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
             for name, default in {"overlong_buffer": None, **kinds}.items():
                 value, only = getattr(self, name), "null" if default is None else default
                 require(value == default, f"grpo.{name}", value, f"{only} with pass_k, which takes no other")
+
+    def explored_iteration(self, t: int) -> int:
+        others = {"previous": t - 1, "reference": 0} if self.exploration_weight else {}
+        return others.get(self.exploration_samples, t)
+
+
+def _check_exploration_samples(config: GRPOConfig) -> None:
+    samples = config.exploration_samples
+    one_of("grpo.exploration_samples", samples, ("own", "previous", "reference"))
+    moves, expected = config.reference != "initial", "own or previous with a grpo.reference that moves"
+    require(samples != "reference" or not moves, "grpo.exploration_samples", samples, expected)
+    by_group = {"redundancy_weighted": False, "explore_uninformative_groups": True, "explore_solved_groups_only": False}
+    for name, default in by_group.items():
+        value = getattr(config, name)
+        fits = samples == "own" or value == default
+        require(fits, f"grpo.{name}", value, f"{default} with exploration_samples={samples}, which have no groups here")
 
 
 @dataclass
@@ -243,7 +276,7 @@ class GapBoundsConfig(BoundsConfig):
 
     ceiling: Optional[float] = None
     """The guard fires at this value and above; null: a few times what rounding gives at the model's precision and depth
-    (docs/guards.md); inf: no ceiling."""
+    (docs/reliability.md); inf: no ceiling."""
     action: str = "stop"
     """warn: log it and continue; stop: save a checkpoint and end the run."""
 

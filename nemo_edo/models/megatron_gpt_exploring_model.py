@@ -23,7 +23,7 @@ class MegatronGPTExploringModel(MegatronGPTModel):
 
     def of_tokens(self, batch: TrainingBatch) -> Callable[[Tensor, Tensor], dict[str, float]]:
         """How far the policy is from the one that sampled the batch's tokens, and how its entropies spread."""
-        return partial(token_spread, old_logprobs=batch.old_logprobs, mask=batch.mask)
+        return partial(token_spread, old_logprobs=batch.old_logprobs, mask=batch.own.mask)
 
     # --- the exploration term --------------------------------------------------------------------------------------
 

@@ -174,9 +174,10 @@ class MegatronGPTModel(ModelPT):
         """[B, T] log-probabilities of the response tokens under the current weights; zero where the mask is."""
         return self.logprobs(batch)[0]
 
-    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and exact entropies of the response tokens, each [B, T]: ``interfaces.Policy``."""
-        return self.policy.logprobs(batch, micro_batching=self.micro_batching, temperature=self.temperature)
+        at = self.temperature if temperature is None else temperature
+        return self.policy.logprobs(batch, micro_batching=self.micro_batching, temperature=at)
 
     @property
     def micro_batching(self) -> MicroBatching:

@@ -112,9 +112,7 @@ def read_samples(store: RolloutStore, iteration: int) -> Samples:
     )
 
 
-def _order_by_sample(
-    ids: list[str], samples: np.ndarray, problems: tuple[str, ...], each: int
-) -> np.ndarray | None:
+def _order_by_sample(ids: list[str], samples: np.ndarray, problems: tuple[str, ...], each: int) -> np.ndarray | None:
     """The indices that sort responses by problem and then by sample; None unless each problem has samples 0 to
     ``each`` - 1, once each."""
     place = {problem: index for index, problem in enumerate(problems)}

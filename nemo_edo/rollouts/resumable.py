@@ -60,6 +60,8 @@ class InParts:
         self._on_disk = store.stored(iteration)
         self._unfinished = {_request_of(item): item for item in store.unfinished(iteration)}
         """Responses of a part that an engine has given up on."""
+        self.earlier = [*self._on_disk, *self._unfinished.values()]
+        """What an earlier process has generated and scored."""
         self._taken = 0
         """Responses that were asked for, and are on disk."""
         self._parts = 0

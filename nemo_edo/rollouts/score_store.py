@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.store import DAMAGED
+from nemo_edo.rollouts.parquet_tables import DAMAGED, read_checked
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import replacing
 
@@ -161,12 +161,12 @@ def _write(path: Path, scores: Mapping[Key, StepScores], rollouts: str, made_by:
 
 def _read(path: Path) -> tuple[dict[Key, StepScores], dict[bytes, str]]:
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        table = read_checked(path, _SCHEMA)
         columns = table.to_pydict()
         there = {name: value.decode() for name, value in (table.schema.metadata or {}).items()}
     except DAMAGED as error:
         raise UserError(f"{path}: is not a readable Parquet file; delete it and score the run again") from error
-    if not set(_SCHEMA.names) <= columns.keys() or not {_MADE_BY, _ROLLOUTS} <= there.keys():
+    if not {_MADE_BY, _ROLLOUTS} <= there.keys():
         raise UserError(f"{path}: is not a file of scores; delete it and score the run again")
     keys: Sequence[Key] = list(zip(columns["problem_id"], columns["sample_index"], strict=True))
     scores = {key: StepScores(tuple(steps)) for key, steps in zip(keys, columns["steps"], strict=True)}

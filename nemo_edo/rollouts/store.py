@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.disk_space import DiskSpaceError
+from nemo_edo.rollouts.parquet_tables import DAMAGED, is_same_column, read_rows
 from nemo_edo.types import Rollout, ScoredRollout
 from nemo_edo.utils.files import replacing
 
@@ -49,8 +50,6 @@ _SCHEMA = pa.schema(
 _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason", "parts", "success_at")
 _SINCE_CUSTOM_REWARDS = {"parts": [], "success_at": ScoredRollout.success_at}
 """Columns that files of earlier versions lack, with what a verifier's score has in them."""
-DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What Arrow tells of damaged content by."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """The device is full, or the user's quota on it."""
 _SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
@@ -179,12 +178,14 @@ class RolloutStore:
         names = [match for path in folder.glob("*.parquet") if (match := _SHARD_NAME.fullmatch(path.name))]
         world_sizes = sorted({int(match[2]) for match in names})
         if not names:
-            raise UserError(f"{folder}: has no rollouts, expected rank_0_of_N.parquet")
+            raise UserError(f"{folder}: has no rollouts, expected rank_0_of_N.parquet; restore it from a copy")
         if len(world_sizes) > 1:
             raise UserError(f"{folder}: has shards of runs with {world_sizes} ranks; delete the folder's stale ones")
         missing = sorted(set(range(world_sizes[0])) - {int(match[1]) for match in names})
         if missing:
-            raise UserError(f"{folder}: the shards of ranks {missing} of {world_sizes[0]} are missing")
+            raise UserError(
+                f"{folder}: the shards of ranks {missing} of {world_sizes[0]} are missing; restore them from a copy"
+            )
         return [folder / f"rank_{rank}_of_{world_sizes[0]}.parquet" for rank in range(world_sizes[0])]
 
     def _write(self, path: Path, iteration: int, scored: Sequence[ScoredRollout]) -> None:
@@ -211,7 +212,7 @@ class RolloutStore:
     def _read(self, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         file = self._open(path)
         try:
-            return file.read(None if columns is None else list(columns))
+            return read_rows(file, columns)
         except DAMAGED as error:
             raise _damaged(path) from error
 
@@ -251,8 +252,7 @@ def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 
 def _is_known(field: pa.Field) -> bool:
-    """Whether rollouts have such a column; types have several spellings, but text is never bytes."""
-    return field.name in _SCHEMA.names and not pa.types.is_binary(field.type)
+    return field.name in _SCHEMA.names and is_same_column(field, _SCHEMA.field(field.name))
 
 
 def _damaged(path: Path) -> UserError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.errors import UserError
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import BEST, RunFolder
 from nemo_edo.run.inputs import Data, model_folder
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def build_model(
 
 
 def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
-    """What an arm has trained. ARM.best: the policy of it that was kept as the best; the warm-up's name: what the arms
-    start from, with the settings of ``cfg.grpo``."""
+    """What an arm has trained. ARM.best and so on: policies of it that were kept as the best; the warm-up's name: what
+    the arms start from, with the settings of ``cfg.grpo``."""
     from nemo_edo.config.compose import arm_configs
 
-    training = arm_configs(cfg).get(arm.removesuffix(".best"), cfg.grpo)
+    training = arm_configs(cfg).get(arm.partition(BEST)[0], cfg.grpo)
     return build_model(cfg, run, training, weights=run.checkpoint(arm))
 
 
@@ -188,9 +188,7 @@ def build_weight_sync(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, e
     return build_server_sync(cfg, run.path, model_folder(cfg, run), model, engine)
 
 
-def connect(
-    cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, data: Data, servers: ServerEngine | None
-) -> None:
+def connect(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, data: Data, servers: ServerEngine | None) -> None:
     """Gives the model its generation engine, and what pushes its weights there."""
     model.engine = build_engine(cfg, model, data, servers)
     model.weight_sync = build_weight_sync(cfg, run, model, model.engine)

@@ -7,10 +7,12 @@ every line. All of it comes from what the run logs anyway (``folder.MetricsLog``
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_edo.evaluation.results import main_metrics
+from nemo_edo.evaluation.results import POOLED, main_metrics
+from nemo_edo.utils.phases import PHASES
 from nemo_edo.utils.status_line import StatusLine
 
 WIDTH = 80
@@ -40,6 +42,10 @@ class RunConsole:
         """Seconds for an iteration of an arm, as far as known."""
         self._evaluation_s = 0.0
         self._text = ""
+        self._phases: Counter[str] = Counter()
+        """Seconds of the stage."""
+        self._all_phases: Counter[str] = Counter()
+        """Seconds of the run, as far as this process has seen it."""
 
     def begin(self, stage: str) -> None:
         self._stage, self._reached, self._text = stage, [], ""
@@ -55,8 +61,21 @@ class RunConsole:
             self._collection(values)
         elif kind == "evaluation":
             self._evaluation(values)
+        elif kind == "phases":
+            self._time(values)
         elif self._text and self._line.is_due:
             self._line.show(self._text)
+
+    def _time(self, values: Mapping[str, Any]) -> None:
+        """What a stage took, at its end, and the run at the report's."""
+        seconds = {name: values[f"{name}_s"] for name in ("wall", *PHASES)}
+        self._phases.update(seconds)
+        self._all_phases.update(seconds)
+        if values["report_s"]:
+            self.say(time_line("run", self._all_phases))
+        elif "iteration" not in values:
+            self.say(self._with_place(time_line("took", self._phases)))
+            self._phases.clear()
 
     def _step(self, values: Mapping[str, Any]) -> None:
         done, total = values["step"] + 1, self._sizes[self._stage]
@@ -75,7 +94,8 @@ class RunConsole:
 
     def _evaluation(self, values: Mapping[str, Any]) -> None:
         metrics = values["metrics"]
-        means = (f"{_NAMES.get(one, one)} {short(metrics[one]['mean'])}" for one in main_metrics(list(metrics)))
+        shown = (one for one in main_metrics(list(metrics)) if one != POOLED)
+        means = (f"{_NAMES.get(one, one)} {short(metrics[one]['mean'])}" for one in shown)
         if values["final"]:
             self._evaluation_s = values["evaluation_s"]
         self.say(self._with_place(f"after {values['iteration']}: {' '.join(means)}"))
@@ -123,6 +143,15 @@ class RunConsole:
     def say(self, text: str) -> None:
         """A line that stays; on a terminal it appears above the one that changes."""
         print(text, flush=True)
+
+
+def time_line(name: str, seconds: Mapping[str, float]) -> str:
+    """The wall time, and the share of each phase that has at least one percent of it, the largest first."""
+    wall = seconds["wall"]
+    shares = {phase: 100 * seconds[phase] / wall for phase in PHASES}
+    named = sorted((one for one in shares.items() if one[1] >= 1), key=lambda one: -one[1])
+    parts = (f"{phase.replace('_', ' ')} {share:.0f}%" for phase, share in named)
+    return f"{name} {clock_time(wall)}: {', '.join(parts)}"
 
 
 def short(number: float) -> str:

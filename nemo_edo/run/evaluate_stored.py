@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_edo.config import RunConfig
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import KINDS, START, Evaluation
+from nemo_edo.evaluation.results import KINDS, START, Evaluation, load_evaluation
 from nemo_edo.evaluation.stored import aggregated, analyse, weighs
 from nemo_edo.evaluation.stored_table import differences, differences_table, table
 from nemo_edo.rollouts.arrays import Samples, read_samples
@@ -16,6 +15,7 @@ from nemo_edo.rollouts.score_store import ScoreStore
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.stored_run import final_iteration, open_run
+from nemo_edo.utils.files import read_object
 
 
 def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
@@ -56,6 +56,7 @@ def analyse_arm(folder: RunFolder, cfg: RunConfig, arm: str) -> tuple[Evaluation
         each=cfg.evaluation.samples,
         subsets=cfg.evaluation.vote_subsets,
         seed=cfg.seed,
+        temperature=load_evaluation(folder.evaluation(arm)).temperature,
     )
     folder.write_test_time(evaluation)
     return evaluation, said
@@ -79,7 +80,7 @@ def _baseline(folder: RunFolder, labels: list[str], arms: list[str]) -> str:
     """The arm that the first run's report compares with, if it is there with another trained one; otherwise the
     first."""
     summary = folder.path / "summary.json"
-    named = json.loads(summary.read_text(encoding="utf-8"))["baseline"] if summary.is_file() else None
+    named = read_object(summary, ("baseline",))["baseline"] if summary.is_file() else None
     trained = [name for name in arms if name != START]
     return labels[arms.index(named)] if named in arms and len(trained) > 1 else labels[0]
 

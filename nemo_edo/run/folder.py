@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ layout, which rounds differently. Searches keep their own settings."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 RESTORE = "restore it from a copy, or train again under another name=..."
 """What to do about a file that nothing else can stand in for."""
+BEST = ".best"
+"""What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
 
@@ -46,9 +49,15 @@ class RunFolder:
         """Checkpoint of the policy that a finished arm has trained."""
         return self.path / "checkpoints" / arm
 
-    def best_checkpoint(self, arm: str) -> Path:
-        """Checkpoint of the arm's best policy by the chosen metric."""
-        return self.path / "checkpoints" / f"{arm}.best"
+    def best_checkpoint(self, arm: str, iteration: int | None = None) -> Path:
+        """Checkpoint of the arm's best policy by the chosen metric, or of another one that is kept by it."""
+        name = f"{arm}{BEST}" if iteration is None else f"{arm}{BEST}_{_iteration_name(iteration)}"
+        return self.path / "checkpoints" / name
+
+    def best_checkpoints(self, arm: str) -> list[Path]:
+        """All that are kept by the chosen metric."""
+        name = re.compile(re.escape(f"{arm}{BEST}") + r"(_iter_\d+)?")
+        return sorted(path for path in (self.path / "checkpoints").glob("*") if name.fullmatch(path.name))
 
     def progress(self, arm: str) -> Path:
         """What an arm in training resumes from."""
@@ -66,8 +75,13 @@ class RunFolder:
         name = arm if iteration is None else f"{arm}/{_iteration_name(iteration)}"
         return self.path / "evaluations" / f"{name}.json"
 
+    def evaluated_iterations(self, arm: str) -> list[int]:
+        """Those before which the arm's policy has been evaluated, in order."""
+        found = (self.path / "evaluations" / arm).glob("iter_*.json")
+        return sorted(int(path.stem.removeprefix("iter_")) for path in found)
+
     def evaluated(self, arm: str, kind: str) -> Path:
-        """The responses, "greedy" or "sampled", of the arm's evaluations."""
+        """The responses of the arm's evaluations, of one of ``evaluation.results.kinds``."""
         return self.path / "evaluations" / arm / kind
 
     def evaluated_anew(self, arm: str, kind: str) -> Path:
@@ -253,10 +267,10 @@ def check_arm_names(arms: Iterable[str]) -> None:
     for arm in arms:
         if arm == START:
             raise UserError(f"arms.{arm}: {START} is the name of the start of all arms; choose another name")
-        if "/" in arm or not arm.isprintable() or arm.startswith(".") or arm.endswith((".best", ".progress", ".part")):
-            raise UserError(
-                f"arms.{arm!r}: an arm's name has no / and no line break, no . at its beginning and no .best at its end"
-            )
+        if "/" in arm or not arm.isprintable() or arm.startswith(".") or arm.endswith((".progress", ".part")):
+            raise UserError(f"arms.{arm!r}: an arm's name has no / and no line break, and no . at its beginning")
+        if BEST in arm:
+            raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -273,8 +287,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The values, and the defaults of keys that they lack."""
-    both = {key: _completed(value, defaults[key])
-            for key, value in values.items() if isinstance(value, dict) and isinstance(defaults.get(key), dict)}
+    both = {
+        key: _completed(value, defaults[key])
+        for key, value in values.items()
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+    }
     return defaults | values | both
 
 

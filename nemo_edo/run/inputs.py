@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +54,8 @@ class Data:
     """What scores responses to them."""
     judge: Judge | None = None
     """The language model that the scorer asks, if any, on the first rank only."""
+    warmup: list[Problem] = field(default_factory=list)
+    """What ``data.source`` made for the warm-up alone."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -61,6 +63,11 @@ class Data:
         trained = {normal_question(problem.question): problem for problem in self.train}
         asked = ((problem, trained.get(normal_question(problem.question))) for problem in self.test)
         return [(problem, twin) for problem, twin in asked if twin is not None]
+
+    @property
+    def made(self) -> dict[str, list[Problem]]:
+        """The splits of ``data.source``."""
+        return {"warmup": self.warmup, "train": self.train, "test": self.test}
 
     @property
     def pad_id(self) -> int:
@@ -78,17 +85,19 @@ class Data:
 
 
 def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True) -> None:
-    """The built-in task's problem files and a model with random weights, where the config names no others.
+    """The built-in task's problem files and a model with random weights, where the config names no others. What
+    ``data.source`` made is in the folder already: a model without a path reads its words.
 
     Without ``weights``, all that ``load_data`` needs.
     """
     from nemo_edo.builtin_task.arithmetic import write_dataset
-    from nemo_edo.builtin_task.model import write_base_model
+    from nemo_edo.builtin_task.model import word_vocabulary, write_base_model
 
     if cfg.data.is_built_in:
         write_dataset(run.data, cfg.data.arithmetic)
     if cfg.model.path is None:
-        hf_config = write_base_model(run.base, cfg.model.architecture, cfg.data.arithmetic)
+        words = cfg.data.arithmetic if cfg.data.source is None else word_vocabulary(_made_texts(cfg, run))
+        hf_config = write_base_model(run.base, cfg.model.architecture, words)
     if cfg.model.path is None and weights:
         import torch
         from transformers import AutoModelForCausalLM
@@ -96,6 +105,15 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True)
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
+
+
+def _made_texts(cfg: RunConfig, run: RunFolder) -> Iterator[str]:
+    """The texts that a model of the made problems reads and writes."""
+    yield cfg.data.prompt.replace("{question}", "")
+    for split in SPLITS:
+        path = run.data / f"{split}.jsonl"
+        for problem in load_problems(path, **cfg.data.reading(split)).problems if path.is_file() else ():
+            yield from (problem.question, problem.solution)
 
 
 def write_made_problems(cfg: RunConfig, run: RunFolder, splits: Mapping[str, Sequence[Problem]]) -> None:
@@ -118,13 +136,23 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]
     """
     with tempfile.TemporaryDirectory() as scratch:
         builtin = RunFolder(Path(scratch))
-        write_builtin_files(cfg, builtin, weights=False)
         if cfg.data.source is not None:
             write_made_problems(cfg, builtin, _made_problems(cfg, run))
-        data = load_data(cfg, builtin)
+        write_builtin_files(cfg, builtin, weights=False)
+        data = _in_folder(load_data(cfg, builtin), builtin, run)
     _require_no_overlap(cfg, data)
     check_space(cfg, run, data, arms)
     return data
+
+
+def _in_folder(data: Data, scratch: RunFolder, run: RunFolder) -> Data:
+    """The same problems with the places that their files will have in the run's folder, for messages."""
+    places = (f"{scratch.path}/", f"{run.path}/")
+    moved = {
+        name: [replace(one, source=one.source.replace(*places, 1)) for one in getattr(data, name)]
+        for name in ("train", "test", "warmup")
+    }
+    return replace(data, **moved)
 
 
 def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
@@ -139,7 +167,8 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
         loaded[train_file] = load_problems(train_file, **cfg.data.reading("train"))
     loaded[test_file] = load_problems(test_file, **cfg.data.reading("test"))
     scorer, judge = build_scorer(cfg, loaded) if scores else (ExactAnswerScorer(), None)
-    if cfg.sft.steps and warmup_file not in loaded:
+    made_warmup = cfg.data.source is not None and warmup_file != train_file
+    if (cfg.sft.steps or made_warmup) and warmup_file not in loaded:
         loaded[warmup_file] = load_problems(warmup_file, **cfg.data.reading("train"))
     if cfg.sft.steps:
         _require_solutions(loaded[warmup_file].problems)
@@ -149,6 +178,7 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
     train = [] if train_file is None else loaded[train_file].problems
     test = loaded[test_file].problems
     _require_distinct_ids(train, test)
+    _require_for_tuning(cfg, train)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
     style = prompt_style(cfg.data.prompt, cfg.data.chat_template, tokenizer)
@@ -168,6 +198,7 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
         skipped_rows=_count_skipped(loaded.values()),
         scorer=scorer,
         judge=judge,
+        warmup=loaded[warmup_file].problems if made_warmup else [],
     )
 
 
@@ -196,10 +227,10 @@ def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
     Raises UserError as ``load_data`` does."""
     with tempfile.TemporaryDirectory() as scratch:
         builtin = RunFolder(Path(scratch))
-        write_builtin_files(cfg, builtin, weights=False)
         if cfg.data.source is not None:
             made = made_problems(cfg.data.source, cfg.data.source_args, cfg.data.columns)
             write_made_problems(cfg, builtin, made)
+        write_builtin_files(cfg, builtin, weights=False)
         data = load_data(cfg, builtin, scores=False)
     _require_no_overlap(cfg, data)
     return data.seq_length, len(data.train), len(data.test)
@@ -237,10 +268,11 @@ def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopC
     """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
     needed = 0
     evaluated = len(data.test) * (cfg.evaluation.samples + 1)
-    needed += cfg.evaluation.rollouts * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
+    final = cfg.evaluation.rollouts * len(cfg.evaluation.temperature)
+    needed += final * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
     for arm in arms:
         short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
-        evaluations = short + cfg.evaluation.rollouts
+        evaluations = short + final
         needed += evaluations * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
         problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
         rollouts = problems * cfg.sampling.samples_per_prompt
@@ -262,8 +294,10 @@ def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path | None, Path 
     if data.is_built_in:
         return run.data / "warmup.jsonl", run.data / "train.jsonl", run.data / "test.jsonl"
     if data.source is not None:
-        train = run.data / "train.jsonl"
-        return (*([train] * 2 if train.is_file() else [None] * 2), run.data / "test.jsonl")
+        warmup, train, test = (run.data / f"{split}.jsonl" for split in SPLITS)
+        if not train.is_file():
+            return None, None, test
+        return warmup if warmup.is_file() else train, train, test
     if data.train is None:
         return None, None, Path(data.test)
     return Path(data.warmup or data.train), Path(data.train), Path(data.test)
@@ -290,12 +324,24 @@ def _require_solutions(problems: Sequence[Problem]) -> None:
         )
 
 
-def _require_distinct_ids(train: list[Problem], test: list[Problem]) -> None:
-    shared = {problem.id for problem in train} & {problem.id for problem in test}
-    if shared:
+def _require_for_tuning(cfg: RunConfig, train: list[Problem]) -> None:
+    wanted = cfg.evaluation.tuning_problems
+    if wanted > len(train):
         raise UserError(
-            f"data.train and data.test have files of one name, so {len(shared)} problems share an id "
-            f"(the first {min(shared)}); rename one of the files"
+            f"evaluation.tuning_problems is {wanted}, expected at most the number of training problems, {len(train)}"
+        )
+
+
+def _require_distinct_ids(train: list[Problem], test: list[Problem]) -> None:
+    """Raises UserError where a problem of each has one id, under which responses are stored and results compared."""
+    trained = {problem.id: problem.source for problem in train}
+    shared = [problem for problem in test if problem.id in trained]
+    if shared:
+        first = shared[0]
+        raise UserError(
+            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
+            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
+            "files different names"
         )
 
 

@@ -19,6 +19,7 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
+from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import METRICS, RunFolder, check_arm_names
 from nemo_edo.run.on_rank_0 import SharedMetricsLog
@@ -40,7 +41,8 @@ from nemo_edo.run.stored_run import StoredRun, final_iteration, open_run
 from nemo_edo.run.summary import examples, side_by_side, summary
 from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
 from nemo_edo.utils.files import read_object, temporary_name
-from nemo_edo.utils.garbage import free_unused_memory
+from nemo_edo.utils.garbage import free_unused_memory, large_imports
+from nemo_edo.utils.phases import PhaseClock
 
 SENTENCES = 5
 """Of a report's conclusions that the terminal shows."""
@@ -48,19 +50,23 @@ SENTENCES = 5
 __all__ = ["collect", "evaluate", "evaluate_model", "export", "replay", "train"]
 
 
-def train(cfg: RunConfig) -> Path:
+def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> Path:
     """Runs the config and returns the run's folder. Every check of the input comes before any work on a model.
 
     An unfinished run of the same config resumes. Raises RunStopped where it is asked to stop (SIGTERM).
+    begun: the monotonic clock when the command began, where that was before this call. page: whether to write the
+    report of this run alone.
     """
+    clock = PhaseClock(begun=begun)
     with _stop_signal(cfg) as stop:
-        job = _prepare(cfg, stop)
+        with clock.phase("start"), large_imports():
+            job = _prepare(cfg, stop, clock)
         try:
             stage(job, WARMUP, lambda: evaluate_untrained(job) if cfg.algorithm == NONE else warm_up(job))
             for arm in job.arms:
                 stage(job, arm, lambda arm=arm: train_arm(job, arm))
             job.console.close()
-            on_main(lambda: _finish(job))
+            _finish(job, page)
         finally:
             _close(job)
     return job.folder.path
@@ -87,7 +93,7 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
     """The warm-up, and then only the responses that the arms (None: all) need next. ``train`` resumes from there, and
     another run can train on them (``train.rollouts``)."""
     with _stop_signal(cfg) as stop:
-        job = _prepare(cfg, stop)
+        job = _prepare(cfg, stop, PhaseClock())
         try:
             if not job.arms:
                 raise UserError(f"algorithm {cfg.algorithm} trains on no responses: there is nothing to generate")
@@ -111,7 +117,7 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     cfg, folder = opened.cfg, opened.folder
     names = [arm] if arm else opened.policies
     for name in names if cfg.algorithm != NONE else ():
-        folder.require_arm(name, opened.policies)
+        folder.require_arm(name, [*opened.policies, *opened.best_policies])
     job = _reopen(opened)
     try:
         for name in names:
@@ -131,9 +137,9 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``; it appears when it is
     whole.
 
-    arm: required where the run has several and not exactly one of them is the config's own section unchanged. ARM.best:
-    the policy that was best by ``checkpoint.best``. adapter: its LoRA adapters alone, as a PEFT folder; the weights
-    under them, which an arm has from the warm-up, are written to its folder ``base``.
+    arm: required where the run has several and not exactly one of them is the config's own section unchanged. ARM.best
+    and so on: the policies that were best by ``checkpoint.best``. adapter: its LoRA adapters alone, as a PEFT folder;
+    the weights under them, which an arm has from the warm-up, are written to its folder ``base``.
     """
     from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 
@@ -142,8 +148,7 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     arms = arm_configs(cfg)
     if arm is None:
         arm = _only_arm(run, cfg, list(arms))
-    best = [f"{name}.best" for name in arms if folder.best_checkpoint(name).is_dir()]
-    folder.require_arm(arm, [*opened.policies, *best])
+    folder.require_arm(arm, [*opened.policies, *opened.best_policies])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
     if out.is_mount():
@@ -181,14 +186,14 @@ def _stop_signal(cfg: RunConfig) -> StopSignal:
     return StopSignal(StallWatch(limit, folder) if limit else None)
 
 
-def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
+def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> Job:
     """Checks all input, then takes the run's folder, and starts its loggers and its servers."""
     arms = arm_configs(cfg)
     check_arm_names(arms)
-    check_settings(cfg.exp_manager)
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
     _start_processes(cfg)
+    check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = _checked_data(cfg, folder, arms)
     cfg = inputs.with_seq_length(cfg, data)
     torch.distributed.barrier()  # every rank has looked at the folder before it changes
@@ -202,11 +207,13 @@ def _prepare(cfg: RunConfig, stop: StopSignal) -> Job:
     if is_main() and cfg.model.path is not None:
         print(*data.stop.lines(), sep="\n")
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: settings.iterations for name, settings in arms.items()}})
-    log = SharedMetricsLog(folder.path / METRICS, log_numbers(trainer), writes=is_main(), watch=console)
+    log = SharedMetricsLog(
+        folder.path / METRICS, log_numbers(trainer), writes=is_main(), watch=console, pending=clock.pending
+    )
     servers = None
     if any(name not in on_main(folder.journal) for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, console, servers)
+    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, console, servers, clock)
 
 
 def _start_processes(cfg: RunConfig) -> None:
@@ -242,12 +249,13 @@ def _reopen(opened: StoredRun) -> Job:
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
     arms = arm_configs(cfg)
-    console = RunConsole({name: final_iteration(cfg, name) for name in (WARMUP, *arms)})
+    policies = (WARMUP, *arms, *opened.best_policies)
+    console = RunConsole({name: final_iteration(cfg, name) for name in policies})
     log = SharedMetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main(), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
     servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, None, log, is_main(), StopSignal(), console, servers)
+    return Job(cfg, arms, folder, data, None, log, is_main(), StopSignal(), console, servers, PhaseClock())
 
 
 def _close(job: Job) -> None:
@@ -279,20 +287,28 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
         for path in (*folder.data.glob("*"), *folder.base.glob("*")):
             if path.is_dir():  # all of them are files
                 shutil.rmtree(path)
-        inputs.write_builtin_files(cfg, folder)
         if cfg.data.source is not None:
-            inputs.write_made_problems(cfg, folder, {"train": data.train, "test": data.test})
+            inputs.write_made_problems(cfg, folder, data.made)
+        inputs.write_builtin_files(cfg, folder)
         folder.note("files", metrics_bytes=0, checksums=checksums())
 
 
 # --- after the stages ---------------------------------------------------------------------------------------------
 
 
-def _finish(job: Job) -> None:
-    job.log.cut(job.log.mark)  # cuts nothing, but finds lines that have changed since they were written
+def _finish(job: Job, page: bool) -> None:
+    with job.clock.phase("report"):
+        on_main(lambda: _write_report(job, page))
+    job.log("phases", arm=[WARMUP, *job.arms][-1], time=job.clock.take())
+    on_main(lambda: job.folder.note("report", **job.log.mark))
+
+
+def _write_report(job: Job, page: bool) -> None:
+    # What a process logged that was killed here, if anything; and it finds lines that have changed since.
+    job.log.cut([*job.folder.journal().values()][-1])
     _write_summary(job)
-    _conclude(job.folder)
-    job.folder.note("report", **job.log.mark)
+    if page:
+        _conclude(job.folder)
 
 
 def _write_summary(job: Job) -> None:
@@ -303,6 +319,10 @@ def _write_summary(job: Job) -> None:
     job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
     seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
     about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds)
+    for name, settings in about["arms"].items():
+        if stop := early_stop(job.cfg, job.folder, name):
+            said = stop.in_words(settings["iterations"])
+            about["arms"][name] = {**settings, "stopped_early": said}
     kernels = {} if _holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
     job.folder.write_json("summary.json", {**about, "kernels": kernels})
 

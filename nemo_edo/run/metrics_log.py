@@ -35,11 +35,14 @@ class MetricsLog:
         *,
         writes: bool,
         watch: Callable[[str, dict[str, Any]], None] | None = None,
+        pending: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self._file = _opened(path) if writes else None
+        """pending: the seconds of each phase that no line has yet."""
+        self._file = opened(path) if writes else None
         self._digest = xxhash.xxh3_128(path.read_bytes() if writes else b"")
         self._log_numbers = log_numbers
         self._watch = watch
+        self._pending = pending
         self._start = time.monotonic()
         self._lines: Counter[tuple[str, str]] = Counter()
 
@@ -78,8 +81,10 @@ class MetricsLog:
 
     @property
     def mark(self) -> dict[str, Any]:
-        """Where it ends now, for ``cut``: "metrics_bytes", and "metrics_checksum" of all before."""
-        return {"metrics_bytes": self.size, "metrics_checksum": self._digest.hexdigest()}
+        """Where it ends now, for ``cut``: "metrics_bytes", "metrics_checksum" of all before, and "phases", the seconds
+        since the last line of them."""
+        checksum = self._digest.hexdigest()
+        return {"metrics_bytes": self.size, "metrics_checksum": checksum, "phases": self._pending()}
 
     def cut(self, mark: Mapping[str, Any]) -> None:
         """Cuts the file to where it ended at a ``mark``: what came later will be logged again.
@@ -107,7 +112,8 @@ class MetricsLog:
         self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
 
 
-def _opened(path: Path) -> IO[str]:
+def opened(path: Path) -> IO[str]:
+    """The file, to add lines to. Raises UserError where it is a folder."""
     try:
         return path.open("a", encoding="utf-8")
     except IsADirectoryError as error:

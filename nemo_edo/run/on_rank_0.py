@@ -9,7 +9,7 @@ from typing import Any
 from nemo_edo.algorithms.ahead import Ahead
 from nemo_edo.parallel.main_rank import is_main, on_main, on_main_for_long
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.metrics_log import MetricsLog
+from nemo_edo.run.metrics_log import MetricsLog, opened
 from nemo_edo.types import ScoredRollout
 
 
@@ -67,6 +67,10 @@ class SharedRolloutStore(RolloutStore):
 
 class SharedMetricsLog(MetricsLog):
     """A MetricsLog that rank 0 writes for all ranks, and that fails on all of them."""
+
+    def __init__(self, path: Path, *settings: Any, **more: Any) -> None:
+        on_main(lambda: opened(path).close())
+        super().__init__(path, *settings, **more)
 
     def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
         add = super().__call__

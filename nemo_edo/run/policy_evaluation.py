@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.errors import RunStopped
-from nemo_edo.evaluation.evaluator import Evaluator
-from nemo_edo.evaluation.results import KINDS, Evaluation, load_evaluation, newly_solved_and_lost
+from nemo_edo.evaluation.evaluator import Evaluator, Tuning
 from nemo_edo.evaluation.results import START as WARMUP
+from nemo_edo.evaluation.results import Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
+from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.rollouts.resumable import Answer, InParts
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run import build
+from nemo_edo.run.early_stop import trained_iterations
 from nemo_edo.run.evaluate_stored import analyse_arm
 from nemo_edo.run.on_rank_0 import SharedRolloutStore
 from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
@@ -24,7 +27,6 @@ from nemo_edo.run.tracking import log_table
 from nemo_edo.types import GenerationRequest, ScoredRollout
 
 if TYPE_CHECKING:
-    from nemo_edo.generation.server_engine import ServedModel
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
     from nemo_edo.run.stages import Job
 
@@ -40,25 +42,33 @@ def evaluate_policy(
 ) -> list[ScoredRollout]:
     """Evaluates the arm's policy on the test problems; returns the responses that the report may show.
 
-    An evaluation within the training (``final`` False) samples one rollout per problem. The final one samples
-    ``evaluation.rollouts`` and also measures test-time methods. anew: the stored responses of an earlier one are kept
+    An evaluation within the training (``final`` False) samples one rollout per problem at the first of
+    ``evaluation.temperature``. The final one samples ``evaluation.rollouts`` at each and also measures test-time
+    methods. anew: the stored responses of an earlier one are kept
     until the new ones are complete, and then replaced.
     """
     if model.engine is None:
         build.connect(job.cfg, job.folder, model, job.data, job.servers)
     model.weight_sync.push(iteration)
     begun = time.monotonic()
-    folder_of = job.folder.evaluated_anew if anew else job.folder.evaluated
-    stores = {kind: _store(job, folder_of(arm, kind)) for kind in KINDS}
-    rollouts = job.cfg.evaluation.rollouts if final else 1
-    evaluation, responses = _measure(job, model, arm, iteration, stores, rollouts=rollouts)
+    stores = {
+        kind: _store(job, _anew(job, arm, kind) if anew else job.folder.evaluated(arm, kind))
+        for kind in kinds(job.cfg.evaluation, final=final)
+    }
+    evaluation, responses = _measure(job, model, arm, iteration, stores, final=final)
     seconds = time.monotonic() - begun
     if final:
         model.weight_sync.release()
     if anew:
         for kind, store in stores.items():
             on_main(partial(_store(job, job.folder.evaluated(arm, kind)).take_over, iteration, store))
-    _keep_best(job, model, evaluation, iteration)
+    if final:  # where the training ended early, fewer than its responses' number says
+        iteration = on_main(lambda: trained_iterations(job.cfg, job.folder, arm))
+    metric = job.cfg.checkpoint.best
+    if metric is not None and arm in job.arms:
+        from nemo_edo.run.best_policies import keep_best
+
+        keep_best(model, job.folder, job.cfg.checkpoint, arm, evaluation.mean(metric), iteration)
     _log_judge(job, arm, iteration)
     _log_metrics(job, evaluation, iteration, final, seconds)
     on_main(lambda: _write_results(job, evaluation, responses, iteration, final))
@@ -81,30 +91,43 @@ def _measure(
     iteration: int,
     stores: Mapping[str, RolloutStore],
     *,
-    rollouts: int,
+    final: bool,
 ) -> tuple[Evaluation, list[ScoredRollout]]:
     """The metrics of each test problem, and the first rollout's responses."""
-    from nemo_edo.generation.server_engine import ServedModel
-
-    cfg, data = job.cfg, job.data
+    cfg, data, settings = job.cfg, job.data, job.cfg.evaluation
+    if not final:
+        settings = replace(settings, temperature=settings.temperature[:1], tuning_problems=0)
+    rollouts = settings.rollouts if final else 1
     evaluator = Evaluator(
         policy=None if isinstance(model, ServedModel) else model,
         engine=model.engine,
         scorer=data.scorer,
         problems=data.test,
         prompts=data.prompts,
-        config=cfg.evaluation,
+        config=settings,
         max_new_tokens=cfg.sampling.max_new_tokens,
         pad_id=data.pad_id,
         keeping=partial(_keeping, job, arm, iteration, stores),
     )
     # The same random numbers for every arm and iteration: differences between them come from the policies.
-    requests = sampling_requests(data.test, data.prompts, rollouts * cfg.evaluation.samples, cfg.seed, "evaluate")
-    return evaluator.evaluate(arm, requests, rollouts)
+    requests = sampling_requests(data.test, data.prompts, rollouts * settings.samples, cfg.seed, "evaluate")
+    tuning = None
+    if settings.tuning_problems:
+        problems = data.train[: settings.tuning_problems]
+        asked = sampling_requests(problems, data.prompts, settings.samples, cfg.seed, "tune")
+        tuning = Tuning(problems, asked)
+    return evaluator.evaluate(arm, requests, rollouts, tuning)
 
 
 def _store(job: Job, folder: Path) -> SharedRolloutStore:
     return SharedRolloutStore(folder, tokenizer=tokenizer_identity(job.data.tokenizer))
+
+
+def _anew(job: Job, arm: str, kind: str) -> Path:
+    """Where an evaluation that replaces another one keeps its responses. Those at the first temperature have it in the
+    name, so that a killed evaluation does not resume with the responses of another temperature."""
+    sampled = kind_at(first := job.cfg.evaluation.temperature[0], job.cfg.evaluation)
+    return job.folder.evaluated_anew(arm, f"{kind}_t{first:g}" if kind == sampled else kind)
 
 
 def _keeping(
@@ -119,26 +142,13 @@ def _keeping(
 
     def answer_and_keep(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
         size = job.cfg.generation.part_size
-        scored = InParts(store, iteration, answer, part_size=size, before_part=stop_if_asked)(requests)
+        in_parts = InParts(store, iteration, answer, part_size=size, before_part=stop_if_asked)
+        job.data.scorer.begin(in_parts.earlier)
+        scored = in_parts(requests)
         store.write(iteration, scored, rank=0, world_size=1)
         return scored
 
     return answer_and_keep
-
-
-def _keep_best(job: Job, model: MegatronGPTModel | ServedModel, evaluation: Evaluation, iteration: int) -> None:
-    """Keeps an arm's policy if it is better than the one that is kept, by ``checkpoint.best``."""
-    metric = job.cfg.checkpoint.best
-    if metric is None or evaluation.arm == WARMUP:
-        return
-    from nemo_edo.megatron import checkpoint
-
-    folder = job.folder.best_checkpoint(evaluation.arm)
-    sums, counts = evaluation.metrics[metric]
-    value = float(sums.sum() / counts.sum())
-    kept = on_main(lambda: checkpoint.load_extra(folder) if folder.is_dir() else None)
-    if kept is None or kept["metric"] != metric or value > kept["value"]:
-        checkpoint.save(model.policy, folder, extra={"metric": metric, "value": value, "iteration": iteration})
 
 
 def _log_judge(job: Job, arm: str, iteration: int) -> None:

@@ -20,8 +20,13 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
-from nemo_edo.evaluation.results import Evaluation, load_evaluation, main_metrics, require_same_problems
-from nemo_edo.metrics import paired_bootstrap
+from nemo_edo.evaluation.results import (
+    Evaluation,
+    load_evaluation,
+    main_metrics,
+    paired_interval,
+    require_same_problems,
+)
 from nemo_edo.run.folder import METRICS
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run.sweep import plan_sweep, run_sweep, train_command
@@ -109,14 +114,17 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The run's name, the last part of its folder's."""
         return self.config.name
 
     @property
     def config(self) -> RunConfig:
+        """Every setting, resolved."""
         return self._stored.cfg
 
     @property
     def arms(self) -> list[str]:
+        """Names of the trained policies, without the start that they share."""
         return self._stored.policies[1:]
 
     @property
@@ -210,9 +218,9 @@ class Run:
         require_same_problems({"here": here, "there": there})
         resamples, seed = self.config.evaluation.bootstrap, self.config.seed
         for metric in main_metrics([name for name in here.metrics if name in there.metrics]):
-            (sums, counts), (other_sums, other_counts) = here.metrics[metric], there.metrics[metric]
-            interval = paired_bootstrap(other_sums, other_counts, sums, counts, resamples=resamples, seed=seed)
-            values = {"here": sums.sum() / counts.sum(), "there": other_sums.sum() / other_counts.sum()}
+            pairs = there.metrics[metric], here.metrics[metric]
+            interval = paired_interval(metric, *pairs, resamples=resamples, seed=seed)
+            values = {"here": here.mean(metric), "there": there.mean(metric)}
             bounds = {"difference": interval.mean, "low": interval.low, "high": interval.high}
             yield {"arm": arm, "metric": metric, **values, **bounds}
 

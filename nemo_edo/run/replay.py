@@ -59,9 +59,7 @@ def replay(path: Path, overrides: list[str]) -> None:
         _say(f"each row by itself is finite{whole}")
 
 
-def measure(
-    model: MegatronGPTModel, loss: LossFunction, batch: TrainingBatch
-) -> tuple[dict[str, float], list[str]]:
+def measure(model: MegatronGPTModel, loss: LossFunction, batch: TrainingBatch) -> tuple[dict[str, float], list[str]]:
     """(The means of the batch's log-probabilities, entropies, loss terms and metrics, and the norm of its gradient;
     a loss's message about numbers that are not finite.)"""
     said: list[str] = []

@@ -17,7 +17,7 @@ ONE_REQUEST_S = 1.0
 hands on what it gets."""
 ONE_CTRL_C_S = 0.25
 """The same of two Ctrl-C without torchrun: the second is a person's."""
-STOPPING = "stopping after this step, to save it; Ctrl-C again ends at once"
+STOPPING = "stopping after this step, to save it"
 
 
 class StopSignal:
@@ -44,9 +44,15 @@ class StopSignal:
             self._watch.close()
 
     def _receive(self, number: int, _: object) -> None:
-        if number == signal.SIGINT and not self._received and is_main() and os.isatty(2):
-            # In place of the run's line, which replaces it. A handler must not wait for a lock, so it does not print.
-            os.write(2, f"\r\x1b[2K{STOPPING}".encode())
+        if not self._received and is_main():
+            # A handler must not wait for a lock, so it does not print. On a terminal: in place of the run's line, which
+            # replaces it.
+            said = (
+                f"\r\x1b[2K{STOPPING}; Ctrl-C again ends at once"
+                if os.isatty(2)
+                else f"nemo-edo: {signal.Signals(number).name}: {STOPPING}; a second signal ends at once\n"
+            )
+            os.write(2, said.encode())
         self._received = True
 
     def agreed(self) -> bool:

@@ -27,6 +27,11 @@ class StoredRun:
     cfg: RunConfig
 
     @property
+    def best_policies(self) -> list[str]:
+        """ARM.best, ARM.best_iter_00003 and so on, which were kept by ``checkpoint.best``."""
+        return [path.name for arm in arm_configs(self.cfg) for path in self.folder.best_checkpoints(arm)]
+
+    @property
     def policies(self) -> list[str]:
         """The start of the arms, and the arms."""
         return [START, *arm_configs(self.cfg)]
@@ -77,13 +82,14 @@ class StoredRun:
         return sorted(int(match[1]) for match in numbers if match)
 
     def _require_known(self, names: Sequence[str]) -> None:
-        strange = sorted(set(names) - set(self.policies))
+        strange = sorted({*names} - {*self.policies, *self.best_policies})
         if strange:
             raise UserError(f"{self.folder.path} has no arm {strange[0]!r}; it has {', '.join(self.policies)}")
 
 
 def final_iteration(cfg: RunConfig, policy: str) -> int:
-    """The number under which a policy's final evaluation is kept: the iterations that it was trained for."""
+    """The number under which a policy's final evaluation is kept: the iterations of its arm, also where fewer were
+    trained (``early_stop``), as the short evaluation before that iteration has the other number."""
     trained = arm_configs(cfg)
     return trained[policy].iterations if policy in trained else 0
 

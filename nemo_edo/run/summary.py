@@ -56,15 +56,19 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
 
 
 def _commit() -> str | None:
-    """The commit of the package's source, with a + where files differ from it; None where git does not keep it."""
+    """The commit of the package's source, with a + where its files differ from it; None where git does not keep it.
+
+    Other files do not count: a study's table grows by each of its runs.
+    """
     if shutil.which("git") is None:
         return None
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "-C", str(Path(__file__).parents[1])]
     kept = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
     if kept.returncode:  # installed, perhaps inside the repository of another project
         return None
-    describe = [*git, "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], check=False)
+    return head.stdout.strip() + "+" * (changed.returncode != 0)
 
 
 def _machine() -> str:

@@ -29,11 +29,12 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import OverrideParseException
 
 from nemo_edo.config.compose import ConfigError, compose_run, resolved_yaml
-from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.results import START
 from nemo_edo.report.run_set import sweep_members
 from nemo_edo.run.folder import CONFIG, JOURNAL, METRICS, RunFolder
 from nemo_edo.run.sweep_console import SweepConsole
+from nemo_edo.utils.files import check_folder
 
 LONGEST_NAME = 120
 """Characters of a member's name: file systems take 255 bytes, and a run's own files come on top in some of them."""
@@ -193,10 +194,8 @@ def _warm_up_settings(member: Member) -> dict[str, Any]:
 def write_members(sweep: Sweep) -> None:
     """``sweep.yaml``: the members with their overrides, those of earlier sweeps in the folder included."""
     path = sweep.folder / "sweep.yaml"
-    try:
-        (sweep.folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{sweep.folder} cannot be made ({error.strerror}); choose another output_dir=...") from error
+    check_folder(sweep.folder)
+    (sweep.folder / "logs").mkdir(parents=True, exist_ok=True)
     members = sweep_members(sweep.folder) if path.exists() else {}
     members |= {member.name: list(member.overrides) for member in sweep.members}
     text = yaml.safe_dump({"config": sweep.config_name, "members": members}, sort_keys=False, width=1000)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import logging
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,11 +41,29 @@ def quiet_libraries() -> None:
     # libraries deprecate of each other.
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", "The `srun` command is available")  # Lightning trains nothing here
     logging.raiseExceptions = False  # a traceback for each line that a log file on a full disk cannot take
 
 
+def check_names(settings: dict[str, Any]) -> None:
+    """Raises UserError for a key that NeMo's exp_manager does not have: before NeMo is imported, which takes seconds.
+
+    The names are read from the source of its config's dataclass; without NeMo, its import says what is missing.
+    """
+    nemo = find_spec("nemo")
+    if nemo is None or not settings:
+        return
+    source = Path(nemo.submodule_search_locations[0]) / "utils" / "exp_manager.py"
+    classes = (node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    config = next(node for node in classes if node.name == "ExpManagerConfig")
+    known = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign)]
+    for name in settings:
+        if name not in known:
+            raise UserError(f"exp_manager.{name}: NeMo's exp_manager has no such setting{did_you_mean(name, known)}")
+
+
 def check_settings(settings: dict[str, Any]) -> None:
-    """Raises UserError for what NeMo's exp_manager has no setting for."""
+    """Raises UserError for what NeMo's exp_manager has no setting for, at any depth, and for values of other types."""
     from nemo.utils.exp_manager import ExpManagerConfig
 
     try:
@@ -102,7 +123,12 @@ def log_numbers(trainer: pl.Trainer | None) -> Callable[[dict[str, float], int],
     def log(numbers: dict[str, float], step: int) -> None:
         named = {name.replace("@", "_at_"): value for name, value in numbers.items()}
         for logger in trainer.loggers if trainer is not None else ():
-            logger.log_metrics(named, step=step)
+            try:
+                logger.log_metrics(named, step=step)
+            except ValueError as error:
+                if isinstance(error.__cause__, OSError):  # a full disk, which Lightning takes for a wrong number
+                    raise error.__cause__ from error
+                raise
 
     return log
 

@@ -9,6 +9,8 @@ from typing import AnyStr
 from nemo_edo.errors import UserError
 
 HIDDEN = "***"
+SHORTEST = 8
+"""Characters: a key is hidden wherever it occurs, and a shorter one may be part of ordinary text."""
 
 
 class ApiKey:
@@ -50,6 +52,11 @@ def key_of_environment(setting: str, variable: str | None) -> ApiKey:
         raise UserError(
             f"{setting} is {variable}, whose character {wrong} of {len(value)} in the environment is {what}; expected "
             "the key alone, of printable ASCII characters without spaces and line breaks"
+        )
+    if len(value) < SHORTEST:
+        raise UserError(
+            f"{setting} is {variable}, which has {len(value)} characters in the environment; expected at least "
+            f"{SHORTEST}: a shorter key is no secret, and hiding it would change ordinary text"
         )
     return ApiKey(value)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +46,20 @@ def write_text(path: Path, text: str) -> None:
 def temporary_name(path: Path) -> Path:
     """Where ``replacing`` writes; a killed process may leave that file behind."""
     return path.with_name(f".{path.name}.tmp")
+
+
+def check_folder(folder: Path, setting: str = "output_dir") -> None:
+    """Raises UserError where files cannot be written into a folder, or where it is not there and cannot be made.
+    setting: which named it."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".nemo_edo_", dir=there))
+    except OSError as error:
+        what = "cannot be written to" if there == folder.absolute() else "cannot be made"
+        # Some file systems of the kernel, such as /proc, say that a folder is missing which is there.
+        why = "its file system takes no files" if error.errno == errno.ENOENT else error.strerror
+        where = "" if there == folder.absolute() else f" in {there}"
+        raise UserError(f"{folder} {what}{where} ({why}); choose another {setting}=...") from error
 
 
 def read_text(path: Path) -> str:

@@ -34,6 +34,13 @@ def end_with_torchrun() -> None:
         end_with(os.getppid())
 
 
+def process_began() -> float:
+    """What the monotonic clock showed when this process was started."""
+    import psutil  # absent where only the functions are installed
+
+    return time.monotonic() - (time.time() - psutil.Process().create_time())
+
+
 POLLS_PER_SECOND = 5
 """How often a keeper checks that its parent is alive."""
 

@@ -80,7 +80,7 @@ def kill_any(scene: Scene) -> Harm:
 def terminate(scene: Scene) -> Harm:
     for rank in scene.running.ranks:
         os.kill(rank, signal.SIGTERM)
-    return Harm("SIGTERM")
+    return Harm("SIGTERM", is_violent=scene.running.job.by_torchrun)  # torchrun itself ends in a traceback
 
 
 def kill_server(scene: Scene) -> Harm:

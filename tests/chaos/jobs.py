@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-KEY = {"CHAOS_KEY": "key"}
+from helpers import completions_server
+
+KEY = {"CHAOS_KEY": completions_server.KEY}
 """The key that ``helpers.completions_server`` asks for."""
 _COMMON = (
     "--config-name=quickstart", "~arms", "replicate_baseline=false", "sft.steps=3", "sft.batch_size=8",
@@ -51,4 +53,4 @@ JOBS = (
     Job("ahead", (*_GRPO, *_SERVED, "generation.one_step_off=true", "grpo.sampler_correction=tis"), servers=1),
     Job("two", (*_GRPO, "parallelism.use_distributed_optimizer=true"), ranks=2),
 )
-TORCHRUN = Job("torchrun", JOBS[-1].settings, ranks=2, by_torchrun=True)
+TORCHRUN = Job("torchrun", (*JOBS[-1].settings, "grpo.iterations=1"), ranks=2, by_torchrun=True)

@@ -4,9 +4,9 @@
 
 STATE is a JSON file, read at each request, with any of: "hang" (completions get no answer), "hang_after" (only so many
 completions of a process get one), "status" (of every completion), "slow_s", "hold_until_open" (no answers until so many
-completions were open concurrently), "die_after" (so many completions, the process kills itself), "unhealthy", "mute"
-(health checks get no answer after the first completion), "answer" (replaces the body of a completion), "faulty_every"
-(every so many-th completion gets one of ``faults``).
+completions were open concurrently), "die_after" (so many completions, the process kills itself), "die_at_refit" (the
+process kills itself at a refit, once), "unhealthy", "mute" (health checks get no answer after the first completion),
+"answer" (replaces the body of a completion), "faulty_every" (every so many-th completion gets one of ``faults``).
 ``/log`` returns the seeds of the completions so far, in order. Of vLLM's endpoints it has those of a refit, which loads
 nothing.
 """
@@ -18,6 +18,8 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+KEY = "key-of-the-tests"
 
 STOP_ID = 1
 
@@ -55,7 +57,7 @@ class CompletionsServer:
                 length = next((int(line.split(":")[1]) for line in head.lower().split("\r\n")
                                if line.startswith("content-length:")), 0)
                 body = await reader.readexactly(length)
-                has_key = "authorization: bearer key" in head.lower()
+                has_key = f"authorization: bearer {KEY}" in head.lower()
                 status, answer = await self.answer(head.split(" ", 2)[1], body, has_key)
                 data = json.dumps(answer).encode() if not isinstance(answer, bytes) else answer
                 writer.write(f"HTTP/1.1 {status} -\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
@@ -75,6 +77,9 @@ class CompletionsServer:
             return 200, {"seeds": self.seeds, "most_open": self.most_open}
         if not has_key:
             return 401, {"error": "key"}
+        if path == "/collective_rpc" and state.get("die_at_refit"):
+            self.state.unlink()  # the next process lives on
+            os.kill(os.getpid(), signal.SIGKILL)
         if path in ("/collective_rpc", "/reset_prefix_cache"):
             return 200, {"success": True}
         if path in ("/update_weight_version", "/weight_info"):

@@ -5,32 +5,20 @@ Writing a checkpoint starts a process that imports the main module's imports: wh
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from helpers import tiny_models
+from helpers.training_settings import ED_GRPO, IDPO, LORA, OPTIMIZER, SFT, TEMPERATURE
+from helpers.training_settings import random_pairs as pairs
 
-from nemo_edo.config import (
-    GRPOConfig,
-    IDPOConfig,
-    LoRAConfig,
-    OptimizerConfig,
-    ParallelismConfig,
-    PrecisionConfig,
-    SFTConfig,
-)
+from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.parallel import free_memory
 from nemo_edo.types import GenerationRequest, SamplingParams
 
-TEMPERATURE = 0.7
-# eps: well above rounding errors of gradients, which Adam would otherwise blow up to whole steps.
-OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, clip_grad=0.5, warmup_steps=2)
-GRPO = GRPOConfig(beta=0.04, exploration_coefficient=0.3, log_ratio_floor=-2.0, micro_batch_size=2,
-                  optimizer=OPTIMIZER)
 # Micro-batches of two or four rows, and of other widths: room for two rows of 12 tokens, or four short ones.
-IDPO = IDPOConfig(beta=0.3, exploration_coefficient=0.2, micro_batch_size=4, micro_batch_tokens=32, reference="ema",
-                  optimizer=OPTIMIZER)
-PACKED_IDPO = replace(IDPO, packing=True, micro_batch_tokens=40)
-SFT = SFTConfig(micro_batch_size=2, optimizer=OPTIMIZER)
-LORA = LoRAConfig(rank=4, alpha=12.0)
+ED_IDPO = replace(IDPO, alpha=None, exploration_coefficient=0.2, micro_batch_tokens=32, reference="ema")
+PACKED_IDPO = replace(ED_IDPO, packing=True, micro_batch_tokens=40)
 STEPS = 4
 
 
@@ -39,11 +27,10 @@ def rows(seed: int):
     return tiny_models.random_batch(rows=5, seed=seed)
 
 
-def pairs(seed: int):
-    """Six rows, which two ranks share unevenly: two pairs, and two single responses, one of which does not explore."""
-    return tiny_models.random_batch(rows=6, seed=seed).with_fields(
-        pair_role=torch.tensor([1, -1, 0, 0, 1, -1]), exploration_factors=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
-    )
+def exploring_rows(seed: int):
+    """Five rows; every other time three of them are responses of an older policy, for the exploration term alone."""
+    older = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    return rows(seed).with_fields(older=older) if seed % 2 else rows(seed)
 
 
 def algorithms(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None, out: Path) -> dict:
@@ -65,14 +52,14 @@ def algorithms(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | 
     results = record("sft", sft, [sft.train_step(rows(seed)) for seed in range(STEPS)])
     checkpoint.save(sft.policy, out / "sft")
 
-    grpo = make(MegatronGPTGRPOModel, GRPO)
+    grpo = make(MegatronGPTGRPOModel, ED_GRPO)
     checkpoint.load(grpo.policy, out / "sft")
-    results |= record("ed-grpo", grpo, explore(grpo, [rows(seed) for seed in range(STEPS)]))
+    results |= record("ed-grpo", grpo, explore(grpo, [exploring_rows(seed) for seed in range(STEPS)]))
     checkpoint.save(grpo.policy, out / "ed-grpo")
     export_hf_folder(grpo.built, out / "exported")
     results["ed-grpo logprobs"] = grpo.logprobs(pairs(0))[0]
 
-    idpo = make(MegatronGPTDPOModel, IDPO if lora is None else PACKED_IDPO)
+    idpo = make(MegatronGPTDPOModel, ED_IDPO if lora is None else PACKED_IDPO)
     checkpoint.load(idpo.policy, out / "sft")
     results |= record("ed-idpo", idpo, explore(idpo, [pairs(seed) for seed in range(STEPS)]))
     idpo.move_reference("ema", 0.5)
@@ -102,7 +89,14 @@ def requests() -> list[GenerationRequest]:
 
 
 def sampled(policy) -> dict:
-    engine = tiny_models.build_engine(policy, stop_ids=range(1, 12), max_batch_size=4)
+    """In batches of a few rows, on which ranks with different memory agree."""
+    engine = tiny_models.build_engine(policy, stop_ids=range(1, 12), max_batch_size="auto")
+    free = 200_000 * (1 + torch.distributed.get_rank())
+    with mock.patch.object(free_memory, "available_bytes", lambda: free):
+        return _sampled(engine)
+
+
+def _sampled(engine) -> dict:
     rollouts = engine.generate(requests(), SamplingParams(TEMPERATURE, 0.9, 8))
     (alone,) = engine.generate(requests()[:1], SamplingParams(TEMPERATURE, 0.9, 8))
     return {"responses": [rollout.response_ids for rollout in rollouts], "response alone": alone.response_ids,
@@ -129,7 +123,9 @@ def restored_archive(models: Path, out: Path, parallelism: ParallelismConfig) ->
     from nemo_edo.models import MegatronGPTGRPOModel
     from nemo_edo.models.megatron_gpt_model import model_config
 
-    config = model_config(models / "other", parallelism=parallelism, precision=PrecisionConfig(), seed=0, training=GRPO)
+    config = model_config(
+        models / "other", parallelism=parallelism, precision=PrecisionConfig(), seed=0, training=ED_GRPO
+    )
     MegatronGPTGRPOModel(config).save_to(str(out / "model.nemo"))
     return tiny_models.exported(MegatronGPTGRPOModel.restore_from(str(out / "model.nemo")).policy)
 

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import nccl_stub
 import psutil
-from refit_worker import GREEDY, SAMPLED, largest_gap, move
+from refit_worker import GREEDY, SAMPLED, largest_gap, move, prepared
 
 from nemo_edo.algorithms.requests import sampling_requests
-from nemo_edo.config.compose import compose_run
 from nemo_edo.generation import servers as building
 from nemo_edo.generation.vllm_server import VLLM
-from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync, exported
-from nemo_edo.run import build, inputs
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run import build
 
 INSIDE = Path(__file__).parent / "inside_stub_server"
 LIMIT_S = 120.0
@@ -64,18 +61,12 @@ def killing_once(weights, replica, after: int):
 
 def main(folder: Path) -> None:
     library = Library(nccl_stub.build(folder))
-    cfg = compose_run("quickstart", [
-        f"output_dir={folder}", "name=run", "generation=vllm", "~arms", "replicate_baseline=false",
+    cfg, run, data, model, in_process = prepared(
+        folder,
         "generation.refit.transport=nccl",
         f"generation.refit.nccl_library={library.path}",
         "generation.servers.arguments=[--worker-extension-cls,stub_worker.StubWorker]",
-    ])  # fmt: skip
-    run = RunFolder(folder / "run")
-    run.data.mkdir(parents=True)
-    device_and_groups(cfg.parallelism, cfg.seed, 1)
-    inputs.write_builtin_files(cfg, run)
-    data, model = inputs.load_data(cfg, run), build.build_model(cfg, run, cfg.grpo)
-    in_process = build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
+    )
     building.APIS["vllm"] = StubVLLM
     servers = build.start_servers(cfg, run, data)
     try:

@@ -13,11 +13,11 @@ from nemo_edo.utils.http import ServerError
 SOURCE = Path(__file__).with_suffix(".c").with_name("stub_nccl.c")
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, version: int = 22907) -> Path:
     """Compiles the stub."""
     library = folder / "libnccl.so.2"
     command = ["gcc", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
+    subprocess.run([*command, f"-DDEFAULT_VERSION={version}", "-o", str(library), str(SOURCE)], check=True)
     return library
 
 

@@ -88,16 +88,20 @@ def tampered(servers, data, base: Path) -> str:
     return "nothing"
 
 
-def main(folder: Path, overrides: list[str]) -> None:
+def prepared(folder: Path, *overrides: str):
+    """The quickstart's config with vLLM and OVERRIDES, its run folder, data, model, and the engine in this process."""
     cfg = compose_run("quickstart", [f"output_dir={folder}", "name=run", "generation=vllm", "~arms",
-                                      "replicate_baseline=false",
-                                      *overrides])
+                                     "replicate_baseline=false", *overrides])  # fmt: skip
     run = RunFolder(folder / "run")
     run.data.mkdir(parents=True)
     device_and_groups(cfg.parallelism, cfg.seed, 1)
     inputs.write_builtin_files(cfg, run)
     data, model = inputs.load_data(cfg, run), build.build_model(cfg, run, cfg.grpo)
-    in_process = build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
+    return cfg, run, data, model, build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
+
+
+def main(folder: Path, overrides: list[str]) -> None:
+    cfg, run, data, model, in_process = prepared(folder, *overrides)
     servers = build.start_servers(cfg, run, data)
     try:
         sync = build.build_weight_sync(cfg, run, model, servers)

@@ -3,10 +3,12 @@ FOLDER/results.json for tests/servers/test_reward_server.py."""
 
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 
 import httpx
+import torch
 from reward_models import write_own_reward_model, write_qwen_prm, write_skywork_prm
 
 from nemo_edo.config import ServersConfig
@@ -35,7 +37,7 @@ def rollouts() -> list[Rollout]:
 
 
 def compare(folder: Path, work: Path) -> dict:
-    """The largest gap between the scores of both ways, and how many and how different the scores are."""
+    """The gaps between the scores of both ways, and how many and how different the scores are."""
     about = read_reward_folder(folder)
     here = score_rollouts(ProcessRewardModel(folder), rollouts(), QUESTIONS)
     settings = ServersConfig(max_in_flight=8)
@@ -49,12 +51,14 @@ def compare(folder: Path, work: Path) -> dict:
     return {
         "scores": len(pairs),
         "distinct": len({round(a, 6) for a, _ in pairs}),
-        "largest_gap": max(abs(a - b) for a, b in pairs),
+        "gaps": [abs(a - b) for a, b in pairs],
+        "spread": statistics.stdev(a for a, _ in pairs),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "without_key": without_key,
         "left_running": not replica.has_ended,
         "copied_code": [path.name for path in work.rglob("*.py")],
         "code_ran": (folder / "it_ran").exists(),
-        "largest_gap_by_url": max(abs(a - b) for a, b in again),
+        "gaps_by_url": [abs(a - b) for a, b in again],
         "outlives_the_client": by_url["outlives_the_client"],
     }
 

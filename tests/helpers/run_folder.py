@@ -39,14 +39,16 @@ def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterati
     _write_json(folder / "summary.json", _summary(shown, iterations, attack, seed))
     lines = [{"kind": "sft_step", "arm": "warmup", "step": step, "loss": 3.5 * 0.97 ** step + 0.4, "lr": 1e-3,
               "grad_norm": 1.0, "time": {"step_s": 0.1}} for step in range(1, 101)] if start else []
+    names = ["warmup", *shown] if start else list(shown)
     for arm, (*_, speed, entropy) in shown.items():
         lines += _arm_lines(arm, speed, entropy, iterations, interim, rng)
         results = _evaluation(arm, 0.32 + 0.42 * speed, entropy, problems, rng)
         _write_json(folder / "evaluations" / f"{arm}.json", results)
+    lines.append({"kind": "phases", "arm": names[-1],
+                  "time": {"wall_s": 13.5, "train_s": 9.0, "log_pi_old_s": 4.0}})
     if start:
         _write_json(folder / "evaluations" / "warmup.json", _evaluation("warmup", 0.32, 0.33, problems, rng))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    names = ["warmup", *shown] if start else list(shown)
     _write_json(folder / "samples.json", [_sample(place, names, attack) for place in range(3)])
     return folder
 

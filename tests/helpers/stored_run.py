@@ -1,6 +1,5 @@
 """A run's folder of the built-in task as far as reward models look into it: problems, tokenizer, scored responses."""
 
-import json
 import random
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from nemo_edo.config import (
 )
 from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.data.problems import load_problems
+from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Problem, Rollout, ScoredRollout
@@ -49,7 +49,7 @@ def write_stored_run(path: Path, *, iterations: int = 2, arms: tuple[str, ...] =
     for policy, iteration in (("warmup", 0), *((arm, iterations) for arm in arms)):
         for kind, each in (("greedy", 1), ("sampled", EACH)):
             _write(RolloutStore(folder.evaluated(policy, kind)), iteration, test, each, rng)
-        folder.evaluation(policy).write_text(json.dumps({"arm": policy, "problems": [], "metrics": {}}))
+        folder.write_evaluation(Evaluation(policy, tuple(problem.id for problem in test), {}))
     return path
 
 

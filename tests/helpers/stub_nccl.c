@@ -1,7 +1,7 @@
 /* NCCL's C interface between processes of one machine, over shared memory: it stands in for the collectives where there
    is no GPU. A collective is enqueued and ends later; a rank that does not come is waited for without end; ranks of
    different versions, numbers or types are refused. A stream is a number from 1 to 63; stub_stream_idle tells whether
-   its work is done. STUB_NCCL_VERSION sets the version (default 22907). Build: gcc -shared -fPIC -pthread. */
+   its work is done. STUB_NCCL_VERSION sets the version. Build: gcc -shared -fPIC -pthread -DDEFAULT_VERSION=22907. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -47,7 +47,7 @@ int stub_stream_idle(long stream) { return atomic_load(&pending[stream % STREAMS
 
 static int version(void) {
     const char *given = getenv("STUB_NCCL_VERSION");
-    return given ? atoi(given) : 22907;
+    return given ? atoi(given) : DEFAULT_VERSION;
 }
 
 int ncclGetVersion(int *out) { *out = version(); return SUCCESS; }

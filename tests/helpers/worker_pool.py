@@ -9,6 +9,7 @@ starts new ones.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -27,6 +28,7 @@ from helpers.ports import free_ports
 from nemo_edo.utils.processes import end_with
 
 MEETING_S = 300.0
+LASTING = "WORKER_POOL_LASTS"
 GRACE_S = 10.0
 """How long the others may take once a rank has failed: they may wait for it in a collective until the limit."""
 
@@ -37,10 +39,15 @@ class CaseFailed(AssertionError):
 
 class WorkerPool:
     """``world_size`` ranks; use as a context manager. ``wait_s``: how long ranks wait for each other in a collective;
-    None leaves torch's half hour."""
+    None leaves torch's half hour. ``environment``: for the ranks, added to this process's. ``lasting``: a rank runs all
+    cases itself, which saves each the first use of Megatron; they must leave it as they found it."""
 
-    def __init__(self, world_size: int, *, wait_s: float | None = None) -> None:
+    def __init__(
+        self, world_size: int, *, wait_s: float | None = None, environment: Mapping[str, str] | None = None,
+        lasting: bool = False,
+    ) -> None:
         self.world_size, self._wait_s = world_size, wait_s
+        self._environment = {**(environment or {}), **({LASTING: "1"} if lasting else {})}
         self._ranks: list[tuple[subprocess.Popen, Connection]] = []
 
     def __enter__(self) -> WorkerPool:
@@ -93,7 +100,7 @@ class WorkerPool:
     def _start(self) -> None:
         self._output = tempfile.TemporaryFile("a+b")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
-                       "WORLD_SIZE": str(self.world_size)}
+                       "WORLD_SIZE": str(self.world_size), **self._environment}
         for rank in range(self.world_size):
             ours, theirs = Pipe()
             command = [sys.executable, "-W", "ignore", "-m", "helpers.worker_pool", str(os.getpid()),
@@ -117,12 +124,19 @@ class WorkerPool:
 
 
 def serve(pipe: Connection, wait_s: float | None) -> None:
-    """Forks a process for each case, until the pool's process closes its end."""
+    """Forks a process for each case, or runs it, until the pool's process closes its end."""
+    contexts, has_group = contextlib.ExitStack(), False
     while True:
         try:
             case, arguments, port = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        if LASTING in os.environ:
+            if not has_group:
+                contexts.enter_context(process_group(port, wait_s))
+                has_group = True
+            pipe.send_bytes(pickle.dumps(compute(case, arguments)))
+            continue
         child = os.fork()
         if not child:
             answer(pipe, case, arguments, port, wait_s)
@@ -134,17 +148,27 @@ def serve(pipe: Connection, wait_s: float | None) -> None:
 def answer(pipe: Connection, case: str, arguments: dict, port: int, wait_s: float | None) -> None:
     """In the forked process, which it ends."""
     end_with(os.getppid())
+    try:
+        with process_group(port, wait_s):
+            answered = compute(case, arguments)
+    except BaseException:
+        answered = traceback.format_exc(), None
+    pipe.send_bytes(pickle.dumps(answered))
+    os._exit(0)
+
+
+def compute(case: str, arguments: dict) -> tuple[str | None, object]:
+    """(traceback, result), one of which is None."""
     failure = result = None
     try:
         module, _, function = case.partition(":")
-        with process_group(port, wait_s):
-            result = getattr(importlib.import_module(module), function)(**arguments)
+        result = getattr(importlib.import_module(module), function)(**arguments)
     except BaseException:  # every failure of a case is a failure of its test
         failure = traceback.format_exc()
+    gc.collect()  # models are in cycles
     sys.stdout.flush()
     sys.stderr.flush()
-    pipe.send_bytes(pickle.dumps((failure, result)))
-    os._exit(0)
+    return failure, result
 
 
 @contextlib.contextmanager
@@ -155,7 +179,8 @@ def process_group(port: int, wait_s: float | None) -> Iterator[None]:
     # Ranks meet at the store, which waits longer than their collectives may: a busy machine starts one late.
     store = torch.distributed.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=timedelta(seconds=MEETING_S))
     settings = {} if wait_s is None else {"timeout": timedelta(seconds=wait_s)}
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, **settings)
+    backend = "nccl" if "PRETENDED_CUDA" in os.environ else "gloo"  # tests/rehearsal
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, **settings)
     yield
     torch.distributed.destroy_process_group()
 

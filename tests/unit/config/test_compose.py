@@ -64,6 +64,15 @@ def test_custom_config_folder_takes_the_groups_that_it_lacks_from_the_shipped_on
     assert (cfg.model.architecture["model_type"], cfg.data.prompt) == ("llama", "<{question}>")
 
 
+def test_a_shipped_config_takes_groups_of_a_custom_folder_and_no_file_there_is_hidden_by_a_shipped_one(tmp_path: Path):
+    folder = write_configs(tmp_path, cluster__site="defaults: [slurm, _self_]\naccount: me\n")
+    cluster = compose_run("quickstart", ["cluster=site"], folder).cluster
+    assert (cluster.account, cluster.kind) == ("me", "slurm")
+    assert "no config named quickstrat" in message_of("quickstrat", [], folder)
+    write_configs(tmp_path, cluster__slurm="account: me\n")
+    assert f"{folder}/cluster/slurm.yaml: quickstart is shipped" in message_of("quickstart", ["cluster=site"], folder)
+
+
 def test_resolved_yaml_holds_every_setting_and_composes_to_the_same_run(tmp_path: Path):
     cfg = compose_run("quickstart", ["grpo.beta=${grpo.clip_low}", "threads=2", "data.prompt='{question}\n\tA: '"])
     write_configs(tmp_path, config=resolved_yaml(cfg))
@@ -211,10 +220,30 @@ def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, diff
     ("=3", ["names no setting"]),
     ("hydra.run.dir=x", ["names no setting"]),
     ("arms=[grpo,nois]", ["no config nois in group arm; did you mean noise?"]),
+    ("~arms.ed_gpro", ["the config has no arm ed_gpro; did you mean ed_grpo?"]),
+    ("~arms.nosuch", ["the config has no arm nosuch (there are: ed_grpo, ed_grpo_floor, entropy_bonus, grpo)"]),
+    ("~grpo.iteration", ["no file of the config sets grpo.iteration; did you mean iterations?"]),
+    ("~early_stop.metric", ["no file of the config sets early_stop.metric"]),
+    ("output_dir=/tmp/größe 1", ["KEY=VALUE; quote a value", """'output_dir="/tmp/größe 1"'"""]),
+    ("~nme", ["no file of the config sets nme; did you mean name?"]),
+    ("+arm=grpo", ["arms are chosen by arms=NAME"]),
+    ("~arm", ["arms are chosen by arms=NAME"]),
+    ("+data=gsm8k", ["the config chooses data already; data=gsm8k replaces it"]),
 ])
 def test_mistake_on_the_command_line_is_one_line_with_key_place_and_remedy(line: str, told: list[str]):
     message = message_of("quickstart", [line])
     assert all(part in message for part in [*told, f"command line: {line}"])
+
+
+def test_a_value_in_the_quotes_that_the_error_shows_is_taken_as_it_is():
+    assert compose_run("quickstart", ['output_dir="/tmp/größe 1"']).output_dir == "/tmp/größe 1"
+
+
+def test_an_arm_left_out_on_the_command_line_is_not_trained_and_the_others_are():
+    arms = compose_run("quickstart", []).arms
+    assert compose_run("quickstart", ["~arms.entropy_bonus"]).arms == {
+        name: arm for name, arm in arms.items() if name != "entropy_bonus"
+    }
 
 
 def test_what_other_trainers_call_a_setting_means_one_of_ours_and_a_name_like_no_other_means_none():
@@ -231,8 +260,7 @@ def every_key(values: dict, prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("line", "names"), [
-    ("+grpo.beta=1", ["grpo.beta", "++grpo.beta=1"]), ("~grpo.alhpa", ["grpo.alhpa", "does not exist"]),
-    ("+data=gsm8k", ["data"]),
+    ("+grpo.beta=1", ["grpo.beta", "++grpo.beta=1"]), ("~name=other", ["'name'", "quickstart", "other"]),
 ])
 def test_hydras_own_refusals_stay_one_line_that_names_the_key(line: str, names: list[str]):
     message = message_of("quickstart", [line])

@@ -22,6 +22,10 @@ def test_a_model_is_evaluated_on_any_benchmarks_test_file_alone(benchmark: str):
     ([*MODEL, "algorithm=grpo"], "data.train and data.test: give both"),
     ([*MODEL, "generation=vllm", "generation.placement=shared"], "generation.placement is 'shared', expected apart"),
     (["model.path=DIR", "data.test=null", "data.train=FILE"], "data.train and data.test: give both"),
+    ([*MODEL, "evaluation.temperature=[1.0,0]"], r"temperature is \[1.0, 0.0\], expected different numbers"),
+    ([*MODEL, "evaluation.temperature=[]"], r"evaluation.temperature is \[\], expected different numbers"),
+    ([*MODEL, "evaluation.temperature=0.6"], "evaluation.temperature"),
+    ([*MODEL, "evaluation.tuning_problems=8"], "evaluation.tuning_problems is 8, expected 0 with a single"),
     ([*MODEL, "evaluation.aggregation=best"], "evaluation.aggregation is 'best', expected one of last, min, product"),
     ([*MODEL, "rewards.judge.key=abc"], "unknown key rewards.judge.key"),
 ])

@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 
 from nemo_edo.config import (
+    GenerationConfig,
     GRPOConfig,
     IDPOConfig,
     LoRAConfig,
@@ -40,7 +41,9 @@ WRONG = [
     (ModelConfig, "model", {"seq_length": 0, "attention": "flash", "loss_head": "none", "architecture": {"x": 1}}),
     (GRPOConfig, "grpo", {
         "packing": True, "share_prompts": True, "old_logprobs": "engine", "beta": -1.0, "clip_low": 1.0,
-        "aggregation": ["mean", "seq-mean-token-sum-norm"], "dual_clip": 0.5, "log_ratio_floor": 0.1}),
+        "aggregation": ["mean", "seq-mean-token-sum-norm"], "dual_clip": 0.5, "log_ratio_floor": 0.1,
+        "exploration_samples": ["all", "initial"]}),
+    (GenerationConfig, "generation", {"max_batch_size": [0, -1, "many"], "part_size": 0, "backend": "hf"}),
     (PrecisionConfig, "precision", {"dtype": "fp16", "fp8_param_gather": True}),
 ]
 
@@ -72,6 +75,10 @@ def test_a_value_out_of_range_is_an_error_that_names_the_key(section, key: str, 
     (GRPOConfig, {"pass_k": 4, "overlong_buffer": 8}, "grpo.overlong_buffer is 8, expected null with pass_k"),
     (GRPOConfig, {"pass_k": 4, "advantage_scale": "none"}, "grpo.advantage_scale"),
     (GRPOConfig, {"pass_k": 4, "advantage_baseline": "leave-one-out"}, "grpo.advantage_baseline"),
+    (GRPOConfig, {"exploration_samples": "reference", "reference": "ema"}, "grpo.exploration_samples is 'reference'"),
+    *((GRPOConfig, {"exploration_samples": "previous", **own}, f"grpo.{next(iter(own))} .*exploration_samples=previous")
+      for own in ({"redundancy_weighted": True}, {"explore_uninformative_groups": False},
+                  {"explore_solved_groups_only": True})),
     (JudgeConfig, {"prompt_price": 1.0}, "rewards.judge.prompt_price and rewards.judge.completion_price"),
     (RewardsConfig, {"verifier": "judge"}, "rewards.judge.url"),
     (RewardsConfig, {"verifier": "judge", "judge": JudgeConfig(url=URL)}, "rewards.judge.model"),

@@ -15,7 +15,7 @@ JOBS = {"reward_model", "reward_model_arithmetic", "score"}
 """Configs of other jobs than a run."""
 CONFIGS = sorted({path.stem for path in shipped_config_dir().glob("*.yaml")} - JOBS)
 CHOICES = sorted(str(path.relative_to(shipped_config_dir()).with_suffix(""))
-                 for path in shipped_config_dir().glob("*/*.yaml"))
+                 for path in shipped_config_dir().glob("*/*.yaml") if path.parent.name not in ("study", "studies"))
 CHOSEN = {
     "precision/bf16": {"dtype": "bf16"}, "parallelism/dp_sharded": {"use_distributed_optimizer": True},
     "parallelism/tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -131,6 +131,8 @@ def test_arms_of_a_set_differ_in_one_thing_each_and_sets_and_arms_can_be_listed_
     assert floor.exploration_weight == pytest.approx(0.3)
     assert arms["noise"] == replace(floor, exploration_control="noise")
     assert arms["no_zero_advantage"] == replace(floor, explore_uninformative_groups=False)
+    for name, arm in arms_of("arms=[ed_grpo_previous,ed_grpo_reference]").items():
+        assert arm == replace(floor, exploration_samples=name.removeprefix("ed_grpo_"))
     arms = arms_of("arms=rivals")
     assert arms["pass4_novelty"] == replace(arms["pass4"], novelty_strength=arms["novelty"].novelty_strength)
     arms = arm_configs(compose_run("idpo_quickstart", ["arms=[eto,ed_grpo,noise]", "replicate_baseline=false"]))

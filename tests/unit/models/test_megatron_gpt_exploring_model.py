@@ -18,7 +18,11 @@ ED_GRPO = GRPOConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=1e-3), bet
 ED_IDPO = IDPOConfig(micro_batch_size=2, optimizer=OPTIMIZER, beta=0.3, exploration_coefficient=0.2)
 
 
-@pytest.fixture(params=["grpo", "idpo"])
+OLDER = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+"""Rows of an older policy: with two rows each, some micro-batches have own rows only, older ones only, or both."""
+
+
+@pytest.fixture(params=["grpo", "grpo with older samples", "idpo"])
 def arm(request, make_model, tiny, pairs):
     """Models of one kind, a batch, the batch with shared prompts, and one where only exploration has a gradient."""
     if request.param == "idpo":
@@ -27,7 +31,10 @@ def arm(request, make_model, tiny, pairs):
     else:
         settings = replace(ED_GRPO, optimizer=OPTIMIZER, entropy_coefficient=0.1)
         batch, prompts = tiny.random_batch(rows=5), {1: 0, 4: 2}
-        alone, exploring = {"beta": 0.0, "entropy_coefficient": 0.0}, batch.with_fields(advantages=torch.zeros(5))
+        if request.param != "grpo":
+            batch = tiny.random_batch(rows=7).with_fields(older=OLDER)
+        alone = {"beta": 0.0, "entropy_coefficient": 0.0}
+        exploring = batch.with_fields(advantages=torch.zeros(batch.size))
     return SimpleNamespace(
         make=lambda **changes: make_model(replace(settings, **changes)), batch=batch,
         sharing=tiny.with_shared_prompts(batch, prompts), exploring=exploring, exploring_alone=alone,

@@ -133,3 +133,59 @@ def test_the_ratio_is_infinite_where_no_advantage_and_no_kl_has_a_gradient(make_
     without = raw_batch.with_fields(advantages=torch.zeros(5))
     assert model.exploration_gradient_ratio(without) == math.inf
     assert model.exploration_gradient_ratio(without.with_fields(exploration_factors=torch.zeros(5))) == 0.0
+
+
+def mean_over(rows, values, mask):
+    """Over the sequences of the given rows, of means over their tokens."""
+    return ((values * mask).sum(dim=1) / mask.sum(dim=1))[rows].mean()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("control", ["none", "noise"])
+def test_with_older_samples_the_gradient_is_grpos_of_own_rows_plus_explorations_of_the_older_ones(
+    make_model, tiny, tiny_qwen2, rows, control
+):
+    """By autograd through ``transformers``: two means with separate denominators, and a floor against the older policy
+    (in nats: log-ratios here are far apart)."""
+    older = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    batch = tiny.random_batch(rows=5, seed=3).with_fields(older=older)
+    settings = replace(ED_GRPO, log_ratio_floor=-2.0, entropy_coefficient=0.2, micro_batch_size=rows,
+                       exploration_control=control)
+    dense = tiny.load_dense(tiny_qwen2)
+    logprobs, entropies = tiny.dense_logprobs(dense, batch.tokens, TEMPERATURE)
+    log_ratio, advantages = logprobs - batch.old_logprobs, batch.advantages[:, None]
+    ratio = log_ratio.exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    kl = kl_per_token(logprobs, batch.ref_logprobs, "k3")
+    floored = log_ratio.clamp(min=-2.0) * (ratio.detach() if control == "noise" else 1.0)
+    exploration = mean_over(older == 1, floored, batch.mask)
+    (mean_over(older == 0, -surrogate + 0.1 * kl - 0.2 * entropies, batch.mask) + 0.3 * exploration).backward()
+
+    model = make_model(settings)
+    model.start_training(1)
+    model.prepare_for_training_step()
+    _, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    found = tiny.exported_gradients(model.policy)
+    for name, parameter in dense.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        assert float((found[name] - parameter.grad).abs().max()) < 1e-5 * scale, name
+    assert metrics["exploration"] == pytest.approx(float(exploration), rel=1e-5)
+    below = ((log_ratio < -2) * batch.mask)[older == 1].sum() / batch.mask[older == 1].sum()
+    assert metrics["floor_fraction"] == pytest.approx(float(below)) and 0 < below < 1
+    alone = model.validation_step(batch.rows(older == 0).with_fields(older=None))
+    for name in ("entropy", "kl", "policy_loss", "log_ratio", "ratio_p99"):
+        assert metrics[name] == pytest.approx(alone[name], rel=1e-5), name
+
+
+def test_with_older_samples_and_weight_zero_the_gradient_is_that_of_the_own_rows_alone(make_model, tiny):
+    older = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    batch = tiny.random_batch(rows=5, seed=3).with_fields(older=older)
+    model = make_model(replace(ED_GRPO, exploration_coefficient=0.0))
+    gradients = []
+    for rows in (batch, batch.rows(older == 0).with_fields(older=None)):
+        model.start_training(1)
+        model.prepare_for_training_step()
+        model.get_loss_and_metrics(rows, forward_only=False)
+        gradients.append(tiny.exported_gradients(model.policy))
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-4, atol=1e-7)

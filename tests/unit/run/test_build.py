@@ -55,6 +55,17 @@ def error_of(tmp_path: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("folders", [("a", "b"), ("a", "a")])
+def test_training_and_test_problems_from_files_of_one_name_are_refused_with_both_places(tmp_path: Path, folders):
+    files = []
+    for folder, rows in zip(folders, (ROWS[:3], ROWS[3:]), strict=True):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        files.append(write_rows(tmp_path / folder / "x.jsonl", rows))
+    told = error_of(tmp_path, f"data.train={files[0]}", f"data.test={files[1]}")
+    assert "3 problems of one have the id of a problem of the other, such as x-1 " in told
+    assert f"({files[0]}:1 and {files[1]}:1)" in told and "give the two files different names" in told
+
+
 def test_built_in_data_is_checked_before_the_run_folder_exists_and_its_files_then_have_the_same_data(tmp_path: Path):
     cfg = config(tmp_path)
     folder = RunFolder(tmp_path / "runs" / "a")
@@ -64,7 +75,7 @@ def test_built_in_data_is_checked_before_the_run_folder_exists_and_its_files_the
     inputs.write_builtin_files(cfg, folder)
     there = inputs.load_data(cfg, folder)
     assert (there.prompts, there.solutions) == (checked.prompts, checked.solutions)
-    assert [p.question for p in there.train] == [p.question for p in checked.train]
+    assert (there.train, there.test) == (checked.train, checked.test)  # with places in the run's folder
     assert (folder.base / "model.safetensors").is_file()
 
 
@@ -169,15 +180,6 @@ def test_a_missing_or_empty_file_is_reported_by_name(tmp_path: Path, own_files, 
     assert f"{path}: cannot be read (No such file or directory)" in error_of(tmp_path, *files)
     path.write_text("\n")
     assert f"{path}: has no rows" in error_of(tmp_path, *files)
-
-
-def test_train_and_test_files_of_one_name_are_reported(tmp_path: Path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write_rows(tmp_path / name / "part.jsonl", ROWS[:3])
-    for test in ("two", "one"):
-        paths = f"data.train={tmp_path}/one/part.jsonl", f"data.test={tmp_path}/{test}/part.jsonl"
-        assert "3 problems share an id (the first part-1)" in error_of(tmp_path, *paths)
 
 
 @pytest.mark.parametrize(("tested", "words"), [

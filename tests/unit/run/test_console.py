@@ -5,6 +5,7 @@ import pytest
 from nemo_edo.run import console as module
 from nemo_edo.run.console import RunConsole, clock_time, short
 from nemo_edo.run.sweep_console import SweepConsole
+from nemo_edo.utils.phases import PHASES
 
 NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
 
@@ -121,3 +122,19 @@ def test_a_sweep_tells_each_members_last_numbers_and_the_time_left(tmp_path, clo
         "seed=1: finished after 1.0 min; b greedy .71 H .3; 4 left, ~2:00",  # 4 of a minute each, two at a time
         "seed=2: failed with status 3 after 2.0 min; 3 left, ~2:15",
     ]  # fmt: skip
+
+
+def phases(wall: float, **seconds: float) -> dict:
+    return {"wall_s": wall, **{f"{name}_s": 0.0 for name in PHASES}, **seconds}
+
+
+def test_a_stages_last_line_says_where_its_time_went_and_the_reports_where_the_runs_did(console, capsys):
+    console.begin("grpo")
+    console("phases", {"iteration": 0, **phases(60, generate_s=40, log_pi_old_s=19.5, data_s=0.4)})
+    assert capsys.readouterr().out == ""
+    console("phases", phases(40, evaluate_s=40))
+    console("phases", phases(1, report_s=1))
+    assert capsys.readouterr().out.splitlines() == [
+        "[2/3] grpo took 1:40: generate 40%, evaluate 40%, log pi old 20%",
+        "run 1:41: generate 40%, evaluate 40%, log pi old 19%",
+    ]

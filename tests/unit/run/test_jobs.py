@@ -103,12 +103,20 @@ TRAIN = {
     "no model folder": (
         "model.path={}/none model.architecture=null", "{}/none is not a Hugging Face model folder"),
     "tracking setting that NeMo lacks": ("exp_manager.bogus=1", "exp_manager.bogus: "),
+    "tracking setting of another type": (
+        "exp_manager.create_tensorboard_logger=maybe", "exp_manager.create_tensorboard_logger: "),
     "arm of the start's name": ("+arms.warmup={alpha:0}", "arms.warmup: warmup is the name of the start of all arms"),
-    "output folder below a file": ("output_dir={}/train.jsonl", "{}/train.jsonl/a cannot be made (Not a directory)"),
+    "output folder below a file": (
+        "output_dir={}/train.jsonl", "{}/train.jsonl/a cannot be made in {}/train.jsonl (Not a directory)"),
     "more processes needed": (
         "parallelism=tp2", "tensor_model_parallel_size 2 needs a multiple of 2 processes, got 1"),
     "no stored rollouts": ("train.rollouts={}/none", "{}/none/iter_00000: has no rollouts"),
     "best by an unknown metric": ("evaluation.every=1 checkpoint.best=acuracy", "checkpoint.best is 'acuracy'"),
+    "stop by an unknown metric": ("evaluation.every=1 early_stop.metric=pass@99", "early_stop.metric is 'pass@99'"),
+    "stop without evaluations": ("early_stop.metric=accuracy", "early_stop.metric needs evaluation.every"),
+    "stop in no direction": ("early_stop.mode=up", "early_stop.mode is 'up'"),
+    "output in the kernel's files": (
+        "output_dir=/proc/x", "/proc/x/a cannot be made in /proc (its file system takes no files); choose another"),
 }
 # The second column has the arms that are finished.
 OF_A_RUN = {
@@ -224,7 +232,7 @@ def test_supervised_training_alone_is_evaluated_reported_and_exported(results):
     run = results[ALONE]["folder"] / "runs" / "a"
     assert json.loads((run / "summary.json").read_text())["arms"] == {}
     kinds = {json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()}
-    assert kinds == {"sft_step", "evaluation"}
+    assert kinds == {"sft_step", "evaluation", "phases"}
     assert any(line.split()[:1] == ["SFT"] for line in results[ALONE]["out"].splitlines())
     assert "SFT" in (results[ALONES_REPORT]["folder"] / "report.html").read_text()
     assert (results[ALONES_EXPORT]["folder"] / "out" / "model.safetensors").is_file()
@@ -246,6 +254,8 @@ RESTRICTED = {"redundancy_weighted": True, "explore_uninformative_groups": False
     (GRPOConfig(schedule=COSINE, **RESTRICTED),
      "ED-GRPO α=0.001, cosine schedule, redundancy-weighted, without zero-advantage groups"),
     (GRPOConfig(alpha=0.0, log_ratio_floor=-0.1, exploration_control="noise", schedule=COSINE, **RESTRICTED), "GRPO"),
+    (GRPOConfig(exploration_samples="previous"), "ED-GRPO α=0.001, on samples of the previous policy"),
+    (GRPOConfig(alpha=0.0, exploration_samples="reference"), "GRPO"),
     (GRPOConfig(alpha=0.0, covariance_control="kl-cov"), "GRPO, kl-cov"),
     (GRPOConfig(alpha=0.0, pass_k=4, novelty_strength=0.5), "GRPO, pass@4, novelty 0.5"),
     (GRPOConfig(alpha=0.0, dynamic_sampling=True, importance_sampling_level="sequence"),

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.full_disk_cases import full_as_torch_saves
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.guards import Alarm, respond
@@ -25,7 +26,8 @@ from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.losses import sft_loss
 from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.parallel import main_rank
-from nemo_edo.run.on_rank_0 import SharedRolloutStore
+from nemo_edo.run import on_rank_0
+from nemo_edo.run.on_rank_0 import SharedMetricsLog, SharedRolloutStore
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
 from nemo_edo.types import TrainingBatch
@@ -209,6 +211,18 @@ def test_whatever_is_damaged_the_run_resumes_from_the_newest_that_is_whole(begin
         assert weights(model) == {float(found)}, (file, damage)
 
 
+def test_a_disk_that_is_full_as_torch_saves_is_one_message_and_the_last_checkpoint_stays(begin, model):
+    progress = begin(every_steps=1)
+    progress.reached(Position(0, 0, 1))
+
+    with (
+        full_as_torch_saves(),
+        pytest.raises(UserError, match="step_00000002.* could not be written: torch.save failed, as .* full disk"),
+    ):
+        progress.reached(Position(0, 0, 2))
+    assert begin(every_steps=1).start.steps_taken == 1
+
+
 def test_training_replaces_damaged_checkpoints_and_only_then_removes_them(begin, model, tmp_path):
     walk(begin(every_steps=1, keep=2), model, 5)
     before = files(tmp_path)
@@ -333,6 +347,13 @@ def test_rank_0_alone_writes_rollouts_and_reads_them_for_all(model, monkeypatch,
     store.write_unfinished(1, [])
     store.write(1, [], rank=0, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_00000"]
+
+
+def test_every_rank_learns_that_the_metrics_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(on_rank_0, "on_main", lambda work: work())  # what rank 0 raises, all do
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl is a folder"):
+        SharedMetricsLog(tmp_path / "metrics.jsonl", lambda *_: None, writes=False)
 
 
 # --- the signal ---------------------------------------------------------------------------------------------------

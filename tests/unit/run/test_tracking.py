@@ -1,13 +1,22 @@
 """What the trackers are handed: numbers under names that all of them take, and tables."""
 
+import errno
 import html
+import logging
+import os
 import re
+import warnings
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
-from nemo_edo.run.tracking import log_numbers, log_table, markdown_table
+from nemo_edo.errors import UserError
+from nemo_edo.run.tracking import check_names, log_numbers, log_table, markdown_table, quiet_libraries
 
 NAME, COLUMNS = "grpo/evaluation/solutions", ("problem", "sample", "text")
 ROWS = [("1 + 2", 0, "1 + 2 = 3\n#### 3"), ("1 + 2", 1, "a | b <b>*c*</b> `d` \\n [e](f) _g_ #h")]
@@ -15,6 +24,27 @@ ROWS = [("1 + 2", 0, "1 + 2 = 3\n#### 3"), ("1 + 2", 1, "a | b <b>*c*</b> `d` \\
 
 def trainer(*loggers) -> SimpleNamespace:
     return SimpleNamespace(loggers=loggers)
+
+
+def test_a_machine_with_slurm_gets_no_advice_to_start_lightning_by_srun(tmp_path: Path, monkeypatch):
+    (tmp_path / "srun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # put back afterwards, as the variables
+    for name in ("TRANSFORMERS_VERBOSITY", "MEGATRON_SUPPRESS_FUSION_WARNINGS"):
+        monkeypatch.setenv(name, "")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        quiet_libraries()
+        SLURMEnvironment._validate_srun_used()
+    assert said == []
+
+
+def test_the_experiment_managers_settings_are_known_from_its_source_alone():
+    from nemo.utils.exp_manager import ExpManagerConfig
+
+    check_names({field.name: None for field in fields(ExpManagerConfig)})
+    with pytest.raises(UserError, match="exp_manager.create_wandb_loger: .*; did you mean create_wandb_logger"):
+        check_names({"create_wandb_loger": True})
 
 
 def test_numbers_reach_every_logger_at_their_step_without_an_at_sign():
@@ -26,6 +56,15 @@ def test_numbers_reach_every_logger_at_their_step_without_an_at_sign():
     log_numbers(trainer(*loggers))({"grpo/collection/pass@4": 0.5, "grpo/collection/kl": 1.0}, 7)
     assert [logger.seen for logger in loggers] == [
         ({"grpo/collection/pass_at_4": 0.5, "grpo/collection/kl": 1.0}, 7)] * 2
+
+
+def test_a_full_disk_under_tensorboard_is_the_systems_error_and_not_a_wrong_number(tmp_path: Path, monkeypatch):
+    logger = TensorBoardLogger(str(tmp_path), name="", version="")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(logger.experiment, "add_scalar", mock.Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space left") as raised:
+        log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
+    assert raised.value is full
 
 
 def test_tensorboard_shows_a_table_whose_cells_are_the_texts_as_they_are(tmp_path: Path):

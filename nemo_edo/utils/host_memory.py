@@ -1,0 +1,49 @@
+"""The memory of this machine, as far as its control group lets this process have it (a container's or a job's)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+NAMES = {True: ("memory.max", "memory.current"), False: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+"""A control group's limit and use in version 2 (True) and 1."""
+
+
+def total_bytes() -> int:
+    """The machine's memory, or the lowest limit of this process's control groups."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit for limit, _ in _limits())])
+
+
+def available_bytes() -> int:
+    """What a process can still allocate without swapping: the kernel's estimate (MemAvailable), or what is left below
+    a control group's limit, where files that the kernel can drop do not count as used."""
+    lines = (PROC / "meminfo").read_text().splitlines()
+    [of_machine] = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min([of_machine, *(limit - used for limit, used in _limits())]))
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group of this process that has a limit; Linux alone has such groups."""
+    groups = PROC / "self" / "cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else []:
+        number, controllers, path = line.split(":", 2)
+        second = number == "0"
+        if not second and "memory" not in controllers.split(","):
+            continue
+        top = CGROUPS if second else CGROUPS / "memory"
+        inside = top / path.lstrip("/")
+        # A container may see its own group as the top, under which the host's path does not exist.
+        for group in [inside, *inside.parents]:
+            if group.is_relative_to(top) and (group / NAMES[second][0]).is_file():
+                yield from _limit(group, *NAMES[second])
+
+
+def _limit(group: Path, limit_name: str, use_name: str) -> Iterator[tuple[int, int]]:
+    limit = (group / limit_name).read_text().strip()
+    if limit != "max":
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        yield int(limit), int((group / use_name).read_text()) - droppable

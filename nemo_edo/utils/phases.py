@@ -1,0 +1,99 @@
+"""Where a run's wall time goes: seconds by phase, each second in exactly one of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+PHASES = {
+    "start": "imports, checks, data files, the model",
+    "data": "batches, statistics, rollouts on disk, the log",
+    "generate": "the engine, in collections",
+    "score": "rewards, in collections",
+    "log_pi_old": "log-probabilities of the policy that sampled",
+    "log_pi_ref": "log-probabilities of the reference",
+    "train": "forward, backward, optimizer",
+    "checkpoint": "saving and loading",
+    "refit": "new weights to the engine",
+    "evaluate": "the test problems: generation, scoring, statistics",
+    "wait": "for responses that are generated in the background",
+    "report": "the summary and the report",
+}
+"""What each phase has."""
+T = TypeVar("T")
+
+
+class PhaseClock:
+    """Measures phases in the thread that made it. One phase within another interrupts it, so none is counted twice.
+
+    now: a clock in seconds. begun: what it showed when the start began, where that was before this object was made.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, begun: float | None = None) -> None:
+        self._now = now
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._open: list[str] = []
+        self._mark = self._now()
+        self._since = self._mark if begun is None else begun
+        self._spent["start"] = self._mark - self._since
+        self._earlier_wall = 0.0
+        self._continued = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything within belongs to the phase, except what is in a phase within it."""
+        self._note()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._note()
+            self._open.pop()
+
+    def pending(self) -> dict[str, float]:
+        """Seconds since the last ``take``: "wall_s", and PHASE_s of each of ``PHASES``."""
+        self._note()
+        phases = {f"{name}_s": round(seconds, 4) for name, seconds in self._spent.items()}
+        return {"wall_s": round(self._earlier_wall + self._mark - self._since, 4), **phases}
+
+    def take(self) -> dict[str, float]:
+        """The ``pending`` seconds, which then begin at 0 again."""
+        taken = self.pending()
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._since, self._earlier_wall = self._mark, 0.0
+        return taken
+
+    def carry_on(self, pending: Mapping[str, float]) -> None:
+        """Adds the ``pending`` seconds of a killed process. Only the first call does: what later ones are given,
+        this process has counted itself."""
+        if self._continued:
+            return
+        self._continued = True
+        self._earlier_wall += pending.get("wall_s", 0.0)
+        for name in self._spent:
+            self._spent[name] += pending.get(f"{name}_s", 0.0)
+
+    def _note(self) -> None:
+        """Adds the time since the last note to the phase that is in progress, if any."""
+        now = self._now()
+        if self._open:
+            self._spent[self._open[-1]] += now - self._mark
+        self._mark = now
+
+
+def timed(service: T, clock: PhaseClock, **phases: str) -> T:
+    """``service``, with the phase of each method that is named."""
+    return cast("T", _Timed(service, clock, phases))
+
+
+class _Timed:
+    def __init__(self, service: Any, clock: PhaseClock, phases: Mapping[str, str]) -> None:
+        self._service = service
+        self._clock = clock
+        self._phases = phases
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._service, name)
+        return self._clock.phase(self._phases[name])(value) if name in self._phases else value

@@ -1,0 +1,30 @@
+"""One of two gloo processes meets a full disk: both end, and one message tells why."""
+
+from pathlib import Path
+
+import pytest
+from helpers.worker_pool import WorkerPool
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+@pytest.mark.parametrize(("full", "rank", "told"), [
+    ("full_as_torch_saves", 0, "step.part could not be written: torch.save failed, as it does on a full disk"),
+    ("full_as_a_writer_writes", 0, "step.part could not be written by rank 0: "),
+    ("full_as_a_writer_writes", 1, "step.part could not be written by rank 1: "),
+])
+def test_both_processes_end_with_the_message_of_the_one_whose_disk_is_full(
+    two: WorkerPool, tiny_model: Path, tmp_path: Path, full: str, rank: int, told: str
+):
+    first, second = two.run("helpers.full_disk_cases:saved", model=tiny_model, folder=tmp_path / "step", full=full,
+                            rank=rank, limit_s=300)
+    assert first == second and told in first
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_process_whose_neighbour_has_ended_says_so_in_one_line(two: WorkerPool):
+    (status, cause), (left, said) = two.run("helpers.full_disk_cases:left_alone", limit_s=300)
+    assert (status, cause) == (2, "nemo-edo: error: about.json: No space left on device; make room or give access, and "
+                                  "rerun the command\n")  # fmt: skip
+    assert left == 1 and said.count("\n") == 1
+    assert "this process (rank 1) has lost another one, whose message tells why; rerun the command to resume" in said

@@ -1,0 +1,62 @@
+"""Two ranks save a checkpoint, and one of them meets a full disk. Run by a WorkerPool."""
+
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from helpers import tiny_models
+
+from nemo_edo.cli import entry
+from nemo_edo.config import ParallelismConfig
+from nemo_edo.errors import UserError
+
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async._write_item"
+
+
+@contextlib.contextmanager
+def full_as_torch_saves() -> Iterator[None]:
+    """torch.save into a file meets the device on which nothing has room."""
+    save = torch.save
+
+    def into_full(value, file, **settings):
+        save(value, "/dev/full" if isinstance(file, str | Path) else file, **settings)
+
+    with mock.patch.object(torch, "save", into_full):
+        yield
+
+
+def full_as_a_writer_writes() -> contextlib.AbstractContextManager:
+    return mock.patch(WRITER, side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def saved(model: Path, folder: Path, full: str, rank: int) -> str:
+    """What a rank says of a save in which the disk is full for one rank."""
+    from nemo_edo.megatron import checkpoint
+
+    policy = tiny_models.build_policy(model, ParallelismConfig(tensor_model_parallel_size=2))
+    fails = torch.distributed.get_rank() == rank
+    try:
+        with globals()[full]() if fails else contextlib.nullcontext():
+            checkpoint.save(policy, folder)
+    except UserError as error:
+        return str(error)
+    return "saved"
+
+
+def left_alone() -> tuple[int, str]:
+    """Status and message of a command whose first rank ends by itself, with an error that the other learns from no
+    one."""
+
+    def work(*_) -> None:
+        if torch.distributed.get_rank() == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "about.json")
+        torch.distributed.barrier()
+
+    with mock.patch.dict(entry.RUN, train=work), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = entry.main(["train"])
+    return status, said.getvalue()

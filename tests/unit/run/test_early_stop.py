@@ -1,0 +1,80 @@
+"""Where an arm's training ends early, and which of its policies are kept."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_edo.config import CheckpointConfig, EarlyStopConfig
+from nemo_edo.megatron import checkpoint
+from nemo_edo.run.best_policies import keep_best
+from nemo_edo.run.early_stop import end_of
+from nemo_edo.run.folder import RunFolder
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "end"),
+    [
+        ({}, [0.1, 0.2, 0.2, 0.2, 0.2], (4, 1)),  # three evaluations without improvement
+        ({}, [0.1, 0.2, 0.2, 0.2], None),
+        ({"patience": 1}, [0.1, 0.2, 0.3, 0.25, 0.9], (3, 2)),  # what comes later plays no part
+        ({"patience": 1, "min_delta": 0.05}, [0.1, 0.2, 0.24], (2, 1)),
+        ({"patience": 2, "min_delta": 0.05}, [0.1, 0.14, 0.18], None),  # against the best, not the one before
+        ({"patience": 1, "mode": "min"}, [0.3, 0.2, 0.25], (2, 1)),
+        ({"patience": 2}, [0.1, math.nan, math.nan], (2, 0)),
+        ({"patience": 1}, [math.nan, 0.1], (0, 0)),
+    ],
+)
+def test_training_ends_after_patience_evaluations_without_improvement(settings, values, end):
+    found = end_of(enumerate(values), EarlyStopConfig(metric="accuracy", **settings))
+    assert (found and (found.iteration, found.best_iteration)) == end
+
+
+def test_the_reason_has_the_metric_its_best_and_where():
+    settings = EarlyStopConfig("accuracy", "min", 2, 0.01)
+    said = end_of([(0, 0.5), (2, 0.31), (4, 0.4), (6, 0.305)], settings).in_words(15)
+    assert said == ("stopped after 6 of 15 iterations: accuracy has not fallen by more than 0.01 in 2 evaluations; its "
+                    "best was 0.31, after 2")  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """kept(value, iteration, ...): the names of the policies that are kept after such an evaluation."""
+    monkeypatch.setattr("nemo_edo.run.best_policies.on_main", lambda work: work())
+
+    def save(policy, folder, *, extra):
+        folder.mkdir(parents=True)
+        (folder / "about").write_text(repr(extra))
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "load_extra", lambda folder: eval((folder / "about").read_text()))
+    folder = RunFolder(tmp_path)
+
+    def evaluate(value: float, iteration: int, **settings) -> list[str]:
+        config = CheckpointConfig(**{"best": "accuracy", "best_count": 2, **settings})
+        keep_best(SimpleNamespace(policy=None), folder, config, "a", value, iteration)
+        return [f"{path.name} {checkpoint.load_extra(path)['iteration']}" for path in folder.best_checkpoints("a")]
+
+    return evaluate
+
+
+def test_the_best_policies_are_kept_under_names_that_last(kept):
+    assert kept(0.5, 0) == ["a.best 0"]
+    assert kept(0.4, 1) == ["a.best 0", "a.best_iter_00001 1"]
+    assert kept(0.6, 2) == ["a.best 2", "a.best_iter_00000 0"]
+    assert kept(0.6, 3) == ["a.best 2", "a.best_iter_00003 3"]  # of equal ones the earlier is the better
+    assert kept(0.1, 4) == kept(math.nan, 5) == ["a.best 2", "a.best_iter_00003 3"]
+    assert kept(0.6, 3) == ["a.best 2", "a.best_iter_00003 3"]  # again, as after a kill
+    assert kept(0.7, 6, best_count=1) == ["a.best 6"]
+
+
+def test_a_low_value_may_be_the_best_and_another_metric_begins_anew(kept):
+    kept(0.5, 0, best_mode="min")
+    assert kept(0.4, 1, best_mode="min") == ["a.best 1", "a.best_iter_00000 0"]
+    assert kept(0.1, 2, best="entropy") == ["a.best 2"]
+
+
+def test_a_run_killed_between_renaming_the_best_and_saving_the_better_one_loses_neither(kept, tmp_path):
+    kept(0.5, 0)
+    (tmp_path / "checkpoints" / "a.best").rename(tmp_path / "checkpoints" / "a.best_iter_00000")
+    assert kept(0.4, 1) == ["a.best 0", "a.best_iter_00001 1"]

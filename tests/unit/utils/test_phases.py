@@ -1,0 +1,72 @@
+"""Each second of a run in exactly one phase."""
+
+import pytest
+
+from nemo_edo.utils.phases import PHASES, PhaseClock, timed
+
+
+class Now:
+    at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def now():
+    return Now()
+
+
+def seconds(clock: PhaseClock) -> dict[str, float]:
+    return {name: value for name, value in clock.take().items() if value}
+
+
+def test_a_phase_within_another_interrupts_it_and_what_is_in_none_is_in_the_wall_time_alone(now):
+    clock = PhaseClock(now)
+    with clock.phase("data"):
+        now.at += 1
+        with clock.phase("log_pi_old"):
+            now.at += 2
+        now.at += 4
+    now.at += 8
+    assert seconds(clock) == {"wall_s": 15, "data_s": 5, "log_pi_old_s": 2}
+    assert clock.take() == {"wall_s": 0, **{f"{name}_s": 0 for name in PHASES}}
+
+
+def test_a_phase_that_fails_ends_and_one_in_progress_is_counted_up_to_now(now):
+    clock = PhaseClock(now, begun=90.0)
+    with pytest.raises(ValueError), clock.phase("train"):
+        now.at += 1
+        raise ValueError
+    with clock.phase("evaluate"):
+        now.at += 2
+        assert seconds(clock) == {"wall_s": 13, "start_s": 10, "train_s": 1, "evaluate_s": 2}
+        now.at += 3
+    assert seconds(clock) == {"wall_s": 3, "evaluate_s": 3}
+
+
+def test_a_resumed_process_adds_what_the_killed_one_had_not_written_once(now):
+    killed = PhaseClock(now)
+    with killed.phase("train"):
+        now.at += 5
+    kept = killed.pending()
+    resumed = PhaseClock(now)
+    with resumed.phase("start"):
+        now.at += 1
+    resumed.carry_on(kept)
+    resumed.carry_on(kept)
+    assert seconds(resumed) == {"wall_s": 6, "start_s": 1, "train_s": 5}
+
+
+def test_a_services_named_methods_are_in_their_phases_and_the_rest_of_it_is_untouched(now):
+    class Engine:
+        policy_version = 3
+
+        def generate(self, count: int) -> int:
+            now.at += count
+            return count
+
+    clock = PhaseClock(now)
+    engine = timed(Engine(), clock, generate="generate")
+    assert (engine.generate(2), engine.generate(count=3), engine.policy_version) == (2, 3, 3)
+    assert seconds(clock) == {"wall_s": 5, "generate_s": 5}
