@@ -23,6 +23,10 @@ class GenerationEngine(Protocol):
 class Scorer(Protocol):
     """Scores responses."""
 
+    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+        """Called before a collection or an evaluation, whose responses ``score`` gets in parts. scored: those that an
+        earlier process has scored: limits that hold for all of them count these, too."""
+
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. ``problems`` holds every problem that they name."""
 
@@ -56,9 +60,9 @@ class Policy(Protocol):
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
         """Norm of the exploration term's gradient at weight 1 over that of the rest of the loss. Takes no step."""
 
-    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the response tokens and exact entropies (nats) of the current weights, each [B, T]; zero
-        where the mask is."""
+        where the mask is. temperature: of the softmax; None: the one that the policy trains at."""
 
     def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities under the reference policy."""

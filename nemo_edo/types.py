@@ -157,6 +157,9 @@ class TrainingBatch:
     """[B, T] float32, pi_old as the generation engine computed it (pi_gen)."""
     exploration_factors: Tensor | None = None
     """[B] float32, factors on the exploration term of each response; 0: the term leaves the response out."""
+    older: Tensor | None = None
+    """[B] float32, 1 for a response of an older policy, which the exploration term alone reads: ``old_logprobs`` are
+    that policy's, and the term reads no other rows. None: it reads the batch's own responses."""
     selected: Tensor | None = None
     """[B, T] float32, 1 at the tokens that a covariance control has selected."""
     pair_role: Tensor | None = None
@@ -171,6 +174,16 @@ class TrainingBatch:
     def unit(self) -> int:
         """Rows that no split may separate: 2 where rows make pairs."""
         return 1 if self.pair_role is None else 2
+
+    @property
+    def own(self) -> TrainingBatch:
+        """With mask 0 at the responses of an older policy."""
+        return self if self.older is None else self.with_fields(mask=self.mask * (1 - self.older)[:, None])
+
+    @property
+    def explored(self) -> TrainingBatch:
+        """With mask 1 at the responses that the exploration term reads only."""
+        return self if self.older is None else self.with_fields(mask=self.mask * self.older[:, None])
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set, by name."""

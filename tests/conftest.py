@@ -35,23 +35,15 @@ def _suite(path: str | Path) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Under ``--dist loadgroup``, tests without a group are grouped by file: module fixtures are made once."""
-    from xdist.scheduler import LoadGroupScheduling
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from helpers.scheduling import UnitsOfWork  # only now: xdist may be absent
 
-    class GroupOrFile(LoadGroupScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
-
-    return GroupOrFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return UnitsOfWork(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    on_gpu = []
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            on_gpu.append(item)
-        if item.get_closest_marker("distributed"):
-            item.add_marker(pytest.mark.xdist_group("distributed"))  # one worker pool serves them all
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
     import torch  # only now: without GPU tests nobody need wait for it here

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +25,7 @@ class ExplorationSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.coefficient < math.inf:
-            raise ValueError(
-                f"exploration_coefficient is {self.coefficient}, expected a finite number of at least 0"
-            )
+            raise ValueError(f"exploration_coefficient is {self.coefficient}, expected a finite number of at least 0")
         if self.log_ratio_floor is not None and not self.log_ratio_floor < 0:
             raise ValueError(f"log_ratio_floor is {self.log_ratio_floor}, expected None or a number below 0 (nats)")
 
@@ -50,4 +50,19 @@ class ExplorationSettings:
             raise ValueError(
                 "one optimizer step for each collection of samples: the policy still equals its sampler there, and "
                 f"the exploration term would be zero-mean noise. {change}, or set the exploration coefficient to 0"
+            )
+
+    def warn_of_cut_sampling(self, cut: Mapping[str, object]) -> None:
+        """Warns where responses are sampled from a cut distribution (top-p, top-k, min-p) and the term acts.
+
+        cut: the settings that cut it. The log-probabilities are the whole distribution's, so the term's expected
+        gradient is not zero where the policy equals its sampler.
+        """
+        if self.coefficient != 0 and cut:
+            settings = ", ".join(f"{name}={value}" for name, value in cut.items())
+            warnings.warn(
+                f"{settings}: the responses are of a cut distribution and their log-probabilities of the whole one, so "
+                "the exploration term pushes from what was kept towards what was cut off, on average even where the "
+                "policy equals its sampler; sample from the whole distribution",
+                stacklevel=3,
             )

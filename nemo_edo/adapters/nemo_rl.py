@@ -130,6 +130,7 @@ def install() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Runs one of NeMo-RL's scripts, with its arguments, after ``install``. Exits with a message without a script."""
     if not arguments:
         sys.exit("usage: python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py [its arguments]")
     script, *_ = arguments

@@ -65,7 +65,7 @@ class EDGRPOTrainer(GRPOTrainer):
 
         Raises ValueError for a schedule with one optimizer step for each generation batch, a loss type that is not in
         ``LOSS_TYPES``, Liger's fused loss, which never shows its log-probabilities, and a novelty reward that TRL does
-        not know.
+        not know. Warns of sampling from a cut distribution (``ExplorationSettings.warn_of_cut_sampling``).
         """
         self.exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
         super().__init__(*args, **kwargs)
@@ -84,6 +84,10 @@ class EDGRPOTrainer(GRPOTrainer):
             f"Set num_iterations (now {self.num_iterations}) or steps_per_generation (now "
             f"{self.args.steps_per_generation}) so that their product exceeds gradient_accumulation_steps (now "
             f"{self.args.gradient_accumulation_steps})",
+        )
+        cut = {"top_p": (1.0,), "top_k": (None, 0, -1), "min_p": (None, 0.0)}  # and the values that cut nothing
+        self.exploration.warn_of_cut_sampling(
+            {name: value for name, whole in cut.items() if (value := getattr(self.args, name)) not in whole}
         )
 
     def _column_of(self, reward: str | None) -> int:

@@ -106,7 +106,7 @@ def _configs() -> str:
     lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
     return (
         "configs (--config-name):\n" + "\n".join(lines) + "\n"
-        f"  and {len(names) - len(plain)} of experiment/, listed in docs/experiments.md\n\n"
+        f"  and {len(names) - len(plain)} of experiment/, listed in docs/sweeps.md\n\n"
     )
 
 
@@ -120,15 +120,17 @@ def _train(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--print-config", action="store_true", help="print every setting with its value, as YAML, and train nothing"
     )
-    command.add_argument(
-        "--cfg", choices=("job",), dest="print_config", help="the same in Hydra's words: --cfg job"
-    )
+    command.add_argument("--cfg", choices=("job",), dest="print_config", help="the same in Hydra's words: --cfg job")
     _add_overrides(command)
 
 
 def _launch(command: argparse.ArgumentParser) -> None:
     _add_config(command)
     command.add_argument("-m", "--multirun", action="store_true", help="a sweep, as a job array with one report")
+    command.add_argument(
+        "--selftest", action="store_true", help="run nemo-edo selftest on the config's nodes instead of training"
+    )
+    _add_only(command)
     command.add_argument("--dry-run", action="store_true", help="print the job's script without submitting it")
     _add_overrides(command)
 
@@ -188,13 +190,22 @@ def _report(command: argparse.ArgumentParser) -> None:
     command.add_argument("--baseline", metavar="LABEL", help="for several runs: the arm to compare with")
 
 
+def _study(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "action",
+        choices=("run", "status"),
+        help="run: the cells that are left; status: how many these are, their CPU hours, and which have changed",
+    )
+    command.add_argument("file", metavar="FILE", help="a study's YAML file, or the name of one in conf/studies/")
+    command.add_argument("--jobs", type=_count, default=1, metavar="N", help="processes; default: %(default)s")
+
+
 def _doctor(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config-name", metavar="NAME", help="default: check the machine only")
     _add_config_path(command)
+    _add_on_bad_rows(command)
     command.add_argument("--gpus", type=_count, metavar="N", help="GPUs of all nodes; default: this machine's")
-    command.add_argument(
-        "--gpu-memory", metavar="SIZE", help="memory of each GPU; default: this machine's, or 80GB"
-    )
+    command.add_argument("--gpu-memory", metavar="SIZE", help="memory of each GPU; default: this machine's, or 80GB")
     _add_overrides(command)
 
 
@@ -203,9 +214,13 @@ def _selftest(command: argparse.ArgumentParser) -> None:
         "--folder", type=Path, default=Path("runs/selftest"),
         help="for files that every node must see, and selftest.json; default: runs/selftest",
     )  # fmt: skip
+    _add_only(command)
+
+
+def _add_only(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--only", nargs="+", default=(), metavar="GROUP", choices=GROUPS,
-        help=f"the groups of checks to run, of {', '.join(GROUPS)}; default: all",
+        help=f"groups of the selftest's checks to run, of {', '.join(GROUPS)}; default: all",
     )  # fmt: skip
 
 
@@ -233,13 +248,17 @@ def _add_config(
 ) -> None:
     command.add_argument("--config-name", default=default, metavar="NAME", help=help)
     _add_config_path(command)
-    command.add_argument(
-        "--on-bad-rows", choices=("skip", "error"), help="for invalid rows of problem files; default: the config's"
-    )
+    _add_on_bad_rows(command)
 
 
 def _add_config_path(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config-path", metavar="DIR", help="folder of the config; default: the package's configs")
+
+
+def _add_on_bad_rows(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--on-bad-rows", choices=("skip", "error"), help="for invalid rows of problem files; default: the config's"
+    )
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:
@@ -270,15 +289,19 @@ COMMANDS = {
     "launch": Command(
         "submit a config, or a sweep, as a Slurm job",
         _launch,
-        ("launch cluster=slurm --dry-run", "launch -m --config-name alpha_sweep seed=1,2 cluster=slurm --dry-run"),
-        "cluster.md",
+        (
+            "launch cluster=slurm --dry-run",
+            "launch cluster=slurm cluster.nodes=2 --selftest --dry-run",
+            "launch -m --config-name alpha_sweep seed=1,2 cluster=slurm --dry-run",
+        ),
+        "slurm.md",
         lists_configs=True,
     ),
     "collect": Command(
         "generate and store the responses of a config's first iteration, without training",
         _collect,
         ("collect --arm grpo", "collect --config-name rivals"),
-        "experiments.md",
+        "sweeps.md",
         lists_configs=True,
     ),
     "evaluate": Command(
@@ -295,13 +318,13 @@ COMMANDS = {
         "solve test problems by SearchLLM, with a run's policy or any model",
         _search,
         ("search runs/quickstart --arm grpo search.reward_model=DIR",),
-        "search.md",
+        "evaluation.md",
     ),
     "score": Command(
         "score a run's stored responses with a process reward model",
         _score,
         ("score runs/quickstart --model DIR --name prm",),
-        "reward_models.md",
+        "evaluation.md",
     ),
     "report": Command(
         "write the report of one or several runs, a single HTML file",
@@ -313,11 +336,17 @@ COMMANDS = {
         ),
         "studies.md",
     ),
+    "study": Command(
+        "train every cell of tasks x arms x doses x seeds, and write their results to one CSV file",
+        _study,
+        ("study run doses --jobs 4", "study status doses"),
+        "studies.md",
+    ),
     "doctor": Command(
         "check a config and this machine before a run",
         _doctor,
         ("doctor", "doctor --config-name grpo_gsm8k model=llama3_1_8b --gpus 8"),
-        "doctor.md",
+        "scaling.md",
         lists_configs=True,
     ),
     "selftest": Command(
@@ -339,6 +368,6 @@ COMMANDS = {
         "find the responses behind a training step that a guard stopped",
         _replay,
         ("replay runs/quickstart/failures/grpo_step_00000012.safetensors",),
-        "guards.md",
+        "reliability.md",
     ),
 }

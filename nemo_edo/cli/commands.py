@@ -39,9 +39,10 @@ def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
         train_reward_model(cfg)
         return 0
     from nemo_edo.doctor.preflight import preflight
+    from nemo_edo.utils.processes import process_began
 
     cfg = preflight(require_run(cfg, args.config_name))
-    _jobs().train(cfg)
+    _jobs().train(cfg, process_began() if args.own_process else None)
     return 0
 
 
@@ -98,9 +99,14 @@ def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    from nemo_edo.cluster.launch import launch, plan
+    from nemo_edo.cluster.launch import launch, plan, plan_selftest
 
-    planned = plan(args.config_name, _overrides(args, more_overrides), args.config_path, multirun=args.multirun)
+    config = (args.config_name, _overrides(args, more_overrides), args.config_path)
+    if args.multirun and args.selftest:
+        raise UserError("--selftest tries the nodes, not a sweep: leave out -m")
+    if args.only and not args.selftest:
+        raise UserError("--only is for --selftest")
+    planned = plan_selftest(*config, args.only) if args.selftest else plan(*config, multirun=args.multirun)
     say(launch(planned, dry_run=args.dry_run))
 
 
@@ -155,6 +161,23 @@ def _table(args: argparse.Namespace) -> None:
     say_all(write_table(find_runs(args.runs), args.table, args.out))
 
 
+def _study(args: argparse.Namespace, _: list[str]) -> int:
+    from nemo_edo.run.study_file import read_study, study_file
+
+    study = read_study(study_file(args.file))
+    if args.action == "status":
+        from nemo_edo.run.study_status import status_lines
+
+        say_all(status_lines(study))
+        return 0
+    _quiet()
+    from nemo_edo.run.study import run_study
+
+    left = run_study(study, jobs=args.jobs)
+    print(f"{len(study.cells) - left} of {len(study.cells)} cells are in {study.table}")
+    return 1 if left else 0
+
+
 def _score(args: argparse.Namespace, more_overrides: list[str]) -> None:
     from nemo_edo.config.compose import compose_job
 
@@ -179,7 +202,7 @@ def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
         say(light_report())  # of an installation of the functions alone
         return 0
 
-    overrides = args.overrides + more_overrides
+    overrides = _overrides(args, more_overrides)
     if args.config_name is None and overrides:
         raise UserError(f"{' '.join(overrides)}: settings need --config-name")
     memory = args.gpu_memory and parse_size("--gpu-memory", args.gpu_memory, ("GB", "GIB"))
@@ -209,8 +232,10 @@ def _replay(args: argparse.Namespace, more_overrides: list[str]) -> None:
 def _jobs():
     """Imports torch and Megatron: called only once the configuration is valid."""
     _quiet()
-    from nemo_edo.run import jobs
+    from nemo_edo.utils.garbage import large_imports
 
+    with large_imports():
+        from nemo_edo.run import jobs
     return jobs
 
 
@@ -239,6 +264,7 @@ RUN = {
     "search": _search,
     "score": _score,
     "report": _report,
+    "study": _study,
     "doctor": _doctor,
     "selftest": _selftest,
     "export": _export,

@@ -16,6 +16,8 @@ from nemo_edo.utils.processes import end_with_torchrun
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What the system says of a full disk, a used up quota, and a place that may not be written to."""
+ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
+"""What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
 STOPPED_BY_GUARD = 3
 """The exit status."""
 
@@ -32,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> int:
     args, rest = parse(sys.argv[1:] if argv is None else argv)
+    args.own_process = argv is None
     try:
         return RUN[args.command](args, rest) or 0
     except UserError as error:
@@ -50,6 +53,13 @@ def _run(argv: list[str] | None) -> int:
         message = f"{place}{error.strerror}; make room or give access, and rerun the command"
         print(f"nemo-edo: error: {message}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ANOTHER_IS_GONE):
+            raise
+        said, rank = str(error).partition("\n")[0], os.environ.get("RANK", "0")
+        gone = f"this process (rank {rank}) has lost another one, whose message tells why; rerun the command to resume"
+        print(f"nemo-edo: error: {gone} ({said})", file=sys.stderr)
+        return 1
     except StoppedByGuard as stopped:
         hint = "its state is saved; the same command resumes it, if necessary with other guards.* settings"
         say(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", file=sys.stderr)

@@ -16,7 +16,6 @@ from nemo_edo.data.rows import (
     ProblemFileError,
     Row,
     RowError,
-    is_saved_dataset,
     numbered_lines,
     parse_json,
     read_bytes,
@@ -146,18 +145,18 @@ def normal_question(question: str) -> str:
 
 
 def _load_gsm8k(path: Path, on_bad_rows: str) -> LoadedProblems:
-    first_seen: dict[str, int] = {}
+    first_seen: dict[str, str] = {}
 
     def problem(row: Row) -> Problem:
         content = _content(row)
         question = _text_field(content, "question")
         solution, answer = gsm8k_solution(_text_field(content, "answer"))
-        _require_new(question, row.number, first_seen)
+        _require_new(question, row.source, first_seen)
         metadata = {name: value for name, value in content.items() if name not in ("question", "answer")}
         return Problem(f"{path.stem}-{row.number}", question, solution, answer, row.source, metadata=metadata)
 
-    is_table = path.suffix == ".parquet" or is_saved_dataset(path)
-    problems, bad = _collect(read_rows(path) if is_table else _gsm8k_lines(path), problem)
+    is_of_lines = path.suffix != ".parquet" and not path.is_dir()
+    problems, bad = _collect(_gsm8k_lines(path) if is_of_lines else read_rows(path), problem)
     return _checked(path, problems, bad, on_bad_rows, expected=f"{_EXPECTED_ROW} on each line")
 
 
@@ -264,10 +263,10 @@ def _text_field(row: dict[str, object], name: str, *, may_be_empty: bool = False
     return value
 
 
-def _require_new(question: str, number: int, first_seen: dict[str, int]) -> None:
-    first = first_seen.setdefault(" ".join(question.split()), number)
-    if first != number:
-        raise RowError(f'"question" is the same as on line {first}, expected each question once')
+def _require_new(question: str, source: str, first_seen: dict[str, str]) -> None:
+    first = first_seen.setdefault(" ".join(question.split()), source)
+    if first != source:
+        raise RowError(f'"question" is the same as in {first}, expected each question once')
 
 
 def report_bad_rows(path: Path, bad: list[BadRow], *, num_good: int) -> str:

@@ -67,7 +67,7 @@ def score(*, final_answer: str | None, metadata: dict[str, Any]) -> float:
 
 
 def _different(name: str, settings: dict[str, Any]) -> Iterator[Problem]:
-    dataset, seen = _new_dataset(name, settings), set()
+    dataset, seen = new_dataset(name, settings), set()
     for index in range(settings["size"]):
         item = dataset[index]
         if item["question"] in seen:
@@ -87,10 +87,11 @@ def _solution(item: dict[str, Any]) -> str:
 
 @cache
 def _dataset(name: str, settings: str) -> ProceduralDataset:
-    return _new_dataset(name, json.loads(settings))
+    return new_dataset(name, json.loads(settings))
 
 
-def _new_dataset(name: str, settings: dict[str, Any]) -> ProceduralDataset:
+def new_dataset(name: str, settings: dict[str, Any]) -> ProceduralDataset:
+    """The task's data set. Raises UserError for an unknown task, and for settings that it does not take."""
     if name not in DATASETS:
         raise UserError(f"data.source_args.name is {name!r}, expected one of {', '.join(sorted(DATASETS))}")
     try:

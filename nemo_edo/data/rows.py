@@ -4,7 +4,8 @@ was saved to disk, or the hub."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ class ProblemFileError(UserError):
 
 class RowError(ValueError):
     """What is wrong with one row, without its place."""
+
+
+class RepeatedKeyError(RowError):
+    """An object of the row has one key twice."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,28 @@ def read_bytes(path: Path) -> bytes:
         raise ProblemFileError(f"{path}: cannot be read ({error.strerror}); expected a file of problems") from error
 
 
-def parse_json(text: bytes, expected: str) -> Any:
-    """The JSON value; ``expected`` ends the messages. Raises RowError."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises RepeatedKeyError for a key that an object has twice: JSON readers silently take the last."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise RepeatedKeyError(f'has the key "{repeated}" twice; keep one of the two')
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+"""Made once: ``json.loads`` with a hook makes one for each row, which takes as long as the row."""
+_LAST_WINS = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def parse_json(text: bytes, expected: str, decode: Callable[[str], Any] = _DECODER.decode) -> Any:
+    """The JSON value; ``expected`` ends the messages. Raises RowError, with ``_DECODER`` for repeated keys as well."""
     try:
-        return json.loads(text.decode("utf-8"))
+        return decode(text.decode("utf-8"))
+    except RepeatedKeyError:
+        raise
     except UnicodeDecodeError as error:
         raise RowError(f"is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -105,12 +128,33 @@ def parse_json(text: bytes, expected: str) -> Any:
         raise RowError(f"is not valid JSON ({error}); {expected}") from error
 
 
+def _elements(text: str) -> list[Any]:
+    """Those of a list, one by one: a RepeatedKeyError in place of one that has a key twice."""
+    found, place = [], _SPACE.match(text, text.index("[") + 1).end()
+    while True:
+        try:
+            element, end = _DECODER.raw_decode(text, place)
+        except RepeatedKeyError as error:
+            element, end = error, _LAST_WINS.raw_decode(text, place)[1]
+        found.append(element)
+        end = _SPACE.match(text, end).end()
+        if text[end:].rstrip() == "]":
+            return found
+        if text[end : end + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+        place = _SPACE.match(text, end + 1).end()
+
+
 def _parsed(text: bytes) -> dict[str, Any] | RowError:
     try:
         row = parse_json(text, "expected a JSON object")
     except RowError as error:
         return error
-    return row if isinstance(row, dict) else RowError("is not a JSON object")
+    return _object_or_error(row)
+
+
+def _object_or_error(row: Any) -> dict[str, Any] | RowError:
+    return row if isinstance(row, dict | RowError) else RowError("is not a JSON object")
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -121,11 +165,19 @@ def _json_rows(path: Path) -> Iterator[Row]:
             yield Row(number, f"{path}:{number}", _parsed(line))
         return
     try:
-        rows = parse_json(content, "expected a list of objects")
+        rows = _list_rows(content)
     except RowError as error:
         raise ProblemFileError(f"{path}: {error}") from error
     for number, row in enumerate(rows, start=1):
-        yield Row(number, f"{path}:row {number}", row if isinstance(row, dict) else RowError("is not a JSON object"))
+        yield Row(number, f"{path}:row {number}", _object_or_error(row))
+
+
+def _list_rows(content: bytes) -> list[Any]:
+    expected = "expected a list of objects"
+    try:
+        return parse_json(content, expected)
+    except RepeatedKeyError:  # which says not in which row
+        return parse_json(content, expected, _elements)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

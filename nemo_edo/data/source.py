@@ -13,7 +13,8 @@ from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import load_function, said
 
-SPLITS = ("train", "test")
+SPLITS = ("warmup", "train", "test")
+"""warmup and train may be missing: the warm-up then learns from train."""
 
 
 def load_source(path: str, arguments: Mapping[str, Any]):
@@ -30,7 +31,8 @@ def load_source(path: str, arguments: Mapping[str, Any]):
 
 def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> dict[str, list[Problem]]:
     """The splits that ``data.source`` returns: ``{"train": problems, "test": problems}``, where a problem is a
-    ``Problem`` or a row with ``columns``. Without "train" nothing can be trained.
+    ``Problem`` or a row with ``columns``. Without "train" nothing can be trained. "warmup", if there is one, has the
+    problems whose solutions the warm-up learns.
 
     Raises UserError where the function fails, returns something else, or a problem is bad or occurs twice.
     """
@@ -45,9 +47,10 @@ def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> 
         found = f"the splits {', '.join(map(str, splits))}" if isinstance(splits, Mapping) else type(splits).__name__
         raise UserError(f'data.source ({path}) returned {found}, expected {{"train": problems, "test": problems}}')
     made = {name: _checked(path, name, rows, columns) for name, rows in splits.items()}
-    shared = {problem.id for problem in made.get("train", [])} & {problem.id for problem in made["test"]}
-    if shared:
-        raise UserError(f"data.source ({path}) gave train and test problems the same id, such as {min(shared)}")
+    for split in SPLITS[:-1]:
+        shared = {problem.id for problem in made.get(split, [])} & {problem.id for problem in made["test"]}
+        if shared:
+            raise UserError(f"data.source ({path}) gave {split} and test problems the same id, such as {min(shared)}")
     return made
 
 

@@ -1,4 +1,4 @@
-"""The refit of an engine whose weights are the trainer's own."""
+"""Engines that need no refit: their weights are the trainer's own, or are never trained."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ class InProcessSync:
 
     def release(self) -> None:
         """Does nothing: the weights are the trainer's, and the KV cache is freed after each batch."""
+
+
+class ServedModel:
+    """Stands in for a model that is only evaluated, behind servers that keep their own weights. It gives no
+    log-probabilities but those of its responses."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        self.weight_sync = InProcessSync(engine)

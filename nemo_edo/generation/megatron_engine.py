@@ -14,6 +14,8 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from nemo_edo.config.generation import AUTO
+from nemo_edo.generation.batch_size import row_bytes, rows_that_fit, split_evenly
 from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
@@ -27,7 +29,6 @@ COMPACT_BELOW = 0.9
 """Ended rows leave the cache once fewer than this share of its rows are alive: a copy of the cache costs time, too."""
 
 
-
 class MegatronEngine:
     """A GenerationEngine over a Megatron model, with the model's parallelism."""
 
@@ -37,10 +38,11 @@ class MegatronEngine:
         *,
         stop_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
-        max_batch_size: int,
+        max_batch_size: int | str,
         device: torch.device,
         progress: bool = False,
     ) -> None:
+        """max_batch_size: rows that are decoded at a time at most; AUTO: as many as memory has room for."""
         config = get_model_config(built.chunks[0])
         if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
             raise ValueError("in-process generation can use neither context nor expert parallelism")
@@ -53,12 +55,14 @@ class MegatronEngine:
         self._device = device
         self._progress = progress
         modules = [module for chunk in built.chunks for module in chunk.modules()]
-        layers = [module for module in modules if isinstance(module, Attention)]
+        self._layers = layers = [module for module in modules if isinstance(module, Attention)]
         self._shares_prompts, self._by_head = all(map(shares_prompts, layers)), all(map(reads_by_head, layers))
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        if not requests:
+            return []
         mine = list(requests)[rank::ranks]
         # Rows of a batch advance together, so batches have prompts of similar length.
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
@@ -67,54 +71,87 @@ class MegatronEngine:
             token_by_token(self._built.chunks) as self._chunks,
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
-            for start in range(0, len(order), self._max_batch_size):
-                places = order[start : start + self._max_batch_size]
+            for places in split_evenly(order, self._batch_size(requests, sampling)):
                 for place, rollout in zip(places, self._batch([mine[i] for i in places], sampling), strict=True):
                     rollouts[place] = rollout
                 counter.add(len(places))
         return _interleave(_gather(rollouts), len(requests))
 
-    @torch.inference_mode()
+    def _batch_size(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> int:
+        """The most rows of a batch, the same on every rank; the requests are those of all ranks, at least one."""
+        if self._max_batch_size != AUTO:
+            return int(self._max_batch_size)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        row = row_bytes(
+            self._layers,
+            prompt=max(len(request.prompt_ids) for request in requests),
+            response=max(request.limit(sampling) for request in requests),
+            vocabulary=self._vocab_size if pipeline.rank() + 1 == pipeline.size() else 0,
+            device=self._device,
+        )
+        return rows_that_fit(row, self._device)
+
+    @torch.no_grad()  # Transformer Engine keeps tensors for training that inference_mode would forbid it to use
     def _batch(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         strings = StopStrings(sampling.stop, self._decode)
-        decoding = _Decoding(requests, sampling, strings, self._device)
-        step = self._prefill(decoding)
-        for position in range(decoding.prefix, decoding.length):
-            tokens, logprobs = self._choose(step, decoding, position, sampling)
-            decoding.record(position, tokens, logprobs, self._stop_ids)
-            if decoding.done or position + 1 == decoding.length:
+        decoding = _Decoding(requests, sampling, strings, self._device, whole_prompts=self._shares_prompts)
+        logits = self._prefill(decoding)
+        for step in range(decoding.steps):
+            tokens, logprobs = self._choose(logits, decoding, step, sampling)
+            decoding.record(step, tokens, logprobs, self._stop_ids)
+            if decoding.done or step + 1 == decoding.steps:
                 break
             if decoding.alive.float().mean() < COMPACT_BELOW:
                 decoding.compact()
-            step = self._forward(decoding, decoding.last[:, None], position)
+            logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
         return [
             self._rollout(request, *response) for request, response in zip(requests, decoding.responses(), strict=True)
         ]
 
     def _prefill(self, decoding: _Decoding) -> Tensor | None:
-        """Runs the prompts' common length once for each distinct prompt. Rows with the same prompt share its cache
-        where their attention can, otherwise each gets a copy."""
+        """Logits of each row's next token. Distinct prompts are computed once, to their ends where the rows' positions
+        may differ, otherwise to the end of the shortest."""
+        if decoding.after_prompts:
+            return self._prefill_whole(decoding)
+        return self._prefill_equal(decoding)
+
+    def _prefill_whole(self, decoding: _Decoding) -> Tensor | None:
+        """All but a prompt's last token goes to a cache that rows with the same prompt share. The last one is each
+        row's first query, since the prompts' ends are at different places."""
+        lengths, prompts = decoding.prompt_lengths, decoding.prompts
+        distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
+        context = CacheContext(len(distinct), prompts.shape[1] - 1, by_head=self._by_head)
+        decoding.context = context
+        self._forward(decoding, distinct[:, 1:-1], self._from_the_beginning(distinct[:, 1:-1]))
+        length = context.max_sequence_length + decoding.steps
+        decoding.context = shared_prompt_cache(context, owner, length, lengths - 1)
+        return self._forward(decoding, prompts.gather(1, lengths[:, None] - 1), lengths[:, None] - 1)
+
+    def _prefill_equal(self, decoding: _Decoding) -> Tensor | None:
+        """Rows with the same prompt share its cache where their attention can, otherwise each gets a copy."""
         prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
         shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
         length = decoding.prefix if shared else decoding.length
         decoding.context = CacheContext(len(prefixes), length, by_head=self._by_head)
-        logits = self._forward(decoding, prefixes, 0)
+        logits = self._forward(decoding, prefixes, self._from_the_beginning(prefixes))
         if shared:
             decoding.context = shared_prompt_cache(decoding.context, owner, decoding.length)
         else:
             decoding.context.keep(owner)
         return None if logits is None else logits[owner]
 
-    def _forward(self, decoding: _Decoding, tokens: Tensor, position: int) -> Tensor | None:
-        """[B, V] logits of the last token, on the last pipeline stage; None on the others."""
-        positions = torch.arange(position, position + tokens.shape[1], device=self._device).expand_as(tokens)
+    def _from_the_beginning(self, tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
+
+    def _forward(self, decoding: _Decoding, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """[B, V] logits of the last of tokens [B, s], on the last pipeline stage; None on the others."""
         logits = through_stages(self._chunks, tokens, positions, decoding.context)
         return None if logits is None else logits[:, -1, : self._vocab_size]
 
-    def _choose(self, logits: Tensor | None, decoding: _Decoding, position: int, sampling: SamplingParams):
+    def _choose(self, logits: Tensor | None, decoding: _Decoding, step: int, sampling: SamplingParams):
         """The next token of each row and its log-probability, the same on every pipeline stage."""
         if logits is not None:
-            tokens, logprobs = choose_tokens(logits, decoding.uniforms_at(position), sampling)
+            tokens, logprobs = choose_tokens(logits, decoding.uniforms_at(step), sampling)
         else:
             tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self._device)
             logprobs = torch.empty(len(decoding.rows), device=self._device)
@@ -144,23 +181,36 @@ class MegatronEngine:
 
 
 class _Decoding:
-    """The state of a batch: all rows are at the same position; rows with longer prompts read these to their end.
+    """The state of a batch. Each row is at the end of its prompt; or, where all have to be at the same position, rows
+    with longer prompts read these to their end.
 
     ``rows`` has the request of each row of the cache; responses are stored by request.
     """
 
     def __init__(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, strings: StopStrings, device: torch.device
+        self,
+        requests: list[GenerationRequest],
+        sampling: SamplingParams,
+        strings: StopStrings,
+        device: torch.device,
+        *,
+        whole_prompts: bool,
     ) -> None:
+        """whole_prompts: whether rows may be at different positions."""
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.limit(sampling) for request in requests]
         self.prefix = min(lengths)
+        self.after_prompts = whole_prompts and max(lengths) > self.prefix
+        """Whether the rows are at different positions."""
         self.length = max(length + limit for length, limit in zip(lengths, limits, strict=True))
         self.max_new_tokens = max(limits)
         padded = [request.prompt_ids + (0,) * (max(lengths) - n) for request, n in zip(requests, lengths, strict=True)]
         self.prompts = torch.tensor(padded, device=device)
         self.prompt_lengths = torch.tensor(lengths, device=device)
         self.limits = torch.tensor(limits, device=device)
+        self.to_read = torch.zeros_like(self.limits) if self.after_prompts else self.prompt_lengths - self.prefix
+        """Tokens of each request's prompt that follow the prefill."""
+        self.steps = int((self.to_read + self.limits).max())
         self.uniforms = request_uniforms([request.seed for request in requests], self.max_new_tokens).to(device)
         self.tokens = torch.zeros(len(requests), self.max_new_tokens, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(len(requests), self.max_new_tokens, device=device)
@@ -170,23 +220,28 @@ class _Decoding:
         self.stop_of: list[str | None] = [None] * len(requests)
         self.rows = torch.arange(len(requests), device=device)
         self.alive = torch.ones(len(requests), dtype=torch.bool, device=device)
-        self.last = self.prompts[:, self.prefix - 1]
+        self.last = torch.empty(0, dtype=torch.int64, device=device)
         self.context: CacheContext | None = None
 
     @property
     def done(self) -> bool:
         return not bool(self.alive.any())
 
-    def uniforms_at(self, position: int) -> Tensor:
-        """Each row's random number for the token at ``position`` (any number where it still reads its prompt)."""
-        return self.uniforms[self.rows, self._response_index(position).clamp(0, self.max_new_tokens - 1)]
+    def uniforms_at(self, step: int) -> Tensor:
+        """Each row's random number for the step's token (any number where it still reads its prompt)."""
+        return self.uniforms[self.rows, self._response_index(step).clamp(0, self.max_new_tokens - 1)]
 
-    def record(self, position: int, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> None:
-        """Stores the chosen tokens for ``position``, or the prompt's token where a prompt is that long."""
-        index = self._response_index(position)
+    def positions(self, step: int) -> Tensor:
+        """[rows, 1] of the step's tokens."""
+        return (self.prompt_lengths[self.rows] + self._response_index(step))[:, None]
+
+    def record(self, step: int, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> None:
+        """Stores the step's tokens, or the prompt's where it is not read to its end."""
+        index = self._response_index(step)
         reading = index < 0
         if reading.any():
-            tokens = torch.where(reading, self.prompts[self.rows, min(position, self.prompts.shape[1] - 1)], tokens)
+            position = min(self.prefix + step, self.prompts.shape[1] - 1)
+            tokens = torch.where(reading, self.prompts[self.rows, position], tokens)
         writing = self.alive & ~reading
         rows, index = self.rows[writing], index[writing]
         self.tokens[rows, index] = tokens[writing]
@@ -224,8 +279,8 @@ class _Decoding:
             )
         ]
 
-    def _response_index(self, position: int) -> Tensor:
-        return position - self.prompt_lengths[self.rows]
+    def _response_index(self, step: int) -> Tensor:
+        return step - self.to_read[self.rows]
 
 
 def _gather(rollouts: list[Rollout]) -> list[list[Rollout]]:

@@ -93,7 +93,7 @@ class Replica:
         deadline = time.monotonic() + limit_s
         while not self.is_healthy():
             if self.has_ended:
-                raise ServerError(f"{self} has ended with status {self.process.status}{self.log_tail()}")
+                raise ServerError(f"{self}: {self.ending()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"{self} is not ready after {limit_s:g} s{self.log_tail()}")
             time.sleep(POLL_EVERY_S)
@@ -169,6 +169,10 @@ class Replica:
         self.model_name = expected or names[0]
         longest = models["data"][0].get("max_model_len")
         self.max_length = longest if isinstance(longest, int) else None
+
+    def ending(self) -> str:
+        """How a managed server's process has ended, for messages."""
+        return f"its process has ended with status {self.process.status}{self.log_tail()}"
 
     def log_tail(self) -> str:
         """The end of a managed server's log, to append to an error message; empty for others."""

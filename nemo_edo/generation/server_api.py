@@ -20,6 +20,8 @@ MODELS = "/v1/models"
 HEALTH = "/health"
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0 in float16 arithmetic."""
+LEAST = -3e38
+"""A log-probability below it is minus infinity in float32, in which they are kept."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def read_answer(
         reason, prompt = choice["finish_reason"], choice.get("prompt_token_ids")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Fault(f"an answer without {error}") from error
+    if (index := choice.get("index", 0)) != 0:
+        raise Fault(f"choice {index!r} of an answer that has one")
     logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if logprobs is None:
         raise Fault("an answer without log-probabilities (logprobs.token_logprobs), which every response needs")
@@ -184,4 +188,4 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_logprob(value: Any) -> bool:
-    return is_number(value) and value <= ROUNDING
+    return is_number(value) and LEAST <= value <= ROUNDING

@@ -14,7 +14,6 @@ import aiohttp
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.generation.dispatch import Dispatcher
-from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, Answer, ServerAPI, completion_body, read_answer
 from nemo_edo.generation.stop_strings import StopStrings
@@ -204,12 +203,3 @@ class LocalEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         """Errors as for ``ServerEngine.generate_local``."""
         return self._engine.generate_local(requests, sampling, stop=self._stop)
-
-
-class ServedModel:
-    """Stands in for a model that is only evaluated, behind servers that keep their own weights. It gives no
-    log-probabilities but those of its responses."""
-
-    def __init__(self, engine: ServerEngine) -> None:
-        self.engine = engine
-        self.weight_sync = InProcessSync(engine)

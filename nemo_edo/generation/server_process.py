@@ -10,6 +10,8 @@ from pathlib import Path
 from nemo_edo.generation.server_api import Launch, ServerAPI
 from nemo_edo.utils.processes import kept
 
+START = "--- start"
+"""How a line of a server's log begins that tells of a start."""
 LOG_LINES = 25
 """Lines of a server's log that error messages show."""
 TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -54,7 +56,7 @@ class ServerProcess:
         command = self._api.command(self.launch, self.model_folder, port)
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
         with self.launch.log.open("ab") as log:
-            log.write(f"\n--- start {self.starts}: {url}\n".encode())
+            log.write(f"\n{START} {self.starts}: {url}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
                 kept(command), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -74,6 +76,11 @@ class ServerProcess:
             return ""
         lines = self.launch.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         return "\n".join([f"; the end of {self.launch.log}:", *(f"  | {line}" for line in lines)])
+
+
+def starts_in(log: Path) -> int:
+    """How often a server was started, by its log."""
+    return sum(line.startswith(START) for line in log.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def free_port(host: str) -> int:

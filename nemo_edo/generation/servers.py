@@ -204,7 +204,8 @@ def _launch(cfg: RunConfig, logs: Path) -> Launch:
 
 
 def _after_temperature(cfg: RunConfig) -> bool:
-    """Evaluations sample at temperature 1 without a top-p cut, where both kinds of log-probabilities are the same."""
+    """With a top-p cut, training and evaluations are at temperature 1 (``config.run``); an evaluation has no cut, and
+    both kinds are the same for it."""
     return cfg.generation.backend == VLLM.backend and cfg.sampling.top_p == 1
 
 

@@ -187,7 +187,7 @@ class SupervisedReplica:
             except aiohttp.ClientError as error:
                 self.last_error = f"{HEALTH}: {self._description(error)}"
             await asyncio.sleep(self._settings.backoff_s)
-        self.last_error = "its process has ended"
+        self.last_error = self.replica.ending()
         return False
 
     async def _restart(self) -> bool:

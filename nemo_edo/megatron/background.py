@@ -20,10 +20,13 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.checksums import checksum
+from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.processes import end_with
 
 _KILLED = "a process that writes its files was killed, as the system does where memory is short"
@@ -46,6 +49,7 @@ class Writing:
         self._folder = folder
         # Megatron's own queue lives in a third process, which would survive a trainer that is killed.
         filesystem_async._results_queue = _Mailbox()
+        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _CommonForAll("torch", 1))
         request = dist_checkpointing.save(
             state, str(folder), async_sharded_save=True, content_metadata=content_metadata
         )
@@ -62,13 +66,34 @@ class Writing:
         if self._calls.get_num_unfinalized_calls():
             try:
                 self._calls.maybe_finalize_async_calls(blocking=wait)
-            except CheckpointException as error:
-                rank, (failure, _) = next(iter(error.failures.items()))
-                raise UserError(
-                    f"{self._folder} could not be written by rank {rank}: {failure}; checkpoints before it stay: see "
-                    "to the cause, and rerun the command to resume from the last"
-                ) from error
+            except CheckpointException as error:  # on all ranks; the first alone knows of what
+                failures = error.failures
+                rank, why = on_main(lambda: next((rank, str(why)) for rank, (why, _) in failures.items()))
+                raise _unwritten(self._folder, f" by rank {rank}", why) from error
         return not self._calls.get_num_unfinalized_calls()
+
+
+class _CommonForAll(TorchCommonSaveStrategy):
+    """Megatron's writer of what is the same on all ranks (``common.pt``): rank 0 writes, and fails on all of them."""
+
+    def save_common(self, common_state_dict: dict, checkpoint_dir: str | Path) -> None:
+        save = super().save_common
+
+        def write() -> None:
+            try:
+                save(common_state_dict, checkpoint_dir)
+            except RuntimeError as error:  # torch's words for what the system says of a file
+                why = f"torch.save failed, as it does on a full disk ({error})"
+                raise _unwritten(Path(checkpoint_dir), "", why) from error
+
+        on_main(write)
+
+
+def _unwritten(folder: Path, whose: str, why: str) -> UserError:
+    return UserError(
+        f"{folder} could not be written{whose}: {why}; checkpoints before it stay: see to the cause, and "
+        "rerun the command to resume from the last"
+    )
 
 
 def _write(write: Callable, trainer: int, checksums: _Mailbox, *arguments: Any) -> None:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config.model_shape import SHAPE_FIELDS
 from nemo_edo.errors import UserError
+from nemo_edo.megatron.adam_state import (
+    begin_adam,
+    count_adam_steps,
+    distributed,
+    loading_either_adam,
+    own_step_counters,
+)
 from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums, write_checksums
 from nemo_edo.megatron.lora import describe
-from nemo_edo.megatron.pickles import check_metadata, plain_objects_only
+from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.files import read_object, write_text
@@ -119,18 +125,23 @@ def load(
         check(load_extra(folder))
     _check_fits(policy, folder, with_optimizer)
     if with_optimizer:
-        _begin_adam(policy.optimizer)
+        begin_adam(policy.optimizer)
     check_metadata(folder)
     with plain_objects_only(folder):
         sharding = dist_checkpointing.load_content_metadata(str(folder))
         wanted = _sharded_state(policy, with_optimizer, sharding, is_loading=True)
+        own, wanted = _unwritten_extra_state(wanted, folder)
         state = dist_checkpointing.load(wanted, str(folder))
-    for index, chunk in enumerate(unwrap_model(policy.chunks)):
-        chunk.load_state_dict(state[f"model{index}"])
+        models = [state[f"model{index}"] for index in range(len(policy.chunks))]
+        for model in models:
+            check_scales(folder, model)
+    for index, (chunk, model) in enumerate(zip(unwrap_model(policy.chunks), models, strict=True)):
+        extra = {name: part.data for name, part in own.get(f"model{index}", {}).items()}
+        chunk.load_state_dict(model | extra)
     if with_optimizer:
-        with _own_step_counters(policy.optimizer):
+        with loading_either_adam(policy.optimizer), own_step_counters(policy.optimizer):
             policy.optimizer.load_state_dict(state["optimizer"])
-        _count_adam_steps(policy.optimizer)
+        count_adam_steps(policy.optimizer)
         policy.scheduler.num_steps = 0  # it adds the loaded steps to its own
         policy.scheduler.load_state_dict(state["scheduler"])
     elif policy.optimizer is not None:
@@ -173,11 +184,11 @@ def _architecture(policy: MegatronPolicy) -> dict[str, Any]:
 
 def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any]:
     """What has to be the same for an optimizer's state to be loaded."""
-    distributed = any(_distributed(policy.optimizer))
-    layout = _layout() if distributed and not reshardable else {}
+    is_distributed = any(distributed(policy.optimizer))
+    layout = _layout() if is_distributed and not reshardable else {}
     # Megatron then has a separate optimizer for experts, and other names in the state.
     experts = parallel_state.get_expert_model_parallel_world_size() > 1
-    return {"distributed optimizer": distributed, "expert parallelism": experts, **layout}
+    return {"distributed optimizer": is_distributed, "expert parallelism": experts, **layout}
 
 
 def changed_layout(folder: Path) -> str | None:
@@ -209,6 +220,17 @@ def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict,
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
         state["scheduler"] = policy.scheduler.state_dict()
     return state
+
+
+def _unwritten_extra_state(wanted: dict, folder: Path) -> tuple[dict, dict]:
+    """Splits off what the checkpoint need not have: Transformer Engine's layers keep an ``_extra_state`` each, FP8's
+    scales or nothing, and torch's layers write none. Any other name that it lacks is left for Megatron to refuse."""
+    written = {part.key for part in load_sharded_metadata(str(folder)).values()}
+
+    def is_unwritten(part: object) -> bool:
+        return isinstance(part, ShardedObject) and part.key.endswith("._extra_state") and part.key not in written
+
+    return extract_matching_values(wanted, is_unwritten)
 
 
 # --- a frozen copy of the weights in the same checkpoint -----------------------------------------------------------
@@ -245,52 +267,3 @@ def _sharded_copy(policy: MegatronPolicy, weights: Weights) -> dict[str, tuple[i
     if len({place for place, _ in found.values()}) < len(trained):
         raise RuntimeError("Megatron's sharded state lacks trained weights: their copies would be lost")
     return found
-
-
-# --- PyTorch's Adam in Megatron's distributed optimizer, which is written for Transformer Engine's ------------------
-
-
-def _distributed(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return (part for part in parts if isinstance(part, DistributedOptimizer))
-
-
-def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    return (part.optimizer for part in _distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam))
-
-
-def _begin_adam(optimizer: MegatronOptimizer) -> None:
-    """Loading fills existing tensors: PyTorch's Adam makes its moments and step counters at its first step only."""
-    for adam in _adams(optimizer):
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            if not adam.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
-
-
-@contextlib.contextmanager
-def _own_step_counters(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside the block, a parameter's loaded state has the step counter that the parameter has already: Megatron leaves
-    it out of a reshardable state, and asks for it when that is put in place."""
-    parts = [part for part in _distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
-
-    def with_counter(part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict) -> None:
-        group, place = part.model_param_group_index_map[parameter]
-        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
-        DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {"step": state["step"], **tensors})
-
-    for part in parts:
-        part._set_main_param_and_optimizer_states = partial(with_counter, part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-
-
-def _count_adam_steps(optimizer: MegatronOptimizer) -> None:
-    """Megatron loads the number of steps into the parameter groups; PyTorch's Adam counts for each parameter."""
-    for adam in _adams(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))

@@ -158,10 +158,13 @@ def shares_prompts(attention: Attention) -> bool:
     return whole and rotates(attention.config)
 
 
-def shared_prompt_cache(prompts: CacheContext, owner: Tensor, length: int) -> CacheContext:
+def shared_prompt_cache(
+    prompts: CacheContext, owner: Tensor, length: int, lengths: Tensor | None = None
+) -> CacheContext:
     """A cache for decoding in which each prompt is stored once, where every layer ``shares_prompts``.
 
     prompts: the cache of a forward pass over the prompts. owner: [rows] int64, each row's prompt. length: the most
-    tokens that a row has, its prompt included.
+    tokens that a row has, its prompt included. lengths: [rows] int64, tokens of the prompts' cache that precede each
+    row; None: all.
     """
-    return PromptCacheContext(prompts, owner, length)
+    return PromptCacheContext(prompts, owner, length, lengths)

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from nemo_edo.config import FUSED_FROM_COLUMNS
+from nemo_edo.config import FUSED_FROM_LOGITS
 from nemo_edo.errors import UserError
 from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 
@@ -31,7 +31,7 @@ from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logpro
 class LossHead:
     """What the last pipeline stage computes log-probabilities and entropies with.
 
-    kind: "fused", "logits", or "auto", which chooses by the vocabulary. Raises UserError for a fused head where the
+    kind: "fused", "logits", or "auto", which chooses by the logits' number. Raises UserError for a fused head where the
     model's output layer does more than multiply.
     vocab_size: columns from here on pad the vocabulary.
     """
@@ -42,8 +42,13 @@ class LossHead:
         self._layer = model.output_layer if model.post_process else None
         self._weight: Tensor | None = None
         self._multiplies = self._layer is not None and self._only_multiplies(model, kind)
-        large = self._multiplies and self._layer.output_size_per_partition >= FUSED_FROM_COLUMNS
-        self.fused = self._multiplies and (kind == "fused" or (kind == "auto" and large))
+        self._kind = kind
+
+    def fuses(self, positions: int) -> bool:
+        """Whether a pass that reads so many positions has no logits in memory."""
+        if not self._multiplies or self._kind == "logits":
+            return False
+        return self._kind == "fused" or positions * self._layer.output_size_per_partition >= FUSED_FROM_LOGITS
 
     def _only_multiplies(self, model: MegatronModule, kind: str) -> bool:
         plain = type(self._layer) is ColumnParallelLinear and self._layer.bias is None
@@ -96,7 +101,7 @@ class LossHead:
             # Not before the model transposes its outputs: the gradient would come back transposed, and Megatron's
             # all-reduce of a tensor that is not contiguous adds up a copy and returns the tensor as it was.
             outputs = copy_to_tensor_model_parallel_region(outputs, group=self._layer.tp_group)
-        if self.fused:
+        if self.fuses(targets.numel()):
             start = group.rank() * len(self._weight)
             return linear_logprobs_and_entropy(outputs, self._weight, targets, vocab_start=start, **options)
         logits = F.linear(outputs, self._weight) if self._multiplies else outputs

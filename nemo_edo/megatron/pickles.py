@@ -1,18 +1,21 @@
 """Pickled parts of a checkpoint, read without running what another person may have put into them.
 
-torch's and Megatron's readers of distributed checkpoints unpickle ``.metadata`` and whatever it calls an object.
+torch's and Megatron's readers of distributed checkpoints unpickle ``.metadata`` and whatever it calls an object, and
+Transformer Engine's layers their ``_extra_state``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.optimizer import Adam, CPUAdam
 from torch.distributed.checkpoint import CheckpointException, filesystem, metadata, planner
 
 from nemo_edo.errors import UserError
@@ -32,11 +35,33 @@ _PLAIN |= {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib"
 """What the metadata of a checkpoint is made of: classes without side effects."""
 
 
+_SCALES = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+    ("collections", "OrderedDict"),
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
+}
+_SCALES |= {
+    ("transformer_engine.common.recipe", name)
+    for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+    + ("NVFP4BlockScaling", "Format", "_FormatHelper", "MMParams", "QParams")
+}
+"""What Transformer Engine's layers keep: FP8's recipe, and tensors, which ``torch.load`` builds."""
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if self.is_allowed(module, name):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+
+    def is_allowed(self, module: str, name: str) -> bool:
+        return (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+
+
+class _ScalesUnpickler(_Unpickler):
+    def is_allowed(self, module: str, name: str) -> bool:
+        return (module, name) in _SCALES
 
 
 def check_metadata(folder: Path) -> None:
@@ -53,15 +78,28 @@ def check_metadata(folder: Path) -> None:
         raise UserError(f"{path} is not loaded: it names {strange[0]}, which is not a file of {folder}")
 
 
+def check_scales(folder: Path, state: Mapping[str, Any]) -> None:
+    """Raises UserError where what a layer of Transformer Engine keeps besides weights (FP8's recipe and scales, pickled
+    into a tensor) would run code once the layer reads it. Call it inside ``plain_objects_only``, for its tensors."""
+    for name, part in state.items():
+        if "_extra_state" in name and isinstance(part, torch.Tensor) and part.numel():
+            try:
+                _ScalesUnpickler(io.BytesIO(part.cpu().numpy().tobytes())).load()
+            except Exception as error:  # as in check_metadata
+                raise UserError(f"{folder} is not loaded: its {name}: {error}") from error
+
+
 @contextlib.contextmanager
 def plain_objects_only(folder: Path) -> Iterator[None]:
-    """Inside the block, ``torch.load`` builds tensors and plain values alone, whatever its callers ask for. UserError
-    in the place of the errors of torch's readers: the checkpoint holds other objects, or is none."""
+    """Inside the block, ``torch.load`` builds tensors and plain values alone, whatever its callers ask for, and Adam's
+    classes, which the settings of an offloaded optimizer name. UserError in the place of the errors of torch's readers:
+    the checkpoint holds other objects, or is none."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     earlier = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        yield
+        with torch.serialization.safe_globals([Adam, CPUAdam]):
+            yield
     except (CheckpointException, pickle.UnpicklingError) as error:
         lines = str(error).strip().splitlines()
         cause = lines[0] if isinstance(error, pickle.UnpicklingError) else lines[-1]

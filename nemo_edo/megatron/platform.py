@@ -1,13 +1,14 @@
 """The machine under Megatron: CUDA with NCCL, or CPU cores with gloo.
 
 ``enter`` is called once, explicitly, before a model is built. On a machine with CUDA it chooses this process's GPU; on
-one without, ``cpu/without_cuda.py`` answers where Megatron assumes CUDA. ``layer_spec.py`` chooses a model's kernels by
-the device that it returns, and nothing else asks.
+one without, ``cpu/without_cuda.py`` answers where Megatron assumes CUDA, or Transformer Engine. ``layer_spec.py``
+chooses a model's kernels by the device that it returns, and nothing else asks.
 """
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 
@@ -25,13 +26,15 @@ def enter(threads: int | None = None) -> torch.device:
     global _entered
     if _entered is not None:
         return _entered
-    if torch.cuda.is_available():
-        _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(_entered)
-        return _entered
     # The one import of cpu/ outside layer_spec.py: torch has to be adapted before Megatron is imported.
     from nemo_edo.megatron.cpu import without_cuda
 
+    if torch.cuda.is_available():
+        _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_entered)
+        if find_spec("transformer_engine") is None:
+            without_cuda.do_without_transformer_engine()
+        return _entered
     if threads is not None:
         torch.set_num_threads(threads)
     without_cuda.adapt()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.megatron import platform
@@ -20,6 +19,8 @@ def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | 
 
 def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None:
     """Megatron's process groups for this world, and its random-number tracker."""
+    from megatron.core import parallel_state, tensor_parallel
+
     check_world(parallelism, torch.distributed.get_world_size())
     sizes = {
         "tensor_model_parallel_size": parallelism.tensor_model_parallel_size,
@@ -40,6 +41,8 @@ def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None
 def _has_these_sizes(parallelism: ParallelismConfig) -> bool:
     """Whether there are process groups of these sizes already. They are reused: torch keeps the threads and
     connections of every group to the end, also of those that Megatron has forgotten."""
+    from megatron.core import parallel_state
+
     if not parallel_state.is_initialized():
         return False
     experts = parallelism.expert_tensor_parallel_size or parallelism.tensor_model_parallel_size

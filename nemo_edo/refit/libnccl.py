@@ -91,8 +91,12 @@ class Library:
         if self.code < OLDEST:
             raise NCCLError(f"{self} is older than 2.14")
 
+    @property
+    def version(self) -> str:
+        return f"{self.code // 10000}.{self.code // 100 % 100}.{self.code % 100}"
+
     def __str__(self) -> str:
-        return f"NCCL {self.code // 10000}.{self.code // 100 % 100}.{self.code % 100} ({self.path})"
+        return f"NCCL {self.version} ({self.path})"
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return getattr(self._library, name)

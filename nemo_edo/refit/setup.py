@@ -16,13 +16,14 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.servers import nccl_library
 from nemo_edo.interfaces import WeightSync
+from nemo_edo.parallel.free_memory import free_gpu_memory
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
 from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, ServerWeights
-from nemo_edo.refit.sleep import SleepOnTrainersGPUs, free_gpu_memory
+from nemo_edo.refit.sleep import SleepOnTrainersGPUs
 from nemo_edo.rollouts.disk_space import free_bytes
 
 if TYPE_CHECKING:

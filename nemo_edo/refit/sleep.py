@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
 from nemo_edo.generation.replica import Replica
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.http import ServerError
@@ -97,17 +95,6 @@ class SleepOnTrainersGPUs:
         _wake(replica, "kv_cache")
         if replica.request("GET", "/is_sleeping")["is_sleeping"]:
             raise ServerError(f"{replica} still sleeps after it was woken")
-
-
-def free_gpu_memory() -> list[int]:
-    """Free bytes on each rank's GPU, once the ranks have released their unused memory. All ranks call it."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.distributed.barrier()
-    own = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")
-    free = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(free, own)
-    return [int(each) for each in free]
 
 
 def _put_to_sleep(replica: Replica) -> None:

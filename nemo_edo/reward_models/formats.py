@@ -107,9 +107,7 @@ class SkyworkFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         if tokenizer.bos_token is None:
-            raise UserError(
-                f"{tokenizer.name_or_path}: its tokenizer has no bos_token, which a Skywork PRM needs"
-            )
+            raise UserError(f"{tokenizer.name_or_path}: its tokenizer has no bos_token, which a Skywork PRM needs")
         self.step_id = _single_token(tokenizer, "\n", "which ends the steps of a Skywork PRM")
 
     def encode(self, path: StepPath) -> list[Encoded]:

@@ -25,7 +25,7 @@ from nemo_edo.data.model_folder import find_model
 from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.losses import ranking_nce_loss
-from nemo_edo.metrics import Interval, bootstrap_ratio
+from nemo_edo.metrics import Interval, share_interval
 from nemo_edo.reward_models.formats import Encoded, OwnFormat, OwnSettings, write_own_settings
 from nemo_edo.reward_models.heads import features, margins, own_class, own_config, own_kind
 from nemo_edo.reward_models.process_reward import batches
@@ -260,7 +260,7 @@ def ranking_accuracy(
     """How often a right step scores above a wrong step of the same question; a tie counts 1/2, chance is 1/2.
 
     For "all" pairs, and for pairs with "one_prefix" (absent where there are none): the mean over pairs, the 95 %
-    bootstrap interval over questions, and the numbers of pairs and questions.
+    interval over questions, and the numbers of pairs and questions.
     """
     was_training = network.training
     network.eval()
@@ -292,7 +292,7 @@ def _in_words(accuracies: dict[str, float]) -> str:
 
 def _interval(of_question: dict[str, list[float]], resamples: int, seed: int) -> dict[str, float]:
     sums, counts = (np.array([measure(wins) for wins in of_question.values()]) for measure in (sum, len))
-    interval: Interval = bootstrap_ratio(sums, counts, resamples=resamples, seed=seed)
+    interval: Interval = share_interval(sums, counts, resamples=resamples, seed=seed)
     about = {"pairs": int(counts.sum()), "questions": len(of_question)}
     return {"mean": interval.mean, "low": interval.low, "high": interval.high, **about}
 

@@ -26,6 +26,7 @@ from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.function_server import ARGUMENTS, SCORE, Failure, Result, Signature
 from nemo_edo.rewards.verifier import is_well_formed, with_problems
 from nemo_edo.types import Problem, Rollout, ScoredRollout
+from nemo_edo.utils.wording import shown
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,28 @@ class RewardFunctions:
         if self._connection is None:
             self._start()
 
+    def try_on(self, items: Sequence[Item]) -> None:
+        """Raises UserError where a function fails for one of the items, whose responses no policy gave."""
+        self.check()
+        for index, function in enumerate(self.functions):
+            _, failed = self._results(index, items)
+            if failed is not None:
+                item, failure = failed
+                raise UserError(
+                    f"{function.key} ({function.path}), tried on problem {item.problem.id} ({item.problem.source}) "
+                    f"with the response {shown(item.rollout.text)}: {failure.reason}"
+                )
+
     def rewards(self, items: Sequence[Item]) -> tuple[list[Reward], str | None]:
         """The rewards of the items in order, and None; or those before the one whose scoring failed, and why."""
         self.check()
         of_functions: list[list[Result]] = []
         stopped = None
         for index in range(len(self.functions)):
-            results, reason = self._results(index, items)
+            results, failed = self._results(index, items)
             of_functions.append(results)
-            if reason is not None:
-                items, stopped = items[: len(results)], reason
+            if failed is not None:
+                items, stopped = items[: len(results)], self._described(index, *failed)
         count = min(map(len, of_functions))
         return [self._combined([results[row] for results in of_functions]) for row in range(count)], stopped
 
@@ -96,8 +109,8 @@ class RewardFunctions:
             self._finalizer()
             self._connection = None
 
-    def _results(self, index: int, items: Sequence[Item]) -> tuple[list[Result], str | None]:
-        """One function's results up to the first call that failed, and why it did."""
+    def _results(self, index: int, items: Sequence[Item]) -> tuple[list[Result], tuple[Item, Failure] | None]:
+        """One function's results up to the first call that failed, and that one's item and failure."""
         signature, results = self._signatures[index], []
         size = max(1, len(items)) if signature.batch else 1
         for start in range(0, len(items), size):
@@ -107,7 +120,7 @@ class RewardFunctions:
             arguments = columns if signature.batch else {name: column[0] for name, column in columns.items()}
             answer = self._call(index, arguments, len(rows))
             if isinstance(answer, Failure):
-                return results, self._described(index, rows[answer.row], answer)
+                return results, (rows[answer.row], answer)
             results += answer
         return results, None
 
@@ -190,6 +203,14 @@ class CustomScorer:
         self._answers = answers
         self._run = run
         self._success_at = success_at
+
+    def trial(self, problem: Problem) -> Item:
+        """The problem with its own solution for a response, or its answer where it has none."""
+        text = problem.solution or problem.answer
+        return Item(Rollout(problem.id, 0, (), (), (), text, True, 0, 0), problem, self._answers.extract(text))
+
+    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+        """The functions' time limit is of each response."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.

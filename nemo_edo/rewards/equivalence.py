@@ -53,6 +53,8 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     """
     money = [" dollars" if r"\$" in text else "" for text in (gold, answer)]
     gold, answer = _cleaned(gold), _cleaned(answer)
+    if ";" in answer and ";" not in gold:
+        answer = answer.replace(";", ",")
     form = canonical(answer)
     if _without_markup(gold) == _without_markup(answer):
         return True, form
@@ -67,6 +69,11 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
             quantity(text) or quantity(text + unit) for text, unit in zip((gold, answer), money, strict=True)
         )
     if meant is not None or given is not None:
+        if any(
+            text.endswith("%") and one is not None and not one.unit.is_any
+            for text, one in ((gold, given), (answer, meant))
+        ):  # 50 cents are not 50%
+            return False, form
         return _same_quantity(meant or no_unit(gold), given or no_unit(answer)), form
     return _same(gold, answer, form), form
 
@@ -82,6 +89,8 @@ def _same(gold: str, answer: str, form: str) -> bool:
         return compare(bases[0]["digits"], answer)[0]
     if bases[1] and (number := _in_base(bases[1])) is not None:
         return compare(gold, str(number))[0]
+    if _ORDERED.fullmatch(answer) and simple_fraction(gold) is not None:
+        return False
     if (_ORDERED.fullmatch(gold) and _SET.fullmatch(answer)) or (_SET.fullmatch(gold) and _ORDERED.fullmatch(answer)):
         return False
     assigned = _ASSIGNED.fullmatch(gold), _ASSIGNED.fullmatch(answer)
@@ -90,9 +99,11 @@ def _same(gold: str, answer: str, form: str) -> bool:
     collections = _numbers_in_brackets(gold), _numbers_in_brackets(answer)
     if None not in collections and "." not in gold + answer and collections[0][0] == collections[1][0]:
         return False
+    if collections[0] is not None and collections[0].startswith("{") and _is_no_list(answer):
+        return False
     percents = gold.endswith("%"), answer.endswith("%")
     if any(percents):
-        return any(_equivalent(gold.removesuffix("%"), text) for text in _percent_readings(answer, percents))
+        return any(_equivalent(gold.removesuffix("%"), text) for text in _percent_readings(gold, answer, percents))
     return _equivalent(gold, answer)
 
 
@@ -224,11 +235,21 @@ def _numbers_in_brackets(answer: str) -> str | None:
     return kind[0] + ", ".join(map(str, numbers)) + kind[1]
 
 
-def _percent_readings(answer: str, percents: tuple[bool, bool]) -> list[str]:
-    """What an answer may mean where it, or the gold answer's number, or both have a percent sign."""
+def _is_no_list(answer: str) -> bool:
+    """Whether it is an inequality, an interval, or several sets, which a parser may take for a set of their numbers."""
+    several = answer.count(r"\{") > 1 and r"\cup" not in answer
+    return several or re.search(r"[<>]|\\(?:leq?|geq?)(?![a-zA-Z])|\\in\s*[(\[]", answer) is not None
+
+
+def _percent_readings(gold: str, answer: str, percents: tuple[bool, bool]) -> list[str]:
+    """What an answer may mean where it, or the gold answer's number, or both have a percent sign. 25% may be meant by
+    25, but 0.5% by 1/2 is not."""
     number = answer.removesuffix("%")
     if all(percents):
         return [number]
+    value = simple_fraction(gold)
+    if percents[1] and (value is None or abs(value) < 1):
+        return [rf"\frac{{{number}}}{{100}}"]
     return [number, rf"\frac{{{number}}}{{100}}" if percents[1] else rf"100({number})"]
 
 

@@ -105,6 +105,11 @@ class Judge:
             f"{self.settings.max_abstained:g}; most often: {Counter(replies.reasons.values()).most_common(1)[0][0]}"
         )
 
+    def begin(self) -> None:
+        """The rules have their whole budget again."""
+        if self._rules is not None:
+            self._rules.begin(0)
+
     def _compare_with_rules(self, items: Sequence[Item], judged: Sequence[Judgment]) -> list[Judgment]:
         if self._rules is None:
             return list(judged)
@@ -174,14 +179,22 @@ class JudgeScorer:
     """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong, and the
     reward is 1 exactly where ``answer`` is the problem's.
 
-    ``verify``: ``Judge.verdicts``, called on one rank for all.
+    ``verify``: ``Judge.verdicts``, called on one rank for all; ``begin``: ``Judge.begin``.
     """
 
     def __init__(
-        self, answers: AnswerFormat, verify: Callable[[Sequence[Item]], tuple[list[Judgment], str | None]]
+        self,
+        answers: AnswerFormat,
+        verify: Callable[[Sequence[Item]], tuple[list[Judgment], str | None]],
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._answers = answers
         self._verify = verify
+        self._begin = begin
+
+    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+        """A judge's own limits are of each request; those of the rules are of a collection."""
+        self._begin()
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.

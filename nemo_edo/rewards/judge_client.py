@@ -158,7 +158,6 @@ class JudgeClient:
         text = text.encode(errors="replace").decode()  # JSON can write halves of characters, which no file can hold
         return Reply(self._read(text, whole), text, *tokens)
 
-
     def _require_model(self, body: Any) -> None:
         """An answer that names no model passes."""
         found = body.get("model") if isinstance(body, dict) else None

@@ -19,6 +19,24 @@ _ENDS = re.compile(rf"(?:{_OPERATOR}|[-+=?]|\\(?:pm|mp|to|implies|approx|sim|set
 _SUPERSCRIPT_SIGN = re.compile(r"[^\d\s]\s*\^\{?[-+*]\}?$")
 _EMPTY = re.compile(r"\\[dt]?frac\s*\{\s*\}|\\sqrt\s*\{\s*\}|\\[dt]?frac\s*\{[^{}]*\}\s*\{\s*\}")
 _INDEX_OF_A_NUMBER = re.compile(r"(?<![\w}])(?P<digits>\d+)_(?:\{(?P<long>\w+)\}|(?P<short>\w))")
+_COMMANDS = frozenset(
+    "frac dfrac tfrac cfrac sqrt binom dbinom tbinom overline bar dot vec hat pi infty cdot times div pm mp circ "
+    "degree le leq ge geq lt gt ne neq ll gg in cup cap setminus emptyset varnothing mid approx equiv implies iff to "
+    "not ldots dots cdots langle rangle lfloor rfloor lceil rceil lvert rvert lVert rVert vert Vert begin end "
+    "hline sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp gcd lcm min max det prime "
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell displaystyle textstyle "
+    "text textbf textit textrm mathrm mathbf mathit mathsf mathbb mathcal mbox operatorname quad qquad bigcup bigl "
+    "bigr big Big bigg Bigg left right limits".split()
+)
+"""LaTeX that the parser understands; of other commands it takes what is around them: 5 of ``5\\downarrow``."""
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_STRANGE = re.compile(
+    r"[^\x00-\x7f°−]|[?#~]|%\s*%|\d\s*'|\.\.(?!\.)|\^\s*\{\s*\}|\d\s*\\(?:in|mathbb|to)(?![a-zA-Z])|[,;:]$|^\\[lc]?dots"
+    r"|\\(?:sin|cos|tan|cot|sec|csc|arc\w+|sinh|cosh|tanh|log|ln|lg|exp)$"
+)
+"""What is no mathematics, or has another meaning than a parser's: 5' is five feet, 5⁰ is 1."""
+_CHOICE = re.compile(r"\b(?:or|mod)\b")
 _LINE_BREAK = re.compile(r"\\\\")
 _NAME_HAS_NO = re.compile(r"[\d+*/^-]|\\(?:[dt]?frac|cdot|times|sqrt)")
 _ARGUMENTS = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w")
@@ -35,9 +53,25 @@ def is_legible(gold: str, answer: str, is_equal: Callable[[str, str], bool], sym
         return False
     if _EMPTY.search(answer) or (_LINE_BREAK.search(answer) and r"\begin" not in answer):
         return False
+    if _is_strange(gold, answer):
+        return False
     if any(not _is_base(match) for match in _INDEX_OF_A_NUMBER.finditer(answer)):
         return False
     return not _has_prose(gold, answer) and _equations_hold(gold, answer, is_equal, symbols)
+
+
+def _is_strange(gold: str, answer: str) -> bool:
+    """Whether there is something in it that neither the parser knows nor the gold answer has."""
+    if set(_COMMAND.findall(answer)) - _COMMANDS - set(_COMMAND.findall(gold)):
+        return True
+    if _STRANGE.search(answer) and not _STRANGE.search(gold):
+        return True
+    if ("&" in answer and r"\begin" not in answer) or answer.count("|") % 2:
+        return True
+    if sum(map(answer.count, "([{")) != sum(map(answer.count, ")]}")):
+        return True
+    choices = set(_CHOICE.findall(TEXT.sub(lambda text: f" {text['words']} ", answer)))
+    return bool(gold) and not choices <= {*_CHOICE.findall(gold), *(["or"] if re.search(r"[,;=]|\\pm", gold) else [])}
 
 
 def _is_base(number: re.Match[str]) -> bool:

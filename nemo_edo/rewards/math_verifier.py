@@ -23,6 +23,7 @@ from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_form
 from nemo_edo.rewards.workers import TaskFailure, WorkerPool
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 
+TIMED_OUT = f"{UNVERIFIED}{TaskFailure.TIMED_OUT.value}"
 TOO_LONG = f"{UNVERIFIED}refused an answer above {LONGEST_ANSWER} characters"
 TOO_LARGE = f"{UNVERIFIED}refused a number that may have more than {MOST_DIGITS} digits"
 _REMEMBERED = 100_000
@@ -46,6 +47,13 @@ class MathVerifier:
         self._known: dict[tuple[str, str], Verdict] = {}
         self.failures: Counter[str] = Counter()
         """Answers that could not be verified, by reason."""
+
+    def begin(self, timed_out: int) -> None:
+        """The budget of the pool's limits is for all that is verified from here to the next ``begin``. timed_out: how
+        many distinct pairs of the same collection have timed out already."""
+        self._pool.begin(timed_out)
+        # With time left they may be verified; and what is right must not depend on what the process has seen before.
+        self._known = {pair: verdict for pair, verdict in self._known.items() if verdict.failure != TIMED_OUT}
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """A verdict for each (problem's answer, given answer), in order. An answer that exceeds the pool's limits, or
@@ -92,12 +100,22 @@ class MathScorer:
     0, and the reward is 1 exactly where ``answer`` is the problem's.
 
     ``verify``: ``MathVerifier.verify``, called on one rank for all: a time limit that only some ranks hit would give
-    ranks different rewards.
+    ranks different rewards. ``begin``: ``MathVerifier.begin``.
     """
 
-    def __init__(self, answers: AnswerFormat, verify: Callable[[Sequence[tuple[str, str]]], Sequence[Verdict]]) -> None:
+    def __init__(
+        self,
+        answers: AnswerFormat,
+        verify: Callable[[Sequence[tuple[str, str]]], Sequence[Verdict]],
+        begin: Callable[[int], None] = lambda timed_out: None,
+    ) -> None:
         self._answers = answers
         self._verify = verify
+        self._begin = begin
+
+    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+        """The verifier's budget holds for the collection, however many parts, processes and restarts it takes."""
+        self._begin(len({(s.rollout.problem_id, s.answer) for s in scored if s.reason == TIMED_OUT}))
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""

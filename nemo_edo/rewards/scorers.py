@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nemo_edo.rewards.custom import Item, Reward, RewardFunctions
     from nemo_edo.rewards.judge import Judge
     from nemo_edo.rewards.workers import Limits
+    from nemo_edo.types import Problem
 
 
 def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Scorer, Judge | None]:
@@ -30,7 +31,7 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
     """
     answers = answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if cfg.rewards.by_function:
-        return _custom_scorer(cfg, answers), None
+        return _custom_scorer(cfg, answers, [file.problems[0] for file in loaded.values()]), None
     _require_answers(loaded)
     only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     if cfg.rewards.verifier == "exact" or (cfg.rewards.verifier == "auto" and only_numbers):
@@ -46,7 +47,7 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
     for path, file in loaded.items():
         bad = on_main_for_long(partial(verifier.unverifiable, file.problems))
         loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
-    return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs))), None
+    return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs)), verifier.begin), None
 
 
 def check_functions(cfg: RunConfig) -> None:
@@ -57,17 +58,19 @@ def check_functions(cfg: RunConfig) -> None:
         functions.close()
 
 
-def _custom_scorer(cfg: RunConfig, answers: AnswerFormat) -> Scorer:
+def _custom_scorer(cfg: RunConfig, answers: AnswerFormat, problems: Sequence[Problem]) -> Scorer:
+    """Tries the functions on the problems: one that fails must not do so after the warm-up."""
     from nemo_edo.parallel.main_rank import on_main_for_long
     from nemo_edo.rewards.custom import CustomScorer
 
     functions = _reward_functions(cfg)
-    on_main_for_long(functions.check)
 
     def run(items: Sequence[Item]) -> tuple[list[Reward], str | None]:
         return on_main_for_long(partial(functions.rewards, items))
 
-    return CustomScorer(answers, run, cfg.rewards.success_at)
+    scorer = CustomScorer(answers, run, cfg.rewards.success_at)
+    on_main_for_long(lambda: functions.try_on([scorer.trial(problem) for problem in problems]))
+    return scorer
 
 
 def _reward_functions(cfg: RunConfig) -> RewardFunctions:
@@ -105,7 +108,12 @@ def _judge_scorer(cfg: RunConfig, answers: AnswerFormat) -> tuple[Scorer, Judge 
         judges[0].check()
 
     on_main_for_long(begin)
-    scorer = JudgeScorer(answers, lambda items: on_main_for_long(lambda: judges[0].verdicts(items)))
+
+    def begin_rules() -> None:
+        for judge in judges:  # of the first rank alone
+            judge.begin()
+
+    scorer = JudgeScorer(answers, lambda items: on_main_for_long(lambda: judges[0].verdicts(items)), begin_rules)
     return scorer, judges[0] if judges else None
 
 

@@ -16,10 +16,14 @@ FUNCTIONS = frozenset(
 )
 """Words that are mathematics."""
 _MULTIPLIERS = {"k": 10**3, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-                "trillion": 10**12}  # fmt: skip
+                "trillion": 10**12, "mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7, "score": 20,
+                "gross": 144}  # fmt: skip
 _NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "
-    "plus minus over mod modulo half maybe perhaps except without instead so because nothing none".split()
+    "plus minus over mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce halves "
+    "third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths "
+    "hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
+    "none".split()
 )
 _FIRST_MARK = "\x01"
 """Stands where a text or a degree sign began."""
@@ -120,8 +124,9 @@ def comparable(one: Unit, other: Unit) -> bool:
     """Whether values in these units can be equal."""
     if one.is_any or other.is_any:
         return True
-    if one.dimensions or other.dimensions:
-        return one.dimensions == other.dimensions
+    if one.dimensions or other.dimensions:  # 5 N m is no length, 5 m of rope is
+        letters = [{word for word in unit.counted if len(word) == 1} for unit in (one, other)]
+        return one.dimensions == other.dimensions and letters[0] == letters[1]
     return bool(one.counted & other.counted)
 
 
@@ -143,13 +148,16 @@ def _begins_a_unit(words: str) -> bool:
 
 def _read(words: str) -> tuple[int, Unit, str] | None:
     """The multiplier, the unit and its words; None for what is neither."""
-    text = words.casefold().replace("²", "^2").replace("³", "^3").replace("-", " ").replace(".", "")
+    text = words.casefold().replace("²", "^2").replace("³", "^3").replace(".", "")
+    text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)
     tokens = _TOKENS.findall(text)
     if not tokens or len("".join(tokens)) != len(text.replace(" ", "")) or _NO_UNIT & set(tokens):
         return None
     if tokens[0] in ("squared", "cubed"):  # of the number
         return None
     multiplier, sizes = 1, Counter()
+    if words == "M":  # 5 M is 5 million, and 5 m five metres
+        return 10**6, Unit(frozenset(), Fraction(1), frozenset()), ""
     while tokens and tokens[0].removesuffix("s") in _MULTIPLIERS:
         multiplier *= _MULTIPLIERS[tokens.pop(0).removesuffix("s")]
         words = words.partition(" ")[2]

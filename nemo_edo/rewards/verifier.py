@@ -22,6 +22,9 @@ class ExactAnswerScorer:
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
         self._answers = answers
 
+    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+        """Nothing that is scored here takes time."""
+
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""
         return [self._score(rollout, problem) for rollout, problem in with_problems(rollouts, problems)]

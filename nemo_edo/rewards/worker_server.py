@@ -47,6 +47,8 @@ class Server:
     def __init__(self, trainer: Connection, limits: Limits) -> None:
         self._trainer = trainer
         self._limits = limits
+        self._budget_s = limits.budget_s
+        """What is left of it."""
         self._workers: list[Worker] = []
         for _ in range(limits.workers):
             self._workers.append(self._fork())
@@ -57,29 +59,28 @@ class Server:
                 results = self._run(*self._trainer.recv())
                 if results is None:
                     break
-                self._trainer.send(results)
+                self._trainer.send((results, self._budget_s))
             except (EOFError, ConnectionError):
                 break
         for worker in self._workers:
             worker.end()
 
-    def _run(self, name: str, arguments: list[tuple]) -> list[Any] | None:
-        """The results in order; None where the trainer has closed the connection."""
+    def _run(self, name: str, arguments: list[tuple], budget_s: float) -> list[Any] | None:
+        """The results in order, within a budget; None where the trainer has closed the connection."""
         results: list[Any] = [None] * len(arguments)
         tasks, limits = range(len(arguments)), self._limits
-        tries = [(limits.seconds, limits.budget_s)]
-        if math.isfinite(limits.budget_s):
-            tries.insert(0, (min(_FIRST_TRY_S, limits.seconds), math.inf))
-        for seconds, budget in tries:
-            waiting = deque((task, arguments[task]) for task in tasks)
-            if not self._try(name, waiting, results, seconds, budget):
+        tries = [limits.seconds]
+        if math.isfinite(budget_s):
+            tries.insert(0, min(_FIRST_TRY_S, limits.seconds))
+        for seconds in tries:
+            self._budget_s = budget_s if seconds == tries[-1] else math.inf
+            waiting = deque((task, arguments[task]) for task in tasks if self._budget_s > 0)
+            if not self._try(name, waiting, results, seconds):
                 return None
             tasks = [task for task in tasks if results[task] is TaskFailure.TIMED_OUT]
         return results
 
-    def _try(
-        self, name: str, waiting: deque[tuple[int, tuple]], results: list[Any], seconds: float, budget: float
-    ) -> bool:
+    def _try(self, name: str, waiting: deque[tuple[int, tuple]], results: list[Any], seconds: float) -> bool:
         """Gives each task at most ``seconds``, until those that took them have used up the budget; the others have
         timed out, too. False where the trainer has closed the connection."""
         while waiting or any(worker.task is not None for worker in self._workers):
@@ -95,9 +96,9 @@ class Server:
                     self._take(worker, waiting, results)
                 elif time.monotonic() >= worker.deadline:
                     results[worker.task] = TaskFailure.TIMED_OUT
-                    budget -= seconds
+                    self._budget_s -= seconds
                     self._replace(worker)
-            if budget <= 0:
+            if self._budget_s <= 0:
                 waiting.clear()
         return True
 

@@ -39,8 +39,8 @@ class Limits:
     """Address space of one worker in MiB, including its libraries (about 70)."""
     workers: int
     budget_s: float = math.inf
-    """Seconds that tasks which reach their limit may take of all workers, in one call of ``WorkerPool.run``. Those that
-    are left then have timed out; none that a quarter of a second is enough for is among them."""
+    """Seconds that tasks which reach their limit may take of all workers, from one ``WorkerPool.begin`` to the next.
+    Those that are left then have timed out; none that a quarter of a second is enough for is among them."""
 
 
 class WorkerPool:
@@ -49,6 +49,11 @@ class WorkerPool:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._connection: Connection | None = None
+        self._left_s = limits.budget_s
+
+    def begin(self, timed_out: int = 0) -> None:
+        """The budget is whole again, but for tasks that have timed out before."""
+        self._left_s = self.limits.budget_s - timed_out * self.limits.seconds
 
     def run(self, task: str, arguments: Sequence[tuple]) -> list[Any]:
         """The function's result, or the TaskFailure, for each tuple of arguments, in order.
@@ -60,8 +65,8 @@ class WorkerPool:
         if self._connection is None:
             self._start()
         try:
-            self._connection.send((task, list(arguments)))
-            return self._connection.recv()
+            self._connection.send((task, list(arguments), self._left_s))
+            results, self._left_s = self._connection.recv()
         except (EOFError, OSError) as error:
             status = self._server.wait()
             self.close()
@@ -69,6 +74,7 @@ class WorkerPool:
                 f"the process that verifies answers has ended (exit status {status}); what was generated before stays: "
                 "rerun the command to resume"
             ) from error
+        return results
 
     def close(self) -> None:
         """Ends the server and the workers; also done when the pool is garbage-collected."""

@@ -161,6 +161,7 @@ def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> 
     try:
         engine = _engine(job, servers)
         scorer = _OnMain(_load(job.cfg.search) if is_main() else None)
+        job.data.scorer.begin([])
         for part in minibatches(missing, job.cfg.search.part_size):
             done = total - len(missing) + len(found)
             if stop.agreed():

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
+from nemo_edo.rollouts.parquet_tables import read_checked
 from nemo_edo.types import ABSTAINED
 from nemo_edo.utils.files import replacing
 
@@ -134,7 +135,7 @@ def read_results(folder: str | Path) -> list[SearchRecord]:
 def _read(path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
     """The records and the label of a file."""
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        table = read_checked(path, _SCHEMA)
         return [SearchRecord(**row) for row in table.to_pylist()], json.loads(table.schema.metadata[_LABEL])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not the results of a search, or damaged ({error}); remove it") from error

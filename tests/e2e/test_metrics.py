@@ -12,6 +12,7 @@ import pytest
 from helpers.problem_files import write_sums
 
 from nemo_edo.utils.files import read_json
+from nemo_edo.utils.phases import PHASES
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ SETTINGS = [
     "sft.steps=80", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
     "sft.optimizer.warmup_steps=0", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=10",
     "evaluation.samples=4", "evaluation.rollouts=2", "evaluation.every=1", "evaluation.bootstrap=10",
+    "evaluation.temperature=[1.0,0.6]", "evaluation.tuning_problems=4", "sampling.temperature=0.9",
     "guards.entropy.floor=5", "~arms",
     "replicate_baseline=false", "grpo.iterations=2", "grpo.minibatch_size=16", "grpo.micro_batch_size=8",
     "grpo.optimizer.lr=1e-3", "grpo.optimizer.warmup_steps=0", "grpo.beta=0.1", "grpo.problems_per_iteration=null",
@@ -58,7 +60,9 @@ def names(line: dict) -> set[str]:
     found = set()
     for name, value in line.items():
         found |= {f"{name}.{inner}" for inner in value} if isinstance(value, dict) else {name}
-    return {re.sub(r"pass@\d+$", "pass@k", re.sub(r"vote@\d+$", "vote@N", name)) for name in found}
+    found = {re.sub(r"pass@\d+$", "pass@k", re.sub(r"vote@\d+$", "vote@N", name)) for name in found}
+    return {re.sub(r"metrics\..*/(best|t)(0\.6)?$", lambda m: f"metrics.NAME/{m[1]}{'T' if m[2] else ''}", name)
+            for name in found}
 
 
 def documented() -> dict[str, set[str]]:
@@ -69,7 +73,7 @@ def documented() -> dict[str, set[str]]:
             for title, body in zip(sections[::2], sections[1::2], strict=True)}
 
 
-KINDS = ("sft_step", "train_step", "collection", "evaluation", "guard")
+KINDS = ("sft_step", "train_step", "collection", "evaluation", "phases", "guard")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,6 +84,30 @@ def test_every_name_that_is_logged_is_documented_and_every_documented_one_is_log
 
 def test_no_line_is_of_another_kind(lines: list[dict]):
     assert {line["kind"] for line in lines} == set(KINDS)
+
+
+def test_the_phases_of_a_run_add_up_to_its_wall_time(lines: list[dict]):
+    clocks = [line["time"] for line in lines if line["kind"] == "phases"]
+    assert [(line["arm"], line.get("iteration")) for line in lines if line["kind"] == "phases"] == [
+        ("warmup", None), ("grpo", 0), ("grpo", 1), ("grpo", None), ("idpo", 0), ("idpo", 1), ("idpo", None),
+        ("idpo", None)]
+    named = {phase: sum(one[f"{phase}_s"] for one in clocks) for phase in PHASES}
+    wall = sum(one["wall_s"] for one in clocks)
+    assert 0.97 * wall <= sum(named.values()) <= wall + 0.01
+    assert {phase for phase, seconds in named.items() if seconds == 0} <= {"wait", "refit"}
+    assert wall >= lines[-1]["time"]["elapsed_s"]
+
+
+def test_the_start_has_one_entropy_whoever_evaluates_it_though_arms_train_at_another_temperature(folder, lines):
+    """The warm-up trains at temperature 1, the arms at 0.9; the evaluations are at 1, and at 0.6 at the end."""
+    found = {(line["arm"], line["iteration"]): line["metrics"] for line in lines if line["kind"] == "evaluation"}
+    start = found["warmup", 0]
+    for arm in ("grpo", "idpo"):
+        assert found[arm, 0]["entropy"]["mean"] == pytest.approx(start["entropy"]["mean"], rel=1e-4)
+    assert start["entropy/t0.6"]["mean"] < start["entropy"]["mean"]
+    sampled = read_json(folder / "test_time" / "warmup.json")["metrics"]["entropy_sampled"]
+    tokens = sum(sampled["count"])
+    assert sum(sampled["sum"]) / tokens == pytest.approx(start["entropy"]["mean"], abs=5 / tokens**0.5)
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

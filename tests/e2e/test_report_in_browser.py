@@ -210,18 +210,22 @@ def test_search_trees_and_an_opened_problem_stay_within_the_page(opened):
     assert (nodes, tree_box <= width) == (7, True)
 
 
-def test_on_paper_the_charts_fit_and_the_controls_are_gone(driver, page):
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+def test_on_paper_the_charts_fit_the_controls_are_gone_and_a_dark_screens_colours_too(driver, page):
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
     try:
         load(driver, page, 794)  # A4
-        needed, width, controls = driver.execute_script("""
+        needed, width, controls, colors = driver.execute_script("""
             const controls = [...document.querySelectorAll("nav, button, .filters")];
+            const style = getComputedStyle(document.documentElement);
             return [document.documentElement.scrollWidth, innerWidth,
-                    controls.filter((one) => one.offsetParent).length];
+                    controls.filter((one) => one.offsetParent).length,
+                    ["--page", "--ink", "--right", "--wrong"].map((name) => style.getPropertyValue(name).trim())];
             """)
     finally:
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert needed <= width and controls == 0
+    assert colors == ["#ffffff", "#1c2128", "#00734f", "#a84300"]
 
 
 def test_the_report_of_several_seeds_is_the_same_page(driver, tmp_path):

@@ -24,7 +24,7 @@ SETTINGS = [
     "sft.optimizer.warmup_steps=0", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=10",
     "model.architecture.hidden_size=64", "model.architecture.intermediate_size=64",
     "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.every=1", "evaluation.bootstrap=10",
-    "generation.part_size=12", "checkpoint.every_steps=2", "checkpoint.best=accuracy",
+    "generation.part_size=12", "checkpoint.every_steps=2", "checkpoint.best=accuracy", "checkpoint.best_count=2",
     "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8", "grpo.epochs=3",
     "grpo.optimizer.lr=1e-3", "grpo.beta=0.1", "grpo.optimizer.warmup_steps=0", "grpo.dynamic_sampling=true",
     "idpo.iterations=2", "idpo.minibatch_size=3", "idpo.micro_batch_size=8", "idpo.optimizer.lr=1e-3",
@@ -65,6 +65,14 @@ DEATHS_BESIDE_A_WRITER = [
     ["*/checkpoints/grpo", 1],
 ]
 """Where a run that writes its checkpoints in the background is killed, one after another."""
+STOPPED_EARLY = ["grpo.iterations=4", "arms={grpo: {alpha: 0.5}}", "early_stop.metric=accuracy",
+                 "early_stop.patience=1", "early_stop.min_delta=2"]  # no accuracy rises by 2: it stops at iteration 1
+DEATHS_AFTER_AN_EARLY_STOP = [
+    ["nemo_edo.run.folder:RunFolder.write_evaluation", 3],  # of the warm-up, and before the iterations 0 and 1
+    ["*/checkpoints/grpo", 1],  # the policy that the stop has left is not yet saved
+    ["nemo_edo.evaluation.evaluator:Evaluator.evaluate", 1],  # it is saved, and its final evaluation has not begun
+    ["nemo_edo.rollouts.store:RolloutStore.write_part", 2],
+]
 LORA = ["lora.rank=4", "lora.alpha=8", "grpo.dynamic_sampling=false"]  # it learns too little to be right at times
 DEATHS_WITH_LORA = [
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 15],
@@ -100,7 +108,7 @@ def rollouts(run: Path, arm: str, iteration: int) -> pd.DataFrame:
     return pd.read_parquet(run / "rollouts" / arm / f"iter_{iteration:05d}" / "rank_0_of_1.parquet")
 
 
-def assert_same_end(run: Path, expected: Path, arms: tuple[str, ...] = ARMS) -> None:
+def assert_same_end(run: Path, expected: Path, arms: tuple[str, ...] = ARMS, iterations: int = 2) -> None:
     assert metrics(run) == metrics(expected)
     for arm in ("warmup", *arms):
         results = [(folder / "evaluations" / f"{arm}.json").read_bytes() for folder in (run, expected)]
@@ -109,7 +117,7 @@ def assert_same_end(run: Path, expected: Path, arms: tuple[str, ...] = ARMS) -> 
         assert mine.keys() == others.keys() and mine
         assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
     for arm in arms:
-        for iteration in range(2):
+        for iteration in range(iterations):
             short = [folder / "evaluations" / arm / f"iter_{iteration:05d}.json" for folder in (run, expected)]
             assert short[0].read_bytes() == short[1].read_bytes()
             pd.testing.assert_frame_equal(rollouts(run, arm, iteration), rollouts(expected, arm, iteration))
@@ -146,6 +154,8 @@ def runs(train, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
         "in the background": (train("in the background", "checkpoint.asynchronous=true"), DEATHS_BESIDE_A_WRITER),
         "lora": (train("lora", *LORA), []),
         "lora and killed": (train("lora and killed", *LORA), DEATHS_WITH_LORA),
+        "early": (train("early", *STOPPED_EARLY), []),
+        "early and killed": (train("early and killed", *STOPPED_EARLY), DEATHS_AFTER_AN_EARLY_STOP),
         "collected": (train("collected", verb="collect"), []),
         "trained on collected": (train("collected"), []),
         "given": (train("given", f"train.rollouts={train.folder}/whole/rollouts"), []),
@@ -172,6 +182,16 @@ def test_a_run_killed_as_checkpoints_are_written_in_the_background_or_with_lora_
     assert [attempt["status"] for attempt in killed] == [-9] * len(deaths), last["said"]
     assert last["status"] == 0, last["said"]
     assert_same_end(folder / name, folder / whole)
+
+
+def test_a_run_killed_between_an_early_stop_and_its_final_evaluation_stops_there_again(runs):
+    folder, attempts = runs
+    *killed, last = attempts["early and killed"]
+    assert [attempt["status"] for attempt in killed] == [-9] * len(DEATHS_AFTER_AN_EARLY_STOP), last["said"]
+    assert last["status"] == 0, last["said"]
+    assert "stopped after 1 of 4 iterations" in " ".join(attempts["early"][0]["said"].split())
+    assert not (folder / "early and killed" / "rollouts" / "grpo" / "iter_00001").exists()
+    assert_same_end(folder / "early and killed", folder / "early", ("grpo",), iterations=1)
 
 
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(runs):
@@ -214,11 +234,15 @@ def test_a_finished_run_leaves_the_final_and_the_best_checkpoints_alone(runs):
     folder, _ = runs
     for run in ("whole", "everywhere", "in the background"):
         found = sorted(path.name for path in (folder / run / "checkpoints").iterdir())
-        assert found == ["grpo", "grpo.best", "idpo", "idpo.best", "warmup"]
-        about = json.loads((folder / run / "checkpoints" / "idpo.best" / "about.json").read_text())["extra"]
         evaluated = [line["metrics"]["accuracy"]["mean"] for line in metrics(folder / run)
                      if (line["kind"], line["arm"]) == ("evaluation", "idpo")]
-        assert about == {"metric": "accuracy", "value": max(evaluated), "iteration": evaluated.index(max(evaluated))}
+        best = sorted(range(len(evaluated)), key=lambda t: -evaluated[t])[:2]
+        names = ["idpo.best", f"idpo.best_iter_{best[1]:05d}"]
+        assert [name for name in found if "idpo.best" in name] == names
+        assert {name for name in found if ".best" not in name} == {"grpo", "idpo", "warmup"}
+        for name, t in zip(names, best, strict=True):
+            about = json.loads((folder / run / "checkpoints" / name / "about.json").read_text())["extra"]
+            assert about == {"metric": "accuracy", "value": evaluated[t], "iteration": t}
 
 
 def test_settings_that_may_not_change_are_named_with_both_values(runs):
@@ -275,7 +299,9 @@ def test_two_processes_asked_to_stop_resume_as_one_with_the_optimizer_that_they_
     wait_for(launcher, run, "sft_step", 13)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait() != 0
-    assert (tmp_path / "said").read_text().count("the same command resumes the run") == 1
+    said = (tmp_path / "said").read_text()
+    assert said.count("nemo-edo: SIGTERM: stopping after this step, to save it") == 1
+    assert said.count("the same command resumes the run") == 1
     [attempt] = attempts(nemo_edo, train("fewer", *TWO), [])
     assert attempt["status"] == 0, attempt["said"]
     assert "data-parallel size is 2 there and 1 here" in attempt["said"]

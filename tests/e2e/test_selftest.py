@@ -1,10 +1,13 @@
 """``nemo-edo selftest`` where there is no GPU: what a CPU can do passes, and what is broken on purpose fails."""
 
 import json
+import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from helpers import broken_machine, completions_server
 from helpers.cli import finish, start
 
 pytestmark = pytest.mark.slow
@@ -18,15 +21,87 @@ def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):
     report = json.loads((tmp_path / "selftest.json").read_text())
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert report["processes"] == 2
-    assert found.pop("context") == found.pop("GPUs") == found.pop("Transformer Engine") == "not possible"
+    absent = ("context", "GPUs", "Transformer Engine", "NCCL versions")
+    assert {found.pop(name) for name in absent} == {"not possible"}
     assert set(found.values()) == {"pass"} and {"all-reduce", "tensor", "pipeline", "experts"} <= set(found)
 
 
-def test_a_folder_that_is_a_file_fails_with_what_to_do_and_the_rest_still_runs(tmp_path: Path, nemo_edo):
-    (tmp_path / "file").touch()
-    done = nemo_edo("selftest", "--folder", str(tmp_path / "file" / "inside"), "--only", "machine", "precision")
-    lines = done.stdout.splitlines()
-    [broken] = [line for line in lines if line.startswith("fail")]
-    assert done.returncode == 1 and "shared folder" in broken and "--folder" in lines[lines.index(broken) + 1]
-    assert any(line.startswith("pass") and "fp32, as transformers" in line for line in lines)
-    assert any(line.startswith("not possible") and "fp8, mxfp8" in line for line in lines)
+def rows(output: str) -> dict[str, tuple[str, str]]:
+    """Status and the rest of each check's line, with those that belong to it, by "group: name"."""
+    found = {}
+    for line in output.replace("\n" + " " * 14, " ").splitlines()[1:-1]:
+        name, _, rest = line[14:].partition("  ")
+        found[name.strip()] = (line[:13].strip(), rest.strip())
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_folder_that_cannot_be_written_to_fails_what_needs_it_and_nothing_else(tmp_path: Path, nemo_edo):
+    """Nor is there a vLLM: the environment that stands for the servers' is empty."""
+    broken_machine.environment(tmp_path / ".venv-vllm")
+    before = [("helpers.broken_machine:make_read_only", str(tmp_path))]
+    groups = ("machine", "precision", "training", "server")
+    done = nemo_edo("selftest", "--folder", "here", "--only", *groups, cwd=tmp_path, before=before)
+    found = rows(done.stdout)
+    assert done.returncode == 1 and "no selftest.json: Read-only file system" in done.stdout
+    failed = {name: said for name, (status, said) in found.items() if status == "fail"}
+    assert set(failed) == {"machine: shared folder", "training: checkpoint at another layout"}
+    assert all("Read-only file system" in said and "do: " in said and "--folder" in said for said in failed.values())
+    assert found["precision: fp32, as transformers"][0] == found["training: ED-iDPO step"][0] == "pass"
+    status, said = found["server: vLLM, refit by disk"]
+    assert status == "not possible" and "has no vllm: make vllm-env" in said
+    assert found["precision: fp8, mxfp8"][0] == "not possible"
+
+
+def test_another_nccl_and_a_server_that_dies_fail_with_what_to_do_and_the_rest_still_runs(tmp_path: Path, nemo_edo):
+    server = "import sys; sys.exit('no kernel image is available')"
+    broken_machine.environment(tmp_path / ".venv-vllm", nccl=22907, server=server)
+    trainer = broken_machine.environment(tmp_path / "trainer", nccl=22703)
+    before = [("helpers.broken_machine:use_python", str(trainer))]
+    done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path, before=before)
+    found = rows(done.stdout)
+    assert done.returncode == 1, done.stderr
+    assert {name for name, (status, _) in found.items() if status == "fail"} == {
+        "machine: NCCL versions", "server: vLLM, refit by disk"}  # fmt: skip
+    for part in ("2.27.3", "2.29.7", str(tmp_path / ".venv-vllm"), "do: install the same version of nvidia-nccl"):
+        assert part in found["machine: NCCL versions"][1]
+    said = found["server: vLLM, refit by disk"][1]
+    assert "no kernel image is available" in said and "server_0.log" in said
+    assert found["machine: shared folder"][0] == "pass"
+    report = json.loads((tmp_path / "runs" / "selftest" / "selftest.json").read_text())
+    assert [check["status"] for check in report["checks"]] == [status for status, _ in found.values()]
+
+
+SCRIPTED = f"""
+import asyncio, os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(completions_server.__file__).parent)!r})
+import completions_server
+completions_server.KEY = os.environ["VLLM_API_KEY"].lower()
+print("an illegal memory access was encountered", flush=True)
+asyncio.run(completions_server.main(int(sys.argv[sys.argv.index("--port") + 1]), Path(STATE)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"die_after": 10}, "no server is left: server 0 .*: its process has ended with status"),
+        ({"die_at_refit": True}, r"its server died and was restarted at a refit \(2 starts\)"),
+    ],
+    ids=["while it generates", "at a refit"],
+)
+def test_a_server_that_dies_in_the_middle_fails_its_check_alone(tmp_path: Path, nemo_edo, fault, said):
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(fault))
+    broken_machine.environment(tmp_path / ".venv-vllm", server=SCRIPTED.replace("STATE", repr(str(state))))
+    done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path)
+    found = rows(done.stdout)
+    assert done.returncode == 1, done.stderr
+    assert {name for name, (status, _) in found.items() if status == "fail"} == {"server: vLLM, refit by disk"}
+    told = found["server: vLLM, refit by disk"][1]
+    assert re.search(said, told), told
+    assert "server_0.log" in told and "do: read" in told
+    assert found["machine: shared folder"][0] == "pass"
+    report = json.loads((tmp_path / "runs" / "selftest" / "selftest.json").read_text())
+    assert [check["status"] for check in report["checks"]] == [status for status, _ in found.values()]

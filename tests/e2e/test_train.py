@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +53,15 @@ class Finished:
     lines: list[dict]
     evaluations: dict[str, dict]
     output: str
+    imported: frozenset[str]
+    """Modules, where Python was asked to name them."""
 
     @classmethod
-    def of(cls, folder: Path, output: str) -> Finished:
+    def of(cls, folder: Path, output: str, errors: str = "") -> Finished:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         evaluations = {path.stem: json.loads(path.read_text()) for path in (folder / "evaluations").glob("*.json")}
-        return cls(folder, lines, evaluations, output)
+        imported = frozenset(re.findall(r"^import time:.* (\S+)$", errors, re.MULTILINE))
+        return cls(folder, lines, evaluations, output, imported)
 
     def of_kind(self, kind: str, arm: str) -> list[dict]:
         return [line for line in self.lines if (line["kind"], line["arm"]) == (kind, arm)]
@@ -84,11 +88,13 @@ def runs(arguments, nemo_edo) -> tuple[Finished, Finished]:
     """The job run twice by the same command, in a new process and in a forked one."""
     composed = compose_run("quickstart", arguments[2:])
     folder = Path(composed.output_dir) / composed.name
-    first = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line of stderr
+        first = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = finish(first)
     assert first.returncode == 0, out + err
     second = nemo_edo.succeed(*arguments)
-    return Finished.of(folder.with_name("tiny.1"), out), Finished.of(folder, second)
+    return Finished.of(folder.with_name("tiny.1"), out, err), Finished.of(folder, second)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +148,9 @@ def test_metrics_have_a_line_for_each_step_collection_and_evaluation(first: Fini
               for arm in ("warmup", *TRAINED)}
     trained = [0, ITERATIONS, ITERATIONS * STEPS_PER_ITERATION, ITERATIONS + 1]
     assert counts == {"warmup": [SFT_STEPS, 0, 0, 1], **dict.fromkeys(TRAINED, trained)}
-    assert len(first.lines) == SFT_STEPS + 1 + len(TRAINED) * sum(trained)
+    phases = 1 + len(TRAINED) * (ITERATIONS + 1) + 1  # after the warm-up, each iteration, each arm, and the report
+    assert [line["kind"] for line in first.lines].count("phases") == phases
+    assert len(first.lines) == SFT_STEPS + 1 + len(TRAINED) * sum(trained) + phases
     steps = [line["step"] for line in first.of_kind("train_step", "grpo")]
     assert steps == list(range(ITERATIONS * STEPS_PER_ITERATION))
 
@@ -173,14 +181,23 @@ def test_samples_hold_responses_of_the_start_and_every_arm_to_each_problem(first
             assert response["reward"] == (final_answer(response["text"]) == problem["answer"])
 
 
-def test_the_table_and_the_reports_path_are_the_last_words(first: Finished):
+def test_the_table_the_reports_path_and_where_the_time_went_are_the_last_words(first: Finished):
     lines = first.output.splitlines()
     folder = first.folder.with_name("tiny")  # its name when it ran
-    assert lines[-1] == f"report: {folder / 'report.html'}"
+    assert lines[-2] == f"report: {folder / 'report.html'}"
+    assert re.fullmatch(r"run \d+:\d\d: .*report \d+%.*", lines[-1])
     assert any(line.startswith("ED-GRPO α=300, ") for line in lines) and "floor -0.1" in " ".join(lines)
 
 
 # --- what was trained ---------------------------------------------------------------------------------------------
+
+
+def test_a_training_on_the_cpu_imports_no_compiler_server_client_or_other_trainer(first: Finished):
+    """Each would take up to a second of every start. torch loads its compiler with torch.compile alone."""
+    assert {"torch", "megatron.core", "megatron.bridge", "lightning"} <= first.imported
+    unneeded = {"torch._inductor.compile_fx", "functorch.compile", "datasets", "httpx", "aiohttp",
+                "mlflow", "trl", "vllm", "transformers.trainer"}  # fmt: skip
+    assert sorted(first.imported & unneeded) == []
 
 
 def test_the_warm_up_learns(first: Finished):
@@ -188,14 +205,14 @@ def test_the_warm_up_learns(first: Finished):
     assert losses[-1] < losses[0] / 5
 
 
-def test_the_first_step_of_each_iteration_is_exactly_on_policy_and_later_ones_are_not(first: Finished):
+def test_the_first_step_of_each_iteration_is_on_policy_up_to_rounding_and_later_ones_are_not(first: Finished):
+    """pi_old is the engine's, whose rounding is not the trainer's (exactly 0 with the trainer's: unit/models)."""
     for arm in ARMS:
         for line in first.of_kind("train_step", arm):
-            values = [line["exploration"], line["log_ratio"], line["clip_fraction"]]
             if line["step"] % STEPS_PER_ITERATION == 0:
-                assert values == [0.0, 0.0, 0.0]
+                assert max(abs(line["exploration"]), abs(line["log_ratio"])) < 1e-6 and line["clip_fraction"] == 0.0
             else:
-                assert line["exploration"] != 0.0
+                assert abs(line["exploration"]) > 1e-6
 
 
 def test_rollouts_logprobs_are_the_trainers_up_to_rounding(first: Finished):
@@ -230,7 +247,7 @@ def test_an_arms_first_evaluation_is_of_the_warm_ups_policy(first: Finished):
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(first: Finished):
     for arm in ARMS:
         kls = [line["kl"] for line in first.of_kind("collection", arm)]
-        assert kls[0] == 0.0
+        assert kls[0] == pytest.approx(0.0, abs=1e-9)
         assert kls[1] > 1e-4
 
 
@@ -326,7 +343,7 @@ def test_two_tensor_parallel_processes_finish_the_built_in_task_on_policy_and_on
     assert (finished.folder / "report.html").is_file()
     assert max(line["sampler_gap"] for line in finished.of_kind("collection", "edo")) < 1e-5
     first_steps = {line["iteration"]: line for line in reversed(finished.of_kind("train_step", "edo"))}.values()
-    assert [line["exploration"] for line in first_steps] == [0.0] * ITERATIONS
+    assert [line["exploration"] for line in first_steps] == pytest.approx([0.0] * ITERATIONS, abs=1e-6)
     assert "report: " in main and "Start (before RL)" in main
     assert other == ""
 

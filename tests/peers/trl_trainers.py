@@ -2,13 +2,14 @@
 
 python trl_trainers.py GRPO_LOSS_TYPES RESULTS.pt, alone or under torchrun (gloo); the main process writes
 {"grpo": {loss type: ...}, "dpo": ...}: weights after eight steps, losses and gradients of one batch, TRL's logs.
-Run alone, it also runs the example of docs/adapters/trl.md.
+Run alone, it also runs the example of docs/trainers.md.
 """
 
 import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -184,6 +185,19 @@ def refused_schedule() -> str:
     return ""
 
 
+def warned(settings: dict, coefficient: float) -> list[str]:
+    """What is warned of before the first step of a trainer with these settings of TRL's sampling."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        grpo_trainer(EDGRPOTrainer, "grpo", settings, exploration_coefficient=coefficient)
+    return [text for one in caught if "cut distribution" in (text := str(one.message))]
+
+
+def cut_sampling() -> dict[str, list[str]]:
+    cut = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
+    return {"cut": warned(cut, COEFFICIENT), "whole": warned({}, COEFFICIENT), "without the term": warned(cut, 0.0)}
+
+
 # --- DPO -----------------------------------------------------------------------------------------------------------
 
 
@@ -228,8 +242,9 @@ def dpo() -> dict:
 
 def example_of_the_docs() -> list[str]:
     """The metrics that the page's Python logs, with a tiny model under the name that it loads, on the CPU."""
-    page = (Path(__file__).parents[2] / "docs" / "adapters" / "trl.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    [code] = [block for block in blocks if "from trl" in block]
     [name] = re.findall(r'model="(.*?)"', code)
     os.chdir(tempfile.mkdtemp())
     model().save_pretrained(name)
@@ -246,7 +261,7 @@ def main(loss_types: str, results: str) -> None:
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     output = {"grpo": {name: grpo(name) for name in loss_types.split(",")}, "novelty": novelty()}
     if alone:
-        output |= {"dpo": dpo(), "refused": refused_schedule(), "example": example_of_the_docs()}
+        output |= {"dpo": dpo(), "refused": refused_schedule(), "cut": cut_sampling(), "example": example_of_the_docs()}
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(output, Path(results))
 

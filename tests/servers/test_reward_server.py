@@ -3,6 +3,9 @@
 import pytest
 
 MODELS = ("qwen", "skywork", "decoder", "encoder")
+LARGEST_GAP = 2e-3
+"""Between probabilities in float32, whose kernels differ between CPUs: 2e-6 with AVX2, and 4.4e-4 has been seen. A step
+that is scored at another token, or without a bias, is as far away as two scores are from each other (``spread``)."""
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 
 
@@ -15,7 +18,7 @@ def results(found_by) -> dict:
 @pytest.mark.parametrize("model", MODELS)
 def test_served_scores_are_those_of_this_process(results: dict, model: str):
     found = results[model]
-    assert found["largest_gap"] < 1e-4
+    assert max(found["gaps"]) < LARGEST_GAP < 0.05 * found["spread"], (found["instructions"], found["gaps"])
     assert found["scores"] >= 20 and found["distinct"] > 0.8 * found["scores"]
 
 
@@ -32,4 +35,6 @@ def test_code_that_comes_with_a_folder_is_not_brought_to_the_server(results: dic
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_server_at_a_url_scores_like_this_process_and_outlives_its_client(results: dict, model: str):
-    assert results[model]["largest_gap_by_url"] < 1e-4 and results[model]["outlives_the_client"]
+    found = results[model]
+    assert max(found["gaps_by_url"]) < LARGEST_GAP, (found["instructions"], found["gaps_by_url"])
+    assert found["outlives_the_client"]

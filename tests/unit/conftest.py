@@ -24,6 +24,19 @@ def policy(tiny, tiny_qwen2):
     return tiny.build_policy(tiny_qwen2)
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, as a run has one."""
+    import torch
+
+    alone = not torch.distributed.is_initialized()
+    if alone:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    if alone:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def held_writer(monkeypatch, tmp_path):
     """Megatron's writer of files, which waits until what this returns is called with the name of a folder that it

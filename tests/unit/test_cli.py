@@ -54,8 +54,8 @@ def search_job(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def trained(jobs: Recorder):
-    [(name, cfg)] = jobs.calls
-    assert name == "train"
+    [(name, cfg, begun)] = jobs.calls
+    assert (name, begun) == ("train", None)  # None: this process was not started for the command
     return cfg
 
 
@@ -224,7 +224,7 @@ def test_a_users_error_is_one_line_on_stderr_of_every_rank(jobs, monkeypatch, ca
     (ValueError("a bug"), None, None),
 ])
 def test_each_kind_of_end_has_its_status_and_only_a_bug_a_traceback(jobs: Recorder, capsys, error, status, shown):
-    def train(cfg):
+    def train(*_):
         raise error
 
     jobs.train = train

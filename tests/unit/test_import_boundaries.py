@@ -103,12 +103,13 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
 @pytest.mark.parametrize(("name", "rooms"), {
     "metrics": set(),
     "losses": {"config"},
-    "parallel": {"errors"},
+    "parallel": {"errors", "utils"},
     "test_time": {"metrics"},
     "adapters": {"losses"},
     "rollouts": {"config", "data", "errors", "interfaces", "types", "utils"},
     # It sees engines, scorers and policies as the Protocols of interfaces.py.
-    "algorithms": {"builtin_task", "config", "data", "errors", "interfaces", "losses", "metrics", "rollouts", "types"},
+    "algorithms": {"builtin_task", "config", "data", "errors", "interfaces", "losses", "metrics", "rollouts", "types",
+                   "utils"},
 }.items())  # fmt: skip
 def test_a_room_imports_these_rooms_only(name: str, rooms: set[str]):
     inside = [module for module in MODULES if room(module) == name]

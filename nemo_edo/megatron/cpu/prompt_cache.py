@@ -7,6 +7,7 @@ softmax is over both parts at once, so nothing is approximated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,10 +62,13 @@ class CachedPrompts:
     keys: Tensor
     values: Tensor
     rows: PromptRows
+    outside: Tensor | None = None
+    """[rows, 1, 1, length] bool: positions after the end of the row's prompt; None: there are none."""
 
     def scores(self, queries: Tensor) -> Tensor:
         """[rows, groups, n, length] of scaled queries [rows, groups, n, width]."""
-        return self._for_prompts(queries, lambda grouped: grouped @ self.keys.transpose(-1, -2))
+        scores = self._for_prompts(queries, lambda grouped: grouped @ self.keys.transpose(-1, -2))
+        return scores if self.outside is None else scores.masked_fill(self.outside, -math.inf)
 
     def context(self, weights: Tensor) -> Tensor:
         """[rows, groups, n, width] of weights [rows, groups, n, length]."""
@@ -81,23 +85,38 @@ class PromptCacheContext(CacheContext):
     """A cache for what follows the prompts alone; ``RotatingSelfAttention`` hands the prompts' part to the
     core of the attention. Positions in the cache count from the prompts' end."""
 
-    def __init__(self, prompts: CacheContext, owner: Tensor, length: int) -> None:
-        """prompts: the cache of a forward pass over the prompts, of one length. owner: [rows] each row's prompt.
-        length: tokens that a row has at most, those of its prompt among them."""
+    def __init__(self, prompts: CacheContext, owner: Tensor, length: int, lengths: Tensor | None = None) -> None:
+        """prompts: the cache of a forward pass over the prompts, which this empties. owner: [rows] each row's prompt.
+        length: tokens that a row has at most, those of its prompt among them. lengths: [rows] how much of the prompts'
+        cache precedes each row, whose positions count from there; None: all of it."""
         super().__init__(max_batch_size=len(owner), max_sequence_length=length, by_head=True)
         self.prefix = prompts.sequence_len_offset
+        self.starts = lengths
         self._rows = PromptRows.of(owner, prompts.max_batch_size)
+        self._outside = None if lengths is None else self._after(lengths)
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer, parts in prompts.key_value_memory_dict.items():
+        for layer in list(prompts.key_value_memory_dict):
+            parts = prompts.key_value_memory_dict.pop(layer)  # so that one layer alone is in memory twice
             self._prompts[layer] = tuple(part[: self.prefix].permute(1, 2, 0, 3).contiguous() for part in parts)
             self.key_value_memory_dict[layer] = tuple(
                 empty_rows(part, len(owner), length - self.prefix, by_head=True) for part in parts
             )
 
+    def _after(self, lengths: Tensor) -> Tensor:
+        return (torch.arange(self.prefix, device=lengths.device) >= lengths[:, None])[:, None, None]
+
+    def positions(self, queries: int) -> Tensor | None:
+        """[rows, queries] of the next tokens, where they differ by row."""
+        if self.starts is None:
+            return None
+        return self.starts[:, None] + self.sequence_len_offset + torch.arange(queries, device=self.starts.device)
+
     def cached_prompts(self, layer: int) -> CachedPrompts:
         """The part of the layer that Megatron gives this number."""
-        return CachedPrompts(*self._prompts[layer], self._rows)
+        return CachedPrompts(*self._prompts[layer], self._rows, self._outside)
 
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)
+        if self.starts is not None:
+            self.starts, self._outside = self.starts[rows], self._outside[rows]
         self._rows = PromptRows.of(self._rows.owner[rows], self._rows.prompts)

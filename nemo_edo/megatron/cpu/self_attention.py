@@ -125,7 +125,7 @@ class RotatingSelfAttention(SelfAttention):
         """SelfAttention's forward pass. It handles packed sequences, whose positions restart in the middle of a row,
         except those
         that share prompts, which it does not support."""
-        self._angles, self._start = None, 0
+        self._angles, self._start, self._of_rows = None, 0, None
         self._positions = packed_seq_params.positions if isinstance(packed_seq_params, SharedPrompts) else None
         known = packed_seq_params is None or self._positions is not None
         if known and torch.is_tensor(rotary_pos_emb) and rotates(self.config):
@@ -135,6 +135,7 @@ class RotatingSelfAttention(SelfAttention):
         if after_prompts:
             self.core_attention.prompts = inference_context.cached_prompts(self.layer_number)
             self._start += inference_context.prefix
+            self._of_rows = inference_context.positions(hidden_states.shape[0])
         output = super().forward(
             hidden_states,
             *args,
@@ -175,6 +176,9 @@ class RotatingSelfAttention(SelfAttention):
     def _turns(self, vectors: Tensor) -> Turns:
         """The cosines and sines for vectors [s, ...] that follow the cached ones, or at a pack's positions."""
         packed = self._positions is not None
+        if self._of_rows is not None:  # [rows, s] positions: [s, rows, 1, d] angles
+            angles = self._angles[self._of_rows.T].squeeze(2)
+            return turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
         angles = self._angles if packed else self._angles[self._start : self._start + vectors.shape[0]]
         found = turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
         return tuple(part[self._positions] for part in found) if packed else found

@@ -36,10 +36,31 @@ def configure(config: Any) -> None:
         setattr(config, name, value)
 
 
+def do_without_transformer_engine() -> None:
+    """On a GPU: what Megatron-Bridge and Megatron's router need where Transformer Engine is not installed."""
+    _bridge_import()
+    _router_product()
+
+
 def adapt() -> None:
     """Applies every adaptation; none can be taken back."""
     for apply in ADAPTATIONS.values():
         apply()
+
+
+def _fused_kernels() -> None:
+    """Megatron hands its fused kernels to torch.compile as it is imported, which loads the compiler: 0.7 CPU seconds of
+    each process. ``CONFIG`` chooses none of them here; the few that models use anyway run as they are written.
+
+    megatron.core.jit chooses what decorates them, for modules that are imported later too. It does nothing where
+    Megatron is imported already.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda function: function
+    try:
+        import megatron.core.jit  # noqa: F401
+    finally:
+        torch.compile = compile_function
 
 
 def _current_device() -> None:
@@ -203,6 +224,7 @@ def _bridge_import() -> None:
 
 
 ADAPTATIONS: dict[str, Callable[[], None]] = {
+    "fused_kernels": _fused_kernels,
     "current_device": _current_device,
     "device_argument": _device_argument,
     "tensor_type": _tensor_type,

@@ -72,6 +72,29 @@ def test_an_odd_column_is_named_with_its_file_and_row(tmp_path: Path, rows, colu
     assert f"{path}:row {len(rows)}: {message.format(path=path)}" in str(refused.value)
 
 
+TWICE = '{"problem": "y", "gold": "3", "gold": "4"}'
+
+
+@pytest.mark.parametrize("name", ["odd.json", "odd.jsonl"])
+def test_a_row_with_a_key_twice_is_one_bad_row_of_a_list_as_of_lines(tmp_path: Path, name: str):
+    path, place = tmp_path / name, "row 2" if name.endswith("json") else "2"
+    rows = [json.dumps(ROWS[0]), TWICE, json.dumps(ROWS[1])]
+    path.write_text("[" + " ,\n".join(rows) + " ]\n" if name.endswith("json") else "\n".join(rows))
+    with pytest.raises(UserError) as told:
+        load_problems(path, on_bad_rows="error", columns=NAMED)
+    assert f'{path}:{place}: has the key "gold" twice; keep one of the two' in str(told.value)
+    loaded = load_problems(path, on_bad_rows="skip", columns=NAMED)
+    assert [problem.id for problem in loaded.problems] == ["odd-1", "odd-3"] and len(loaded.skipped) == 1
+
+
+@pytest.mark.parametrize("after", ["", ",", ", {", "] x", " 3]"])
+def test_a_list_that_is_cut_after_a_row_with_a_key_twice_is_not_valid_json(tmp_path: Path, after: str):
+    path = tmp_path / "cut.json"
+    path.write_text(f"[{TWICE}{after}")
+    with pytest.raises(UserError, match="cut.json: is not valid JSON"):
+        load_problems(path, on_bad_rows="skip", columns=NAMED)
+
+
 def test_a_data_set_with_splits_asks_for_one(tmp_path: Path):
     from datasets import Dataset, DatasetDict
 

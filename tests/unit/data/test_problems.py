@@ -66,6 +66,8 @@ BAD_LINES = {
     '{"question": "a", "answer": "#### one"}': '"answer" does not end in one "#### number" line',
     '{"question": "a", "answer": "#### 1\\n#### 1"}': '"answer" does not end in one "#### number" line',
     '{"question": "a\\ud83d", "answer": "#### 1"}': '"question" holds half of a surrogate pair',
+    '{"question": "a", "answer": "#### 1", "answer": "#### 2"}': 'has the key "answer" twice; keep one of the two',
+    '{"question": "a", "answer": "#### 1", "of": [{"a": 1, "a": 1}]}': 'has the key "a" twice',
     b'{"question": "\xff"}': "is not UTF-8 (byte 15 of the line)",
 }
 
@@ -86,9 +88,10 @@ def test_a_bad_row_is_named_with_its_line_and_reason_and_skip_reports_it(tmp_pat
 def test_duplicate_question_names_the_first_line_whatever_the_white_space(tmp_path):
     """A bad row's question does not count."""
     rows = row("How  many?", "bad"), row("How  many?"), row("other"), row(" How\tmany? "), row("How\nmany?")
-    loaded = load_problems(write(tmp_path, *rows), on_bad_rows="skip")
+    path = write(tmp_path, *rows)
+    loaded = load_problems(path, on_bad_rows="skip")
     assert [problem.id for problem in loaded.problems] == ["train-2", "train-3"]
-    assert ['"question" is the same as on line 2' in bad.reason for bad in loaded.skipped] == [False, True, True]
+    assert [f'"question" is the same as in {path}:2,' in bad.reason for bad in loaded.skipped] == [False, True, True]
 
 
 def test_an_error_lists_five_bad_rows_and_the_total_and_advises_skipping_only_where_that_helps(tmp_path):
@@ -109,10 +112,21 @@ def test_file_without_rows_is_an_error(tmp_path, content):
         load_problems(write(tmp_path, content), on_bad_rows="error")
 
 
+def test_a_folders_files_are_one_list_of_problems_whatever_their_names(tmp_path):
+    for name, lines in (("a", [row("one"), "{"]), ("b", [row("two"), row("one")])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, *lines)
+    loaded = load_problems(tmp_path, on_bad_rows="skip")
+    assert [problem.id for problem in loaded.problems] == [f"{tmp_path.name}-1", f"{tmp_path.name}-3"]
+    assert [problem.source for problem in loaded.problems] == [f"{tmp_path}/{name}/train.jsonl:1" for name in "ab"]
+    assert [bad.source for bad in loaded.skipped] == [f"{tmp_path}/a/train.jsonl:2", f"{tmp_path}/b/train.jsonl:2"]
+    assert f"the same as in {tmp_path}/a/train.jsonl:1," in loaded.skipped[1].reason
+
+
 def test_file_that_cannot_be_read_is_named_with_the_cause(tmp_path):
     loop = tmp_path / "loop.jsonl"
     loop.symlink_to(loop)
-    for path in (tmp_path / "none.jsonl", tmp_path, loop):
+    for path in (tmp_path / "none.jsonl", loop):
         with pytest.raises(ProblemFileError, match=rf"^{path}: cannot be read \("):
             load_problems(path, on_bad_rows="skip")
 

@@ -113,7 +113,7 @@ def test_removing_ended_rows_from_the_batch_changes_no_result(engine, requests, 
     )
     assert responses(engine.generate(requests, params())) == responses(expected)
     assert bool(kept) == (threshold > 1)
-    assert not kept or min(kept) < len(requests) / 2, "too few responses ended early for this test"
+    assert not kept or min(kept) < 2 * len(requests) / 3, "too few responses ended early for this test"
 
 
 def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_tokens(engine, requests):

@@ -3,6 +3,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from nemo_edo.generation import sampling as module
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.types import SamplingParams
 
@@ -115,3 +116,39 @@ def test_uniforms_are_those_of_a_separate_generator_per_seed_whatever_the_other_
     own = [np.random.Generator(np.random.Philox(key=seed)).random(length, dtype=np.float32) for seed in seeds]
     assert request_uniforms(seeds, length).tolist() == np.stack(own).tolist()
     assert len({tuple(row) for row in np.stack(own).tolist()}) == len(seeds)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_rows_get_the_same_tokens_in_blocks_as_at_once(monkeypatch, top_p):
+    logits, uniforms = random_logits(7, 50), request_uniforms([1], 7)[0]
+    expected = choose_tokens(logits, uniforms, sampling(1.0, top_p))
+    monkeypatch.setattr(module, "CPU_BLOCK", 2 * 50)
+    softmaxes, softmax = [], torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: softmaxes.append(len(x)) or softmax(x, dim))
+    found = choose_tokens(logits, uniforms, sampling(1.0, top_p))
+    assert softmaxes == [2, 2, 2, 1]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("scale", "sorted_whole"), [(6.0, 0), (0.5, 1)])
+def test_the_nucleus_of_the_likely_tokens_is_that_of_a_whole_sort_with_its_order_among_equals(
+        monkeypatch, scale, sorted_whole):
+    """Logits in steps, so that many are equal, also to the least likely of those that are looked at."""
+    logits = (scale * random_logits(30, 200, scale=1.0)).round()
+    uniforms = request_uniforms([3], 30)[0]
+    monkeypatch.setattr(module, "LIKELY", 200)
+    expected = choose_tokens(logits, uniforms, sampling(1.0, 0.8))
+    monkeypatch.setattr(module, "LIKELY", 40)
+    sizes, sort = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **how: sizes.append(x.shape[1]) or sort(x, **how))
+    found = choose_tokens(logits, uniforms, sampling(1.0, 0.8))
+    assert sizes.count(200) == sorted_whole
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_nucleus_that_ends_among_equals_keeps_the_first_of_them():
+    """Each of the LIKELY + 76 tokens is as likely as the others, so the first ones make up the nucleus."""
+    logits = torch.zeros(1, module.LIKELY + 76)
+    found = sampled(logits, torch.linspace(0, HIGHEST, 20_000), sampling(1.0, 0.5))
+    kept = set(found.tolist())
+    assert kept == set(range(len(kept))) and len(kept) == pytest.approx((module.LIKELY + 76) / 2, abs=1)  # by rounding

@@ -49,7 +49,7 @@ def managed(folder: Path, name: str, api: ScriptedAPI | None = None) -> Replica:
                     max_in_flight=8, sleeps=False, nccl_library=None, adapter_rank=None, arguments=(),
                     log=folder / f"{name}.log")
     process = ServerProcess(api or ScriptedAPI(), launch, folder / f"{name}.json")
-    return Replica(name, process=process, key="key", ready_limit_s=60.0)
+    return Replica(name, process=process, key=completions_server.KEY, ready_limit_s=60.0)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_an_unhealthy_server_is_restarted(start, monkeypatch):
 
 def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     [replica] = start({"die_after": 10})
-    unmanaged = Replica("server 0", url=replica.url, key="key")
+    unmanaged = Replica("server 0", url=replica.url, key=completions_server.KEY)
     with pytest.raises(PartlyGenerated, match="10 of 30") as gave_up:
         engine([unmanaged], restarts=1, health_limit_s=0.5, max_in_flight=2).generate_local(requests(30), SAMPLING)
     assert replica.url in str(gave_up.value) and len(gave_up.value.responses) == 10

@@ -26,7 +26,7 @@ def commands(cfg, gpus: int = 0) -> list[tuple[list[str], dict[str, str]]]:
     """Command line and environment of each server that a config starts."""
     api = APIS[cfg.generation.backend]()
     launches = [replica.process.launch for replica in build_replicas(cfg, Path("/model"), Path("/logs"), gpus)]
-    return [(api.command(launch, Path("/model"), 8000), api.environment(launch, "secret")) for launch in launches]
+    return [(api.command(launch, Path("/model"), 8000), api.environment(launch, "a-secret")) for launch in launches]
 
 
 def option(command: list[str], name: str) -> str:
@@ -80,10 +80,10 @@ def test_a_gpu_of_the_trainer_is_refused_for_a_server_apart():
 
 
 def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):
-    monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("MY_KEY", "a-secret")
     cfg = config(*of_servers(urls="[http://a:1,http://b:2/]", api_key_variable="MY_KEY"))
     replicas = build_replicas(cfg, Path("/model"), Path("/logs"), gpus=0)
-    header = "Bearer secret"
+    header = "Bearer a-secret"
     assert [(r.url, r.is_managed, r.headers["Authorization"]) for r in replicas] == [
         ("http://a:1", False, header), ("http://b:2", False, header)]
 
@@ -92,7 +92,7 @@ def test_every_run_makes_a_new_key_that_no_command_line_shows():
     keys = [build_replicas(config(), Path("/model"), Path("/logs"), gpus=0)[0].key.value for _ in range(2)]
     assert keys[0] != keys[1] and all(len(key) >= 43 for key in keys)
     [(command, environment)] = commands(config())
-    assert not any("secret" in part for part in command) and environment["VLLM_API_KEY"] == "secret"
+    assert not any("a-secret" in part for part in command) and environment["VLLM_API_KEY"] == "a-secret"
 
 
 PLAIN = {
@@ -132,6 +132,7 @@ def test_replicas_on_the_cpu_share_the_cores_and_their_idle_threads_sleep(settin
 @pytest.mark.parametrize(("backend", "overrides", "named"), [
     ("vllm", ["sampling.top_p=0.9", "sampling.temperature=0.7"], "sampling.temperature is 0.7"),
     ("trtllm", ["sampling.temperature=0.7"], "sampling.temperature is 0.7"),
+    ("trtllm", ["evaluation.temperature=[0.7]"], r"evaluation.temperature is \[0.7\]"),
     ("trtllm", of_servers(host="0.0.0.0"), f"{SERVERS}.host"),
     ("trtllm", of_servers(dtype="float16"), f"{SERVERS}.dtype"),
     ("vllm", of_servers(urls="[node7:8000]"), f"{SERVERS}.urls.*node7:8000"),

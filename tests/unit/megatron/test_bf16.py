@@ -1,4 +1,4 @@
-"""bf16 against fp32, by the error model of docs/precision.md: no constant in here is fitted."""
+"""bf16 against fp32, by the error model of docs/scaling.md: no constant in here is fitted."""
 
 import math
 from types import SimpleNamespace

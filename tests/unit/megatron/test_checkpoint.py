@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import background, checkpoint
 from nemo_edo.megatron.checksums import DamagedCheckpoint, write_checksums
+from nemo_edo.megatron.pickles import check_scales, plain_objects_only
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
 
@@ -295,3 +297,17 @@ def test_a_reference_comes_back_to_the_last_bit_and_leaves_the_weights_alone(tin
     loaded = checkpoint.load_reference(policy, tmp_path / "checkpoint")
     assert [weight.dtype for weight in loaded] == [torch.float32] * len(reference)
     assert all(map(torch.equal, loaded, reference))
+
+
+def test_scales_that_would_run_code_are_refused_also_where_a_tensors_bytes_hide_it(tmp_path: Path):
+    class HidesCode:
+        def __reduce__(self):
+            stored = io.BytesIO()
+            torch.save(RunsCode(tmp_path / "made"), stored)
+            return torch.storage._load_from_bytes, (stored.getvalue(),)
+
+    for forged in (RunsCode(tmp_path / "made"), HidesCode()):
+        scales = torch.frombuffer(bytearray(pickle.dumps(forged)), dtype=torch.uint8)
+        with pytest.raises(UserError, match="its layer._extra_state: "), plain_objects_only(tmp_path):
+            check_scales(tmp_path, {"layer._extra_state": scales})
+    assert not (tmp_path / "made").exists()

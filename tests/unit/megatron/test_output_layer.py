@@ -112,12 +112,12 @@ def test_bf16_outputs_are_not_copied_to_fp32_and_both_heads_agree(tiny, tiny_qwe
     assert max(far.values()) < 2**-5, far
 
 
-def test_auto_fuses_from_a_size_of_the_vocabulary_on(policy, monkeypatch):
+def test_auto_fuses_from_a_number_of_logits_on(policy, monkeypatch):
     def fused(kind: str) -> bool:
-        return output_layer.LossHead(policy.chunks, kind, policy.built.vocab_size).fused
+        return output_layer.LossHead(policy.chunks, kind, policy.built.vocab_size).fuses(10)
 
     assert [fused(kind) for kind in ("logits", "fused", "auto")] == [False, True, False]
-    monkeypatch.setattr(output_layer, "FUSED_FROM_COLUMNS", policy.built.vocab_size)
+    monkeypatch.setattr(output_layer, "FUSED_FROM_LOGITS", 10 * policy.built.vocab_size)
     assert [fused(kind) for kind in ("logits", "fused", "auto")] == [False, True, True]
 
 
@@ -127,8 +127,8 @@ def test_an_output_layer_that_does_more_than_multiply_is_not_fused(policy, monke
     class Bounded(ColumnParallelLinear):
         pass
 
-    monkeypatch.setattr(output_layer, "FUSED_FROM_COLUMNS", 1)
+    monkeypatch.setattr(output_layer, "FUSED_FROM_LOGITS", 1)
     monkeypatch.setattr(unwrap_model(policy.chunks[0]).output_layer, "__class__", Bounded)
-    assert not output_layer.LossHead(policy.chunks, "auto", policy.built.vocab_size).fused
+    assert not output_layer.LossHead(policy.chunks, "auto", policy.built.vocab_size).fuses(10)
     with pytest.raises(UserError, match="this model's is Bounded: set model.loss_head=logits"):
         output_layer.LossHead(policy.chunks, "fused", policy.built.vocab_size)

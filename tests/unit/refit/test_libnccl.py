@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import nccl_stub
-from helpers.scripted_server import ScriptedReplica, engine_of
+from helpers.scripted_server import ScriptedReplica, assert_two_versions_arrive, engine_of
 
 from nemo_edo.refit import nccl
 from nemo_edo.refit.libnccl import Library, NCCLError
@@ -43,16 +43,7 @@ def sync_of(policy, library):
 def test_every_worker_receives_every_weight_bit_for_bit_in_each_version(sync_of, policy, tiny):
     servers = ScriptedReplica("server 0", workers=2), ScriptedReplica("server 1", workers=1)
     engine, sync = sync_of(*servers)
-    for version in (1, 2):
-        with torch.no_grad():
-            for parameter in policy.chunks[0].parameters():
-                parameter.add_(0.1)
-        sync.push(version)
-        expected = tiny.exported(policy)
-        for server in servers:
-            assert [name for name, _ in server.received] == list(expected)
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in server.received)
-            assert server.version == f"run/{version}"
+    assert_two_versions_arrive(sync, policy, tiny.exported, servers)
     assert engine.policy_version == 2
 
 

@@ -1,8 +1,7 @@
 """Refit by broadcasts: what trainer and servers tell each other, and in which order; without NCCL itself."""
 
 import pytest
-import torch
-from helpers.scripted_server import Link, ScriptedReplica, engine_of
+from helpers.scripted_server import Link, ScriptedReplica, assert_two_versions_arrive, engine_of
 
 from nemo_edo.errors import UserError
 from nemo_edo.refit.nccl import NCCLSync, exported
@@ -36,16 +35,7 @@ EACH = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/re
 def test_every_server_receives_every_weight_of_every_push_and_its_new_name(sync_of, policy, tiny):
     servers = ScriptedReplica("server 0", workers=2), ScriptedReplica("server 1", workers=1)
     engine, sync, links = sync_of(*servers)
-    for version in (1, 2):
-        with torch.no_grad():
-            for parameter in policy.chunks[0].parameters():
-                parameter.add_(0.1)
-        sync.push(version)
-        expected = tiny.exported(policy)
-        for server in servers:
-            assert [name for name, _ in server.received] == list(expected)
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in server.received)
-            assert server.version == f"run/{version}"
+    assert_two_versions_arrive(sync, policy, tiny.exported, servers)
     assert engine.policy_version == 2
     assert all(server.paths() == [*FIRST, *EACH, *EACH] for server in servers)
     [link] = links

@@ -43,7 +43,7 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
     setup.check_refit(cfg, tmp_path / "run")
 
 
-def test_what_shared_servers_must_free_is_their_share_of_each_gpu(monkeypatch):
+def test_what_shared_servers_must_free_is_their_share_of_each_gpu(policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
     shared = ["generation.placement=shared", "generation.servers.replicas=2", "generation.servers.memory_share=0.4"]

@@ -9,8 +9,10 @@ from helpers.responses import scored
 from nemo_edo.config import RewardsConfig
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.data.answers import HASHES_TEXT
+from nemo_edo.data.problems import LoadedProblems
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.custom import CustomScorer, RewardFunction, RewardFunctions
+from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.types import Problem
 
 CODE = """
@@ -137,6 +139,34 @@ def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, m
     with pytest.raises(UserError) as refused:
         functions.check()
     assert "rewards.function" in str(refused.value) and message in str(refused.value)
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("my_rewards:raises_early", "raised KeyError: 'tests' ("),
+    ("my_rewards:too_few", "returned 1 results for 2 responses"),
+    ("my_rewards:text_early", "returned '#### 3' (str)"),
+])  # fmt: skip
+def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_is_spent(
+    one_rank, tmp_path, monkeypatch, path, message
+):
+    """The second file's problems have another column, which only its evaluation would have met."""
+    (tmp_path / "my_rewards.py").write_text(
+        f"{CODE}\n"
+        "def raises_early(*, metadata): return metadata['tests']\n"
+        "def text_early(*, response, metadata): return 1.0 if 'tests' in metadata else response\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    train = Problem("train-1", "1 + 1", "It is 2.\n#### 2", "2", "train.jsonl:1", metadata={"tests": 1.0})
+    test = Problem("test-1", "2 + 1", "#### 3", "3", "test.jsonl:1")
+    loaded = {Path("train"): LoadedProblems([train], []), Path("test"): LoadedProblems([test], [])}
+    cfg = compose_run("quickstart", [f"rewards.function={path}", f"output_dir={tmp_path}/runs"])
+    with pytest.raises(UserError) as refused:
+        build_scorer(cfg, loaded)
+    assert str(refused.value).startswith(f"rewards.function ({path}), tried on problem ")
+    assert message in str(refused.value)
+    if "early" in path:
+        assert "problem test-1 (test.jsonl:1) with the response '#### 3' (str)" in str(refused.value)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

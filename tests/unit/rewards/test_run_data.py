@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config.compose import compose_run
@@ -14,15 +13,7 @@ from nemo_edo.run import inputs
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Rollout
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank():
-    alone = not torch.distributed.is_initialized()
-    if alone:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    if alone:
-        torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def load(folder: Path, train: list[tuple[str, str]], *overrides: str, boxed: bool = True) -> inputs.Data:

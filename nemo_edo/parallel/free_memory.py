@@ -1,0 +1,32 @@
+"""The memory that is free for tensors, of every rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from nemo_edo.utils.host_memory import available_bytes
+
+
+def free_gpu_memory() -> list[int]:
+    """Free bytes on each rank's GPU, once the ranks have released their unused memory. All ranks call it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.distributed.barrier()
+    return of_each_rank(torch.cuda.mem_get_info()[0], torch.device("cuda"))
+
+
+def free_host_memory() -> list[int]:
+    """Bytes that each rank can have of its machine's available memory, which the machine's ranks share evenly. All
+    ranks call it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
+    return of_each_rank(available_bytes() // ranks, torch.device("cpu"))
+
+
+def of_each_rank(number: int, device: torch.device) -> list[int]:
+    """The ranks' numbers. All ranks call it; device: one that the process group's backend communicates on."""
+    own = torch.tensor([number], device=device)
+    numbers = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(numbers, own)
+    return [int(each) for each in numbers]

@@ -1,0 +1,115 @@
+"""generation.max_batch_size=auto: as many rows as memory has room for, and the same responses whatever their number."""
+
+import random
+
+import pytest
+import torch
+
+from nemo_edo.errors import UserError
+from nemo_edo.generation.batch_size import MOST_ON_CPU, row_bytes, rows_that_fit, split_evenly
+from nemo_edo.megatron.decoding_cache import CacheContext
+from nemo_edo.parallel import free_memory
+from nemo_edo.types import GenerationRequest, SamplingParams
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=8)
+LONGEST = 6
+
+
+@pytest.fixture
+def available(policy, monkeypatch):
+    """Sets the bytes that the machine has available."""
+    return lambda number: monkeypatch.setattr(free_memory, "available_bytes", lambda: number)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """Three samples each of nine prompts."""
+    rng = random.Random(0)
+    prompts = [tuple(rng.choices(range(12, 128), k=k)) for k in (LONGEST, 4, 1, 5, 2, 4, 5, 3, 3)]
+    return [GenerationRequest(f"{p}", s, prompt, 10 * p + s) for p, prompt in enumerate(prompts) for s in range(3)]
+
+
+@pytest.fixture
+def engine(tiny, policy):
+    return tiny.build_engine(policy, stop_ids=range(1, 12), max_batch_size="auto")
+
+
+def row_of(engine, prompt: int, response: int) -> int:
+    return row_bytes(engine._layers, prompt=prompt, response=response, vocabulary=engine._vocab_size, device=CPU)
+
+
+@pytest.mark.parametrize(("room", "batches"), [(1, [1] * 27), (5, [4, 5, 4, 5, 4, 5]), (26, [13, 14]), (27, [27])])
+def test_auto_decodes_as_many_rows_as_half_of_the_free_memory_holds(
+        engine, requests, available, monkeypatch, room: int, batches: list[int]):
+    expected, sizes, batch = {}, [], engine._batch
+    for request in requests:
+        available(10**12)
+        expected[request] = engine.generate([request], SAMPLING)[0].response_ids
+    monkeypatch.setattr(engine, "_batch", lambda rows, sampling: sizes.append(len(rows)) or batch(rows, sampling))
+    available(2 * row_of(engine, LONGEST, SAMPLING.max_new_tokens) * room + 1)
+    found = engine.generate(requests, SAMPLING)
+    assert sizes == batches
+    assert {request: rollout.response_ids for request, rollout in zip(requests, found, strict=True)} == expected
+
+
+def test_without_room_for_one_row_an_error_names_both_numbers_of_bytes(engine, requests, available):
+    row = row_of(engine, LONGEST, SAMPLING.max_new_tokens)
+    available(2 * row - 2)
+    with pytest.raises(UserError, match=f"rank 0 has {row - 1:,} bytes .* needs {row:,}: lower sampling.max_new"):
+        engine.generate(requests, SAMPLING)
+
+
+def test_a_rows_bytes_are_its_caches_a_layer_more_and_two_rows_of_logits(engine, requests, available, monkeypatch):
+    """Of short prompts: computing a long one takes more than its logits."""
+    available(10**12)
+    made, build = [], CacheContext.__init__
+    monkeypatch.setattr(CacheContext, "__init__", lambda self, *a, **k: made.append(self) or build(self, *a, **k))
+    [short] = [r for r in requests if len(r.prompt_ids) == 1 and r.sample_index == 0]
+    engine.generate([short], SAMPLING)
+    layers = [sum(part.nbytes for part in parts) for parts in made[-1].key_value_memory_dict.values()]
+    assert len(layers) == 2
+    assert row_of(engine, 1, 8) == sum(layers) + layers[0] + 2 * 4 * engine._vocab_size
+    assert row_of(engine, 100, 8) > sum(layers) / 9 * 108 + layers[0] / 9 * 108 + 2 * 4 * engine._vocab_size
+
+
+def test_a_cpu_decodes_no_more_rows_than_its_cap_and_a_gpu_keeps_a_reserve(available, monkeypatch):
+    available(10**15)
+    assert rows_that_fit(1000, CPU) == MOST_ON_CPU
+    monkeypatch.setattr(free_memory, "free_gpu_memory", lambda: [2 * 2**30 + 10_000_000])
+    monkeypatch.setattr(free_memory, "of_each_rank", lambda number, device: [number])
+    assert rows_that_fit(1000, torch.device("cuda")) == 9000
+    monkeypatch.setattr(free_memory, "free_gpu_memory", lambda: [2**30])
+    with pytest.raises(UserError, match="rank 0 has 0 bytes"):
+        rows_that_fit(1000, torch.device("cuda"))
+
+
+def test_the_rank_with_the_least_room_decides(monkeypatch):
+    monkeypatch.setattr(free_memory, "free_host_memory", lambda: [1000, 800, 900])
+    monkeypatch.setattr(free_memory, "of_each_rank", lambda number, device: [10, 10, 150])
+    assert rows_that_fit(10, CPU) == 3
+    monkeypatch.setattr(free_memory, "of_each_rank", lambda number, device: [10, 500, 10])
+    with pytest.raises(UserError, match="rank 1 has 400 bytes .* needs 500"):
+        rows_that_fit(10, CPU)
+
+
+def test_ranks_of_a_machine_share_its_memory(policy, available, monkeypatch):
+    available(1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory.free_host_memory() == [250]
+
+
+def test_free_memory_of_a_gpu_is_counted_after_its_cache_is_released(policy, monkeypatch):
+    cached = [30]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - sum(cached), 100))
+    assert free_memory.free_gpu_memory() == [100]
+
+
+@pytest.mark.parametrize(("places", "most", "lengths"), [
+    (10, 4, [3, 3, 4]), (8, 4, [4, 4]), (3, 512, [3]), (0, 4, []), (5, 1, [1] * 5),
+])
+def test_batches_are_few_and_even(places: int, most: int, lengths: list[int]):
+    runs = split_evenly(range(places), most)
+    assert [len(run) for run in runs] == lengths and [place for run in runs for place in run] == list(range(places))
