@@ -2,18 +2,22 @@
 
 A cycle generates responses to every prompt, scores them, computes their log-probabilities under the sampling policy and
 takes optimizer steps, with the usual work of either library: nemo_edo runs Algorithm 1 and writes rollouts and metrics
-to disk, TRL logs nothing. TRL has the version that requirements/peers pins, in a separate environment. Each library has
-a persistent process; each round has one cycle of nemo_edo and one of TRL, and the ratio is the median over the rounds.
-The first round is a warm-up.
+to disk, TRL logs nothing. TRL has the newest version that requirements/peers pins, in a separate environment. Each
+library has a persistent process; each round has one cycle of nemo_edo and one of TRL, and the ratio is the median over
+the rounds. The first round is a warm-up.
 
 nemo_edo uses its fastest settings: responses to one prompt share it (share_prompts, keep_groups), and pi_old's
-log-probabilities are the sampler's, of which it checks a tenth (old_logprobs=sampler). TRL recomputes them;
-with --old-logprobs trainer nemo_edo does so too.
+log-probabilities are the sampler's, of which it checks a tenth (old_logprobs=sampler). With --old-logprobs trainer it
+recomputes all of them, as TRL does, since a generation serves several steps; auto is nemo_edo's default.
+TRL generates all responses at once, without gradient checkpointing, and computes logits of response positions only
+(its default); its micro-batches are the fastest found for even and uneven, and 8 rows for real.
 
     even    1,280 responses of 28 tokens, 4 steps of 320, 0.44M parameters: responses never end by themselves
     uneven  160 responses of 1 to 192 tokens, 4 steps of 40, 10M parameters: every token ends one with probability 1/64
+    real    16 prompts of 40 to 150 tokens x 8 responses of 64 tokens, 4 steps of 32, the shape of SmolLM2-135M
 
     python tools/benchmarks/against_trl.py --job even --precision fp32
+    python tools/benchmarks/against_trl.py --job real --precision bf16 --old-logprobs trainer --rounds 3
 """
 
 from __future__ import annotations
@@ -28,17 +32,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from llama import write_model
+from llama import SMOLLM2, write_model
 from peer_environment import peer_environment
 
 MARK = "cycle "
 """Before a worker's report on its standard output, where libraries write too."""
-PROMPT_TOKENS, GROUP, STEPS, LEARNING_RATE = 10, 10, 4, 1e-5
+STEPS, LEARNING_RATE = 4, 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Job:
     """How nemo_edo splits a minibatch into micro-batches."""
     rows: int
     """TRL's per_device_train_batch_size, the fastest found; a step accumulates as many as it needs."""
+    prompt_tokens: tuple[int, int] = (10, 10)
+    """Fewest and most."""
+    group: int = 10
 
     @property
     def minibatch(self) -> int:
@@ -59,8 +66,9 @@ class Job:
 
     @property
     def prompts(self) -> list[list[int]]:
-        generator = random.Random(0)
-        return [generator.choices(range(2, 64), k=PROMPT_TOKENS) for _ in range(self.samples // GROUP)]
+        generator, tokens = random.Random(0), range(2, self.architecture.get("vocab_size", 64))
+        count = self.samples // self.group
+        return [generator.choices(tokens, k=generator.randint(*self.prompt_tokens)) for _ in range(count)]
 
 
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -69,6 +77,9 @@ LARGE = {"hidden_size": 320, "intermediate_size": 1024, "num_hidden_layers": 7, 
 JOBS = {
     "even": Job(SMALL, 1280, 28, 64, {"micro_batch_tokens": 4800, **SHARING}, rows=320),
     "uneven": Job(LARGE, 160, 192, 1, {"micro_batch_tokens": 2048, **SHARING}, rows=40),
+    "real": Job(
+        SMOLLM2, 128, 64, 49152, {"micro_batch_tokens": 2048, **SHARING}, rows=8, prompt_tokens=(40, 150), group=8
+    ),
 }
 
 
@@ -121,6 +132,9 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     turns = Turns()
 
     class OddSum:
+        def begin(self, scored) -> None:
+            pass
+
         def score(self, rollouts, problems) -> list[ScoredRollout]:
             return [ScoredRollout(r, turns.reward(r.response_ids), None, True, "sum") for r in rollouts]
 
@@ -130,7 +144,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
             config=training,
             problems=problems,
             prompts={problem.id: tuple(ids) for problem, ids in zip(problems, job.prompts, strict=True)},
-            sampling=SamplingConfig(samples_per_prompt=GROUP, max_new_tokens=job.new_tokens),
+            sampling=SamplingConfig(samples_per_prompt=job.group, max_new_tokens=job.new_tokens),
             seed=0,
         )
         services = Services(
@@ -218,7 +232,7 @@ def their_training(job: Job, args: argparse.Namespace, folder: str):
         per_device_train_batch_size=min(job.rows, job.minibatch // args.processes),
         gradient_accumulation_steps=max(1, job.minibatch // args.processes // job.rows),
         generation_batch_size=job.samples,
-        num_generations=GROUP,
+        num_generations=job.group,
         max_completion_length=job.new_tokens,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -233,7 +247,7 @@ def their_training(job: Job, args: argparse.Namespace, folder: str):
     )
 
 
-SETTINGS = ("job", "precision", "processes", "threads", "rounds", "old_logprobs")
+SETTINGS = ("job", "precision", "processes", "threads", "rounds", "old_logprobs", "layers")
 SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 
@@ -279,12 +293,18 @@ def report(side: str, worker: subprocess.Popen) -> dict[str, float]:
     raise SystemExit(f"{side} ended before its cycle did, with status {worker.wait()}")
 
 
-def compare(args: argparse.Namespace) -> None:
+def chosen(args: argparse.Namespace) -> Job:
     job = JOBS[args.job]
-    interpreters = {"ours": sys.executable, "TRL": peer_environment("trl")}
+    layers = args.layers or job.architecture["num_hidden_layers"]
+    return replace(job, architecture={**job.architecture, "num_hidden_layers": layers})
+
+
+def compare(args: argparse.Namespace) -> None:
+    job = chosen(args)
+    interpreters = {"ours": sys.executable, "TRL": peer_environment("trl_newest")}
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), context=PROMPT_TOKENS + job.new_tokens, end=job.end, **job.architecture)
+        write_model(Path(folder), context=max(map(len, job.prompts)) + job.new_tokens, end=job.end, **job.architecture)
         workers = {side: start(side, python, Path(folder), args) for side, python in interpreters.items()}
         for number in range(args.rounds + 1):
             for side, processes in workers.items():
@@ -297,7 +317,8 @@ def compare(args: argparse.Namespace) -> None:
             for worker in processes:
                 worker.communicate(timeout=120)
     print(
-        f"{args.job}, {args.precision}, {args.processes} processes of {args.threads} threads, {args.rounds} rounds, "
+        f"{args.job}, {job.architecture['num_hidden_layers']} layers, {args.precision}, "
+        f"{args.processes} processes of {args.threads} threads, {args.rounds} rounds, "
         f"pi_old by ours' {args.old_logprobs}, torch {version('torch')}"
     )
     for side, reports in found.items():
@@ -316,12 +337,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="data-parallel processes of each library")
     parser.add_argument("--threads", type=int, default=2, help="threads of each process")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--old-logprobs", choices=("sampler", "trainer"), default="sampler")
+    parser.add_argument("--old-logprobs", choices=("auto", "sampler", "trainer"), default="sampler")
+    parser.add_argument("--layers", type=int, default=0, help="fewer than the job's model has, for a quick look")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        SIDES[args.side](JOBS[args.job], args.folder, args)
+        SIDES[args.side](chosen(args), args.folder, args)
     else:
         compare(args)
 

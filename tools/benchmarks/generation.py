@@ -115,9 +115,7 @@ def main() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=NEW_TOKENS)
 
     def generate(stop: int) -> Callable[[], int]:
-        engine = MegatronEngine(
-            built, stop_ids=[stop], decode=str, max_batch_size=args.max_batch_size, device=device
-        )
+        engine = MegatronEngine(built, stop_ids=[stop], decode=str, max_batch_size=args.max_batch_size, device=device)
         return lambda: sum(len(rollout.response_ids) for rollout in engine.generate(requests, sampling))
 
     # Stop token 64 is outside the vocabulary: the engine checks for it, and every row runs to the end, as in the loop.

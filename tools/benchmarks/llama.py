@@ -6,26 +6,32 @@ from pathlib import Path
 
 import torch
 
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+}
+"""The shape of SmolLM2-135M."""
+
 
 def write_model(folder: Path, *, context: int = 128, end: int = 1, **architecture: int) -> None:
-    """A Llama folder with random weights, head size 64, 64 tokens, and its tokenizer: numbers with spaces between.
+    """A Llama folder with random weights, head size 64, by default 64 tokens, and its tokenizer: numbers with spaces
+    between.
 
-    end: the token that ends a response; from 64 on, one that the model cannot sample.
+    end: the token that ends a response; from the vocabulary's size on, one that the model cannot sample.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        head_dim=64,
-        num_key_value_heads=architecture["num_attention_heads"],
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        **architecture,
-    )
+    shape = {"vocab_size": 64, "num_key_value_heads": architecture["num_attention_heads"], **architecture}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=context, tie_word_embeddings=True, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
-    tokens = max(64, end + 1)
+    tokens = max(shape["vocab_size"], end + 1)
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(tokens)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=str(end)).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=str(end), pad_token="0")
+    fast.save_pretrained(folder)

@@ -24,7 +24,7 @@ import plotly.graph_objects as go
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
-from nemo_edo.metrics import bootstrap_ratio, paired_bootstrap
+from nemo_edo.metrics import paired_share_interval, share_interval
 from nemo_edo.report.plotting import COLORS, DASHES, FONT, SYMBOLS
 from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.search.job import search
@@ -104,12 +104,12 @@ def _values(evaluation: Evaluation, metric: str) -> np.ndarray:
 def row(point: Point, others: Sequence[Point] = ()) -> dict[str, object]:
     """The point as a CSV line; with others, its difference from the one with the nearest tokens."""
     ones = np.ones(len(point.rewards))
-    own = bootstrap_ratio(point.rewards, ones, resamples=RESAMPLES, seed=SEED)
+    own = share_interval(point.rewards, ones, resamples=RESAMPLES, seed=SEED)
     line = {"method": point.method, "setting": point.setting, "tokens": round(point.tokens, 1),
             "accuracy": own.mean, "low": own.low, "high": own.high}  # fmt: skip
     if others:
         other = min(others, key=lambda one: abs(one.tokens - point.tokens))
-        gap = paired_bootstrap(point.rewards, ones, other.rewards, ones, resamples=RESAMPLES, seed=SEED)
+        gap = paired_share_interval(point.rewards, ones, other.rewards, ones, resamples=RESAMPLES, seed=SEED)
         line |= {"method": f"{point.method} - {other.method}", "setting": f"{point.setting}; {other.setting}"}
         line |= {"difference": gap.mean, "difference_low": gap.low, "difference_high": gap.high}
     return line
