@@ -1,6 +1,6 @@
-"""Writes the tables of every setting into docs/: keys, defaults and docstrings of nemo_edo/config/.
+"""Writes the tables of every setting into docs/configuration.md: keys, defaults and docstrings of nemo_edo/config/.
 
-A run's are in configuration.md, those of reward models' training and scoring in reward_models.md.
+First a run's, then those of reward models' training and scoring.
 
 python tools/docs/config_table.py
 """
@@ -20,20 +20,23 @@ from generated import between_markers
 
 from nemo_edo import config
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 BEGIN = "<!-- settings: written by tools/docs/config_table.py -->"
 END = "<!-- end of settings -->"
+REWARD_MODELS = (
+    "<!-- reward model settings: written by tools/docs/config_table.py -->",
+    "<!-- end of reward model settings -->",
+)
 
 
 def main() -> None:
-    for name, tables in (("configuration.md", settings_tables), ("reward_models.md", reward_model_tables)):
-        page = DOCS / name
-        page.write_text(updated(page.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def updated(page: str, tables: str | None = None) -> str:
-    """The page with new tables (None: a run's); raises ValueError as ``between_markers`` does."""
-    return between_markers(page, BEGIN, END, settings_tables() if tables is None else tables)
+def updated(page: str) -> str:
+    """The page with new tables; raises ValueError as ``between_markers`` does."""
+    page = between_markers(page, BEGIN, END, settings_tables())
+    return between_markers(page, *REWARD_MODELS, reward_model_tables())
 
 
 def reward_model_tables() -> str:

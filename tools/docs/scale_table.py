@@ -1,4 +1,4 @@
-"""Writes the tables of docs/scale.md: published runs with our estimates, and estimates for this project.
+"""Writes the tables of docs/models.md: published runs with our estimates, and estimates for this project.
 
 python tools/docs/scale_table.py
 """
@@ -14,7 +14,7 @@ from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.doctor.throughput import Plan, estimate, generation_seconds
 from nemo_edo.doctor.workload import largest, workloads
 
-PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PUBLISHED = ("<!-- published: written by tools/docs/scale_table.py -->", "<!-- end of published -->")
 ESTIMATES = ("<!-- estimates: written by tools/docs/scale_table.py -->", "<!-- end of estimates -->")
 PROMPT = 100

@@ -3,7 +3,7 @@ seeds of each arm's difference from the baseline of the same seed.
 
     python tools/docs/seeds_table.py runs/quickstart runs/seed84 runs/seed126
 
-In the first table an interval is a 95 % bootstrap over the test problems of one seed; in the others it is Student's
+In the first table an interval is over the test problems of one seed (95 %); in the others it is Student's
 t over the seeds: wide with three seeds, but it covers training randomness.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from report_tables import markdown
 
-from nemo_edo.evaluation.results import START, main_metrics
-from nemo_edo.metrics import Interval, mean_interval
+from nemo_edo.evaluation.results import START, main_metrics, seeds_interval
+from nemo_edo.metrics import Interval
 from nemo_edo.report.run_record import RunRecord, read_run
 
 BOOTSTRAP = 2000
@@ -46,16 +46,20 @@ def by_seed(records: list[RunRecord], metrics: list[str]) -> list[list[str]]:
 def over_seeds(records: list[RunRecord], metrics: list[str]) -> list[list[str]]:
     rows = []
     for arm in records[0].evaluations:
-        means = [mean_interval([record.evaluations[arm].mean(metric) for record in records]) for metric in metrics]
+        means = [seeds_interval(m, [record.evaluations[arm].mean(m) for record in records]) for m in metrics]
         gains = [] if arm == START else differences(records, arm, START, "greedy_accuracy")
         rows.append([label(records[0], arm), *map(cell, means), ", ".join(f"{gain:+.3f}" for gain in gains)])
     return rows
 
 
+def apart(records: list[RunRecord], arm: str, baseline: str, metric: str) -> Interval:
+    return seeds_interval(metric, differences(records, arm, baseline, metric), differences=True)
+
+
 def paired(records: list[RunRecord], metrics: list[str]) -> list[list[str]]:
     baseline = records[0].summary["baseline"]
     return [
-        [label(records[0], arm), *(cell(mean_interval(differences(records, arm, baseline, m))) for m in metrics)]
+        [label(records[0], arm), *(cell(apart(records, arm, baseline, metric)) for metric in metrics)]
         for arm in records[0].arms
         if arm != baseline
     ]
