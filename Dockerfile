@@ -1,4 +1,4 @@
-# The trainer for NVIDIA GPUs; docs/dockerfile.md says how to build it and what was tested.
+# The trainer for NVIDIA GPUs; docs/install.md says how to build it and what was tested.
 # 25.12: PyTorch 2.10, Transformer Engine 2.10, CUDA 13.1, Python 3.12. Megatron-Bridge 0.3 supports Transformer
 # Engine 2.10 to 2.12, megatron-core 0.16 supports 2.9 to 2.11.
 FROM nvcr.io/nvidia/pytorch:25.12-py3 AS trainer
