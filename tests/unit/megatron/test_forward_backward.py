@@ -138,7 +138,7 @@ def test_a_term_that_counts_one_token_has_the_gradient_of_two_copies_of_it(run, 
     one, two = (run(each, "sft", (1,)) for each in (row, twice))
     assert int(row.mask.sum()) == 1 and any(gradient.any() for gradient in one.gradients.values())
     for name, gradient in two.gradients.items():
-        torch.testing.assert_close(one.gradients[name], gradient, rtol=1e-4, atol=1e-7)
+        assert float((one.gradients[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), name
 
 
 @pytest.mark.parametrize("cut", [(2,), (1, 24, True), (1, 24, True, True)])

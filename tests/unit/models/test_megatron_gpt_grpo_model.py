@@ -188,4 +188,5 @@ def test_with_older_samples_and_weight_zero_the_gradient_is_that_of_the_own_rows
         model.get_loss_and_metrics(rows, forward_only=False)
         gradients.append(tiny.exported_gradients(model.policy))
     for name, gradient in gradients[1].items():
-        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-4, atol=1e-7)
+        # Rounding is relative to the terms of an element's sum, which may cancel.
+        assert float((gradients[0][name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), name
