@@ -1,9 +1,9 @@
-"""The tables of docs/studies.md are those of the committed CSV files."""
+"""docs/study_tables.md has the tables of the committed CSV files."""
 
 from dataclasses import replace
 
 import studies_table
-from studies_table import PAGE, by_seed, difference, mean, studies, with_tables
+from studies_table import PAGE, by_seed, difference, mean, page, studies
 
 from nemo_edo.run.study_table import COLUMNS
 
@@ -14,8 +14,7 @@ def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
 
 
 def test_every_table_of_the_page_is_computed_from_the_files():
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page, studies()) == page, "run python tools/docs/studies_table.py"
+    assert page(studies()) == PAGE.read_text(encoding="utf-8"), "run: python tools/docs/studies_table.py"
 
 
 def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_evaluation():

@@ -1,4 +1,4 @@
-"""The tables of docs/studies.md that come from the studies' CSV files.
+"""Writes docs/study_tables.md from the studies' CSV files.
 
     python tools/docs/studies_table.py
 
@@ -12,7 +12,6 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-from generated import between_markers
 from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
@@ -24,7 +23,12 @@ from nemo_edo.run.study_status import cpu_hours_left, unfinished
 from nemo_edo.run.study_table import Row, cell_of, read_rows
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "studies.md"
+PAGE = ROOT / "docs" / "study_tables.md"
+HEAD = """# Tables of the studies
+
+Written by `python tools/docs/studies_table.py` from the files in `docs/studies/`. [Studies](studies.md) says what they
+show, and how the studies were made. Means are over seeds; differences are paired by seed, with Student's t intervals.
+"""
 SHOWN = {
     "greedy_accuracy": "greedy accuracy",
     "accuracy": "sampled accuracy",
@@ -39,15 +43,9 @@ Arm = tuple[str, str]
 BySeed = dict[Arm, dict[int, Row]]
 
 
-def markers(name: str) -> tuple[str, str]:
-    return f"<!-- begin: {name}, by tools/docs/studies_table.py -->", f"<!-- end: {name} -->"
-
-
-def with_tables(page: str, studies: list[Study]) -> str:
-    """The page with all tables; raises ValueError where it lacks a study's markers."""
-    for study in studies:
-        page = between_markers(page, *markers(study.name), "\n\n".join(tables(study)) + "\n")
-    return page
+def page(found: list[Study]) -> str:
+    sections = [f"## {study.name.capitalize()}\n\n" + "\n\n".join(tables(study)) + "\n" for study in found]
+    return "\n".join([HEAD, *sections])
 
 
 def studies() -> list[Study]:
@@ -144,4 +142,4 @@ def difference(found: BySeed, arm: Arm, metric: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), studies()), encoding="utf-8")
+    PAGE.write_text(page(studies()), encoding="utf-8")
