@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -70,15 +72,36 @@ def _package(need: Requirement) -> Package:
 
 
 def gpus() -> list[Gpu]:
-    """What the driver's ``nvidia-smi`` lists; none where there is no driver. Raises UserError where it fails."""
+    """Those that the driver's ``nvidia-smi`` lists and CUDA_VISIBLE_DEVICES leaves to this process; none where there is
+    no driver. Raises UserError where it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    query = [tool, "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    listed, names = parse_gpus(_query(tool, "name,memory.total,compute_cap")), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None or "MIG-" in names:  # instances of a partitioned GPU are not listed
+        return listed
+    return visible(listed, _query(tool, "uuid").split() if "GPU-" in names else [], names)
+
+
+def _query(tool: str, fields: str) -> str:
+    query = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     result = subprocess.run(query, capture_output=True, text=True, timeout=60)
     if result.returncode:
         raise UserError(f"nvidia-smi fails: {(result.stderr or result.stdout).strip()}; repair the GPU's driver")
-    return parse_gpus(result.stdout)
+    return result.stdout
+
+
+def visible(listed: Sequence[Gpu], uuids: Sequence[str], names: str) -> list[Gpu]:
+    """The GPUs of a CUDA_VISIBLE_DEVICES as CUDA reads it: indices or beginnings of UUIDs, until one is no GPU's.
+    uuids: of ``listed``, where a name may be one."""
+    found = []
+    for name in map(str.strip, names.split(",")):
+        named = [place for place, uuid in enumerate(uuids) if name.startswith("GPU-") and uuid.startswith(name)]
+        named += [place for place in range(len(listed)) if name == str(place)]
+        if len(named) != 1:
+            break
+        found.append(listed[named[0]])
+    return found
 
 
 def parse_gpus(text: str) -> list[Gpu]:

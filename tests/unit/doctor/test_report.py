@@ -62,6 +62,24 @@ def test_gpus_are_those_that_the_driver_lists_and_a_driver_that_fails_is_a_probl
     assert message in doctor()[1]
 
 
+@pytest.mark.parametrize(("names", "places"), [
+    (None, [0, 1, 2, 3]), ("2,3", [2, 3]), (" 3, 0 ", [3, 0]), ("", []), ("-1", []), ("1,9,2", [1]),
+    ("GPU-c3,GPU-a1", [2, 0]), ("GPU-", []), ("MIG-77", [0, 1, 2, 3])])  # fmt: skip
+def test_gpus_are_those_that_the_process_may_use(monkeypatch, names, places):
+    listed = [machine.Gpu(f"H{place}", 2**20, "9.0") for place in range(4)]
+    answers = {"name": "\n".join(f"{gpu.name}, 1, 9.0" for gpu in listed), "uuid": "GPU-a1b\nGPU-b2\nGPU-c3\nGPU-d4\n"}
+
+    def run(command, **_):
+        return SimpleNamespace(returncode=0, stdout=answers[command[1].partition("=")[2].partition(",")[0]], stderr="")
+
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if names is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    assert machine.gpus() == [listed[place] for place in places]
+
+
 @pytest.mark.parametrize(("needed", "message"), [
     ("no-such-package>=2", "no-such-package is not installed, needed is >=2: pip install 'no-such-package>=2'"),
     ("pyyaml<1", "pyyaml is 6"),
