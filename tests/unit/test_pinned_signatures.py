@@ -5,13 +5,14 @@ import json
 import re
 from pathlib import Path
 
-from nemo_edo.generation.server_api import Launch, completion_body
+from nemo_edo.generation.server_api import Launch, completion_body, read_answer
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.megatron.precision import BLOCK, RECIPES
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+REHEARSAL = (ROOT / "requirements" / "rehearsal" / "no-deps.txt").read_text()
 
 
 def pinned(name: str) -> dict:
@@ -33,9 +34,22 @@ def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
     assert completion_body(TRTLLM(), "model", request, sampling, [2]).keys() == set(has["request_fields"])
 
 
+def test_an_answer_with_the_fields_that_trtllm_has_is_read():
+    has = pinned("tensorrt_llm")
+    logprobs = dict.fromkeys(has["logprobs_fields"], []) | {"token_logprobs": [-0.5, -1.0]}
+    said = {"index": 0, "text": "", "token_ids": [7, 2], "logprobs": logprobs, "finish_reason": "stop"}
+    choice = dict.fromkeys(has["choice_fields"]) | said
+    assert choice.keys() == set(has["choice_fields"]) and logprobs.keys() == set(has["logprobs_fields"])
+    request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8)
+    answer = read_answer({"model": "policy", "choices": [choice]}, "policy", request, sampling, [2], 10)
+    assert (answer.ids, answer.logprobs, answer.finished) == ((7, 2), (-0.5, -1.0), True)
+
+
 def test_fp8_recipes_need_what_the_images_transformer_engine_checks():
     has = pinned("transformer_engine")
     assert re.search(rf"Transformer Engine {has['version']},", DOCKERFILE)
+    assert f"FROM {has['image']} AS trainer\n" in DOCKERFILE
+    assert f"transformer-engine=={has['version']}.0\n" in REHEARSAL  # which holds RECIPES against its own checks
     assert RECIPES.keys() == has["recipes"].keys() and BLOCK == has["block"]
     for name, checks in has["recipes"].items():
         needs, below = RECIPES[name], checks["below"] and tuple(checks["below"])
