@@ -1,1 +1,1 @@
-"""ED-GRPO in other trainers: one module for each, which imports that trainer and of ours the pure functions alone."""
+"""ED-GRPO in other trainers: one module each, which imports its trainer and, of this package, only the pure functions."""

@@ -1,4 +1,4 @@
-"""What every adapter takes from its user: the term's coefficient and its floor, and a schedule in which it acts."""
+"""Settings of every adapter (coefficient and floor), and the check that the trainer's schedule lets the term act."""
 
 from __future__ import annotations
 

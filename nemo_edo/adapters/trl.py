@@ -49,7 +49,7 @@ class EDGRPOTrainer(GRPOTrainer):
 
     The term is reduced as ``args.loss_type`` says. With vLLM's importance sampling correction its tokens have the same
     weights as TRL's; entropy and off-policy masks, which TRL applies to the surrogate alone, leave it as it is.
-    Logged beside TRL's metrics, as means over the completion tokens of all processes: ``exploration`` (nats, floored,
+    Logged with TRL's metrics, as means over the completion tokens of all processes: ``exploration`` (nats, floored,
     without the coefficient) and ``floor_share``.
     """
 

@@ -1,4 +1,4 @@
-"""What keeps a run from learning, said at once: settings that cannot act, and a collection that teaches nothing."""
+"""Warnings about what keeps a run from learning: settings that cannot act, and a collection without a learning signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one command and gives its end a message and an exit status."""
+"""Runs one command; turns errors into a message and an exit status."""
 
 from __future__ import annotations
 

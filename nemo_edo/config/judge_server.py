@@ -73,7 +73,7 @@ class JudgeConfig:
     """
     max_abstained: float = 0.1
     """Share of the responses generated at a time (``generation.part_size``) that may be without a verdict; above it
-    the run stops, and keeps what was judged."""
+    the run stops, and keeps the verdicts."""
     compare_with_rules: bool = True
     """Have the rules (``rewards.verifier`` math) compare the same answers, and report how often the two agree."""
     cache: Optional[str] = None

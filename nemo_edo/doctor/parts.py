@@ -90,7 +90,7 @@ def part_lines() -> list[str]:
 
 
 def adapted() -> list[str]:
-    """The trainers that are installed beside this package and have an adapter, with their versions."""
+    """The installed trainers that have an adapter, with their versions."""
     return [f"{name} {found}" for name in ADAPTED if (found := installed(name)) is not None]
 
 

@@ -42,7 +42,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 def clip_cov_selection(
     covariances: Tensor, mask: Tensor, *, share: float, low: float, high: float, seed: int
 ) -> Tensor:
-    """The tokens that Clip-Cov takes out of the policy gradient, sampled at random; [B, T] bool (eq. 11).
+    """The tokens that Clip-Cov removes from the policy gradient, sampled at random; [B, T] bool (eq. 11).
 
     covariances: [B, T] from ``token_covariances``. Eligible are valid tokens with low <= covariance <= high: absolute
     bounds, in the covariances' own unit (the authors use 1 and 5, far above the mean covariance).

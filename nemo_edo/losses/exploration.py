@@ -108,7 +108,7 @@ def exploration_noise_term(
     E_{y_t~pi_old}[ratio * grad log pi_theta] = sum over y_t of grad pi_theta = 0 after every prefix, for every
     pi_theta. Unfloored and with a denominator that no sample changes ("seq-sum", "seq-mean-token-sum-norm"), the
     expected gradient is thus zero off-policy too: what a run with it shows is noise of the term's size, no drift.
-    The floor takes the gradient from the very tokens that it takes it from in the term.
+    The floor removes the gradient at the same tokens as in the term.
 
     Arguments, sum, count and errors are those of ``exploration_term``, and ValueError for a ratio that overflows.
     """

@@ -1,4 +1,4 @@
-"""How a run goes, in lines: of an iteration's samples, of an evaluation, and of the time left.
+"""The lines that show a run's progress: an iteration's samples, an evaluation, the time left.
 
 On a terminal the latest line is replaced by the next, and only what ends a stage stays. A pipe and a log file get
 every line. All of it comes from what the run logs anyway (``folder.MetricsLog``), so nothing is computed for it.

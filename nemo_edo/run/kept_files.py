@@ -1,4 +1,4 @@
-"""What a run has left behind that it, or a reader, needs later: looked at as the run resumes, before time is spent."""
+"""Files that a resumed run or a reader still needs, checked when the run resumes, before any work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs from Python or a notebook: ``import nemo_edo as edo``, then ``edo.train``, ``edo.load`` and ``edo.sweep``.
 
-A training runs in a process of its own, as on the command line: Megatron changes a process for good, and a notebook's
-kernel keeps its memory and its warnings. What the run prints appears as it comes. A run's folder holds all there is to
+A training runs in a separate process, as on the command line: Megatron changes a process permanently, and a notebook's
+kernel keeps its memory and its warnings. The run's output appears as it comes. A run's folder holds all there is to
 know about it, so ``Run`` reads it anew each time, also while the run is in progress elsewhere.
 """
 

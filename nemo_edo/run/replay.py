@@ -1,4 +1,4 @@
-"""Replays a step that was not taken: its batch, with the weights of that moment, as a whole and row by row."""
+"""Replays a skipped step: its batch with the weights of that step, as a whole and row by row."""
 
 from __future__ import annotations
 

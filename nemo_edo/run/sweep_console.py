@@ -1,4 +1,4 @@
-"""How a sweep goes: a line where a member starts and where it ends, with its last numbers and the time left; on a
+"""The lines that show a sweep's progress: one where a member starts and where it ends, with its last numbers and the time left; on a
 terminal also the last line of each member in progress."""
 
 from __future__ import annotations

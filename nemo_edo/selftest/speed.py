@@ -18,7 +18,7 @@ CPU_SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads
 
 
 def training(machine: Machine, number: int) -> Outcome:
-    """On rank 0's device alone, beside the share of the peak that the doctor's estimates assume."""
+    """On rank 0's device alone, compared with the share of the peak that the doctor's estimates assume."""
     from nemo_edo.doctor.throughput import TRAINING_EFFICIENCY
 
     if machine.rank > 0:

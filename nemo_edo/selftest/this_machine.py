@@ -1,4 +1,4 @@
-"""What a selftest knows of the machine before it tries anything."""
+"""What the selftest reads about the machine before the first check."""
 
 from __future__ import annotations
 

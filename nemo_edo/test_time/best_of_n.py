@@ -1,4 +1,4 @@
-"""Best-of-N: the candidate that a reward model likes best (Stiennon et al. 2020; Cobbe et al. 2021)."""
+"""Best-of-N: the candidate with the highest reward-model score (Stiennon et al. 2020; Cobbe et al. 2021)."""
 
 from __future__ import annotations
 

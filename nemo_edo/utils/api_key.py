@@ -1,4 +1,4 @@
-"""The key that a server asks for: it is sent, and is in no message, log or file."""
+"""A server's API key: it is sent with requests, and appears in no message, log or file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines at the bottom of a terminal that change while work goes on. Without a terminal they do not exist."""
+"""Lines at the bottom of a terminal that change during the work. Without a terminal they do not exist."""
 
 from __future__ import annotations
 
