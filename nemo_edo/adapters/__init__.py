@@ -1,1 +1,1 @@
-"""ED-GRPO in other trainers: one module each, which imports its trainer and, of this package, only the pure functions."""
+"""ED-GRPO in other trainers: one module each, which imports its trainer and only the pure functions of ours."""

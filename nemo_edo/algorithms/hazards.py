@@ -1,4 +1,4 @@
-"""Warnings about what keeps a run from learning: settings that cannot act, and a collection without a learning signal."""
+"""Warnings about what keeps a run from learning: settings that cannot act, and collections without a signal."""
 
 from __future__ import annotations
 

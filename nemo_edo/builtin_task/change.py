@@ -32,7 +32,7 @@ _STEP = re.compile(r"([0-9]{1,3}) - ([0-9]{1,3}) = ([0-9]{1,3})")
 
 
 def change(mistakes: Mistakes, rng: random.Random) -> Iterator[Item]:
-    """The warm-up pays with as few coins as possible, in any order; after a wrong step it continues from what it states,
+    """The warm-up pays with as few coins as possible, in any order; after a wrong step it continues from that,
     while that can be paid. The weak facts are differences."""
     while True:
         amount, coins = rng.choice(AMOUNTS), sorted(rng.sample(COINS, GIVEN))

@@ -28,7 +28,7 @@ def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int
     """(distinct n-grams, n-grams) over all samples together; no n-gram crosses from one sample to the next.
 
     samples: all texts, or all sequences of token ids (list, tuple, NumPy array, tensor [T]); read once, so a generator
-    will do. A text is split on whitespace, so its n-grams are of words and symbols between blanks. Ids are any
+    is accepted. A text is split on whitespace, so its n-grams are of words and symbols between blanks. Ids are any
     integers of 64 bits with a sign; they count by value, whatever their container.
     Memory: about 40 bytes for each token of all samples, and each distinct word of texts once.
     Raises ValueError for n below 1, texts mixed with ids, and a sample that is neither.
