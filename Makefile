@@ -107,7 +107,7 @@ docs: docs-env ## build the site into site/, every link checked
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 
 PICTURES := $(patsubst %.dot,%.svg,$(wildcard docs/images/*.dot))
-pictures: $(PICTURES) env ## draw docs/images/*.dot and the studies' charts, and take the report's screenshots from the runs in runs/
+pictures: $(PICTURES) env ## draw the diagrams and charts, and take the screenshots of the reports in runs/
 	$(VENV)/bin/python tools/docs/study_charts.py
 	$(VENV)/bin/python tools/docs/screenshots.py
 

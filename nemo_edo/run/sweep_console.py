@@ -1,5 +1,5 @@
-"""The lines that show a sweep's progress: one where a member starts and one where it ends, with its last numbers and the
-time left; on a terminal also the last line of each member in progress."""
+"""The lines that show a sweep's progress: one where a member starts and one where it ends, with its last numbers and
+the time left; on a terminal also the last line of each member in progress."""
 
 from __future__ import annotations
 
