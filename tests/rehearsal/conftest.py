@@ -1,4 +1,4 @@
-"""Processes with the pretended GPU, and without it, for the whole session."""
+"""Processes with the pretended GPU, and without it, until the last test of this folder: the groups of idle ones poll."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,39 +26,39 @@ def pretended(**settings: bool) -> dict[str, str]:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gpu_environment() -> dict[str, str]:
     return pretended()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gpu(gpu_environment) -> Iterator[WorkerPool]:
     """A process with the pretended GPU and Transformer Engine."""
     with WorkerPool(1, environment=gpu_environment, lasting=True) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two_gpus(gpu_environment) -> Iterator[WorkerPool]:
     """Two processes, each with one."""
     with WorkerPool(2, environment=gpu_environment, lasting=True) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def bare_gpu() -> Iterator[WorkerPool]:
     """A process with the pretended GPU, and without Transformer Engine."""
     with WorkerPool(1, environment=pretended(transformer_engine=False), lasting=True) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cpu() -> Iterator[WorkerPool]:
     with WorkerPool(1, lasting=True) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_tiny_model(folder / "plain")
@@ -68,7 +68,7 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def on_cpu(cpu) -> Callable[..., dict]:
     """What a case returns on the CPU, computed once for the same arguments."""
     known: dict[str, object] = {}
