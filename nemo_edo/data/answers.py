@@ -81,7 +81,8 @@ def clean_answer(text: str) -> str:
     before = None
     while text != before:  # one thing may surround another
         before = text
-        text = text.strip().removesuffix(".").strip()
+        text = text.strip()
+        text = text if text.endswith("..") else text.removesuffix(".").strip()
         for opening, closing in _DELIMITERS:
             inside = text[len(opening) : len(text) - len(closing)]
             around = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)

@@ -1,8 +1,6 @@
 """Whether two answers are equivalent, by math-verify and sympy.
 
 Only worker processes import it: an answer can hang sympy or exhaust the memory (``rewards.workers`` limits both).
-Spellings that math-verify misreads are rewritten first: it reads ``0.\\overline{3}`` as 0, and ``1e-3`` as a product
-with e.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ from fractions import Fraction
 from functools import lru_cache
 
 import sympy
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
-from nemo_edo.data.answers import clean_answer, simple_fraction
+from nemo_edo.data.answers import simple_fraction
 from nemo_edo.rewards.legible import is_legible
+from nemo_edo.rewards.spelling import respelled
 from nemo_edo.rewards.units import TEXT, Quantity, comparable, no_unit, quantity, ratio
 
-_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<head>\d*)\\(?:overline|bar|dot)\s*\{(?P<cycle>\d+)\}")
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _ARTICLE = re.compile(r"^(?:an?|the) (?=\w\w)")
 _FEWEST_LETTERS = 4
@@ -31,10 +28,12 @@ _UNIT = re.compile(
 )
 _BASE = re.compile(r"(?P<digits>[0-9A-Z]+)_\{?(?P<base>\d+)\}?")
 _ORDERED, _SET = re.compile(r"[(\[].*,.*[)\]]"), re.compile(r"\\\{.*,.*\\\}")
-_PERCENT = re.compile(r"\s*(?:\\text\{\s*percent\s*\}|\bpercent)$")
+_PERCENT = re.compile(r"\s*(?:\\text\{\s*per ?cent\s*\}|\bper ?cent)$")
 _BRACKETS = re.compile(r"(?P<opens>\(|\[|\\\{|)(?P<items>[^()\[\]]*?)(?P<closes>\)|\]|\\\}|)")
 _KINDS = {(left, right): left + right for left in "([" for right in ")]"} | {("{", "}"): "{}", ("", ""): "{}"}
 _ASSIGNED = re.compile(r"(?P<name>[a-zA-Z])\s*=(?P<value>[^=<>,;]+)")
+_ALL_OF_IT = [LatexExtractionConfig()]
+"""Not the first number in a text that is no LaTeX, which math-verify takes otherwise."""
 _CLEARLY = 1e-5
 """Relative difference; math-verify calls numbers equal that agree to six decimals."""
 _WARM_UP = (
@@ -89,8 +88,8 @@ def _same(gold: str, answer: str, form: str) -> bool:
         return compare(bases[0]["digits"], answer)[0]
     if bases[1] and (number := _in_base(bases[1])) is not None:
         return compare(gold, str(number))[0]
-    if _ORDERED.fullmatch(answer) and simple_fraction(gold) is not None:
-        return False
+    if simple_fraction(gold) is not None and (_ORDERED.fullmatch(answer) or _numbers_in_brackets(answer) is not None):
+        return False  # 5,5 is no list of one number: it may be 5.5
     if (_ORDERED.fullmatch(gold) and _SET.fullmatch(answer)) or (_SET.fullmatch(gold) and _ORDERED.fullmatch(answer)):
         return False
     assigned = _ASSIGNED.fullmatch(gold), _ASSIGNED.fullmatch(answer)
@@ -185,7 +184,7 @@ def warm_up() -> None:
 
 
 def _cleaned(answer: str) -> str:
-    return _PERCENT.sub("%", clean_answer(answer))
+    return _PERCENT.sub("%", respelled(answer))
 
 
 def _without_markup(answer: str) -> str:
@@ -256,17 +255,9 @@ def _percent_readings(gold: str, answer: str, percents: tuple[bool, bool]) -> li
 @lru_cache(maxsize=256)
 def _parsed(answer: str) -> list:
     """What math-verify parses from the text; strings are what it could not parse."""
-    text = _REPEATING.sub(_fraction, answer.replace(r"\varnothing", r"\emptyset").replace("°", r"^\circ"))
-    text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+    text = answer.replace(r"\varnothing", r"\emptyset").replace("°", r"^\circ")
     unit = _UNIT.fullmatch(TEXT.sub(lambda text: text["words"], text))
-    return parse(f"${unit['number'] if unit else text}$", parsing_timeout=None)
-
-
-def _fraction(number: re.Match[str]) -> str:
-    """0.1\\overline{6} as \\frac{1}{6}."""
-    whole, head, cycle = number["whole"] or "0", number["head"], number["cycle"]
-    repeated = Fraction(int(whole + head + cycle) - int(whole + head), 10 ** len(head) * (10 ** len(cycle) - 1))
-    return rf"\frac{{{repeated.numerator}}}{{{repeated.denominator}}}"
+    return parse(f"${unit['number'] if unit else text}$", extraction_config=_ALL_OF_IT, parsing_timeout=None)
 
 
 def _words(answer: str, fewest_letters: int = _FEWEST_LETTERS) -> str | None:

@@ -18,7 +18,9 @@ _BEGINS = re.compile(_OPERATOR)
 _ENDS = re.compile(rf"(?:{_OPERATOR}|[-+=?]|\\(?:pm|mp|to|implies|approx|sim|setminus)|\d\s*(?:\.\.\.|\\l?dots))$")
 _SUPERSCRIPT_SIGN = re.compile(r"[^\d\s]\s*\^\{?[-+*]\}?$")
 _EMPTY = re.compile(r"\\[dt]?frac\s*\{\s*\}|\\sqrt\s*\{\s*\}|\\[dt]?frac\s*\{[^{}]*\}\s*\{\s*\}")
-_INDEX_OF_A_NUMBER = re.compile(r"(?<![\w}])(?P<digits>\d+)_(?:\{(?P<long>\w+)\}|(?P<short>\w))")
+_INDEX_OF_A_NUMBER = re.compile(
+    r"(?<![\w}])(?P<digits>\d+)(?P<escape>\\?)_(?:\{(?P<long>[^{}]*)\}|(?P<short>.?))(?P<another>\\?_?)"
+)
 _COMMANDS = frozenset(
     "frac dfrac tfrac cfrac sqrt binom dbinom tbinom overline bar dot vec hat pi infty cdot times div pm mp circ "
     "degree le leq ge geq lt gt ne neq ll gg in cup cap setminus emptyset varnothing mid approx equiv implies iff to "
@@ -32,15 +34,17 @@ _COMMANDS = frozenset(
 """LaTeX that the parser understands; of other commands it takes what is around them: 5 of ``5\\downarrow``."""
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _STRANGE = re.compile(
-    r"[^\x00-\x7f°−]|[?#~]|%\s*%|\d\s*'|\.\.(?!\.)|\^\s*\{\s*\}|\d\s*\\(?:in|mathbb|to)(?![a-zA-Z])|[,;:]$|^\\[lc]?dots"
+    r"[^\x20-\x7e°−]|[?#~]|%\s*[-+*/^%\w]|\d\s*'|\.\.(?!\.)|\^\s*\{\s*\}|\d\s*\\(?:in|mathbb|to)(?![a-zA-Z])|[,;:]$"
+    r"|\d\s*\^\{?[-+*T]\}?$|(?<!frac )(?<!binom )(?<![\w.\\])\d+(?:\.\d+)? \d|^\\[lc]?dots"
     r"|\\(?:sin|cos|tan|cot|sec|csc|arc\w+|sinh|cosh|tanh|log|ln|lg|exp)$"
 )
-"""What is no mathematics, or has another meaning than a parser's: 5' is five feet, 5⁰ is 1."""
+"""What is no mathematics, or has another meaning than a parser's: 5' is five feet, and 3 4 is not 7."""
 _CHOICE = re.compile(r"\b(?:or|mod)\b")
 _LINE_BREAK = re.compile(r"\\\\")
 _NAME_HAS_NO = re.compile(r"[\d+*/^-]|\\(?:[dt]?frac|cdot|times|sqrt)")
 _ARGUMENTS = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w")
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+_LETTER_OR_NUMBER = re.compile(r"\b[A-Za-z]\b|^\s*\d")
 _MATHEMATICAL_TEXT = re.compile(r"[\s,;]*(?:(?:(?:and|or|mod|\(?[A-Za-z]\)?)(?![A-Za-z])|[^A-Za-z]+)[\s,;]*)*")
 
 
@@ -77,6 +81,8 @@ def _is_strange(gold: str, answer: str) -> bool:
 def _is_base(number: re.Match[str]) -> bool:
     """Whether 12_8 is a number in base 8; 12_1, 12_x and 19_8 are not."""
     base = number["long"] or number["short"]
+    if number["escape"] or number["another"]:
+        return False
     return base.isdigit() and 2 <= int(base) <= 36 and all(int(digit) < int(base) for digit in number["digits"])
 
 
@@ -84,9 +90,9 @@ def _has_prose(gold: str, answer: str) -> bool:
     """Whether words are left that are neither a unit, nor mathematics, nor in the gold answer too."""
     if quantity(answer) is not None:
         return False
-    texts = [match["words"] for match in TEXT.finditer(answer)]
+    texts = [(match["words"], answer[: match.start()]) for match in TEXT.finditer(answer)]
     known = {match["words"].strip() for match in TEXT.finditer(gold)}
-    if any(not _MATHEMATICAL_TEXT.fullmatch(text) and text.strip() not in known for text in texts):
+    if any(not _is_mathematical(*text) and text[0].strip() not in known for text in texts):
         return bool(re.search(r"\d", answer)) and not _is_name(answer)
     if is_followed_by_words(answer):
         return True
@@ -94,6 +100,13 @@ def _has_prose(gold: str, answer: str) -> bool:
         return False
     rest = TEXT.sub(" ", answer).rpartition("=")[2]
     return any(word not in FUNCTIONS for word in _PLAIN_WORD.findall(rest))
+
+
+def _is_mathematical(text: str, before: str) -> bool:
+    """Letters and digits behind a number are not: 5 with an e or a 3."""
+    if before.rstrip()[-1:].isdigit() and _LETTER_OR_NUMBER.search(text):
+        return False
+    return _MATHEMATICAL_TEXT.fullmatch(text) is not None
 
 
 def _is_name(answer: str) -> bool:

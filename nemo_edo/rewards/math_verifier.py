@@ -19,6 +19,7 @@ from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number
 from nemo_edo.data.benchmarks import MATH, TEXT
 from nemo_edo.data.problems import BadRow, LoadedProblems, ProblemFileError, report_bad_rows
 from nemo_edo.rewards.legible import MOST_DIGITS, has_huge_number
+from nemo_edo.rewards.spelling import respelled
 from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
 from nemo_edo.rewards.workers import TaskFailure, WorkerPool
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
@@ -151,7 +152,7 @@ def _without_parser(gold: str, answer: str) -> Verdict | None:
         return Verdict(False, answer[:LONGEST_ANSWER] + "...", TOO_LONG)
     if clean_answer(gold) == clean_answer(answer):
         return Verdict(True, gold)
-    if has_huge_number(answer):
+    if has_huge_number(respelled(answer)):
         return Verdict(False, clean_answer(answer), TOO_LARGE)
     meant, given = simple_fraction(gold), simple_fraction(answer)
     if meant is None or given is None:

@@ -16,14 +16,14 @@ FUNCTIONS = frozenset(
 )
 """Words that are mathematics."""
 _MULTIPLIERS = {"k": 10**3, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-                "trillion": 10**12, "mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7, "score": 20,
-                "gross": 144}  # fmt: skip
+                "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9, "lakh": 10**5,
+                "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
 _NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "
     "plus minus over mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce halves "
     "third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths "
     "hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
-    "none".split()
+    "none doubled tripled quadrupled halved bps".split()
 )
 _FIRST_MARK = "\x01"
 """Stands where a text or a degree sign began."""
@@ -68,6 +68,8 @@ def _units() -> dict[str, tuple[Counter[str], Fraction]]:
 
 
 _UNITS = _units()
+NAMES = frozenset(_UNITS)
+"""Of units that have a size, in the singular."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def quantity(answer: str, *, letters: bool = False) -> Quantity | None:
 
     letters: whether a single letter outside of a text may be a unit: 5 m may be a product.
     """
-    marked = TEXT.sub(lambda text: _FIRST_MARK + text["words"], answer)
+    marked = TEXT.sub(lambda text: f"{_FIRST_MARK}{text['words']} ", answer)
     marked = re.sub(r"\^\{?\\circ\}?|°", _FIRST_MARK + "degrees ", marked)
     match = _FORMULA_THEN_TEXT.fullmatch(marked) or _NUMBER_THEN_WORDS.fullmatch(marked)
     if match is None or not re.search(r"[\da-z]", match["value"]):
@@ -158,8 +160,9 @@ def _read(words: str) -> tuple[int, Unit, str] | None:
     multiplier, sizes = 1, Counter()
     if words == "M":  # 5 M is 5 million, and 5 m five metres
         return 10**6, Unit(frozenset(), Fraction(1), frozenset()), ""
-    while tokens and tokens[0].removesuffix("s") in _MULTIPLIERS:
-        multiplier *= _MULTIPLIERS[tokens.pop(0).removesuffix("s")]
+    while tokens and (factor := _MULTIPLIERS.get(tokens[0], _MULTIPLIERS.get(tokens[0].removesuffix("s")))):
+        multiplier *= factor
+        tokens.pop(0)
         words = words.partition(" ")[2]
     size, counted, sign, power = Fraction(1), set(), 1, 1
     last: tuple[Counter[str], Fraction] | None = None
@@ -184,6 +187,8 @@ def _read(words: str) -> tuple[int, Unit, str] | None:
             last = _UNITS[singular]
             add(last, sign * power)
             power = 1
+        elif len(token) == 1 and token not in "ajwnvcf":  # joule, watt, newton, volt, and degrees
+            return None
         elif token not in ("of", "a", "an", "the"):
             counted.add(singular)
     return multiplier, Unit(frozenset(item for item in sizes.items() if item[1]), size, frozenset(counted)), words

@@ -1,0 +1,90 @@
+r"""Spellings of answers that the parser does not know or misreads, rewritten: it takes ``3 1/2`` for (3+1)/2, ``2**3``
+and ``2^-1`` for 2, and ``0.\overline{3}`` for 0."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+from nemo_edo.data.answers import clean_answer
+from nemo_edo.rewards.units import NAMES
+
+_SYMBOLS = {
+    "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "–": "-",
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+    "\u200b": "", "\u2060": "", "\ufeff": "",
+}  # fmt: skip
+_FULL_WIDTH = 0xFEE0
+"""Between a full-width character and its ASCII one."""
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_REPEATING = re.compile(
+    r"(?P<whole>\d*)\.(?P<head>\d*)\\(?:overline|bar|dot)(?:\s*\{(?P<cycle>\d+)\}|\s*(?P<digit>\d))"
+)
+_FRACTION = r"\\[dt]?frac(?:\{[^{}]*\}\{[^{}]*\}|\s*\d\d)"
+_REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
+    (r"\\(?P<sign>[lg]eq?)slant(?![a-zA-Z])", r"\\\g<sign>"),
+    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+    (r"\\[bB]igg?[lrm]?\s*(?=[()\[\]|]|\\[{}])", ""),
+    (r"\\colon(?![a-zA-Z])", ":"),
+    (r"(?<=[\d {])(?P<half>[aApP])\.[mM]\b\.?", r"\g<half>m"),
+    (r"(?<!\\)\\$", ""),
+    (r"\\\{\s+\\\}", r"\\{\\}"),
+    (r"^\{(?P<items>[^{}]*[^{},],[^{}]+)\}$", r"\\{\g<items>\\}"),
+    (r"\\(?:math(?:rm|it)|text)\{(?P<letter>[ei])\}", r" \g<letter>"),
+    (r"^(?:=|\\approx(?![a-zA-Z])|≈)\s*", ""),
+    (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+    (r"^m?\\(?:measured)?angle\s*[A-Z]{1,3}\s*=\s*", ""),
+    (r"√\s*(?:\((?P<inside>[^()]*)\)|(?P<plain>\d+|[a-z]))", r"\\sqrt{\g<inside>\g<plain>}"),
+    (r"(?P<sign>-?)(?P<currency>[€£¥])\s*(?P<number>\d[\d,.]*)$", r"\g<sign>\g<number> \g<currency>"),
+    (r"\s*\*\*\s*(?P<power>-?\d+|[a-z]|\([^()]*\))", r"^{\g<power>}"),
+    (rf"\^\s*(?P<power>-\d+|{_FRACTION}|\\sqrt\{{[^{{}}]*\}})", r"^{\g<power>}"),
+    (r"(?<![\w.^_}])(?P<whole>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)(?![\d.])",
+     r"\g<whole>\\frac{\g<above>}{\g<below>}"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    (r"(?<![\w.])(?P<number>\d+(?:\.\d+)?)[eE](?P<exponent>[+-]?\d+)(?![\w.])", r"\g<number>\\cdot 10^{\g<exponent>}"),
+    (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+    (r"(?<=[\d)])\s*(?=\((?=[^()]*\d)[^(),]*\)(?!,))(?<!_\d)(?<!\^\d)", r"\\cdot "),
+))  # fmt: skip
+_NUMBER_WITH_UNIT = re.compile(r"(?P<number>(?:^|(?<=[-+=\s/]))[\d,.]*\d)(?P<unit>[a-z]{2,})(?![a-zA-Z(])")
+_CURRENCIES = str.maketrans({"€": " euros", "£": " sterling", "¥": " yen"})
+
+
+def respelled(answer: str) -> str:
+    """An answer, cleaned, in spellings that the parser reads as they are meant."""
+    text = clean_answer(answer if answer.isascii() else _SUPERSCRIPT.sub(_power, _in_ascii(answer)))
+    text = _REPEATING.sub(_fraction, text)
+    for pattern, by in _REWRITTEN:
+        text = pattern.sub(by, text)
+    return " ".join(_NUMBER_WITH_UNIT.sub(_apart, text).translate(_CURRENCIES).split())
+
+
+def _in_ascii(text: str) -> str:
+    """Digits of any script, full-width characters and common symbols; others stay."""
+    return "".join(_ascii(character) for character in text)
+
+
+def _ascii(character: str) -> str:
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    if "\uff01" <= character <= "\uff5e":
+        return chr(ord(character) - _FULL_WIDTH)
+    return _SYMBOLS.get(character, character)
+
+
+def _power(exponent: re.Match[str]) -> str:
+    return "^{" + "".join(str(unicodedata.digit(digit)) for digit in exponent[0]) + "}"
+
+
+def _fraction(number: re.Match[str]) -> str:
+    """0.1\\overline{6} as \\frac{1}{6}."""
+    whole, head, cycle = number["whole"] or "0", number["head"], number["cycle"] or number["digit"]
+    repeated = Fraction(int(whole + head + cycle) - int(whole + head), 10 ** len(head) * (10 ** len(cycle) - 1))
+    return rf"\frac{{{repeated.numerator}}}{{{repeated.denominator}}}"
+
+
+def _apart(number: re.Match[str]) -> str:
+    unit = number["unit"]
+    return f"{number['number']} {unit}" if {unit, unit.removesuffix("s")} & NAMES else number[0]
