@@ -73,6 +73,9 @@ def _split(name: str, setting: Callable[[Machine], Setting], **more: object) -> 
 
 
 ATTENTION = "set model.attention to one that passes"
+EAGER = "generation.servers.arguments=[--enforce-eager]"
+"""The first server has captured graphs: that takes most of its start."""
+SPLITS_ABOVE = "see the splits above"
 CHECKS = [
     Check("machine", "packages", devices.packages),
     Check("machine", "same on all ranks", devices.alike),
@@ -109,10 +112,11 @@ CHECKS = [
     _split("pipeline", lambda machine: across(machine, "pipeline", limit=4)),
     _split("context", lambda machine: across(machine, "context", precision=BF16), why_not=_context),
     _split("experts", lambda machine: across(machine, "expert"), mixture=True),
+    Check("training", "ED-GRPO step", SameNumbers(lambda machine: Setting(), SPLITS_ABOVE, world=True)),
     Check(
         "training",
         "ED-iDPO step",
-        SameNumbers(lambda machine: Setting(algorithm="idpo"), "see the splits above", world=True),
+        SameNumbers(lambda machine: Setting(algorithm="idpo"), SPLITS_ABOVE, world=True),
     ),
     Check("training", "checkpoint at another layout", numbers.checkpoint_at_another_layout),
     Check("training", "speed", speed.training),
@@ -121,7 +125,7 @@ CHECKS = [
         "server",
         "vLLM, refit by NCCL",
         Server(
-            ("generation.refit.transport=nccl", "generation.placement=apart"),
+            ("generation.refit.transport=nccl", "generation.placement=apart", EAGER),
             lambda machine: None if len(machine.gpus) > machine.world else "it needs one GPU more than the trainer has",
         ),
     ),
@@ -129,7 +133,7 @@ CHECKS = [
         "server",
         "vLLM, asleep during training",
         Server(
-            ("generation.placement=shared", "generation.servers.memory_share=0.4"),
+            ("generation.placement=shared", "generation.servers.memory_share=0.4", EAGER),
             lambda machine: None if machine.gpus else "it needs a GPU",
         ),
     ),

@@ -1,8 +1,8 @@
-"""A check in processes of its own: one on each rank, or one on the first rank alone.
+"""Runs a check in separate processes: one on each rank, or one on the first rank only.
 
 What a check breaks (a CUDA error lasts as long as its process, a crash ends it, a rank may wait for another for ever)
-does not reach the next one. Without GPUs the processes are forked from one that has imported everything. With them they
-are started anew, since CUDA does not survive a fork.
+does not reach the next one. The processes are forked from one that has imported everything; with GPUs, where a fork of
+such a process can use them, and are otherwise started anew.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ranks:
 
     def variables_of_world(self, number: int) -> dict[str, str | None]:
         """Changes to the environment with which the processes of check ``number`` meet each other, once all are about
-        to start: a store of their own, since torchrun's still has the addresses of the check before."""
+        to start: a separate store, because torchrun's still has the previous check's addresses."""
         if self._store is None:
             return ALONE
         if self.rank == 0:
@@ -114,6 +114,24 @@ class Isolation:
         if not good:
             raise CheckError(f"{value}; its output is in {log}")
         return value
+
+
+def forks_use_gpus() -> bool:
+    """Whether a fork of this process can use the GPU once this one has imported everything: not where an import has
+    asked the driver for it."""
+    import torch
+
+    import nemo_edo.models  # noqa: F401
+
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            torch.zeros(1, device="cuda")
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _free_port() -> int:

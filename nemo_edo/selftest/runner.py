@@ -9,16 +9,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.doctor.machine import ABOUT, installed, python_version
 from nemo_edo.selftest import tiny_model
 from nemo_edo.selftest.check_list import CHECKS, Check
+from nemo_edo.selftest.isolated import CheckError, forks_use_gpus
 from nemo_edo.selftest.outcome import FAIL, IMPOSSIBLE, PASS, Outcome, worst
 from nemo_edo.selftest.this_machine import Machine, machine
 from nemo_edo.utils.files import replacing
 
 WIDTH = 42
+BEFORE_CHECKS = -1
+"""In place of a check's number."""
+IMPORTS_LIMIT_S = 120.0
 
 
 def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> bool:
@@ -28,7 +33,7 @@ def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] =
     scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_selftest_"))
     here = machine(folder.absolute(), scratch)
     begin = time.monotonic()
-    prepare(here, chosen)
+    here = prepare(here, chosen)
     if here.rank == 0:
         print(f"nemo-edo selftest: {len(chosen)} checks, {here.world} processes, GPUs: {len(here.gpus) or 'none'}")
     own = [_run(here, number, check) for number, check in enumerate(chosen)]
@@ -39,14 +44,28 @@ def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] =
     return good
 
 
-def prepare(here: Machine, chosen: Sequence[Check]) -> None:
-    """What the checks need, once for all of them."""
+def prepare(here: Machine, chosen: Sequence[Check]) -> Machine:
+    """The machine with what the checks need, once for all of them: models, and imports for processes that are forked,
+    each of which would otherwise take longer to start than to compute."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if any(check.group != "machine" for check in chosen):  # the others need no model
-        if here.isolation.fork:  # once for all checks
-            import nemo_edo.models  # noqa: F401
-        tiny_model.write_model(here.llama)
-        tiny_model.write_model(here.mixture, mixture=True)
+    if all(check.group == "machine" for check in chosen):  # they need no model
+        return here
+    if here.gpus:
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise is_available() spoils a fork
+        here = replace(here, isolation=replace(here.isolation, fork=_forks_use_gpus(here)))
+    if here.isolation.fork:
+        import nemo_edo.models  # noqa: F401
+    tiny_model.write_model(here.llama)
+    tiny_model.write_model(here.mixture, mixture=True)
+    return here
+
+
+def _forks_use_gpus(here: Machine) -> bool:
+    """Tried in another process first: an import may crash."""
+    try:
+        return here.isolation.run(BEFORE_CHECKS, forks_use_gpus, world=False, limit_s=IMPORTS_LIMIT_S)
+    except CheckError:
+        return False
 
 
 def _run(here: Machine, number: int, check: Check) -> Outcome:

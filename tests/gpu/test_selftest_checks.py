@@ -14,8 +14,7 @@ pytestmark = pytest.mark.gpu
 def here(tmp_path_factory) -> Machine:
     scratch = tmp_path_factory.mktemp("scratch")
     found = machine(tmp_path_factory.mktemp("shared"), scratch)
-    prepare(found, CHECKS)
-    return found
+    return prepare(found, CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.group}: {check.name}")

@@ -2,17 +2,21 @@
 
 import os
 import signal
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from nemo_edo.cli.arguments import GROUPS
+from nemo_edo.doctor.machine import Gpu
 from nemo_edo.errors import UserError
-from nemo_edo.selftest import CHECKS
+from nemo_edo.selftest import CHECKS, runner
 from nemo_edo.selftest.devices import alike
-from nemo_edo.selftest.isolated import CheckError, Isolation, Ranks
+from nemo_edo.selftest.isolated import CheckError, Isolation, Ranks, forks_use_gpus
 from nemo_edo.selftest.numbers import OF, SameNumbers, compared
 from nemo_edo.selftest.outcome import failed, impossible, passed, worst
 from nemo_edo.selftest.this_machine import Machine
@@ -53,6 +57,26 @@ def test_a_failure_is_one_line_with_the_place_of_the_output(isolation, tmp_path,
     with pytest.raises(CheckError, match=said) as failure:
         isolation.run(3, call, world=False, limit_s=limit_s)
     assert str(tmp_path / "check_3_rank_0.log") in str(failure.value)
+
+
+@pytest.mark.parametrize(("probe", "forks"), [(True, True), (False, False), (CheckError("a crash"), False)])
+def test_checks_are_forked_where_a_fork_can_use_the_gpu_and_started_anew_otherwise(
+    tmp_path, isolation, monkeypatch, probe, forks
+):
+    def run(self, number, call, *_, **how):
+        assert call is forks_use_gpus and not how["world"] and not self.fork
+        if isinstance(probe, CheckError):
+            raise probe
+        return probe
+
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_DEVICE_MAX_CONNECTIONS"):  # as they were, afterwards
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setitem(sys.modules, "nemo_edo.models", ModuleType("nemo_edo.models") if forks else None)
+    monkeypatch.setattr(Isolation, "run", run)
+    monkeypatch.setattr(runner.tiny_model, "write_model", lambda *_, **__: None)
+    found = Machine(tmp_path, tmp_path, replace(isolation, fork=False), [Gpu("H100", 80, "9.0")], [{}], rank=0)
+    assert runner.prepare(found, CHECKS).isolation.fork == forks
+    assert runner.prepare(found, [check for check in CHECKS if check.group == "machine"]) is found
 
 
 def test_a_check_alone_does_not_see_the_ranks_of_torchrun(isolation, monkeypatch):
