@@ -21,6 +21,7 @@ MACHINE = Path(__file__).parent / "machine"
 ROOT = Path(__file__).parents[2]
 DEVICE = MACHINE / "device.cpp"
 REQUIREMENTS = ROOT / "requirements" / "rehearsal" / "no-deps.txt"
+NCCL = ROOT / "requirements" / "rehearsal" / "nccl.txt"
 COMPILE = ("g++", "-O0", "-std=c++20", "-shared", "-fPIC")
 
 # Transformer Engine would load its compiled extension from a file; ours is a Python module.
@@ -63,6 +64,12 @@ def engine() -> Path:
     return _cached(f"transformer_engine-{key}", _install)
 
 
+def nccl() -> Path:
+    """NVIDIA's library, which answers a few calls without a GPU."""
+    folder = _cached(f"nccl-{_key(NCCL.read_bytes())}", lambda made: _pip(made, NCCL))
+    return folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+
+
 def _torch() -> Path:
     return Path(find_spec("torch").origin).parent
 
@@ -75,10 +82,14 @@ def _compile(folder: Path) -> None:
 
 
 def _install(folder: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    _run([*pip, "--no-deps", "--target", folder, "-r", REQUIREMENTS])
+    _pip(folder, REQUIREMENTS)
     with (folder / "transformer_engine" / "common" / "__init__.py").open("a") as module:
         module.write(EXTENSION_IN_PYTHON)
+
+
+def _pip(folder: Path, requirements: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    _run([*pip, "--no-deps", "--target", folder, "-r", requirements])
 
 
 def _run(command: list[str | Path]) -> None:
@@ -86,7 +97,7 @@ def _run(command: list[str | Path]) -> None:
     if done.returncode:
         said = done.stdout + done.stderr
         if UNREACHABLE.search(said):
-            raise NotHere("no package index to install Transformer Engine's Python code from")
+            raise NotHere(f"no package index for {command[-1]}")
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{said}")
 
 
