@@ -8,7 +8,8 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.loggers import MLFlowLogger
+    from lightning.pytorch.loggers import Logger, MLFlowLogger
 
 CHATTY = ("megatron", "nemo_logger", "httpx")
 """Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
@@ -123,14 +124,25 @@ def log_numbers(trainer: pl.Trainer | None) -> Callable[[dict[str, float], int],
     def log(numbers: dict[str, float], step: int) -> None:
         named = {name.replace("@", "_at_"): value for name, value in numbers.items()}
         for logger in trainer.loggers if trainer is not None else ():
-            try:
+            with _names_its_folder(logger):
                 logger.log_metrics(named, step=step)
-            except ValueError as error:
-                if isinstance(error.__cause__, OSError):  # a full disk, which Lightning takes for a wrong number
-                    raise error.__cause__ from error
-                raise
 
     return log
+
+
+@contextmanager
+def _names_its_folder(logger: Logger) -> Iterator[None]:
+    """A failed write of a logger, such as on a full disk, is an OSError with a file's name, or the logger's folder:
+    TensorBoard writes in a thread and names no file, and Lightning takes the error for a wrong number."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        failed = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(failed, OSError):
+            raise
+        if failed.filename is None:
+            failed = OSError(failed.errno, failed.strerror, logger.log_dir or logger.name)
+        raise failed from error
 
 
 def log_table(
@@ -141,13 +153,14 @@ def log_table(
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
     for logger in trainer.loggers if trainer is not None else ():
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(name, markdown_table(columns, rows), step)
-        elif isinstance(logger, WandbLogger):
-            logger.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=step)
-        elif isinstance(logger, MLFlowLogger):
-            by_column = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
-            logger.experiment.log_table(logger.run_id, by_column, artifact_file=f"{name}/step_{step:08d}.json")
+        with _names_its_folder(logger):
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text(name, markdown_table(columns, rows), step)
+            elif isinstance(logger, WandbLogger):
+                logger.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=step)
+            elif isinstance(logger, MLFlowLogger):
+                by_column = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+                logger.experiment.log_table(logger.run_id, by_column, artifact_file=f"{name}/step_{step:08d}.json")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

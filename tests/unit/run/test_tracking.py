@@ -58,13 +58,17 @@ def test_numbers_reach_every_logger_at_their_step_without_an_at_sign():
         ({"grpo/collection/pass_at_4": 0.5, "grpo/collection/kl": 1.0}, 7)] * 2
 
 
-def test_a_full_disk_under_tensorboard_is_the_systems_error_and_not_a_wrong_number(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("method", ["add_scalar", "add_text"])
+def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_not_a_wrong_number(
+    tmp_path: Path, monkeypatch, method
+):
     logger = TensorBoardLogger(str(tmp_path), name="", version="")
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(logger.experiment, "add_scalar", mock.Mock(side_effect=full))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # its writing thread's: of no file
+    monkeypatch.setattr(logger.experiment, method, mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left") as raised:
         log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
-    assert raised.value is full
+        log_table(trainer(logger), NAME, COLUMNS, ROWS, step=3)
+    assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
 
 
 def test_tensorboard_shows_a_table_whose_cells_are_the_texts_as_they_are(tmp_path: Path):
