@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import httpx
 from nemo_edo.generation.server_api import HEALTH, MODELS
 from nemo_edo.generation.server_process import ServerProcess
 from nemo_edo.utils.api_key import ApiKey
-from nemo_edo.utils.http import UNENCODED, Fault, IncomingAnswer, ServerError, described
+from nemo_edo.utils.http import SHOWN_CHARACTERS, UNENCODED, Fault, IncomingAnswer, ServerError, described
 
 POLL_EVERY_S = 0.25
 """Seconds between two health checks of a server that is starting."""
@@ -130,45 +131,44 @@ class Replica:
         answers_json: bool = True,
     ) -> Any:
         """The answer's parsed JSON; None where it is empty, or not wanted (``answers_json``). Raises ServerError for
-        every other outcome. timeout_s: until the whole answer is here."""
-        deadline = time.monotonic() + timeout_s
+        every other outcome. timeout_s: until the whole answer is here, however many pieces of it arrive."""
         try:
-            # A managed server is on this machine, so proxies of the environment do not apply. Without TLS no
-            # certificates are needed, and loading them takes longer than the request.
-            verify = self.url.startswith("https://")
-            with (
-                httpx.Client(
-                    headers=self.headers, timeout=timeout_s, trust_env=not self.is_managed, verify=verify
-                ) as client,
-                client.stream(method, self.url + path, json=json, params=params) as response,
-            ):
-                answer = IncomingAnswer(f"{method} {path}", response.status_code, response.headers, self.key)
-                for piece in response.iter_raw():
-                    answer.add(piece)
-                    if time.monotonic() > deadline:
-                        raise Fault(f"{method} {path}: no whole answer after {timeout_s:g} s")
+            answer = asyncio.run(asyncio.wait_for(self._answer(method, path, json, params), timeout_s))
             if answers_json:
                 return answer.value(str(self))
             return answer.require_success(str(self))
         except httpx.HTTPError as error:
             said = self.key.hide(described(error))
             raise ServerError(f"{self}: {method} {path}: {said}{self.log_tail()}") from None
+        except TimeoutError:
+            late = f"no whole answer after {timeout_s:g} s"
+            raise ServerError(f"{self}: {method} {path}: {late}{self.log_tail()}") from None
         except Fault as fault:
             raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
 
+    async def _answer(self, method: str, path: str, json: Any, params: Mapping[str, Any] | None) -> IncomingAnswer:
+        # A managed server is on this machine, so proxies of the environment do not apply. Without TLS no certificates
+        # are needed, and loading them takes longer than the request.
+        verify, trust_env = self.url.startswith("https://"), not self.is_managed
+        async with (
+            httpx.AsyncClient(headers=self.headers, timeout=None, trust_env=trust_env, verify=verify) as client,
+            client.stream(method, self.url + path, json=json, params=params) as response,
+        ):
+            answer = IncomingAnswer(f"{method} {path}", response.status_code, response.headers, self.key)
+            async for piece in response.aiter_raw():
+                answer.add(piece)
+        return answer
+
     def _read_model(self) -> None:
-        models = self.request("GET", MODELS)
-        try:
-            names = [model["id"] for model in models["data"]]
-        except (KeyError, TypeError) as error:
-            raise ServerError(f"{self}: GET {MODELS} names no models: {models!r}") from error
+        models = served_models(self)
+        names = [model["id"] for model in models]
         expected = None if self.process is None else self.process.model_name
         if not names or expected not in (None, *names):
             # Another process may have taken the port after free_port() found it.
             raise ServerError(f"{self} is not the server that was started: it has the models {names}{self.log_tail()}")
         self.model_name = expected or names[0]
-        longest = models["data"][0].get("max_model_len")
-        self.max_length = longest if isinstance(longest, int) else None
+        longest = models[0].get("max_model_len")
+        self.max_length = longest if type(longest) is int else None
 
     def ending(self) -> str:
         """How a managed server's process has ended, for messages."""
@@ -177,3 +177,25 @@ class Replica:
     def log_tail(self) -> str:
         """The end of a managed server's log, to append to an error message; empty for others."""
         return "" if self.process is None else self.key.hide(self.process.log_tail())
+
+
+def field(replica: Replica, answer: Any, name: str, kind: type) -> Any:
+    """What an answer of a replica has under this name. Raises ServerError where that is not of this type."""
+    found = answer.get(name) if isinstance(answer, dict) else None
+    if type(found) is not kind:
+        said = str(answer)[:SHOWN_CHARACTERS]
+        raise ServerError(f"{replica}: an answer without {name} of type {kind.__name__}: {said}")
+    return found
+
+
+def served_models(replica: Replica) -> list[dict[str, Any]]:
+    """What a server says of its model and adapters, each with its name as ``id``. Raises ServerError."""
+    answer = replica.request("GET", MODELS)
+    models = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(models, list) or not all(isinstance(one, dict) and _is_text(one.get("id")) for one in models):
+        raise ServerError(f"{replica}: GET {MODELS} names no models: {str(answer)[:SHOWN_CHARACTERS]}")
+    return models
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""

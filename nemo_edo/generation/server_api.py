@@ -125,14 +125,9 @@ def read_answer(
     """The checked answer to a completion request. Raises Fault where it does not fit the request, and ServerError for
     another model's."""
     require_model(body, model_name)
-    try:
-        [choice] = body["choices"]
-        ids, logprobs = choice["token_ids"], choice["logprobs"]
-        reason, prompt = choice["finish_reason"], choice.get("prompt_token_ids")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Fault(f"an answer without {error}") from error
-    if (index := choice.get("index", 0)) != 0:
-        raise Fault(f"choice {index!r} of an answer that has one")
+    choice = _only_choice(body)
+    ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
+    prompt = choice.get("prompt_token_ids")
     logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if logprobs is None:
         raise Fault("an answer without log-probabilities (logprobs.token_logprobs), which every response needs")
@@ -152,6 +147,19 @@ def read_answer(
             f"{reason!r}; its stop tokens are {', '.join(map(str, stop_ids))}"
         )
     return Answer(tuple(ids), tuple(logprobs), finished, at_string)
+
+
+def _only_choice(body: Any) -> dict[str, Any]:
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        found = f"with {len(choices)} choices" if isinstance(choices, list) and len(choices) != 1 else "without choices"
+        raise Fault(f"an answer {found}, expected one")
+    [choice] = choices
+    if missing := [name for name in ("token_ids", "logprobs", "finish_reason") if name not in choice]:
+        raise Fault(f"an answer without {missing[0]}, which every response needs")
+    if (index := choice.get("index", 0)) != 0:
+        raise Fault(f"choice {index!r} of an answer that has one")
+    return choice
 
 
 def require_model(body: Any, model_name: str) -> None:

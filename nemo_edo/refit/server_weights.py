@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from nemo_edo.generation.replica import Replica
+from nemo_edo.generation.replica import Replica, served_models
 from nemo_edo.utils.http import ServerError
 
 CACHE_RESETS = 20
@@ -148,7 +148,7 @@ def require_weights(replica: Replica, name: str) -> None:
 
 def _models(replica: Replica) -> list[str]:
     """The server's model and adapters."""
-    return [model["id"] for model in _field(replica.request("GET", "/v1/models"), "data", replica)]
+    return [model["id"] for model in served_models(replica)]
 
 
 def _field(answer: object, key: str, replica: Replica) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from nemo_edo.generation.replica import Replica
+from nemo_edo.generation.replica import Replica, field
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.http import ServerError
 
@@ -93,14 +93,18 @@ class SleepOnTrainersGPUs:
 
     def wake_for_requests(self, replica: Replica) -> None:
         _wake(replica, "kv_cache")
-        if replica.request("GET", "/is_sleeping")["is_sleeping"]:
+        if _is_sleeping(replica):
             raise ServerError(f"{replica} still sleeps after it was woken")
 
 
 def _put_to_sleep(replica: Replica) -> None:
     replica.request("POST", "/sleep", params={"level": LEVEL})
-    if not replica.request("GET", "/is_sleeping")["is_sleeping"]:
+    if not _is_sleeping(replica):
         raise ServerError(f"{replica} does not sleep: it was started without --enable-sleep-mode, or on a CPU")
+
+
+def _is_sleeping(replica: Replica) -> bool:
+    return field(replica, replica.request("GET", "/is_sleeping"), "is_sleeping", bool)
 
 
 def _wake(replica: Replica, tag: str) -> None:

@@ -82,7 +82,12 @@ class MathVerifier:
             for problem in problems
             if problem.answer_kind == TEXT
         ]
-        asked = [problem for problem in problems if problem.answer_kind == MATH]
+        rows += [
+            BadRow(p.source, f"the answer has {len(p.answer)} characters; expected {LONGEST_ANSWER} at most")
+            for p in problems
+            if p.answer_kind != TEXT and len(p.answer) > LONGEST_ANSWER
+        ]
+        asked = [p for p in problems if p.answer_kind == MATH and len(p.answer) <= LONGEST_ANSWER]
         asked = [problem for problem in asked if canonical_number(problem.answer) is None]
         answers = list(dict.fromkeys(problem.answer for problem in asked))
         readable = dict(zip(answers, self._pool.run("parses", [(answer,) for answer in answers]), strict=True))

@@ -73,9 +73,11 @@ class IncomingAnswer:
         if not self._body:
             return None
         try:
-            return json.loads(self._key.hide(bytes(self._body)))
+            return json.loads(self._key.hide(bytes(self._body)), object_pairs_hook=_object)
         except RecursionError:
             raise self._fault(f"JSON that is nested too deeply: {self.beginning()}") from None
+        except _RepeatedKeyError:
+            raise self._fault(f"JSON of an object that has a key twice: {self.beginning()}") from None
         except ValueError:  # of json, or of an encoding
             raise self._fault(f"not JSON: {self.beginning()}") from None
 
@@ -95,6 +97,18 @@ class IncomingAnswer:
 
     def _fault(self, said: str) -> Fault:
         return Fault(f"{self._request}: {said}", _retry_after(self._headers.get("retry-after", "")))
+
+
+class _RepeatedKeyError(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises _RepeatedKeyError: of a key's two values, JSON readers silently take the last."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise _RepeatedKeyError
+    return made
 
 
 def described(error: BaseException) -> str:

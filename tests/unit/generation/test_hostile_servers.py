@@ -1,7 +1,11 @@
 """What a server sends is read up to a limit, and ends in one message without the key, whichever client asked."""
 
+import contextlib
 import gzip
 import logging
+import socket
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from nemo_edo.rewards.judge import Judge
 from nemo_edo.rewards.judge_cache import JudgeCache
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.api_key import key_of_environment
+from nemo_edo.utils.http import ServerError
 
 SECRET = "sentinel0123456789"
 KEY = f"sk-{SECRET}/+="
@@ -55,6 +60,7 @@ def judge(url: str, folder: Path) -> None:
     ((200, {"choices": KEY, "data": [KEY], "model": KEY}), ""),
     ((200, b"{}", {f"bad name {KEY}": "1"}), ""),
     ((200, b"[" * 100_000), "nested too deeply"),
+    ((200, b'{"model": "another", "model": "policy"}'), "an object that has a key twice"),
     ((200, gzip.compress(bytes(2**26)), {"content-encoding": "gzip"}), "a body in 'gzip', expected one without"),
     ((200, b"{}", {"content-encoding": KEY}), "a body in"),
     ((200, bytes(2**22)), "a body of more than [12],.* bytes"),
@@ -71,6 +77,25 @@ def test_any_answer_ends_in_a_message_without_the_key(client, answer, said, tmp_
     seen = "".join([*traceback.format_exception(error.value), caplog.text, capfd.readouterr().out, files])
     assert SECRET not in seen and ESCAPED not in seen
     assert any(header.get("Authorization") == f"Bearer {KEY}" for header in server.headers)
+
+
+@pytest.mark.parametrize("beginning", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n"])
+def test_a_request_ends_in_time_whatever_part_of_the_answer_arrives_byte_by_byte(beginning):
+    def trickle(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionError):
+            connection.sendall(beginning)
+            while True:
+                time.sleep(0.05)
+                connection.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        replica = Replica("server 0", url=f"http://127.0.0.1:{listener.getsockname()[1]}", key=KEY)
+        begun = time.monotonic()
+        with pytest.raises(ServerError, match=r"GET /health: no whole answer after 0\.3 s"):
+            replica.request("GET", "/health", timeout_s=0.3)
+        assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(("asked_s", "limit_s", "waited_s"), [("1", 60.0, 0.95), ("3600", 0.2, 0.2)])

@@ -39,8 +39,11 @@ def changed(**fields) -> dict:
     ({**BODY, "model": ["policy"]}, "as the model"),
     (changed(logprobs=None), "without log-probabilities"), (changed(logprobs={}), "without log-probabilities"),
     (changed(token_logprobs=None), "without log-probabilities"), (changed(logprobs=[-1]), "without log-probabilities"),
+    (None, "an answer without choices"), ([], "an answer without choices"), ({"choices": [1]}, "without choices"),
+    ({"choices": BODY["choices"] * 2}, "an answer with 2 choices, expected one"),
+    ({"choices": [{"index": 0}]}, "without token_ids"),
 ])  # fmt: skip
-def test_another_models_answer_and_one_without_log_probabilities_are_named(body: dict, said: str):
+def test_what_an_answer_lacks_and_another_models_name_are_named(body: dict, said: str):
     with pytest.raises(ServerError if "model" in said else Fault, match=said):  # another model stays one
         read(body)
     assert read({name: value for name, value in BODY.items() if name != "model"}).ids == (7, 8, STOP)

@@ -261,6 +261,12 @@ def test_a_killed_server_is_told_and_replaced():
     pool.close()
 
 
+def test_a_gold_answer_longer_than_any_that_is_looked_at_is_named():
+    golds = [problem("9" * (LONGEST_ANSWER + 1), kind="number"), problem("9" * LONGEST_ANSWER, name="p-2")]
+    [row] = MathVerifier(CountingPool()).unverifiable(golds)
+    assert (row.source, row.reason) == ("p.jsonl:1", "the answer has 1001 characters; expected 1000 at most")
+
+
 def test_unverifiable_gold_answers_are_named_with_file_and_line(verifier):
     golds = ["12", r"\frac{1}{", r"\text{Evelyn}", "We see that it holds.", r"33\frac{1}{3}\%"]
     problems = [problem(gold, kind="text" if "We" in gold else "math", name=f"p-{place}")
