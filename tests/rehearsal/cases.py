@@ -1,6 +1,7 @@
 """What the rehearsal computes, on the CPU and on the pretended GPU alike. Run by a WorkerPool, which has no Megatron
 before a case asks for it; results are on the CPU."""
 
+import itertools
 import math
 import pickle
 from dataclasses import replace
@@ -27,6 +28,8 @@ TRAINING = {
                       sampler_correction="icepop", importance_sampling_level="sequence"),
 }  # fmt: skip
 STEPS = 2
+FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+"""Those of Transformer Engine and apex."""
 
 
 def batch(algorithm: str, seed: int) -> TrainingBatch:
@@ -135,10 +138,14 @@ def reloaded_reference(folder: Path, out: Path) -> list[torch.Tensor]:
 
 
 def bare_steps(folder: Path, **how) -> dict:
-    """``steps`` of ED-GRPO, and what the model computes with."""
+    """``steps`` of ED-GRPO, what the model computes with, and which fusions it asks for."""
+    from megatron.core.utils import get_model_config
+
     from nemo_edo.megatron.implementations import kernels
 
-    return {**steps(folder, "ed-grpo", brief=True, **how), "kernels": kernels(build(folder, GRPO).built.chunks)}
+    chunks, found = build(folder, GRPO).built.chunks, steps(folder, "ed-grpo", brief=True, **how)
+    asked = [name for name in FUSIONS if getattr(get_model_config(chunks[0]), name)]
+    return {**found, "kernels": kernels(chunks), "fusions": asked}
 
 
 def sampled(folder: Path, stop: tuple[str, ...] = (), **how) -> dict:
@@ -311,10 +318,46 @@ def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
 
 
 def released() -> list[int]:
-    """The bytes that servers find free (parallel/free_memory.py)."""
+    """The bytes that servers find free (parallel/free_memory.py), of a process that keeps freed blocks which the GPU
+    still uses."""
+    from nemo_edo.megatron import platform
     from nemo_edo.parallel.free_memory import free_gpu_memory
 
-    return free_gpu_memory()
+    platform.enter()
+    kept, idle = [1 << 30], []
+
+    def empty_cache() -> None:
+        kept[:] = [0] if idle else kept
+
+    gpu = {"synchronize": lambda: idle.append(True), "empty_cache": empty_cache,
+           "mem_get_info": lambda: ((4 << 30) - kept[0], 80 << 30)}  # fmt: skip
+    with mock.patch.multiple(torch.cuda, **gpu):
+        return free_gpu_memory()
+
+
+def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[str, dict[str, bool]]:
+    """Whether a GPU can run each recipe, by Transformer Engine's own checks and by ours."""
+    from transformer_engine.pytorch import quantization as engine
+
+    from nemo_edo.errors import UserError
+    from nemo_edo.megatron.precision import RECIPES, Machine, check_machine
+
+    checks = {"delayed": engine.check_fp8_support, "tensorwise": engine.check_fp8_support,
+              "blockwise": engine.check_fp8_block_scaling_support, "mxfp8": engine.check_mxfp8_support}  # fmt: skip
+    assert checks.keys() == RECIPES.keys()
+    found: dict[str, dict[str, bool]] = {"engine": {}, "ours": {}}
+    for name, capability, cuda in itertools.product(RECIPES, capabilities, cudas):
+        where = mock.patch.object(engine, "get_device_compute_capability", lambda of=capability: of)
+        with where, mock.patch.object(torch.version, "cuda", cuda):
+            found["engine"][f"{name} {capability} {cuda}"] = checks[name].__wrapped__()[0]
+        precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=name)
+        try:
+            check_machine(precision, Machine(capability, cuda, "2.10.0"))
+            allowed = True
+        except UserError:
+            allowed = False
+        found["ours"][f"{name} {capability} {cuda}"] = allowed
+    return found
 
 
 def linked(folder: Path) -> dict:

@@ -114,13 +114,20 @@ def test_a_precision_builds_its_recipe_and_its_layers(gpu, models, name):
     assert ("fp8" in found["kernels"]["matrix products"]) == (name in RECIPES)
 
 
+def test_recipes_are_allowed_where_transformer_engine_allows_them(gpu):
+    capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+    [found] = gpu.run(f"{CASES}:fp8_support", capabilities=capabilities, cudas=["12.8", "12.9", "13.1"])
+    assert found["ours"] == found["engine"]
+    assert 0 < sum(found["ours"].values()) < len(found["ours"])
+
+
 def test_training_follows_decoding_in_one_process(gpu, models):
     """Transformer Engine keeps tensors between the two, which inference mode would make useless."""
     assert gpu.run(f"{CASES}:decoded_and_trained", folder=models / "wide")[0]
 
 
 def test_servers_are_told_of_free_memory_and_are_sent_tensors_of_the_gpu(two_gpus, gpu, models):
-    assert [len(free) for free in two_gpus.run(f"{CASES}:released")] == [2, 2]
+    assert two_gpus.run(f"{CASES}:released") == [[4 << 30, 4 << 30]] * 2
     [found] = gpu.run(f"{CASES}:linked", folder=models / "plain")
     assert {(device, contiguous) for device, contiguous, _ in found["sent"]} == {("cuda:0", True)}
     weights = load_file(models / "plain" / "model.safetensors")

@@ -141,6 +141,7 @@ def test_shared_prompts_of_two_processes_have_the_steps_of_one_cpus_rows(two_gpu
 def test_without_transformer_engine_torchs_layers_have_the_steps_of_the_cpu(bare_gpu, on_cpu, models):
     expected = on_cpu("steps", folder=models / "llama", algorithm="ed-grpo", brief=True)
     [found] = bare_gpu.run(f"{CASES}:bare_steps", folder=models / "llama")
-    used = found.pop("kernels")
+    used, fusions = found.pop("kernels"), found.pop("fusions")
     assert_near(on_device(found), on_device(expected))
+    assert fusions == []
     assert used["attention"].endswith("SDPAttention") and used["rotary embedding"] == "torch"

@@ -7,6 +7,8 @@ import types
 
 CAPABILITY = (9, 0)
 MEMORY = 80 << 30
+chosen: list[int] = []
+"""What ``torch.cuda.set_device`` was called with in this process."""
 
 
 def install(torch, library) -> None:
@@ -116,6 +118,7 @@ def _check_device(torch):
     def set_device(device) -> None:
         if torch.device("cuda", device if isinstance(device, int) else torch.device(device).index or 0).index != 0:
             raise RuntimeError("CUDA error: invalid device ordinal")
+        chosen.append(0)
 
     return set_device
 

@@ -1,7 +1,9 @@
-"""NCCL of pretended GPUs: gloo carries the numbers. As with NCCL, tensors of the CPU are refused."""
+"""NCCL of pretended GPUs: gloo carries the numbers. As with NCCL, tensors of the CPU are refused; and so is a process
+that has chosen no GPU: NCCL would put its objects and barriers on the first one, like every other process's."""
 
 from __future__ import annotations
 
+import pretended_cuda
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
@@ -68,6 +70,8 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _over_gloo(self, operation: str, *arguments: object):
         """The operation's tensors may be in lists, and in lists of lists."""
+        if not pretended_cuda.chosen:
+            raise RuntimeError(f"NCCL's {operation} before torch.cuda.set_device: this process has chosen no GPU")
         there: dict[int, tuple[Tensor, Tensor]] = {}
 
         def on_host(value: object) -> object:
