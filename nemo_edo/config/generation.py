@@ -127,8 +127,9 @@ class GenerationConfig:
     backend: str = IN_PROCESS
     """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``)."""
     max_batch_size: Union[int, str] = AUTO
-    """Sequences decoded at a time at most on one data-parallel rank, in process. auto: as many as the memory that is
-    free when generation begins has room for, on a CPU 512 at most."""
+    """Sequences decoded at a time at most on one data-parallel rank, in process; with torch's attention waiting ones
+    take the places of those that have ended. auto: as many as the memory that is free when generation begins has room
+    for, on a CPU 512 at most."""
     part_size: int = 2048
     """Responses of a collection that are generated, scored and written to disk at a time: what a killed run loses, at
     most."""

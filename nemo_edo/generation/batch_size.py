@@ -21,6 +21,14 @@ GPU_RESERVE = 2 * 2**30
 USED_OF_GPU, USED_OF_HOST = 0.9, 0.5
 """Shares of the memory that is free: a GPU's allocator cannot use all of it, a host has other processes."""
 
+SPARE = 4
+"""A cache whose rows begin at different times has room for this part of a response more: so often its content moves."""
+
+
+def refilled_places(response: int) -> int:
+    """Tokens after the prompts for which such a cache has room, where responses have ``response`` at most."""
+    return response + response // SPARE + 1
+
 
 def decoding_bytes(*, cache: int, layer: int, logits: int) -> int:
     """Bytes of the key-value cache, one layer of it twice (rows that have ended leave it layer by layer), and of the

@@ -1,11 +1,13 @@
 """Sampling in the trainer's process, from the weights in training.
 
 Batched decoding with megatron-core's KV cache. Three things make it cheaper than a plain loop: requests share equal
-prompts, only the last position's logits are computed, and rows that have ended leave the batch.
+prompts, only the last position's logits are computed, and rows that have ended leave the batch. Where rows may be at
+different positions, waiting requests take their places.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +17,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config.generation import AUTO
-from nemo_edo.generation.batch_size import row_bytes, rows_that_fit, split_evenly
+from nemo_edo.generation.batch_size import refilled_places, row_bytes, rows_that_fit, split_evenly
 from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
@@ -67,14 +69,15 @@ class MegatronEngine:
         # Rows of a batch advance together, so batches have prompts of similar length.
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
         rollouts: list[Rollout | None] = [None] * len(mine)
+        rows = self._batch_size(requests, sampling)
         with (
             token_by_token(self._built.chunks) as self._chunks,
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
-            for places in split_evenly(order, self._batch_size(requests, sampling)):
-                for place, rollout in zip(places, self._batch([mine[i] for i in places], sampling), strict=True):
+            for places in [order] if self._shares_prompts else split_evenly(order, rows):
+                batch = self._batch([mine[i] for i in places], rows, sampling, counter)
+                for place, rollout in zip(places, batch, strict=True):
                     rollouts[place] = rollout
-                counter.add(len(places))
         return _interleave(_gather(rollouts), len(requests))
 
     def _batch_size(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> int:
@@ -82,27 +85,36 @@ class MegatronEngine:
         if self._max_batch_size != AUTO:
             return int(self._max_batch_size)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
+        response = max(request.limit(sampling) for request in requests)
         row = row_bytes(
             self._layers,
             prompt=max(len(request.prompt_ids) for request in requests),
-            response=max(request.limit(sampling) for request in requests),
+            response=refilled_places(response) if self._shares_prompts else response,
             vocabulary=self._vocab_size if pipeline.rank() + 1 == pipeline.size() else 0,
             device=self._device,
         )
         return rows_that_fit(row, self._device)
 
     @torch.no_grad()  # Transformer Engine keeps tensors for training that inference_mode would forbid it to use
-    def _batch(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+    def _batch(
+        self, requests: list[GenerationRequest], rows: int, sampling: SamplingParams, counter: Counter
+    ) -> list[Rollout]:
+        """Responses to the requests, ``rows`` of them at a time."""
         strings = StopStrings(sampling.stop, self._decode)
-        decoding = _Decoding(requests, sampling, strings, self._device, whole_prompts=self._shares_prompts)
-        logits = self._prefill(decoding)
-        for step in range(decoding.steps):
+        decoding = _Decoding(requests, rows, sampling, strings, self._device, whole_prompts=self._shares_prompts)
+        logits, done = self._prefill(decoding), 0
+        for step in itertools.count():
             tokens, logprobs = self._choose(logits, decoding, step, sampling)
             decoding.record(step, tokens, logprobs, self._stop_ids)
-            if decoding.done or step + 1 == decoding.steps:
+            alive = int(decoding.alive.sum())
+            before, done = done, decoding.begun - alive
+            counter.add(done - before)
+            if done == len(requests):
                 break
-            if decoding.alive.float().mean() < COMPACT_BELOW:
+            if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
                 decoding.compact()
+                if decoding.free_rows:
+                    self._refill(decoding, step)
             logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
         return [
             self._rollout(request, *response) for request, response in zip(requests, decoding.responses(), strict=True)
@@ -118,14 +130,26 @@ class MegatronEngine:
     def _prefill_whole(self, decoding: _Decoding) -> Tensor | None:
         """All but a prompt's last token goes to a cache that rows with the same prompt share. The last one is each
         row's first query, since the prompts' ends are at different places."""
-        lengths, prompts = decoding.prompt_lengths, decoding.prompts
+        context, owner = self._read_prompts(decoding, decoding.rows)
+        lengths = decoding.prompt_lengths[decoding.rows]
+        length = context.max_sequence_length + decoding.places
+        decoding.context = shared_prompt_cache(context, owner, length, lengths - 1)
+        return self._forward(decoding, decoding.ends_of_prompts(decoding.rows)[:, None], lengths[:, None] - 1)
+
+    def _read_prompts(self, decoding: _Decoding, requests: Tensor) -> tuple[CacheContext, Tensor]:
+        """A cache of the requests' distinct prompts without their last tokens, and each request's prompt in it."""
+        lengths = decoding.prompt_lengths[requests]
+        prompts = decoding.prompts[requests, : max(2, int(lengths.max()))]
         distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
         context = CacheContext(len(distinct), prompts.shape[1] - 1, by_head=self._by_head)
-        decoding.context = context
-        self._forward(decoding, distinct[:, 1:-1], self._from_the_beginning(distinct[:, 1:-1]))
-        length = context.max_sequence_length + decoding.steps
-        decoding.context = shared_prompt_cache(context, owner, length, lengths - 1)
-        return self._forward(decoding, prompts.gather(1, lengths[:, None] - 1), lengths[:, None] - 1)
+        through_stages(self._chunks, distinct[:, 1:-1], self._from_the_beginning(distinct[:, 1:-1]), context)
+        return context, owner
+
+    def _refill(self, decoding: _Decoding, step: int) -> None:
+        """Waiting requests take the free rows; the end of a prompt is a row's next token."""
+        requests = decoding.refill(step)
+        context, owner = self._read_prompts(decoding, requests)
+        decoding.context.add(context, owner, decoding.prompt_lengths[requests] - 1)
 
     def _prefill_equal(self, decoding: _Decoding) -> Tensor | None:
         """Rows with the same prompt share its cache where their attention can, otherwise each gets a copy."""
@@ -184,33 +208,40 @@ class _Decoding:
     """The state of a batch. Each row is at the end of its prompt; or, where all have to be at the same position, rows
     with longer prompts read these to their end.
 
-    ``rows`` has the request of each row of the cache; responses are stored by request.
+    ``rows`` has the request of each row of the cache; responses are stored by request. Requests wait where they are
+    more than the rows that there may be: then rows may be at different positions.
     """
 
     def __init__(
         self,
         requests: list[GenerationRequest],
+        most: int,
         sampling: SamplingParams,
         strings: StopStrings,
         device: torch.device,
         *,
         whole_prompts: bool,
     ) -> None:
-        """whole_prompts: whether rows may be at different positions."""
+        """most: rows at a time. whole_prompts: whether rows may be at different positions."""
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.limit(sampling) for request in requests]
         self.prefix = min(lengths)
-        self.after_prompts = whole_prompts and max(lengths) > self.prefix
+        self.begun = min(most, len(requests))
+        """Requests that have, or had, a row: the first ones."""
+        waiting = self.begun < len(requests)
+        self.after_prompts = whole_prompts and (waiting or max(lengths) > self.prefix)
         """Whether the rows are at different positions."""
         self.length = max(length + limit for length, limit in zip(lengths, limits, strict=True))
         self.max_new_tokens = max(limits)
-        padded = [request.prompt_ids + (0,) * (max(lengths) - n) for request, n in zip(requests, lengths, strict=True)]
+        self.places = refilled_places(self.max_new_tokens) if waiting else self.max_new_tokens
+        """Tokens after the prompts for which the cache has room, where rows are at different positions."""
+        width = max(2, *lengths) if self.after_prompts else max(lengths)
+        padded = [request.prompt_ids + (0,) * (width - n) for request, n in zip(requests, lengths, strict=True)]
         self.prompts = torch.tensor(padded, device=device)
         self.prompt_lengths = torch.tensor(lengths, device=device)
         self.limits = torch.tensor(limits, device=device)
         self.to_read = torch.zeros_like(self.limits) if self.after_prompts else self.prompt_lengths - self.prefix
-        """Tokens of each request's prompt that follow the prefill."""
-        self.steps = int((self.to_read + self.limits).max())
+        """Steps before each request's first response token: those that read its prompt, or before it got its row."""
         self.uniforms = request_uniforms([request.seed for request in requests], self.max_new_tokens).to(device)
         self.tokens = torch.zeros(len(requests), self.max_new_tokens, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(len(requests), self.max_new_tokens, device=device)
@@ -218,14 +249,19 @@ class _Decoding:
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
         self.strings = strings
         self.stop_of: list[str | None] = [None] * len(requests)
-        self.rows = torch.arange(len(requests), device=device)
-        self.alive = torch.ones(len(requests), dtype=torch.bool, device=device)
+        self.rows = torch.arange(self.begun, device=device)
+        self.alive = torch.ones(self.begun, dtype=torch.bool, device=device)
+        self._most = most
         self.last = torch.empty(0, dtype=torch.int64, device=device)
         self.context: CacheContext | None = None
 
     @property
-    def done(self) -> bool:
-        return not bool(self.alive.any())
+    def free_rows(self) -> int:
+        """Rows that waiting requests can have."""
+        return min(self._most - len(self.rows), len(self.limits) - self.begun)
+
+    def ends_of_prompts(self, requests: Tensor) -> Tensor:
+        return self.prompts[requests, self.prompt_lengths[requests] - 1]
 
     def uniforms_at(self, step: int) -> Tensor:
         """Each row's random number for the step's token (any number where it still reads its prompt)."""
@@ -268,6 +304,17 @@ class _Decoding:
         keep = self.alive.nonzero().squeeze(-1)
         self.context.keep(keep)
         self.rows, self.last, self.alive = self.rows[keep], self.last[keep], self.alive[keep]
+
+    def refill(self, step: int) -> Tensor:
+        """Gives free rows, after those that there are, to waiting requests, whose first tokens the step after this one
+        chooses; returns these requests."""
+        count = self.free_rows
+        requests = torch.arange(self.begun, self.begun + count, device=self.rows.device)
+        self.begun += count
+        self.to_read[requests] = step + 1
+        self.rows, self.alive = torch.cat([self.rows, requests]), torch.cat([self.alive, self.alive.new_ones(count)])
+        self.last = torch.cat([self.last, self.ends_of_prompts(requests)])
+        return requests
 
     def responses(self) -> list[tuple[list[int], list[float], bool, str | None]]:
         """Tokens, log-probabilities, whether it stopped by itself and by which stop string, for each request."""

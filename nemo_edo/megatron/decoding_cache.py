@@ -14,15 +14,20 @@ class CacheContext(StaticInferenceContext):
         super().__init__(max_batch_size, max_sequence_length)
         self.by_head = by_head
 
-    def keep(self, rows: Tensor) -> None:
-        """Keeps the given rows only, in this order; a row may occur more than once."""
+    @property
+    def is_full(self) -> bool:
+        """Whether a next token would have no place."""
+        return self.sequence_len_offset == self.max_sequence_length
+
+    def keep(self, rows: Tensor, since: int = 0) -> None:
+        """Keeps the given rows, in this order, and the places from ``since`` on; a row may occur more than once."""
         filled = self.sequence_len_offset
         for layer, parts in self.key_value_memory_dict.items():
             kept = tuple(empty_rows(part, len(rows), len(part), by_head=self.by_head) for part in parts)
             for part, before in zip(kept, parts, strict=True):
-                part[:filled] = before[:filled, rows]
+                part[: filled - since] = before[since:filled, rows]
             self.key_value_memory_dict[layer] = kept
-        self.max_batch_size = len(rows)
+        self.max_batch_size, self.sequence_len_offset = len(rows), filled - since
 
 
 def empty_rows(cache: Tensor, rows: int, length: int, *, by_head: bool) -> Tensor:

@@ -104,7 +104,8 @@ class SDPAttention(MegatronModule):
             context = torch.bmm(scores.softmax(-1), values)
         else:
             of_prompts = self.prompts.scores(queries)
-            weights = torch.cat([of_prompts, scores.view(rows, groups, -1, len(key))], dim=-1).softmax(-1)
+            own = self.prompts.of_own(scores.view(rows, groups, -1, len(key)))
+            weights = torch.cat([of_prompts, own], dim=-1).softmax(-1)
             of_prompts, own = weights.split([of_prompts.shape[-1], len(key)], dim=-1)
             context = torch.bmm(own.flatten(0, 1), values).view_as(queries) + self.prompts.context(of_prompts)
         return context.reshape(1, rows, -1).to(query.dtype)

@@ -7,6 +7,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from nemo_edo.generation import megatron_engine
+from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 STOPS = range(1, 12)
@@ -93,6 +94,23 @@ def test_a_response_does_not_depend_on_the_batch_size(tiny, policy, engine, requ
     assert responses(found) == responses(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.9], ids=["when the cache is full", "as they end"])
+def test_waiting_requests_take_the_places_of_rows_that_ended(tiny, policy, requests, monkeypatch, threshold):
+    """Of two rows one decodes twelve tokens, and meanwhile the other all further requests, of two tokens each."""
+    monkeypatch.setattr(megatron_engine, "COMPACT_BELOW", threshold)
+    asked = [replace(request, max_new_tokens=2) for request in requests[::3]]
+    asked = sorted(asked[:7], key=lambda request: len(request.prompt_ids))
+    asked[0] = replace(asked[0], max_new_tokens=12)
+    expected = tiny.build_engine(policy, stop_ids=[128]).generate(asked, params())
+    caches, through_stages = [], megatron_engine.through_stages
+    monkeypatch.setattr(megatron_engine, "through_stages", lambda *a: caches.append(type(a[3])) or through_stages(*a))
+    found = tiny.build_engine(policy, stop_ids=[128], max_batch_size=2).generate(asked, params())
+    assert responses(found) == responses(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
+    assert caches.count(PromptCacheContext) == 12 or not threshold, "batches of two would take 12 + 2 + 2 + 2 steps"
 
 
 def test_a_response_depends_on_its_prompt_and_seed_and_not_on_order_or_other_requests(engine, requests):
