@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,12 @@ CHECKED_EVERY = 10
 SAME_MEAN, SAME_MAX = 1e-5, 1e-3
 """Nats per token, mean and largest, up to which the engine's log-probabilities are the trainer's: fp32 rounds to about
 1e-6, bf16 to about 1e-2."""
+
+Values = dict[str, list[float]]
+"""Of each statistic what it is the mean of."""
+Tasks = Sequence[Callable[[], Values]]
+"""What several processes can share: none depends on another."""
+DoTasks = Callable[[Tasks], list[Values]]
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,13 @@ def _agree(seen: TrainingBatch) -> bool:
     return bool(gap.mean() <= SAME_MEAN and gap.max() <= SAME_MAX)
 
 
-def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
+def one_after_the_other(tasks: Tasks) -> list[Values]:
+    return [task() for task in tasks]
+
+
+def sample_statistics(
+    scored: Sequence[ScoredRollout], sampled: Sampled, do_tasks: DoTasks = one_after_the_other
+) -> dict[str, float]:
     """The statistics of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen against the
     trainer's pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3
     estimate of KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the
@@ -150,15 +163,20 @@ def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict
     if batch.ref_logprobs is not None:
         means["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
     mismatch = sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
-    return {**response_statistics(scored), **means, **mismatch, "old_from_sampler": float(sampled.is_samplers)}
+    return {
+        **response_statistics(scored, do_tasks),
+        **means,
+        **mismatch,
+        "old_from_sampler": float(sampled.is_samplers),
+    }
 
 
 def _token_mean(values: Tensor, batch: TrainingBatch) -> float:
     return float(reduce_tokens(values, batch.mask, "token-mean").mean())
 
 
-def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """What the responses show about the policy that generated them.
+def response_statistics(scored: Sequence[ScoredRollout], do_tasks: DoTasks = one_after_the_other) -> dict[str, float]:
+    """What the responses show about the policy that generated them; a task is a group, or what is of all together.
 
     Means over responses: "reward", "accuracy" (share of successes), "well_formed", "truncated" (share that did not
     end by itself), "unverified" (share whose answer exceeded the verifier's limits), "response_length" (tokens), and
@@ -169,26 +187,39 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     Over all responses together: "distinct_4_pooled".
     """
     groups = list(by_problem(scored).values())
+    largest_k = min(map(len, groups))
+    pooled, *of_groups = do_tasks([partial(_of_all, scored), *(partial(_of_group, one, largest_k) for one in groups)])
+    values: Values = {}
+    for part in (*of_groups, pooled):
+        for name, more in part.items():
+            values.setdefault(name, []).extend(more)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _of_all(scored: Sequence[ScoredRollout]) -> Values:
+    return {"distinct_4_pooled": [distinct_n([item.rollout.response_ids for item in scored], n=4)]}
+
+
+def _of_group(group: Sequence[ScoredRollout], largest_k: int) -> Values:
     per_response = {
-        "reward": [item.reward for item in scored],
-        "accuracy": [float(item.success) for item in scored],
-        "well_formed": [float(item.well_formed) for item in scored],
-        "truncated": [float(not item.rollout.finished) for item in scored],
-        "unverified": [float(item.reason.startswith(UNVERIFIED)) for item in scored],
-        "response_length": [float(len(item.rollout.response_ids)) for item in scored],
+        "reward": [item.reward for item in group],
+        "accuracy": [float(item.success) for item in group],
+        "well_formed": [float(item.well_formed) for item in group],
+        "truncated": [float(not item.rollout.finished) for item in group],
+        "unverified": [float(item.reason.startswith(UNVERIFIED)) for item in group],
+        "response_length": [float(len(item.rollout.response_ids)) for item in group],
     }
-    correct = [(len(group), sum(item.success for item in group)) for group in groups]
+    names = dict.fromkeys(name for item in group for name in item.parts)
+    parts = {f"reward/{name}": [item.parts[name] for item in group if name in item.parts] for name in names}
+    correct = sum(item.success for item in group)
     per_group = {
-        "voted_accuracy": [_vote(group) for group in groups],
-        **{f"pass@{k}": [pass_at_k(n, c, k) for n, c in correct] for k in range(1, min(map(len, groups)) + 1)},
-        "distinct_4": [distinct_n([item.rollout.response_ids for item in group], n=4) for group in groups],
-        "distinct_answers": [float(distinct_answers(item.answer for item in group)) for group in groups],
-        "zero_advantage_groups": [float(len({item.reward for item in group}) == 1) for group in groups],
+        "voted_accuracy": _vote(group),
+        **{f"pass@{k}": pass_at_k(len(group), correct, k) for k in range(1, largest_k + 1)},
+        "distinct_4": distinct_n([item.rollout.response_ids for item in group], n=4),
+        "distinct_answers": float(distinct_answers(item.answer for item in group)),
+        "zero_advantage_groups": float(len({item.reward for item in group}) == 1),
     }
-    names = dict.fromkeys(name for item in scored for name in item.parts)
-    parts = {f"reward/{name}": [item.parts[name] for item in scored if name in item.parts] for name in names}
-    means = {name: sum(values) / len(values) for name, values in {**per_response, **parts, **per_group}.items()}
-    return {**means, "distinct_4_pooled": distinct_n([item.rollout.response_ids for item in scored], n=4)}
+    return {**per_response, **parts, **{name: [value] for name, value in per_group.items()}}
 
 
 def _vote(group: Sequence[ScoredRollout]) -> float:

@@ -1,10 +1,10 @@
-"""What one rank decides for all of them."""
+"""What one rank decides for all of them, and what they share."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -50,6 +50,18 @@ def on_main_for_long(work: Callable[[], T]) -> T:
         while not on_main(lambda: bool(concurrent.futures.wait([future], MEET_EVERY_S).done)):
             pass
         return on_main(lambda: future.result())
+
+
+def in_shares(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """What the tasks return, in their order and on every rank, of which each calls its share. All ranks have the same
+    tasks, and none fails."""
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    own = [task() for task in tasks[rank::ranks]]
+    if ranks == 1:
+        return own
+    found: list[list[T]] = [[] for _ in range(ranks)]
+    torch.distributed.all_gather_object(found, own)
+    return [found[place % ranks][place // ranks] for place in range(len(tasks))]
 
 
 def any_rank(flag: bool) -> bool:

@@ -65,19 +65,21 @@ def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
 
 
 def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data, seed: int) -> Objective:
-    """The objective of Algorithm 1 that ``training`` configures. seed: the arm's, of random choices."""
+    """The objective of Algorithm 1 that ``training`` configures; the ranks share its statistics. seed: the arm's, of
+    random choices."""
     from nemo_edo.algorithms.grpo import GRPO
     from nemo_edo.algorithms.idpo import IDPO
+    from nemo_edo.parallel.main_rank import in_shares
 
     if isinstance(training, IDPOConfig):
-        return IDPO(training, pad_id=data.pad_id, seed=seed)
+        return IDPO(training, pad_id=data.pad_id, seed=seed, do_tasks=in_shares)
     questions = {problem.id: problem.question for problem in data.train}
-    if training.advantage is None:
-        return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id)
-    from nemo_edo.run.own_advantages import OwnAdvantages
+    own = None
+    if training.advantage is not None:
+        from nemo_edo.run.own_advantages import OwnAdvantages
 
-    own = OwnAdvantages(training.advantage)
-    return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id, own)
+        own = OwnAdvantages(training.advantage)
+    return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id, own, do_tasks=in_shares)
 
 
 def build_guards(cfg: RunConfig, layers: int) -> GuardsConfig:

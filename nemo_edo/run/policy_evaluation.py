@@ -164,7 +164,7 @@ def _log_judge(job: Job, arm: str, iteration: int) -> None:
 def _log_metrics(job: Job, evaluation: Evaluation, iteration: int, final: bool, seconds: float) -> None:
     """The means with their intervals, and the problems that were newly solved and lost."""
     arm, clocks = evaluation.arm, {"evaluation_s": seconds}
-    metrics = evaluation.means(resamples=job.cfg.evaluation.bootstrap, seed=job.cfg.seed)
+    metrics = on_main(lambda: evaluation.means(resamples=job.cfg.evaluation.bootstrap, seed=job.cfg.seed))
     changes = on_main(lambda: _changes(job, evaluation, iteration))
     job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 

@@ -2,10 +2,22 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest import mock
 
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.parallel import main_rank
+
+
+def shares() -> dict:
+    """Seven tasks, and how many of them this rank has called."""
+    called: list[int] = []
+
+    def task(number: int) -> int:
+        called.append(number)
+        return number**2
+
+    return {"results": main_rank.in_shares([partial(task, number) for number in range(7)]), "called": called}
 
 
 def give_up() -> None:
