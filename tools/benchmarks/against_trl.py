@@ -4,13 +4,15 @@ A cycle generates responses to every prompt, scores them, computes their log-pro
 takes optimizer steps, with the usual work of either library: nemo_edo runs Algorithm 1 and writes rollouts and metrics
 to disk, TRL logs nothing. TRL has the newest version that requirements/peers pins, in a separate environment. Each
 library has a persistent process; each round has one cycle of nemo_edo and one of TRL, and the ratio is the median over
-the rounds. The first round is a warm-up.
+the rounds. The first round is a warm-up, and with --cold, for jobs whose cycles take minutes, counts like the others.
+Peak memory is that of the processes, imports included.
 
 nemo_edo uses its fastest settings: responses to one prompt share it (share_prompts, keep_groups), and pi_old's
 log-probabilities are the sampler's, of which it checks a tenth (old_logprobs=sampler). With --old-logprobs trainer it
 recomputes all of them, as TRL does, since a generation serves several steps; auto is nemo_edo's default.
 TRL generates all responses at once, without gradient checkpointing, and computes logits of response positions only
-(its default); its micro-batches are the fastest found for even and uneven, and 8 rows for real.
+(its default). Its micro-batch is the fastest of those that divide a step (--rows takes one without looking): each is
+tried, in a process, on a step's samples and at most two of the model's layers, in a second cycle after one to warm up.
 
     even    1,280 responses of 28 tokens, 4 steps of 320, 0.44M parameters: responses never end by themselves
     uneven  160 responses of 1 to 192 tokens, 4 steps of 40, 10M parameters: every token ends one with probability 1/64
@@ -26,6 +28,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -42,7 +45,7 @@ from peer_environment import peer_environment
 
 MARK = "cycle "
 """Before a worker's report on its standard output, where libraries write too."""
-STEPS, LEARNING_RATE = 4, 1e-5
+LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,23 @@ class Job:
     """The stop token; 64 is outside the vocabulary, so nothing stops early."""
     ours: dict[str, object]
     """How nemo_edo splits a minibatch into micro-batches."""
-    rows: int
-    """TRL's per_device_train_batch_size, the fastest found; a step accumulates as many as it needs."""
+    rows: tuple[int, ...]
+    """TRL's per_device_train_batch_size: those that are tried. A step accumulates as many as it needs."""
     prompt_tokens: tuple[int, int] = (10, 10)
     """Fewest and most."""
     group: int = 10
+    steps: int = 4
 
     @property
     def minibatch(self) -> int:
-        return self.samples // STEPS
+        return self.samples // self.steps
+
+    @property
+    def trial(self) -> Job:
+        """A small part of it, on which TRL's micro-batches are compared."""
+        layers = min(2, self.architecture["num_hidden_layers"])
+        small = {**self.architecture, "num_hidden_layers": layers}
+        return replace(self, architecture=small, samples=self.minibatch, steps=1)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -75,10 +86,15 @@ SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "
 SHARING = {"packing": True, "share_prompts": True, "keep_groups": True}
 LARGE = {"hidden_size": 320, "intermediate_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 5}
 JOBS = {
-    "even": Job(SMALL, 1280, 28, 64, {"micro_batch_tokens": 4800, **SHARING}, rows=320),
-    "uneven": Job(LARGE, 160, 192, 1, {"micro_batch_tokens": 2048, **SHARING}, rows=40),
+    "even": Job(SMALL, 1280, 28, 64, {"micro_batch_tokens": 4800, **SHARING}, rows=(40, 80, 160, 320)),
+    "uneven": Job(LARGE, 160, 192, 1, {"micro_batch_tokens": 2048, **SHARING}, rows=(10, 20, 40)),
     "real": Job(
-        SMOLLM2, 128, 64, 49152, {"micro_batch_tokens": 2048, **SHARING}, rows=8, prompt_tokens=(40, 150), group=8
+        SMOLLM2,
+        *(128, 64, 49152),
+        {"micro_batch_tokens": 2048, **SHARING},
+        rows=(4, 8, 16, 32),
+        prompt_tokens=(40, 150),
+        group=8,
     ),
 }
 
@@ -93,7 +109,8 @@ class Turns:
     def __call__(self) -> None:
         if self._begun is not None:
             wall, cpu = (now - then for now, then in zip(clocks(), self._begun, strict=True))
-            print(MARK + json.dumps({"wall": wall, "cpu": cpu, "tokens": self.tokens}), flush=True)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            print(MARK + json.dumps({"wall": wall, "cpu": cpu, "tokens": self.tokens, "GiB": peak}), flush=True)
         if not sys.stdin.readline():
             raise SystemExit("there are no more rounds")
         self.tokens, self._begun = 0, clocks()
@@ -117,6 +134,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from nemo_edo.config import SamplingConfig
     from nemo_edo.generation.in_process import InProcessSync
     from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.parallel.main_rank import in_shares
     from nemo_edo.rollouts.store import RolloutStore
     from nemo_edo.run.metrics_log import MetricsLog
     from nemo_edo.run.tracking import quiet_libraries
@@ -152,7 +170,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
             engine=engine,
             weight_sync=InProcessSync(engine),
             scorer=OddSum(),
-            objective=GRPO(training, {}, job.new_tokens, pad_id=0),
+            objective=GRPO(training, {}, job.new_tokens, pad_id=0, do_tasks=in_shares),
             store=RolloutStore(scratch),
             log=partial(MetricsLog(Path(scratch) / "metrics.jsonl", lambda *_: None, writes=True), arm="grpo"),
         )
@@ -166,7 +184,7 @@ def our_training(job: Job, args: argparse.Namespace):
     return GRPOConfig(
         alpha=0.0,
         beta=0.0,
-        iterations=args.rounds + 1,
+        iterations=cycles(args),
         minibatch_size=job.minibatch,
         optimizer=OptimizerConfig(lr=LEARNING_RATE, warmup_steps=0, schedule="constant"),
         old_logprobs=args.old_logprobs,
@@ -207,7 +225,7 @@ def theirs(job: Job, folder: Path, args: argparse.Namespace) -> None:
             turns()
 
         def on_step_end(self, args, state, control, **_) -> None:
-            if state.global_step % STEPS == 0:
+            if state.global_step % job.steps == 0:
                 turns()
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -228,9 +246,9 @@ def their_training(job: Job, args: argparse.Namespace, folder: str):
         output_dir=folder,
         use_cpu=True,
         bf16=args.precision == "bf16",
-        max_steps=STEPS * (args.rounds + 1),
-        per_device_train_batch_size=min(job.rows, job.minibatch // args.processes),
-        gradient_accumulation_steps=max(1, job.minibatch // args.processes // job.rows),
+        max_steps=job.steps * cycles(args),
+        per_device_train_batch_size=args.rows,
+        gradient_accumulation_steps=job.minibatch // args.processes // args.rows,
         generation_batch_size=job.samples,
         num_generations=job.group,
         max_completion_length=job.new_tokens,
@@ -247,7 +265,8 @@ def their_training(job: Job, args: argparse.Namespace, folder: str):
     )
 
 
-SETTINGS = ("job", "precision", "processes", "threads", "rounds", "old_logprobs", "layers")
+SETTINGS = ("job", "precision", "processes", "threads", "rounds", "old_logprobs", "layers", "rows")
+FLAGS = ("cold", "trial")
 SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 
@@ -256,6 +275,7 @@ def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace)
     from nemo_edo.generation.server_process import free_port
 
     settings = [f"--{n.replace('_', '-')}={getattr(args, n)}" for n in SETTINGS]
+    settings += [f"--{name}" for name in FLAGS if getattr(args, name)]
     environment = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": str(args.threads)}
     if args.processes > 1:
         host = "127.0.0.1"
@@ -276,7 +296,7 @@ def cycle(side: str, workers: Sequence[subprocess.Popen]) -> dict[str, float]:
     """Gives a side its turn and waits for the reports of its processes."""
     give_turn(workers)
     reports = [report(side, worker) for worker in workers]
-    together = {key: sum(one[key] for one in reports) for key in ("cpu", "tokens")}
+    together = {key: sum(one[key] for one in reports) for key in ("cpu", "tokens", "GiB")}
     return {"wall": max(one["wall"] for one in reports), **together}
 
 
@@ -296,38 +316,68 @@ def report(side: str, worker: subprocess.Popen) -> dict[str, float]:
 def chosen(args: argparse.Namespace) -> Job:
     job = JOBS[args.job]
     layers = args.layers or job.architecture["num_hidden_layers"]
-    return replace(job, architecture={**job.architecture, "num_hidden_layers": layers})
+    job = replace(job, architecture={**job.architecture, "num_hidden_layers": layers})
+    return job.trial if args.trial else job
 
 
-def compare(args: argparse.Namespace) -> None:
+def cycles(args: argparse.Namespace) -> int:
+    return args.rounds + (not args.cold)
+
+
+def timed(args: argparse.Namespace, interpreters: dict[str, Path | str]) -> dict[str, list[dict[str, float]]]:
+    """The reports of each side's rounds."""
     job = chosen(args)
-    interpreters = {"ours": sys.executable, "TRL": peer_environment("trl_newest")}
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in interpreters}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), context=max(map(len, job.prompts)) + job.new_tokens, end=job.end, **job.architecture)
         workers = {side: start(side, python, Path(folder), args) for side, python in interpreters.items()}
-        for number in range(args.rounds + 1):
+        for number in range(cycles(args)):
             for side, processes in workers.items():
                 took = cycle(side, processes)
                 print(f"round {number}, {side}: {took}", file=sys.stderr, flush=True)
-                if number:
+                if number or args.cold:
                     found[side].append(took)
         for processes in workers.values():
             give_turn(processes)  # every cycle is reported; the workers end together
             for worker in processes:
                 worker.communicate(timeout=120)
+    return found
+
+
+def fastest_rows(args: argparse.Namespace, python: Path) -> int:
+    """TRL's fastest micro-batch of those that divide a process's share of a step."""
+    job = chosen(args)
+    fitting = [rows for rows in job.rows if job.minibatch // args.processes % rows == 0]
+    seconds = {}
+    for rows in fitting:
+        trial = argparse.Namespace(**{**vars(args), "rows": rows, "rounds": 1, "trial": True, "cold": False})
+        [report] = timed(trial, {"TRL": python})["TRL"]
+        seconds[rows] = report["wall"]
+    print("TRL's micro-batches: " + ", ".join(f"{rows} rows {one:.2f} s" for rows, one in seconds.items()), flush=True)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def compare(args: argparse.Namespace) -> None:
+    interpreters: dict[str, Path | str] = {"ours": sys.executable}
+    if not args.ours_only:
+        interpreters["TRL"] = peer_environment("trl_newest")
+        args.rows = args.rows or fastest_rows(args, interpreters["TRL"])
+    found = timed(args, interpreters)
     print(
-        f"{args.job}, {job.architecture['num_hidden_layers']} layers, {args.precision}, "
+        f"{args.job}, {chosen(args).architecture['num_hidden_layers']} layers, {args.precision}, "
         f"{args.processes} processes of {args.threads} threads, {args.rounds} rounds, "
         f"pi_old by ours' {args.old_logprobs}, torch {version('torch')}"
     )
     for side, reports in found.items():
         middle = {key: statistics.median(report[key] for report in reports) for key in reports[0]}
-        print(f"{side:5} {middle['wall']:7.2f} s, {middle['cpu']:7.2f} CPU s per cycle, {middle['tokens']:,.0f} tokens")
-    for clock in ("wall", "cpu"):
-        ratios = [a[clock] / b[clock] for a, b in zip(*found.values(), strict=True)]
+        print(
+            f"{side:5} {middle['wall']:7.2f} s, {middle['cpu']:7.2f} CPU s per cycle, {middle['tokens']:,.0f} tokens, "
+            f"peak {middle['GiB']:.2f} GiB"
+        )
+    for measure in ("wall", "cpu", "GiB") if len(found) == 2 else ():
+        ratios = [a[measure] / b[measure] for a, b in zip(*found.values(), strict=True)]
         low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-        print(f"ours / TRL's, {clock:4} {middle:.2f} ({low:.2f} to {high:.2f})")
+        print(f"ours / TRL's, {measure:4} {middle:.2f} ({low:.2f} to {high:.2f})")
 
 
 def main() -> None:
@@ -339,6 +389,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--old-logprobs", choices=("auto", "sampler", "trainer"), default="sampler")
     parser.add_argument("--layers", type=int, default=0, help="fewer than the job's model has, for a quick look")
+    parser.add_argument("--rows", type=int, default=0, help="of TRL's micro-batches; default: the fastest found")
+    parser.add_argument("--cold", action="store_true", help="no round to warm up")
+    parser.add_argument("--ours-only", action="store_true", help="no TRL: to compare numbers of processes")
+    parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
