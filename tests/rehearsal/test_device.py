@@ -38,5 +38,9 @@ def test_numbers_and_gradients_are_the_cpus(gpu):
     assert gpu.run(f"{CASES}:same_numbers")[0]
 
 
+def test_covariance_controls_select_the_same_tokens_on_every_device(gpu):
+    assert gpu.run(f"{CASES}:selected")[0] == [(["cpu", "cuda"], True)] * 2
+
+
 def test_a_kernel_of_triton_refuses_tensors_of_the_host(gpu):
     assert "cannot be accessed from Triton" in gpu.run(f"{CASES}:kernel_with_a_tensor_of_the_host")[0]
