@@ -34,12 +34,26 @@ def enter(threads: int | None = None) -> torch.device:
         torch.cuda.set_device(_entered)
         if find_spec("transformer_engine") is None:
             without_cuda.do_without_transformer_engine()
+        else:
+            _require_transformer_engine()
         return _entered
     if threads is not None:
         torch.set_num_threads(threads)
     without_cuda.adapt()
     _entered = torch.device("cpu")
     return _entered
+
+
+def _require_transformer_engine() -> None:
+    """Raises UserError where it is installed and cannot be imported: Megatron would compute without it, and
+    Megatron-Bridge would end in the middle of its own imports."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
+            "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's kernels"
+        ) from error
 
 
 def local_gpu(local_rank: int) -> torch.device:

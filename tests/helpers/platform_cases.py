@@ -8,6 +8,8 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -62,6 +64,19 @@ def enter_with_too_few_gpus() -> str:
         return str(error)
 
 
+def enter_with_a_broken_engine() -> str:
+    """Transformer Engine is installed, and lacks a package."""
+    package = Path(tempfile.mkdtemp()) / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("import onnx_that_is_absent")
+    sys.path.insert(0, str(package.parents[1]))
+    try:
+        return str(enter_with_cuda())
+    except UserError as error:
+        return str(error)
+
+
 def make_tensors() -> dict:
     """Where tensors are made that are asked for on "cuda", and within a block that names another device."""
     platform.enter(1)
@@ -86,7 +101,8 @@ def forked(case) -> dict:
         process.join()
 
 
-CASES = (enter_twice, enter_with_cuda, enter_with_one_gpu, enter_with_too_few_gpus, make_tensors)
+CASES = (enter_twice, enter_with_cuda, enter_with_one_gpu, enter_with_too_few_gpus, enter_with_a_broken_engine,
+         make_tensors)  # fmt: skip
 
 if __name__ == "__main__":
     untouched = state_of_torch()

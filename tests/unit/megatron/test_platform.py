@@ -28,6 +28,11 @@ def test_a_process_that_sees_one_gpu_takes_it_and_too_few_for_a_nodes_processes_
     assert "number 4 on its node, where 3 GPUs are visible" in cases["enter_with_too_few_gpus"]
 
 
+def test_an_engine_that_cannot_be_imported_is_named_with_what_it_lacks(cases):
+    said = cases["enter_with_a_broken_engine"]
+    assert "Transformer Engine is installed and cannot be imported: No module named 'onnx_that_is_absent'; " in said
+
+
 def test_the_second_call_of_enter_changes_nothing(cases):
     result = cases["enter_twice"]
     some = {"torch.cuda.current_device", "torch.distributed.scatter", "torch.zeros", "Tensor.cuda"}
