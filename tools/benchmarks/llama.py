@@ -28,7 +28,9 @@ def write_model(folder: Path, *, context: int = 128, end: int = 1, **architectur
 
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "num_key_value_heads": architecture["num_attention_heads"], **architecture}
-    config = LlamaConfig(head_dim=64, max_position_embeddings=context, tie_word_embeddings=True, **shape)
+    # Llama's own ends, tokens 1 and 2, would end a response in libraries that read the model's generation config.
+    ends = {"bos_token_id": None, "eos_token_id": end}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=context, tie_word_embeddings=True, **ends, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokens = max(shape["vocab_size"], end + 1)
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(tokens)}, unk_token="0"))
