@@ -1,4 +1,4 @@
-"""Processes with the pretended GPU, and without it, until the last test of this folder: the groups of idle ones poll."""
+"""Processes with the pretended GPU, and without it, until this folder's last test: the groups of idle ones poll."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
