@@ -74,7 +74,7 @@ class MegatronEngine:
             token_by_token(self._built.chunks) as self._chunks,
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
-            for places in [order] if self._shares_prompts else split_evenly(order, rows):
+            for places in split_evenly(order, len(requests) if self._shares_prompts else rows):
                 batch = self._batch([mine[i] for i in places], rows, sampling, counter)
                 for place, rollout in zip(places, batch, strict=True):
                     rollouts[place] = rollout
