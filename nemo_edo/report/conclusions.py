@@ -293,14 +293,18 @@ def _word(metric: str) -> str:
     return metric_name(metric).removesuffix(" (nats)")
 
 
+def short_name(metric: str) -> str:
+    """The metric as the head of a narrow column."""
+    return _SHORT_NAMES.get(metric, metric_name(metric))
+
+
 def terminal_table(comparison: Comparison) -> str:
     """The main metrics in 80 columns: a line of means for each arm, and its 95 % intervals under it. Labels are whole.
 
     A star marks a mean whose difference from the baseline several seeds show.
     """
     metrics = [metric for metric in main_metrics(comparison.metrics) if metric != POOLED]
-    names = [_SHORT_NAMES.get(metric, metric_name(metric)) for metric in metrics]
-    lines = [_line("arm", names), "-" * (LABEL_WIDTH + CELL_WIDTH * len(metrics))]
+    lines = [_line("arm", [short_name(metric) for metric in metrics]), "-" * (LABEL_WIDTH + CELL_WIDTH * len(metrics))]
     for arm, label in comparison.labels.items():
         cells = [comparison.table[arm][metric] for metric in metrics]
         found = [comparison.difference(arm, metric) for metric in metrics]

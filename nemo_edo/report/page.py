@@ -13,10 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import main_metrics, metric_name
+from nemo_edo.evaluation.results import POOLED, main_metrics, metric_name
 from nemo_edo.report.charts import all_charts
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.conclusions import conclusions, direction, terminal_table
+from nemo_edo.report.conclusions import conclusions, direction, short_name, terminal_table
 from nemo_edo.report.facts import differing_settings, duration, facts, headline, markdown_table, phases
 from nemo_edo.report.run_set import RunSet
 from nemo_edo.report.sample_browser import sample_browser
@@ -91,7 +91,7 @@ def render(comparison: Comparison, said: list[str], title: str) -> str:
     """The page. title: of several runs; one has its name. Everything is escaped except plotly's own script and the
     charts that plotly wrote."""
     main = main_metrics(comparison.metrics)
-    first = [metric for metric in main if metric != "accuracy"]
+    first = [metric for metric in main if metric not in ("accuracy", POOLED)]
     records = comparison.runs.records
     [run] = records if comparison.is_one else [None]
     return render_page(
@@ -129,5 +129,6 @@ def render_page(template: str, **values: Any) -> str:
         "metric_name": metric_name,
         "duration": duration,
         "direction": direction,
+        "short_name": short_name,
     }
     return environment.get_template(template).render(Markup=Markup, **values)

@@ -92,6 +92,10 @@ def test_the_result_the_table_and_the_first_chart_are_above_the_fold(driver, pag
                     ...(innerWidth > 1000 ? ["#chart-test-greedy_accuracy .cartesianlayer"] : [])].map(bottom);""")
         assert max(bottoms) <= 800, (width, bottoms)
         assert driver.execute_script("return document.querySelector('#diagnostics ~ details').open") is False
+        needed, seen = driver.execute_script("""
+            const box = document.querySelector(".first-table .scroll");
+            return [box.scrollWidth, box.clientWidth];""")
+        assert needed <= seen, (width, "the table's columns are all to be seen")
 
 
 def test_the_copy_button_puts_the_table_on_the_clipboard(opened):
@@ -226,6 +230,18 @@ def test_on_paper_the_charts_fit_the_controls_are_gone_and_a_dark_screens_colour
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
     assert needed <= width and controls == 0
     assert colors == ["#ffffff", "#1c2128", "#00734f", "#a84300"]
+
+
+def test_charts_are_drawn_for_the_papers_columns_before_the_browser_prints_and_for_the_screen_afterwards(driver, page):
+    load(driver, page, 1280)
+    within, width_after = driver.execute_script("""
+        const width = (chart) => chart.querySelector(".main-svg").getBoundingClientRect().width;
+        const charts = [...document.querySelectorAll(".charts .js-plotly-plot")].filter((chart) => chart.clientWidth);
+        dispatchEvent(new Event("beforeprint"));
+        const within = charts.map((chart) => width(chart) <= chart.clientWidth && width(chart) < 340);
+        dispatchEvent(new Event("afterprint"));
+        return [within, width(charts[0])];""")
+    assert within and all(within) and width_after > 500
 
 
 def test_the_report_of_several_seeds_is_the_same_page(driver, tmp_path):

@@ -4,10 +4,17 @@
 const observer = new ResizeObserver((entries) => entries.forEach((entry) => {
   if (entry.contentRect.width) Plotly.Plots.resize(entry.target);
 }));
-document.querySelectorAll(".js-plotly-plot").forEach((chart) => observer.observe(chart));
-const printed = () => document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.Plots.resize(chart));
-addEventListener("beforeprint", printed);
-addEventListener("afterprint", printed);
+const charts = document.querySelectorAll(".js-plotly-plot");
+charts.forEach((chart) => observer.observe(chart));
+
+// A browser prints as soon as beforeprint has returned, and Plots.resize draws later. The paper's columns are as wide on
+// the screen, so the charts can be drawn for them there.
+function forPaper(printing) {
+  document.documentElement.classList.toggle("printing", printing);
+  charts.forEach((chart) => { if (chart.clientWidth) Plotly.relayout(chart, {autosize: true}); });
+}
+addEventListener("beforeprint", () => forPaper(true));
+addEventListener("afterprint", () => forPaper(false));
 
 // A link to a section unfolds it.
 document.querySelectorAll("nav a").forEach((link) => link.addEventListener("click", () => {
