@@ -61,8 +61,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _unknown_option(command: argparse.ArgumentParser, option: str) -> NoReturn:
     name = option.partition("=")[0]
-    known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", command.format_help().partition("\nexamples:")[0]))
-    command.error(f"unknown option {name}{did_you_mean(name, known)} ({command.prog} --help lists them)")
+    known = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", command.format_help().partition("\nexamples:")[0]))
+    meant = did_you_mean(name.lstrip("-"), known).replace("mean ", "mean --")
+    takes_settings = "KEY=VALUE" in command.format_usage()
+    settings = ", and a setting is written without dashes: KEY=VALUE" if takes_settings and not meant else ""
+    command.error(f"unknown option {name}{meant} ({command.prog} --help lists them{settings})")
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

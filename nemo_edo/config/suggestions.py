@@ -51,16 +51,17 @@ def suggestion(key: str, known: Collection[str]) -> str:
     """``; did you mean A, B or C?`` for an unknown key, or nothing where no known key is near it in name or meaning.
 
     A key of the same name in another section is nearer than one of another name: ``iterations`` means
-    ``grpo.iterations`` or ``idpo.iterations``, and ``grpo.lr`` means ``grpo.optimizer.lr``. Other names have to be
-    more alike across sections than within one.
+    ``grpo.iterations``, ``idpo.iterations`` or that of one arm, and ``grpo.lr`` means ``grpo.optimizer.lr``. Other
+    names have to be more alike across sections than within one.
     """
     found = _candidates(key, known)
     if not found:
         return ""
-    names = f"{', '.join(found[:-1])} or {found[-1]}" if found[1:] else found[0]
     section, _, name = found[0].partition(".")
-    of_one_arm = f"; for one arm: arms.NAME.{name}" if section in ALGORITHMS and "." not in key else ""
-    return f"; did you mean {names}?{of_one_arm}"
+    if section in ALGORITHMS and "." not in key:
+        found = [*found, f"arms.NAME.{name} (of one arm)"]
+    names = f"{', '.join(found[:-1])} or {found[-1]}" if found[1:] else found[0]
+    return f"; did you mean {names}?"
 
 
 def _candidates(key: str, known: Collection[str]) -> list[str]:

@@ -43,6 +43,7 @@ from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
 from nemo_edo.utils.files import read_object, temporary_name
 from nemo_edo.utils.garbage import free_unused_memory, large_imports
 from nemo_edo.utils.phases import PhaseClock
+from nemo_edo.utils.wording import did_you_mean
 
 SENTENCES = 5
 """Of a report's conclusions that the terminal shows."""
@@ -92,13 +93,14 @@ def evaluate_model(cfg: RunConfig) -> list[str]:
 def collect(cfg: RunConfig, arm: str | None) -> None:
     """The warm-up, and then only the responses that the arms (None: all) need next. ``train`` resumes from there, and
     another run can train on them (``train.rollouts``)."""
+    known = arm_configs(cfg)
+    if not known:
+        raise UserError(f"algorithm {cfg.algorithm} trains on no responses: there is nothing to generate")
+    if arm is not None and arm not in known:
+        raise UserError(f"the config has no arm {arm!r}{did_you_mean(arm, known)} (there are: {', '.join(known)})")
     with _stop_signal(cfg) as stop:
         job = _prepare(cfg, stop, PhaseClock())
         try:
-            if not job.arms:
-                raise UserError(f"algorithm {cfg.algorithm} trains on no responses: there is nothing to generate")
-            if arm is not None and arm not in job.arms:
-                raise UserError(f"the config has no arm {arm!r}; it has {', '.join(job.arms)}")
             stage(job, WARMUP, lambda: warm_up(job))
             for name in [arm] if arm else job.arms:
                 if name not in job.folder.journal():

@@ -237,6 +237,8 @@ def test_each_kind_of_end_has_its_status_and_only_a_bug_a_traceback(jobs: Record
     ([], 0, ""), (["lunch"], 2, "no command lunch; did you mean launch?"),
     (["train", "--config-nmae", "x"], 2, "unknown option --config-nmae; did you mean --config-name?"),
     (["report", "a", "b", "--ouy=x"], 2, "unknown option --ouy; did you mean --out?"),
+    (["train", "--lr", "1"], 2, "unknown option --lr (nemo-edo train --help lists them, and a setting is written with"),
+    (["export", "a", "b", "--foo"], 2, "unknown option --foo (nemo-edo export --help lists them)"),
     (["report"], 2, "required: RUN"), (["train", "-m", "--jobs=0"], 2, "--jobs: 0"),
     (["train", "--on-bad-rows=drop"], 2, "drop"), (["--version"], 0, f"nemo-edo {nemo_edo.__version__}\n"),
     (["--help"], 0, ""),

@@ -195,7 +195,7 @@ def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, diff
     ("dta=gsm8k", ["unknown key dta", "did you mean data?"]),
     ("grpo={alhpa: 1}", ["unknown key grpo.alhpa", "did you mean grpo.alpha?"]),
     ("arms.ed_grpo.optimizer.rl=1", ["unknown key", "did you mean arms.ed_grpo.optimizer.lr?"]),
-    ("iterations=0", ["did you mean grpo.iterations or idpo.iterations?; for one arm: arms.NAME.iterations"]),
+    ("iterations=0", ["did you mean grpo.iterations, idpo.iterations or arms.NAME.iterations (of one arm)?"]),
     ("grpo.lr=1", ["did you mean grpo.optimizer.lr?"]),
     ("learning_rate=1", ["did you mean sft.optimizer.lr, grpo.optimizer.lr or idpo.optimizer.lr?"]),
     ("sampling.num_generations=1", ["did you mean sampling.samples_per_prompt?"]),

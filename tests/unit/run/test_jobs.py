@@ -132,6 +132,8 @@ OF_A_RUN = {
         "export {}/runs/a {}/out --arm=one", "", "{}/runs/a/checkpoints/one is missing"),
     "export into a folder in use": (
         "export {}/runs/a {}/runs --arm=one", "one", "{}/runs exists already and is not an empty folder"),
+    "collect of an unknown arm": (
+        "collect output_dir={}/new --arm=grp", "", "the config has no arm 'grp'; did you mean grpo? (there are: "),
     "evaluate of no run": ("evaluate {}/runs", "", "{}/runs is not the folder of a run"),
     "evaluate with foreign overrides": (
         "evaluate {}/runs/a evaluation.samples=2 seed=3 grpo.alpha=0", "",
