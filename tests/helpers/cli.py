@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from helpers.worker_pool import import_bridge
+
 from nemo_edo.utils.processes import end_with
 
 Call = tuple
@@ -125,4 +127,5 @@ if __name__ == "__main__":
     end_with(int(sys.argv[1]))
     for module in IMPORTED:
         importlib.import_module(f"nemo_edo.{module}")
+    import_bridge()
     serve(Connection(int(sys.argv[2])))

@@ -123,6 +123,16 @@ class WorkerPool:
 # --- in the processes ---------------------------------------------------------------------------------------------
 
 
+def import_bridge() -> None:
+    """Before a fork, what every case with a model would import anew, in two seconds; it adapts nothing else."""
+    import torch
+
+    from nemo_edo.megatron.cpu import without_cuda
+
+    if not torch.cuda.device_count():  # which, unlike is_available, leaves CUDA to the forked processes
+        without_cuda.import_bridge()
+
+
 def serve(pipe: Connection, wait_s: float | None) -> None:
     """Forks a process for each case, or runs it, until the pool's process closes its end."""
     contexts, has_group = contextlib.ExitStack(), False
@@ -190,6 +200,8 @@ def main(parent: str, descriptor: str, wait_s: str | None = None) -> None:
     importlib.import_module("helpers.tiny_models")
     importlib.import_module("nemo_edo.models")
     importlib.import_module("nemo_edo.megatron.checkpoint")
+    if LASTING not in os.environ:
+        import_bridge()
     serve(Connection(int(descriptor)), None if wait_s is None else float(wait_s))
 
 

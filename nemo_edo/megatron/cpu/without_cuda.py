@@ -38,7 +38,7 @@ def configure(config: Any) -> None:
 
 def do_without_transformer_engine() -> None:
     """On a GPU: what Megatron-Bridge and Megatron's router need where Transformer Engine is not installed."""
-    _bridge_import()
+    import_bridge()
     _router_product()
 
 
@@ -199,7 +199,7 @@ LOOK_FOR_TRANSFORMER_ENGINE = (
 """What Megatron-Bridge imports of megatron-core's models, and what looks for Transformer Engine when imported."""
 
 
-def _bridge_import() -> None:
+def import_bridge() -> None:
     """Megatron-Bridge imports Transformer Engine at import, for LoRA layers of a kind that only GPUs have.
 
     Stand-in modules serve that one import and are taken out again. megatron-core's modules look for Transformer
@@ -234,5 +234,5 @@ ADAPTATIONS: dict[str, Callable[[], None]] = {
     "contiguous_scatter": _contiguous_scatter,
     "router_product": _router_product,
     "expert_counts": _expert_counts,
-    "bridge_import": _bridge_import,
+    "bridge_import": import_bridge,
 }
