@@ -160,7 +160,7 @@ class RewardsConfig:
     """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. judge: a
     language model (``rewards.judge``). auto: exact where every problem's answer is a number (GSM8K), otherwise math."""
     time_limit_s: float = 5.0
-    """Wall time for one answer; above it the reward is 0."""
+    """CPU time for one answer; above it the reward is 0."""
     time_budget_s: float = 60.0
     """Seconds of all workers that answers which reach the time limit may take in one collection, or in an evaluation's
     greedy or sampled responses, however many parts, ranks and restarts it has. Those left have reward 0; none that is

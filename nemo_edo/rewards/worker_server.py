@@ -17,6 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 from nemo_edo.rewards import equivalence
 from nemo_edo.rewards.workers import Limits, TaskFailure
 
@@ -24,7 +26,9 @@ _FUNCTIONS = {function.__name__: function for function in (equivalence.compare, 
 _REPLACE_ABOVE = 0.5
 """Share of the memory limit: a worker whose peak was above it is replaced, as its next task would have less."""
 _FIRST_TRY_S = 0.25
-"""Wall time of a task's first try where there is a budget: few need more, and those wait until the others are done."""
+"""CPU time of a task's first try where there is a budget: few need more, and those wait until the others are done."""
+_PATIENCE = 20
+"""Times its CPU time that a task may take of the wall clock: a busy machine must not cost an answer its reward."""
 
 
 @dataclass
@@ -35,7 +39,27 @@ class Worker:
     """Index of its current task."""
     values: tuple = ()
     """The task's arguments."""
+    begun: tuple[float, float] = 0.0, 0.0
+    """The wall clock, and its CPU seconds, when it got the task."""
     deadline: float = 0.0
+    """Of the wall clock: it cannot have used up its CPU time before."""
+
+    def begin(self, task: int, values: tuple, seconds: float) -> None:
+        self.task, self.values, self.begun = task, values, (time.monotonic(), self._cpu_seconds())
+        self.deadline = self.begun[0] + seconds
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether its task has used up so many CPU seconds; otherwise the deadline is put off."""
+        now, (wall, cpu) = time.monotonic(), self.begun
+        if now < self.deadline:
+            return False
+        left = min(seconds - (self._cpu_seconds() - cpu), wall + _PATIENCE * seconds - now)
+        self.deadline = now + left
+        return left <= 0
+
+    def _cpu_seconds(self) -> float:
+        times = psutil.Process(self.pid).cpu_times()
+        return times.user + times.system
 
     def end(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -81,8 +105,8 @@ class Server:
         return results
 
     def _try(self, name: str, waiting: deque[tuple[int, tuple]], results: list[Any], seconds: float) -> bool:
-        """Gives each task at most ``seconds``, until those that took them have used up the budget; the others have
-        timed out, too. False where the trainer has closed the connection."""
+        """Gives each task at most so many CPU seconds, until those that took them have used up the budget; the others
+        have timed out, too. False where the trainer has closed the connection."""
         while waiting or any(worker.task is not None for worker in self._workers):
             for worker in [worker for worker in self._workers if worker.task is None]:
                 self._give(worker, name, waiting, seconds)
@@ -94,7 +118,7 @@ class Server:
             for worker in busy:
                 if worker.connection in ready:
                     self._take(worker, waiting, results)
-                elif time.monotonic() >= worker.deadline:
+                elif worker.is_late(seconds):
                     results[worker.task] = TaskFailure.TIMED_OUT
                     self._budget_s -= seconds
                     self._replace(worker)
@@ -112,7 +136,7 @@ class Server:
             self._replace(worker)
             return
         waiting.popleft()
-        worker.task, worker.values, worker.deadline = task, values, time.monotonic() + seconds
+        worker.begin(task, values, seconds)
 
     def _take(self, worker: Worker, waiting: deque[tuple[int, tuple]], results: list[Any]) -> None:
         """A task whose worker died is tried once more: the system may have killed it, short of memory; that must not

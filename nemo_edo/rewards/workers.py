@@ -34,7 +34,7 @@ class TaskFailure(Enum):
 @dataclass(frozen=True)
 class Limits:
     seconds: float
-    """Wall time of one task."""
+    """CPU time of one task, which on an idle machine is its wall time."""
     memory_mb: int
     """Address space of one worker in MiB, including its libraries (about 70)."""
     workers: int

@@ -5,6 +5,7 @@ import signal
 import time
 from multiprocessing import Pipe
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from helpers.responses import scored
@@ -155,6 +156,22 @@ def test_answers_that_hang_share_a_budget_and_take_nothing_from_the_others():
     finally:
         pool.close()
     assert results == [TaskFailure.TIMED_OUT] * 12 + [(True, "x + 1")]
+
+
+def test_a_worker_that_waits_for_its_turn_on_a_busy_machine_times_out_by_its_cpu_time_alone():
+    pool = WorkerPool(Limits(seconds=0.5, memory_mb=1024, workers=1))
+    try:
+        pool.run("parses", [("x",)])
+        server = pool._server.pid
+        [worker] = map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
+        os.kill(worker, signal.SIGSTOP)
+        Timer(1.5, os.kill, (worker, signal.SIGCONT)).start()
+        begun = time.monotonic()
+        assert pool.run("compare", [("x+1", "1+x")]) == [(True, "x + 1")]
+        assert time.monotonic() - begun > 1.4
+        assert pool.run("compare", [("5", BILLION_TERMS)]) == [TaskFailure.TIMED_OUT]
+    finally:
+        pool.close()
 
 
 def test_the_budget_is_a_collections_whatever_its_parts_and_restarts():

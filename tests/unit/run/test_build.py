@@ -17,6 +17,7 @@ from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config import ArithmeticConfig, RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import UserError
+from nemo_edo.parallel.main_rank import in_shares
 from nemo_edo.run import build, inputs
 from nemo_edo.run.folder import RunFolder
 
@@ -135,8 +136,8 @@ def test_each_arm_gets_the_objective_of_its_config(tmp_path: Path):
     arms = arm_configs(cfg)
     grpo, idpo = (build.build_objective(cfg, arm, data, cfg.seed) for arm in arms.values())
     questions = {problem.id: problem.question for problem in data.train}
-    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id)
-    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7)
+    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id, do_tasks=in_shares)
+    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7, do_tasks=in_shares)
 
 
 @pytest.mark.parametrize(("settings", "ceiling"), [
