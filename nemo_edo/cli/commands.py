@@ -43,6 +43,7 @@ def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
 
     cfg = preflight(require_run(cfg, args.config_name))
     _jobs().train(cfg, process_began() if args.own_process else None)
+    say(f"command: nemo-edo {shlex.join(args.given)} (resumes the run where it was stopped)")
     return 0
 
 

@@ -33,8 +33,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    args, rest = parse(sys.argv[1:] if argv is None else argv)
-    args.own_process = argv is None
+    given = sys.argv[1:] if argv is None else argv
+    args, rest = parse(given)
+    args.given, args.own_process = given, argv is None
     try:
         return RUN[args.command](args, rest) or 0
     except UserError as error:

@@ -1,7 +1,7 @@
 """The arms of a set of runs compared: estimates, differences from a baseline, and readings at matched accuracy.
 
 Two kinds of chance are kept apart. An interval over problems covers the choice of test problems, for the very
-policies that were trained. The luck of training shows over seeds (Student's t) only: they alone decide whether a
+policies that were trained. The noise of training shows over seeds (Student's t) only: they alone decide whether a
 difference is shown, corrected for the number of differences. One run has the distance between two trainings of its
 baseline (``replicate_baseline``) instead, which gives a scale and decides nothing.
 """

@@ -91,7 +91,7 @@ def _result_of_one_seed(comparison: Comparison, baseline: str) -> str:
     noise = (
         f"{replicate.label}, trained again with other samples, differs from itself by {replicate.noise[metric]:.3f}"
         if replicate and metric in replicate.noise
-        else "how far a second training would be off was not measured (replicate_baseline)"
+        else "how much a second training would differ was not measured (replicate_baseline=true measures it)"
     )
     where = f"one seed ({comparison.seeds[0]})" if comparison.is_one else "one seed of each arm"
     verb = "differs" if len(gaps) == 1 else "differ"
@@ -102,14 +102,14 @@ def _scope(comparison: Comparison) -> str:
     if comparison.is_one:
         return (
             f"This is one seed ({comparison.seeds[0]}) on {comparison.problems} test problems. The 95 % intervals "
-            "cover the choice of test problems only, not the luck of training. A claim about an arm needs several "
+            "cover the choice of test problems only, not the noise of training. A claim about an arm needs several "
             "seeds."
         )
     seeds = ", ".join(map(str, comparison.seeds))
     return (
         f"{count(len(comparison.runs.records), 'run')} with {count(len(comparison.seeds), 'seed')} ({seeds}) and "
         f"{count(len(comparison.arms), 'trained arm')}, on {comparison.problems} test problems. Intervals over seeds "
-        "are Student's t: with few seeds they are wide, but they cover the luck of training. Intervals over problems "
+        "are Student's t: with few seeds they are wide, but they cover the noise of training. Intervals over problems "
         "cover the choice of test problems only."
     )
 
@@ -125,7 +125,7 @@ def _one_seed(comparison: Comparison) -> list[str]:
         return []
     has = "has" if len(single) == 1 else "have"
     which = "Every arm has" if len(single) == len(comparison.arms) else f"{' and '.join(single)} {has}"
-    return [f"{which} one seed only, so nothing is claimed there: a difference may be the luck of one training."]
+    return [f"{which} one seed only, so nothing is claimed there: a difference may be the noise of training."]
 
 
 def _breakdowns(comparison: Comparison) -> list[str]:

@@ -174,7 +174,7 @@ class Run:
         """Main metrics of the final evaluations, and their differences with 95 % intervals, paired by problem.
 
         With another run: each policy of that name there minus here. Without: each arm minus the first. The intervals
-        cover the choice of test problems, not the luck of training: a claim about an arm needs several seeds
+        cover the choice of test problems, not the noise of training: a claim about an arm needs several seeds
         (``nemo-edo report``). Raises UserError where they were evaluated on different problems.
         """
         import pandas as pd

@@ -1,6 +1,7 @@
 """What a person sees of a run: on a terminal of 80 columns, after Ctrl-C, and through a pipe."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,5 @@ def test_a_pipe_gets_plain_lines_and_the_same_command_resumes(resumed: str):
     assert [(match[1], match[2]) for match in lines][-3:] == [("other", str(number)) for number in (1, 2, 3)]
     assert "warmup" not in " ".join(line for line in resumed.splitlines() if line.startswith("[1/3]"))
     assert re.search(r"^\[3/3\] other after 3: greedy .* H ", resumed, re.MULTILINE)
+    command = re.search(r"^command: nemo-edo (.*) \(resumes the run where it was stopped\)$", resumed, re.MULTILINE)
+    assert shlex.split(command[1])[: len(ARGUMENTS)] == ARGUMENTS

@@ -181,11 +181,12 @@ def test_samples_hold_responses_of_the_start_and_every_arm_to_each_problem(first
             assert response["reward"] == (final_answer(response["text"]) == problem["answer"])
 
 
-def test_the_table_the_reports_path_and_where_the_time_went_are_the_last_words(first: Finished):
+def test_the_table_the_reports_path_where_the_time_went_and_the_command_are_the_last_words(first: Finished):
     lines = first.output.splitlines()
     folder = first.folder.with_name("tiny")  # its name when it ran
-    assert lines[-2] == f"report: {folder / 'report.html'}"
-    assert re.fullmatch(r"run \d+:\d\d: .*report \d+%.*", lines[-1])
+    assert lines[-3] == f"report: {folder / 'report.html'}"
+    assert re.fullmatch(r"run \d+:\d\d: .*report \d+%.*", lines[-2])
+    assert lines[-1].startswith("command: nemo-edo train --config-name=quickstart ")
     assert any(line.startswith("ED-GRPO α=300, ") for line in lines) and "floor -0.1" in " ".join(lines)
 
 

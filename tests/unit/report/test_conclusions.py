@@ -58,7 +58,7 @@ def test_words_of_one_seed_have_values_and_the_noise_and_no_verdict(changes: dic
 def test_the_result_comes_first_and_the_scope_last():
     first, *_, last = conclusions(run())
     assert first.startswith("On one seed (42), 2 arms differ from GRPO in vote@7")
-    assert all(part in last for part in ("one seed (42)", "80 test problems", "not the luck of training"))
+    assert all(part in last for part in ("one seed (42)", "80 test problems", "not the noise of training"))
 
 
 @pytest.mark.parametrize(("start", "broke"), [(0.9, True), (0.1, False)])
