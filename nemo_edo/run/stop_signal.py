@@ -44,7 +44,8 @@ class StopSignal:
             self._watch.close()
 
     def _receive(self, number: int, _: object) -> None:
-        if not self._received and is_main():
+        # By torchrun's variable: the signal may come before the process group is there, or after it.
+        if not self._received and os.environ.get("RANK", "0") == "0":
             # A handler must not wait for a lock, so it does not print. On a terminal: in place of the run's line, which
             # replaces it.
             said = (

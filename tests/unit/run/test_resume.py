@@ -382,6 +382,18 @@ with StopSignal():
         ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, and no handler of Python's runs"""
 
 
+def test_a_signal_that_comes_before_the_process_group_is_there_is_remembered_like_any_other(monkeypatch, capfd):
+    def get_rank():
+        raise ValueError("Default process group has not been initialized")
+
+    with StopSignal() as stop:
+        with monkeypatch.context() as without_group:
+            without_group.setattr(torch.distributed, "get_rank", get_rank)
+            signal.raise_signal(signal.SIGTERM)
+        assert stop._received
+    assert "SIGTERM: stopping after this step" in capfd.readouterr().err
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_request_ends_a_run_at_once_wherever_it_waits_but_not_one_that_comes_twice_together(sent):
