@@ -46,7 +46,7 @@ def enter(threads: int | None = None) -> torch.device:
 
 def _require_transformer_engine() -> None:
     """Raises UserError where it is installed and cannot be imported: Megatron would compute without it, and
-    Megatron-Bridge would end in the middle of its own imports."""
+    Megatron-Bridge would end halfway through its imports."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError) as error:

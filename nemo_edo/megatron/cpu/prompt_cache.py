@@ -132,7 +132,7 @@ class PromptCacheContext(CacheContext):
             grown = tuple(empty_rows(part, count, self._places, by_head=True) for part in parts)
             for part, before in zip(grown, parts, strict=True):
                 part[:filled, : len(there)] = before[:filled]
-                part[:filled, len(there) :] = 0  # weights of 0 times what is no number would be none
+                part[:filled, len(there) :] = 0  # an attention weight of 0 times NaN would be NaN
             self.key_value_memory_dict[layer] = grown
         begins = self.starts.new_zeros(len(there)) if self._begins is None else self._begins
         self._begin_at(torch.cat([begins, begins.new_full((len(owner),), filled)]))
