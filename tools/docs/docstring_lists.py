@@ -13,7 +13,7 @@ import griffe
 ARGUMENT = re.compile(r"(\w+(?:, \w+)*): (.*)")
 PARAGRAPH = re.compile(r"(Raises|Returns|Metrics|No gradient|Memory) ?")
 FULL = 112
-"""A line that the next line's first word would make longer than this is continued below: 120 columns, indented twice."""
+"""A line that the next line's first word would make longer than this continues below: 120 columns, indented twice."""
 
 
 class DocstringLists(griffe.Extension):
