@@ -82,6 +82,20 @@ def tasks_won(found: Iterable[Gain]) -> dict[str, list[str]]:
     return won
 
 
+def verdict(found: Sequence[Gain], *, most: int) -> str:
+    """In a sentence; a candidate wins that wins at least ``most`` tasks."""
+    won = tasks_won(found)
+    tasks = len({one.task for one in found} - {ALL_TASKS})
+    winners = [candidate for candidate, of_candidate in won.items() if len(of_candidate) >= most]
+    each = "; ".join(f"{candidate} wins {len(names)} of {tasks}{_named(names)}" for candidate, names in won.items())
+    head = f"The claim is won by {' and '.join(winners)}" if winners else "No candidate wins the claim"
+    return f"{head} (at least {most} of {tasks} tasks): {each}."
+
+
+def _named(names: Sequence[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""
+
+
 def markdown(found: Sequence[Gain]) -> str:
     heads = ["candidate", "task", "minus", "seeds", "difference in votes [95 %]", "p (Holm)", f"at least {MARGIN:g}"]
     lines = [

@@ -91,6 +91,8 @@ class Study:
     output_dir: str = "runs"
     settings: list[str] = field(default_factory=list)
     """Overrides of every cell."""
+    held_out: bool = False
+    """Whether the arms that are no baselines claim better votes than the baselines (``report.gains``)."""
     keep: str = "results"
     """Of a finished cell's folder: nothing; results, what ``nemo-edo report`` reads; everything."""
 
@@ -179,9 +181,9 @@ def _record(schema: type, values: Any, path: Path, prefix: str) -> Any:
         if name not in values and one.default is MISSING and one.default_factory is MISSING:
             raise UserError(f"{path}: {prefix}{name} is missing")
     for key, value in values.items():
-        expected = {"s": str, "l": list, "d": dict}[str(known[key].type)[0]]
+        expected = {"s": str, "l": list, "d": dict, "b": bool}[str(known[key].type)[0]]
         if not isinstance(value, expected):
-            words = {str: "a text", list: "a list", dict: "a mapping"}[expected]
+            words = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false"}[expected]
             raise UserError(f"{path}: {prefix}{key} is {value!r}, expected {words}")
     return schema(**values)
 
@@ -203,7 +205,11 @@ def _check(study: Study, path: Path) -> None:
     for name in study.baselines:
         if name not in study.arms:
             raise UserError(f"{path}: baselines has {name!r}, which is no arm{did_you_mean(str(name), study.arms)}")
+    if study.held_out and (not study.baselines or not set(study.arms) - set(study.baselines)):
+        raise UserError(f"{path}: held_out is true, so that it needs baselines, and an arm that is none")
     for name, arm in study.arms.items():
+        if study.held_out and len(arm.doses) > 1:
+            raise UserError(f"{path}: arms.{name}.doses is {arm.doses}, expected one dose where held_out is true")
         _check_doses(arm, f"{path}: arms.{name}")
 
 

@@ -5,6 +5,9 @@ from dataclasses import replace
 import studies_table
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
+from nemo_edo.report import gains
+from nemo_edo.run import study_status
+from nemo_edo.run.study_file import ArmEntry
 from nemo_edo.run.study_table import COLUMNS
 
 
@@ -57,3 +60,20 @@ def test_the_paper_s_claims_follow_the_tables_of_the_tasks(monkeypatch):
     state, of_sums, claims = studies_table.tables(study)
     assert "| sums: arm, dose | seeds |" in of_sums and "+0.100 [+0.100, +0.100] |" in of_sums
     assert "| sums | ED-GRPO | votes gain at moderate alpha |" in claims
+
+
+def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
+    [study] = [one for one in studies() if one.name == "doses"]
+    study = replace(study, held_out=True, seeds=[1, 2], baselines=["grpo"],
+                    arms={"grpo": ArmEntry(), "ed_grpo": ArmEntry(dose="alpha", doses=[0.1])})  # fmt: skip
+    rows = [row(arm, seed, vote + seed / 100, task=task, dose=dose, temperature="best", cpu_seconds="1")
+            for task in study.tasks for seed in (1, 2)
+            for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.1", 0.6))]  # fmt: skip
+    for module in (studies_table, study_status):
+        monkeypatch.setattr(module, "read_rows", lambda path: rows)
+    assert studies_table.tables(study)[-2:] == [
+        "No candidate wins the claim (at least 3 of 2 tasks): ed_grpo wins 2 of 2 (sums, chain).",
+        gains.markdown(gains.gains(rows, ["grpo"])),
+    ]
+    del rows[-1]
+    assert studies_table.tables(study)[-1] == "The candidates are judged when every cell is done."

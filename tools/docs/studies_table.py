@@ -16,6 +16,7 @@ from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
+from nemo_edo.report import gains
 from nemo_edo.report.claims import findings
 from nemo_edo.report.claims import markdown as claims_table
 from nemo_edo.run.study_file import Study, read_study
@@ -38,6 +39,8 @@ SHOWN = {
     "entropy": "entropy (nats)",
 }
 BASELINE = "grpo"
+TASKS_TO_WIN = 3
+"""Of a held-out study's four."""
 Arm = tuple[str, str]
 """(name, dose)"""
 BySeed = dict[Arm, dict[int, Row]]
@@ -53,8 +56,8 @@ def studies() -> list[Study]:
 
 
 def tables(study: Study) -> list[str]:
-    """The state of the study, a table for each task with results, the doses that would be chosen, and the paper's
-    claims."""
+    """The state of the study, a table for each task with results, and then what the study is for: the doses that would
+    be chosen and the paper's claims, or the verdict on a held-out study's claim."""
     wanted = {cell.key for cell in study.cells} | {
         study.start(task, seed).key for task in study.tasks for seed in study.seeds
     }
@@ -64,10 +67,20 @@ def tables(study: Study) -> list[str]:
         of_task = [row for row in rows if row["task"] == task]
         if of_task:
             found.append(task_table(task, of_task, study))
+    if study.held_out:
+        return [*found, *judgement(study, rows)]
     if all(len(arm.doses) < 2 for arm in study.arms.values()):  # nothing to choose, and no curve over doses
         return found
     choice, claims = choice_table(rows, study), findings(rows)
     return [*found, *([choice] if choice else []), *([claims_table(claims)] if claims else [])]
+
+
+def judgement(study: Study, rows: list[Row]) -> list[str]:
+    """The verdict on a held-out study's claim with its table, once every cell is done."""
+    if unfinished(study):
+        return ["The candidates are judged when every cell is done."]
+    found = gains.gains(rows, study.baselines)
+    return [gains.verdict(found, most=TASKS_TO_WIN), gains.markdown(found)]
 
 
 def state(study: Study, rows: list[Row]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_edo.report.gains import ALL_TASKS, gains, markdown, tasks_won
+from nemo_edo.report.gains import ALL_TASKS, gains, markdown, tasks_won, verdict
 
 TASKS, SEEDS = ("a", "b"), (11, 12, 13)
 BASELINES = ("grpo", "bonus")
@@ -33,6 +33,18 @@ def test_a_task_is_won_only_above_both_the_plain_method_and_the_tasks_best_basel
     pooled = [one for one in found if one.candidate == "ours" and one.task == ALL_TASKS]
     assert [round(one.interval.mean, 2) for one in pooled] == [0.1, 0.07]
     assert markdown(found).count("\n") == 1 + len(found)
+
+
+def test_the_claim_is_won_by_candidates_that_win_enough_tasks():
+    rows = table(grpo={"a": 0.5, "b": 0.5}, bonus={"a": 0.5, "b": 0.5}, ours={"a": 0.6, "b": 0.6},
+                 weak={"a": 0.58, "b": 0.52})  # fmt: skip
+    found = gains(rows, BASELINES)
+    each = "ours wins 2 of 2 (a, b); weak wins 1 of 2 (a)."
+    assert verdict(found, most=2) == f"The claim is won by ours (at least 2 of 2 tasks): {each}"
+    assert verdict(found, most=1).startswith("The claim is won by ours and weak (")
+    assert verdict([one for one in found if one.candidate == "weak"], most=2) == (
+        "No candidate wins the claim (at least 2 of 2 tasks): weak wins 1 of 2 (a)."
+    )
 
 
 def test_p_values_are_adjusted_for_every_test_of_the_table():

@@ -98,6 +98,11 @@ def test_the_start_trains_no_arm_and_has_the_warm_up_of_its_cells(written):
     ({"seeds": [-1]}, "of at least 0"),
     ({"keep": "all"}, "keep is 'all', expected one of nothing, results, everything"),
     ({"name": "a/b"}, "name is 'a/b', expected letters"),
+    ({"held_out": "yes"}, "held_out is 'yes', expected true or false"),
+    ({"held_out": True, "baselines": []}, "held_out is true, so that it needs baselines, and an arm that is none"),
+    ({"held_out": True, "arms": {"grpo": {}}, "baselines": ["grpo"]}, "and an arm that is none"),
+    ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "x": {"dose": "alpha", "doses": [0.1, 0.2]}}},
+     "arms.x.doses is .0.1, 0.2., expected one dose where held_out is true"),
 ])
 def test_a_wrong_file_is_an_error_that_names_the_key(written, changes, message: str):
     with pytest.raises(UserError, match=message):
