@@ -292,6 +292,20 @@ def test_a_chart_shows_each_difference_with_its_interval_where_the_axis_has_it()
     assert f'<circle cx="{left + 0.75 * (right - left):.1f}" cy="35.0"' in drawn and "a &lt;b&gt;" in drawn
 
 
+def test_the_map_of_doses_has_each_seeds_difference_from_its_method_s_baseline():
+    arms = {("grpo", "", "1"): "0.5", ("grpo", "", "2"): "0.6", ("eto", "", "1"): "0.4",
+            ("ed_grpo", "0.03", "1"): "0.7", ("ed_grpo", "0.03", "2"): "0.5", ("ed_grpo", "0.1", "3"): "0.5",
+            ("ed_idpo", "0.3", "1"): "0.5", ("novelty", "0.5", "1"): "0.9"}  # fmt: skip
+    rows = [{"arm": arm, "dose": dose, "seed": seed, "task": "a", "temperature": "1", "note": "", "vote": vote}
+            for (arm, dose, seed), vote in arms.items()]  # fmt: skip
+    rows += [{**row, **other, "vote": "0"} for row in rows for other in ({"task": "b"}, {"temperature": "best"})]
+    found = study_charts.dose_differences(rows, "a", "vote", "1")
+    expected = [("ed_grpo", 0.03, 0.2), ("ed_grpo", 0.03, -0.1), ("ed_idpo", 0.03, 0.1)]
+    assert [(arm, pytest.approx(weight), pytest.approx(value)) for arm, weight, value in expected] == found
+    line, *dots = study_charts.curve([(1, 10), (2, 30), (1, 20)], "#000000")
+    assert 'points="1.0,15.0 2.0,30.0"' in line and len(dots) == 3 and study_charts.curve([], "#000000") == []
+
+
 def test_every_image_of_the_docs_has_a_script_that_makes_it():
     made = {*screenshots.REPORTS, *study_charts.charts()}
     made |= {file for path in ROOT.glob("docs/images/*.dot") for file in (path.name, f"{path.stem}.svg")}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from studies_table import SHOWN
 
+from nemo_edo.report.claims import FAMILIES
 from nemo_edo.report.plotting import COLORS, START_COLOR
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,12 @@ SEARCHES = ("SearchLLM/nce", "SearchLLM/nce_answer")
 INK, GRID = "#1f2328", "#d0d4da"
 FONT = "system-ui, sans-serif"
 Row = dict[str, str]
+MAPPED = ("development",)
+"""The files with the doses of the paper's term, all tasks together."""
+MAP_METRICS = {("distinct_4", "1"): "Distinct-4", ("accuracy", "1"): "sampled accuracy", ("vote", "best"): "vote@10"}
+"""(column, temperature) of the map's lines of panels; votes at the temperature that is best on training problems."""
+ED_IDPO_BETA = 0.1
+"""Of conf/study/base.yaml: ED-iDPO's doses are alphas, and its weight is alpha beta."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class Axis:
 def charts() -> dict[str, str]:
     """The SVG of each picture, by its file's name."""
     found = {f"{study}.svg": differences(rows_of(study)) for study in DIFFERENCES}
-    return {**found, "search.svg": accuracy_by_tokens(rows_of("search"))}
+    mapped = [row for study in MAPPED for row in rows_of(study)]
+    return {**found, "search.svg": accuracy_by_tokens(rows_of("search")), "dose_map.svg": dose_map(mapped)}
 
 
 def rows_of(study: str) -> list[Row]:
@@ -87,6 +95,63 @@ def differences(rows: list[Row]) -> str:
     note = f"Difference from {baseline}, paired by seed, with Student's t intervals (95 %)"
     parts.append(text(left, 2 * height + 14, note, size=12))
     return svg(left + 3 * (width + gap), 2 * height + 24, note, parts)
+
+
+def dose_map(rows: list[Row]) -> str:
+    """A column for each task, a line for each metric: what each dose of a method changes, in the mean over seeds and
+    for each seed."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    left, width, gap, head, height, foot = 170, 190, 14, 30, 110, 26
+    parts = []
+    for line, ((metric, temperature), name) in enumerate(MAP_METRICS.items()):
+        found = {task: dose_differences(rows, task, metric, temperature) for task in tasks}
+        reach = nice(max(abs(value) for of_task in found.values() for _, _, value in of_task))
+        y0 = head + line * (height + foot)
+        y = Axis(-reach, reach, y0 + height, y0)
+        parts.append(text(8, y(0) + 4, name, weight="bold"))
+        for column, task in enumerate(tasks):
+            x0 = left + column * (width + gap)
+            x = Axis(math.log(5e-4), math.log(2), x0, x0 + width)
+            parts += [text(x0 + width / 2, head - 12, task, weight="bold", anchor="middle")] if line == 0 else []
+            for value in (-reach, 0.0, reach):
+                parts.append(stroke([(x0, y(value)), (x0 + width, y(value))], GRID if value else START_COLOR))
+                parts += [text(x0 - 4, y(value) + 4, f"{value:+g}", size=10, anchor="end")] if column == 0 else []
+            for value in (0.001, 0.01, 0.1, 1):
+                parts.append(text(x(math.log(value)), y0 + height + 14, f"{value:g}", size=10, anchor="middle"))
+            for number, family in enumerate(FAMILIES):
+                parts += curve([(x(math.log(dose)), y(value)) for arm, dose, value in found[task] if arm == family.arm],
+                               COLORS[number])  # fmt: skip
+    bottom = head + len(MAP_METRICS) * (height + foot) + 14
+    place = left
+    for number, family in enumerate(FAMILIES):
+        parts += [mark(place, bottom, COLORS[number]), text(place + 9, bottom + 4, family.method)]
+        place += 40 + 8 * len(family.method)
+    notes = ["Difference from GRPO (of ED-iDPO from ETO) over the exploration weight",
+             "Dots are seeds, lines their means; votes at the best temperature"]  # fmt: skip
+    parts += [text(left, bottom + 26 + 18 * number, note, size=12) for number, note in enumerate(notes)]
+    return svg(left + len(tasks) * (width + gap), bottom + 56, notes[0], parts)
+
+
+def dose_differences(rows: list[Row], task: str, metric: str, temperature: str) -> list[tuple[str, float, float]]:
+    """(arm, weight of exploration, the metric minus the baseline's of the same seed) of each training."""
+    of_task = [row for row in rows if (row["task"], row["temperature"], row["note"]) == (task, temperature, "")]
+    values = {(row["arm"], row["dose"], row["seed"]): float(row[metric]) for row in of_task}
+    found = []
+    for family in FAMILIES:
+        weight = ED_IDPO_BETA if family.arm == "ed_idpo" else 1
+        for (arm, dose, seed), value in values.items():
+            if arm == family.arm and (family.baseline, "", seed) in values:
+                found.append((arm, float(dose) * weight, value - values[family.baseline, "", seed]))
+    return found
+
+
+def curve(points: list[tuple[float, float]], color: str) -> list[str]:
+    """A dot for each point, and a line through the means of those at one place."""
+    by_place: dict[float, list[float]] = {}
+    for x, y in points:
+        by_place.setdefault(x, []).append(y)
+    means = [(x, sum(ys) / len(ys)) for x, ys in sorted(by_place.items())]
+    return [stroke(means, color, 2), *(mark(x, y, color, radius=2) for x, y in points)] if points else []
 
 
 def accuracy_by_tokens(rows: list[Row]) -> str:
@@ -151,9 +216,9 @@ def stroke(points: list[tuple[float, float]], color: str, width: float = 1) -> s
     return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"/>'
 
 
-def mark(x: float, y: float, color: str, *, filled: bool = True) -> str:
+def mark(x: float, y: float, color: str, *, filled: bool = True, radius: int = 4) -> str:
     inside = color if filled else "white"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{inside}" stroke="{color}" stroke-width="1.5"/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{inside}" stroke="{color}" stroke-width="1.5"/>'
 
 
 if __name__ == "__main__":
