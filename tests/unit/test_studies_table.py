@@ -52,14 +52,19 @@ def test_the_complete_dose_with_the_best_votes_at_the_best_temperature_is_chosen
     assert studies_table.choice_table(rows[-1:], study) is None
 
 
-def test_the_paper_s_claims_follow_the_tables_of_the_tasks(monkeypatch):
+def test_the_papers_claims_are_one_table_of_every_row_of_the_files(monkeypatch):
     [study] = [one for one in studies() if one.name == "doses"]
+    other = replace(study, name="other_file", results="other.csv", arms={"grpo": ArmEntry()}, seeds=[3])
     rows = [row(arm, seed, vote, task="sums", dose=dose, entropy="0.3", distinct_4_pooled="0.1", cpu_seconds="1")
-            for seed in (1, 2) for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.01", 0.6))]  # fmt: skip
-    monkeypatch.setattr(studies_table, "read_rows", lambda path: rows)
-    state, of_sums, claims = studies_table.tables(study)
-    assert "| sums: arm, dose | seeds |" in of_sums and "+0.100 [+0.100, +0.100] |" in of_sums
-    assert "| sums | ED-GRPO | votes gain at moderate alpha |" in claims
+            for seed in (1, 2, 3) for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.01", 0.6))]  # fmt: skip
+    tables = {study.table.name: rows, "other.csv": [{**one, "task": "legs"} for one in rows[:2]]}
+    monkeypatch.setattr(studies_table, "read_rows", lambda path: tables[path.name])
+    assert "| sums: arm, dose | seeds |" in page([study]) and "+0.100 [+0.100, +0.100] |" in page([study])
+    claims = page([study, other, study]).split("## The paper's three claims")[1]
+    assert "| sums | ED-GRPO | votes gain at moderate alpha | shown | 3 |" in claims
+    assert "| legs | ED-GRPO | votes gain at moderate alpha | not shown | 1 |" in claims
+    assert claims.count("| sums |") == claims.count("| legs |") == 3
+    assert "## Other file" in page([study, other])
 
 
 def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):

@@ -3,7 +3,8 @@
     python tools/docs/studies_table.py
 
 For each study of conf/studies/: which of its cells are done, and for each task every arm and dose, with the mean over
-seeds and the difference in votes from GRPO of the same seed. The tests compare the page with what this gives.
+seeds and the difference in votes from GRPO of the same seed. Then the paper's claims, from all of them. The tests
+compare the page with what this gives.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from report_tables import markdown
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
 from nemo_edo.report import gains
-from nemo_edo.report.claims import findings
+from nemo_edo.report.claims import Finding, findings
 from nemo_edo.report.claims import markdown as claims_table
 from nemo_edo.run.study_file import Study, read_study
 from nemo_edo.run.study_status import cpu_hours_left, unfinished
@@ -28,8 +29,7 @@ PAGE = ROOT / "docs" / "study_tables.md"
 HEAD = """# Tables of the studies
 
 Written by `python tools/docs/studies_table.py` from the files in `docs/studies/`. [Studies](studies.md) says what they
-show, and how the studies were made. Means are over seeds; differences are paired by seed, with Student's t intervals.
-"""
+show, and how the studies were made. Means are over seeds; differences are paired by seed, with Student's t intervals."""
 SHOWN = {
     "greedy_accuracy": "greedy accuracy",
     "accuracy": "sampled accuracy",
@@ -47,8 +47,14 @@ BySeed = dict[Arm, dict[int, Row]]
 
 
 def page(found: list[Study]) -> str:
-    sections = [f"## {study.name.capitalize()}\n\n" + "\n\n".join(tables(study)) + "\n" for study in found]
-    return "\n".join([HEAD, *sections])
+    sections = [f"## {study.name.replace('_', ' ').capitalize()}\n\n" + "\n\n".join(tables(study)) for study in found]
+    return "\n\n".join([HEAD, *sections, f"## The paper's three claims\n\n{claims_table(claims(found))}"]) + "\n"
+
+
+def claims(found: list[Study]) -> list[Finding]:
+    """The paper's claims on each task of the studies, from every row of their files: one table, with one correction."""
+    rows = [row for table in dict.fromkeys(study.table for study in found) for row in read_rows(ROOT / table)]
+    return findings(rows)
 
 
 def studies() -> list[Study]:
@@ -56,8 +62,8 @@ def studies() -> list[Study]:
 
 
 def tables(study: Study) -> list[str]:
-    """The state of the study, a table for each task with results, and then what the study is for: the doses that would
-    be chosen and the paper's claims, or the verdict on a held-out study's claim."""
+    """The state of the study, a table for each task with results, and then what the study is for: the doses and arms
+    that would be chosen, or the verdict on a held-out study's claim."""
     wanted = {cell.key for cell in study.cells} | {
         study.start(task, seed).key for task in study.tasks for seed in study.seeds
     }
@@ -69,10 +75,8 @@ def tables(study: Study) -> list[str]:
             found.append(task_table(task, of_task, study))
     if study.held_out:
         return [*found, *judgement(study, rows)]
-    if all(len(arm.doses) < 2 for arm in study.arms.values()):  # nothing to choose, and no curve over doses
-        return found
-    choice, claims = choice_table(rows, study), findings(rows)
-    return [*found, *([choice] if choice else []), *([claims_table(claims)] if claims else [])]
+    choice = choice_table(rows, study)
+    return [*found, *([choice] if choice else [])]
 
 
 def judgement(study: Study, rows: list[Row]) -> list[str]:
