@@ -29,7 +29,8 @@ PAGE = ROOT / "docs" / "study_tables.md"
 HEAD = """# Tables of the studies
 
 Written by `python tools/docs/studies_table.py` from the files in `docs/studies/`. [Studies](studies.md) says what they
-show, and how the studies were made. Means are over seeds; differences are paired by seed, with Student's t intervals."""
+show, and how the studies were made. Means are over seeds; differences are paired by seed, with Student's t intervals.
+"""
 SHOWN = {
     "greedy_accuracy": "greedy accuracy",
     "accuracy": "sampled accuracy",
@@ -47,8 +48,9 @@ BySeed = dict[Arm, dict[int, Row]]
 
 
 def page(found: list[Study]) -> str:
-    sections = [f"## {study.name.replace('_', ' ').capitalize()}\n\n" + "\n\n".join(tables(study)) for study in found]
-    return "\n\n".join([HEAD, *sections, f"## The paper's three claims\n\n{claims_table(claims(found))}"]) + "\n"
+    sections = [(study.name.replace("_", " ").capitalize(), tables(study)) for study in found]
+    sections.append(("The paper's three claims", [claims_table(claims(found))]))
+    return "\n".join([HEAD, *("\n\n".join([f"## {title}", *parts]) + "\n" for title, parts in sections)])
 
 
 def claims(found: list[Study]) -> list[Finding]:
