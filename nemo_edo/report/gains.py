@@ -3,7 +3,8 @@
 For each task and candidate: vote@N minus the vote of the plain method, and minus that of the baseline that is best on
 the task, with every policy at the temperature that was best on training problems. A task is won where both
 differences, paired by seed, are at least the margin and stand out after Holm's correction of all tests of the table.
-The best baseline is the one with the highest mean on the same responses, which favours the baselines.
+The best baseline is the one with the highest mean on the same responses, which favours the baselines. A training that a
+guard stopped has no policy to vote with, and counts 0.
 
 The data are rows as a study's CSV file has them (``run.study_table``).
 """
@@ -108,20 +109,20 @@ def markdown(found: Sequence[Gain]) -> str:
 
 
 def _cells(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[int, float]]:
-    """(task, arm) -> seed -> value, of the trained arms."""
+    """(task, arm) -> seed -> value, of the trained arms; 0 where a guard stopped the training."""
     last: dict[tuple[str, str, int], Row] = {}
     doses: dict[str, str] = {}
     for row in rows:
-        if row["temperature"] != AT_BEST.removeprefix("/") or row["note"] or row["iteration"] == "0":
+        if not row["note"] and (row["temperature"] != AT_BEST.removeprefix("/") or row["iteration"] == "0"):
             continue
         if doses.setdefault(row["arm"], row["dose"]) != row["dose"]:
             raise ValueError(f"{row['arm']} has the doses {doses[row['arm']]} and {row['dose']}, expected one")
         key = (row["task"], row["arm"], int(row["seed"]))
-        if key not in last or int(last[key]["iteration"]) <= int(row["iteration"]):
+        if key not in last or row["note"] or int(last[key]["iteration"]) <= int(row["iteration"]):
             last[key] = row
     cells: dict[tuple[str, str], dict[int, float]] = {}
     for (task, arm, seed), row in sorted(last.items(), key=lambda item: item[0][2]):
-        cells.setdefault((task, arm), {})[seed] = float(row[metric])
+        cells.setdefault((task, arm), {})[seed] = 0.0 if row["note"] else float(row[metric])
     return cells
 
 

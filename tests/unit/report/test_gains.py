@@ -62,9 +62,15 @@ def test_the_last_evaluation_at_the_best_temperature_counts():
     assert gains([*rows, *others], ("grpo",)) == gains(rows, ("grpo",))
 
 
+def test_a_training_that_a_guard_stopped_counts_as_votes_of_0():
+    rows = table(grpo={"a": 0.5, "b": 0.5}, ours={"a": 0.6, "b": 0.6})
+    stopped = {**rows[-1], "note": "stopped by a guard", "temperature": "", "iteration": "", "vote": ""}
+    [of_b] = [one for one in gains([*rows[:-1], stopped], ("grpo",)) if one.task == "b" and one.rival == "grpo"][:1]
+    assert min(of_b.values) == of_b.values[-1] == pytest.approx(-0.51, abs=0.01)
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda rows: rows[:-1], r"ours on b lacks the seeds \[13\]"),
-    (lambda rows: [*rows[:-1], {**rows[-1], "note": "stopped by a guard"}], r"ours on b lacks the seeds \[13\]"),
     (lambda rows: [row for row in rows if row["arm"] != "grpo"], r"grpo on a lacks the seeds \[11, 12, 13\]"),
     (lambda rows: [row for row in rows if row["seed"] == "11"], "a has 1 seed, expected at least 2"),
     (lambda rows: [*rows, row("a", "ours", 11, 0.5, dose="0.3")], "ours has the doses  and 0.3, expected one"),
