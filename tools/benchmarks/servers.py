@@ -64,7 +64,7 @@ def engines(cfg, run, data, model, servers) -> dict:
     one = build_server_engine(
         cfg,
         servers.replicas[:1],
-        stop_id=data.tokenizer.eos_token_id,
+        stop_ids=data.stop.ids,
         vocab_size=model.built.vocab_size,
         decode=data.decode,
         model_folder=run.base,

@@ -104,8 +104,9 @@ def _docstrings() -> dict[str, str]:
             continue
         found[node.name] = ast.get_docstring(node)
         for field, below in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[f"{node.name}.{field.target.id}"] = inspect.cleandoc(below.value.value)
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[f"{node.name}.{name}"] = inspect.cleandoc(text)
     return {name: _markdown(text) for name, text in found.items() if text}
 
 
