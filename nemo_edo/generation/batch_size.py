@@ -83,3 +83,16 @@ def split_evenly(places: Sequence[int], most: int) -> list[Sequence[int]]:
     runs = math.ceil(len(places) / most)
     bounds = [run * len(places) // max(1, runs) for run in range(runs + 1)]
     return [places[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def of_similar_length(lengths: Sequence[int], fewest: int) -> list[slice]:
+    """Runs of ascending lengths in each of which none is a tenth shorter than the longest; but a run of fewer tokens than
+    ``fewest``, padding included, goes on to shorter ones."""
+    runs, end = [], len(lengths)
+    while end:
+        longest, begin = lengths[end - 1], end - 1
+        while begin and (lengths[begin - 1] >= 0.9 * longest or (end - begin) * longest < fewest):
+            begin -= 1
+        runs.append(slice(begin, end))
+        end = begin
+    return runs[::-1]

@@ -17,16 +17,24 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config.generation import AUTO
-from nemo_edo.generation.batch_size import refilled_places, row_bytes, rows_that_fit, split_evenly
+from nemo_edo.generation.batch_size import (
+    of_similar_length,
+    refilled_places,
+    row_bytes,
+    rows_that_fit,
+    split_evenly,
+)
 from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
-from nemo_edo.megatron.decoding_cache import CacheContext
+from nemo_edo.megatron.decoding_cache import CacheContext, joined
 from nemo_edo.megatron.layer_spec import reads_by_head, shared_prompt_cache, shares_prompts
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.status_line import Counter
 
+FEWEST_READ = {"cpu": 512, "cuda": 8192}
+"""Prompt tokens from which on a forward pass is about as fast per token as a larger one."""
 COMPACT_BELOW = 0.9
 """Ended rows leave the cache once fewer than this share of its rows are alive: a copy of the cache costs time, too."""
 
@@ -137,13 +145,20 @@ class MegatronEngine:
         return self._forward(decoding, decoding.ends_of_prompts(decoding.rows)[:, None], lengths[:, None] - 1)
 
     def _read_prompts(self, decoding: _Decoding, requests: Tensor) -> tuple[CacheContext, Tensor]:
-        """A cache of the requests' distinct prompts without their last tokens, and each request's prompt in it."""
+        """A cache of the requests' distinct prompts without their last tokens, and each request's prompt in it. Prompts
+        of similar length are read together, with little padding."""
         lengths = decoding.prompt_lengths[requests]
         prompts = decoding.prompts[requests, : max(2, int(lengths.max()))]
         distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
-        context = CacheContext(len(distinct), prompts.shape[1] - 1, by_head=self._by_head)
-        through_stages(self._chunks, distinct[:, 1:-1], self._from_the_beginning(distinct[:, 1:-1]), context)
-        return context, owner
+        read = (distinct[:, 0] - 1).clamp(min=1).tolist()
+        least = FEWEST_READ["cuda" if distinct.is_cuda else "cpu"]
+        contexts = [self._read(distinct[rows, 1 : 1 + read[rows.stop - 1]]) for rows in of_similar_length(read, least)]
+        return joined(contexts, by_head=self._by_head), owner
+
+    def _read(self, tokens: Tensor) -> CacheContext:
+        context = CacheContext(*tokens.shape, by_head=self._by_head)
+        through_stages(self._chunks, tokens, self._from_the_beginning(tokens), context)
+        return context
 
     def _refill(self, decoding: _Decoding, step: int) -> None:
         """Waiting requests take the free rows; the end of a prompt is a row's next token."""

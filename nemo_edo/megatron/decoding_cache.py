@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
@@ -28,6 +32,23 @@ class CacheContext(StaticInferenceContext):
                 part[: filled - since] = before[since:filled, rows]
             self.key_value_memory_dict[layer] = kept
         self.max_batch_size, self.sequence_len_offset = len(rows), filled - since
+
+
+def joined(contexts: Sequence[CacheContext], *, by_head: bool) -> CacheContext:
+    """The rows of all of them, one context after the other, each from place 0 on; the shorter ones are followed by
+    zeros, which a weight of 0 leaves out where other numbers might not be finite. Empties the contexts."""
+    if len(contexts) == 1:
+        return contexts[0]
+    longest = max(context.sequence_len_offset for context in contexts)
+    whole = CacheContext(sum(context.max_batch_size for context in contexts), longest, by_head=by_head)
+    whole.sequence_len_offset = longest
+    for layer in list(contexts[0].key_value_memory_dict):
+        parts = zip(*(context.key_value_memory_dict.pop(layer) for context in contexts), strict=True)
+        whole.key_value_memory_dict[layer] = tuple(
+            torch.cat([F.pad(part, (0, 0, 0, 0, 0, 0, 0, longest - len(part))) for part in of_contexts], dim=1)
+            for of_contexts in parts
+        )
+    return whole
 
 
 def empty_rows(cache: Tensor, rows: int, length: int, *, by_head: bool) -> Tensor:

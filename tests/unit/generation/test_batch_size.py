@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from nemo_edo.errors import UserError
-from nemo_edo.generation.batch_size import MOST_ON_CPU, refilled_places, row_bytes, rows_that_fit, split_evenly
+from nemo_edo.generation.batch_size import (
+    MOST_ON_CPU,
+    of_similar_length,
+    refilled_places,
+    row_bytes,
+    rows_that_fit,
+    split_evenly,
+)
 from nemo_edo.megatron.decoding_cache import CacheContext
 from nemo_edo.parallel import free_memory
 from nemo_edo.types import GenerationRequest, SamplingParams
@@ -113,3 +120,16 @@ def test_free_memory_of_a_gpu_is_counted_after_its_cache_is_released(policy, mon
 def test_batches_are_few_and_even(places: int, most: int, lengths: list[int]):
     runs = split_evenly(range(places), most)
     assert [len(run) for run in runs] == lengths and [place for run in runs for place in run] == list(range(places))
+
+
+@pytest.mark.parametrize(("lengths", "fewest", "runs"), [
+    ([10] * 100, 1, [100]),
+    ([40, 60, 91, 95, 100], 1, [1, 1, 3]),
+    ([40, 60, 89, 95, 100], 1, [1, 1, 1, 2]),
+    ([40, 60, 89, 95, 100], 201, [2, 3]),  # 3 x 100 tokens; the rest, of two prompts, is all there is
+    ([1, 2, 3], 512, [3]),
+    ([], 1, []),
+])
+def test_prompts_that_are_read_together_are_of_similar_length_or_few(lengths: list[int], fewest: int, runs: list[int]):
+    found = [lengths[run] for run in of_similar_length(lengths, fewest)]
+    assert [len(run) for run in found] == runs and [length for run in found for length in run] == lengths

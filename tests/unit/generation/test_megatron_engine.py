@@ -113,6 +113,25 @@ def test_waiting_requests_take_the_places_of_rows_that_ended(tiny, policy, reque
     assert caches.count(PromptCacheContext) == 12 or not threshold, "batches of two would take 12 + 2 + 2 + 2 steps"
 
 
+@pytest.mark.parametrize("max_batch_size", [64, 4], ids=["all at once", "as rows get free"])
+def test_prompts_of_different_lengths_are_read_apart_with_the_same_result(
+    tiny, policy, requests, monkeypatch, max_batch_size
+):
+    engine = tiny.build_engine(policy, stop_ids=STOPS, max_batch_size=max_batch_size)
+    read, read_apart = [], megatron_engine.MegatronEngine._read
+    monkeypatch.setattr(
+        megatron_engine.MegatronEngine, "_read", lambda self, t: read.append(t.shape[1]) or read_apart(self, t)
+    )
+    expected, together = engine.generate(requests, params()), len(read)
+    monkeypatch.setitem(megatron_engine.FEWEST_READ, "cpu", 1)
+    found = engine.generate(requests, params())
+    assert responses(found) == responses(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
+    apart = read[together:]
+    assert len(apart) > together and (max_batch_size < 64 or apart == [1, 3, 4, 6, 10])
+
+
 def test_a_response_depends_on_its_prompt_and_seed_and_not_on_order_or_other_requests(engine, requests):
     expected = dict(zip(requests, responses(engine.generate(requests, params())), strict=True))
     for others in (random.Random(1).sample(requests, len(requests)), requests[1::5]):
