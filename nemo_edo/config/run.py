@@ -105,9 +105,9 @@ class CheckpointConfig:
     """Policies kept by that metric; the second best and so on are checkpoints/ARM.best_iter_00003, by iteration."""
     best_mode: str = "max"
     """max: the highest values are the best; min: the lowest."""
-    asynchronous: bool = False
+    asynchronous: bool = True
     """Write checkpoints during the training, by a separate process for each rank; the ranks' copies of their shares
-    stay in host memory until then."""
+    stay in host memory until then. false: the next step waits until they are written."""
     reshardable: bool = True
     """Keep a distributed optimizer's state so that the run can resume at another layout. The first data-parallel rank
     gathers that of all of them in host memory. false: each rank writes its own part, which is faster and resumes at

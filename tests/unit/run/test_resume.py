@@ -66,7 +66,7 @@ def begin(model, tmp_path):
 
     def start(*, keeps_reference: bool = False, **settings) -> SavedProgress:
         progress = SavedProgress(
-            model, tmp_path / "progress", CheckpointConfig(**settings), stop=Asked(),
+            model, tmp_path / "progress", CheckpointConfig(**{"asynchronous": False, **settings}), stop=Asked(),
             metrics_mark=({"metrics_bytes": size} for size in range(100, 1000)).__next__,
             keeps_reference=keeps_reference,
             failure=lambda step: tmp_path / "failures" / f"grpo_step_{step:08d}.safetensors",
