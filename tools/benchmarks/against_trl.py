@@ -228,13 +228,17 @@ def theirs(job: Job, folder: Path, args: argparse.Namespace) -> None:
             if state.global_step % job.steps == 0:
                 turns()
 
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    texts = [" ".join(map(str, ids)) for ids in job.prompts]
+    if tokenizer(texts).input_ids != job.prompts:
+        raise SystemExit("TRL's prompts would not be ours: the tokenizer reads other tokens from their texts")
     with tempfile.TemporaryDirectory() as scratch:
         GRPOTrainer(
             str(folder),
             reward,
             args=their_training(job, args, scratch),
-            train_dataset=Dataset.from_dict({"prompt": [" ".join(map(str, ids)) for ids in job.prompts]}),
-            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=tokenizer,
             callbacks=[AtEnds()],
         ).train()
 

@@ -21,7 +21,8 @@ def write_model(folder: Path, *, context: int = 128, end: int = 1, **architectur
     """A Llama folder with random weights, head size 64, by default 64 tokens, and its tokenizer: numbers with spaces
     between.
 
-    end: the token that ends a response; from the vocabulary's size on, one that the model cannot sample.
+    end: the token that ends a response; from the vocabulary's size on, one that the model cannot sample. Tokens 0 (for
+    padding) and ``end`` have names that are no numbers: a tokenizer cuts special tokens out of any text around them.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -33,7 +34,8 @@ def write_model(folder: Path, *, context: int = 128, end: int = 1, **architectur
     config = LlamaConfig(head_dim=64, max_position_embeddings=context, tie_word_embeddings=True, **ends, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokens = max(shape["vocab_size"], end + 1)
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(tokens)}, unk_token="0"))
+    names = {0: "<pad>", end: "<end>"}
+    tokenizer = Tokenizer(models.WordLevel({names.get(i, str(i)): i for i in range(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=str(end), pad_token="0")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
     fast.save_pretrained(folder)
