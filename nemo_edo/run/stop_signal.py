@@ -34,6 +34,7 @@ class StopSignal:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup, for example, has it ignored
             self._earlier[signal.SIGINT] = signal.signal(signal.SIGINT, self._receive)
         self._signals = _Signals()
+        self._process = os.getpid()
         return self
 
     def __exit__(self, *_) -> None:
@@ -44,8 +45,10 @@ class StopSignal:
             self._watch.close()
 
     def _receive(self, number: int, _: object) -> None:
-        # By torchrun's variable: the signal may come before the process group is there, or after it.
-        if not self._received and os.environ.get("RANK", "0") == "0":
+        # By torchrun's variable: the signal may come before the process group is there, or after it. A checkpoint's
+        # writer, forked from this process, gets it as well: it says nothing, and writes to the end.
+        mine = os.getpid() == self._process and os.environ.get("RANK", "0") == "0"
+        if mine and not self._received:
             # A handler must not wait for a lock, so it does not print. On a terminal: in place of the run's line, which
             # replaces it.
             said = (

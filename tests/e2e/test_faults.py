@@ -13,6 +13,7 @@ SMALL = ["--config-name=quickstart", "sft.steps=4", "sft.batch_size=8", "samplin
          "sampling.max_new_tokens=6", "data.arithmetic.train_problems=6", "data.arithmetic.test_problems=6",
          "data.arithmetic.warmup_problems=40", "evaluation.samples=2", "evaluation.rollouts=1",
          "evaluation.bootstrap=10", "generation.part_size=4", "checkpoint.every_steps=1", "grpo.iterations=2",
+         "checkpoint.asynchronous=false",  # so that the last one is whole when the run is killed
          "grpo.minibatch_size=4", "grpo.micro_batch_size=4",
          "replicate_baseline=false", "~arms", "+arms={grpo: {alpha: 0.5}}"]  # fmt: skip
 

@@ -149,9 +149,12 @@ def runs(train, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
     plan = {
         "whole": (train("whole"), []),
         "everywhere": (train("everywhere"), DEATHS),
-        "anywhere": (train("anywhere"), [chance.randrange(10_000, 60_000) for _ in range(RANDOM_KILLS)]),
+        "anywhere": (
+            train("anywhere", "checkpoint.asynchronous=false"),
+            [chance.randrange(10_000, 60_000) for _ in range(RANDOM_KILLS)],
+        ),
         "asked": (train("asked"), REQUESTS),
-        "in the background": (train("in the background", "checkpoint.asynchronous=true"), DEATHS_BESIDE_A_WRITER),
+        "in the background": (train("in the background"), DEATHS_BESIDE_A_WRITER),
         "lora": (train("lora", *LORA), []),
         "lora and killed": (train("lora and killed", *LORA), DEATHS_WITH_LORA),
         "early": (train("early", *STOPPED_EARLY), []),

@@ -363,7 +363,7 @@ def test_sigterm_is_remembered_inside_the_block_and_its_handler_restored_after_i
     earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with StopSignal() as stop:
-            assert not stop.agreed()
+            assert not stop._received
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.agreed()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -392,6 +392,18 @@ def test_a_signal_that_comes_before_the_process_group_is_there_is_remembered_lik
             signal.raise_signal(signal.SIGTERM)
         assert stop._received
     assert "SIGTERM: stopping after this step" in capfd.readouterr().err
+
+
+def test_a_process_that_is_forked_for_a_checkpoint_survives_the_signal_and_says_nothing(capfd):
+    with StopSignal() as stop:
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not stop._received
+    assert "stopping" not in capfd.readouterr().err
+
 
 
 @pytest.mark.timeout(100)
