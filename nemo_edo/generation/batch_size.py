@@ -87,7 +87,7 @@ def split_evenly(places: Sequence[int], most: int) -> list[Sequence[int]]:
 
 def of_similar_length(lengths: Sequence[int], fewest: int) -> list[slice]:
     """Runs of ascending lengths in each of which none is a tenth shorter than the longest; but a run of fewer tokens
-    than ``fewest``, padding included, goes on to shorter ones."""
+    than ``fewest``, padding included, continues with shorter ones."""
     runs, end = [], len(lengths)
     while end:
         longest, begin = lengths[end - 1], end - 1
