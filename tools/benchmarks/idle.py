@@ -7,11 +7,11 @@ fails does not keep the others from running; the exit status is then 1.
 
     python tools/benchmarks/idle.py OUT
     python tools/benchmarks/idle.py OUT trl_real_fp32 scaling
-    python tools/benchmarks/idle.py --list
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -32,9 +32,9 @@ class Benchmark:
     """OMP_NUM_THREADS, of processes that do not set their own."""
 
 
-def trl(minutes: float, job: str, precision: str, more: str) -> Benchmark:
-    """TRL computes log pi_old anew, and so does nemo_edo."""
-    command = f"against_trl.py --threads 2 --job {job} --precision {precision} --old-logprobs trainer {more}"
+def trl(minutes: float, job: str, precision: str, more: str, old: str = "trainer") -> Benchmark:
+    """TRL computes log pi_old anew, and so does nemo_edo unless ``old`` is another setting."""
+    command = f"against_trl.py --threads 2 --job {job} --precision {precision} --old-logprobs {old} {more}"
     return Benchmark(minutes, command, threads=2)
 
 
@@ -49,6 +49,7 @@ BENCHMARKS = {
     "transformers_train_bf16": transformers(3, "train", "--precision bf16"),
     "transformers_generate_fp32": transformers(4, "generate", "--precision fp32"),
     "trl_even_fp32": trl(3, "even", "fp32", "--rounds 6"),
+    "trl_even_fp32_auto": trl(2, "even", "fp32", "--rounds 6", old="auto"),
     "trl_even_bf16": trl(3, "even", "bf16", "--rounds 6"),
     "trl_real_fp32": trl(12, "real", "fp32", "--rounds 1 --cold"),
     "trl_real_bf16": trl(10, "real", "bf16", "--rounds 1 --cold"),
@@ -96,13 +97,15 @@ def run(one: Benchmark) -> tuple[str, str]:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--list"]:
-        for name, one in BENCHMARKS.items():
-            print(f"{one.minutes:4.0f} min  {name}: {one.command}")
-        return
-    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or list(BENCHMARKS)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / f"{name}.txt" for name in chosen}
+    known = "\n".join(f"{one.minutes:4.0f} min  {name}: {one.command}" for name, one in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=known, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the outputs' folder")
+    parser.add_argument("names", nargs="*", choices=[[], *BENCHMARKS], metavar="NAME", help="all unless given")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    files = {name: args.out / f"{name}.txt" for name in args.names or BENCHMARKS}
     for name, path in files.items():
         one, begun = BENCHMARKS[name], time.monotonic()
         if not is_complete(path):
