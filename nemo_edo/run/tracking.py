@@ -7,6 +7,8 @@ import html
 import logging
 import os
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,15 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", "The `srun` command is available")  # Lightning trains nothing here
     logging.raiseExceptions = False  # a traceback for each line that a log file on a full disk cannot take
+    threading.excepthook = _one_line_for_a_failed_write
+
+
+def _one_line_for_a_failed_write(args: threading.ExceptHookArgs) -> None:
+    """No traceback where a logger's thread cannot write, as on a full disk: the logger's next use raises it."""
+    if isinstance(args.exc_value, OSError):
+        print(f"nemo-edo: a thread could not write: {args.exc_value}", file=sys.stderr, flush=True)
+    else:
+        threading.__excepthook__(args)
 
 
 def check_names(settings: dict[str, Any]) -> None:

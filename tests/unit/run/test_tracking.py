@@ -5,6 +5,7 @@ import html
 import logging
 import os
 import re
+import threading
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -26,12 +27,18 @@ def trainer(*loggers) -> SimpleNamespace:
     return SimpleNamespace(loggers=loggers)
 
 
+def put_back_afterwards(monkeypatch):
+    """What quiet_libraries changes."""
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    for name in ("TRANSFORMERS_VERBOSITY", "MEGATRON_SUPPRESS_FUSION_WARNINGS"):
+        monkeypatch.setenv(name, "")
+
+
 def test_a_machine_with_slurm_gets_no_advice_to_start_lightning_by_srun(tmp_path: Path, monkeypatch):
     (tmp_path / "srun").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(logging, "raiseExceptions", True)  # put back afterwards, as the variables
-    for name in ("TRANSFORMERS_VERBOSITY", "MEGATRON_SUPPRESS_FUSION_WARNINGS"):
-        monkeypatch.setenv(name, "")
+    put_back_afterwards(monkeypatch)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         quiet_libraries()
@@ -69,6 +76,25 @@ def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_
         log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
         log_table(trainer(logger), NAME, COLUMNS, ROWS, step=3)
     assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
+
+
+def test_a_logger_thread_that_cannot_write_says_so_in_one_line_and_every_other_error_of_a_thread_keeps_its_traceback(
+    tmp_path: Path, monkeypatch, capfd
+):
+    put_back_afterwards(monkeypatch)
+    quiet_libraries()
+    logger = TensorBoardLogger(str(tmp_path), name="", version="")
+    writer = logger.experiment.file_writer.event_writer._async_writer
+    monkeypatch.setattr(writer._writer, "write", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
+    writer._worker.join()
+    assert capfd.readouterr().err == "nemo-edo: a thread could not write: [Errno 28] No space left\n"
+    with pytest.raises(OSError, match="No space left"):
+        log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 8)
+    mistaken = threading.Thread(target=lambda: 1 / 0)
+    mistaken.start()
+    mistaken.join()
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_tensorboard_shows_a_table_whose_cells_are_the_texts_as_they_are(tmp_path: Path):
