@@ -166,16 +166,17 @@ def _study(args: argparse.Namespace, _: list[str]) -> int:
     from nemo_edo.run.study_file import read_study, study_file
 
     study = read_study(study_file(args.file))
-    if args.action == "status":
-        from nemo_edo.run.study_status import status_lines
+    _quiet()
+    from nemo_edo.run.study_status import judgement, status_lines
 
+    if args.action == "status":
         say_all(status_lines(study))
         return 0
-    _quiet()
     from nemo_edo.run.study import run_study
 
     left = run_study(study, jobs=args.jobs)
     print(f"{len(study.cells) - left} of {len(study.cells)} cells are in {study.table}")
+    say_all(judgement(study))
     return 1 if left else 0
 
 

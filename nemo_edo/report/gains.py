@@ -11,6 +11,7 @@ The data are rows as a study's CSV file has them (``run.study_table``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -22,6 +23,8 @@ from nemo_edo.report.comparison import LEVEL
 Row = Mapping[str, str]
 MARGIN = 0.03
 """The least gain in votes that counts."""
+WINNING_SHARE = 0.75
+"""Of the tasks, which a candidate has to win."""
 ALL_TASKS = "all tasks"
 
 
@@ -83,10 +86,11 @@ def tasks_won(found: Iterable[Gain]) -> dict[str, list[str]]:
     return won
 
 
-def verdict(found: Sequence[Gain], *, most: int) -> str:
-    """In a sentence; a candidate wins that wins at least ``most`` tasks."""
+def verdict(found: Sequence[Gain]) -> str:
+    """In a sentence; a candidate wins that wins ``WINNING_SHARE`` of the tasks."""
     won = tasks_won(found)
     tasks = len({one.task for one in found} - {ALL_TASKS})
+    most = math.ceil(WINNING_SHARE * tasks)
     winners = [candidate for candidate, of_candidate in won.items() if len(of_candidate) >= most]
     each = "; ".join(f"{candidate} wins {len(names)} of {tasks}{_named(names)}" for candidate, names in won.items())
     head = f"The claim is won by {' and '.join(winners)}" if winners else "No candidate wins the claim"

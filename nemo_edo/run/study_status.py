@@ -1,4 +1,5 @@
-"""How far a study is: the cells that are left, what they will cost, and those whose settings have changed since."""
+"""How far a study is: the cells that are left, what they will cost, those whose settings have changed since, and at its
+end the verdict on its claim."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from statistics import fmean
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.evaluation.results import START
+from nemo_edo.report.gains import gains, markdown, verdict
 from nemo_edo.run.study_file import Cell, Study
 from nemo_edo.run.study_table import cell_of, config_digest, read_rows
 from nemo_edo.run.sweep import quoted
@@ -59,7 +61,16 @@ def status_lines(study: Study) -> list[str]:
     if changed:
         lines.append(f"settings have changed since these were run: {', '.join(changed)}; remove their rows to run them "
                      "again")  # fmt: skip
-    return lines
+    return [*lines, *judgement(study)]
+
+
+def judgement(study: Study) -> list[str]:
+    """Of a held-out study whose cells are all done: the verdict on its claim, and its table. Otherwise nothing."""
+    if not study.held_out or unfinished(study):
+        return []
+    wanted = {cell.key for cell in study.cells}
+    found = gains([row for row in read_rows(study.table) if cell_of(row) in wanted], study.baselines)
+    return [verdict(found), markdown(found)]
 
 
 def _mean_of(seconds: dict[tuple[str, str, str, int], float], task: str) -> float:

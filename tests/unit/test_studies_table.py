@@ -77,7 +77,7 @@ def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
     for module in (studies_table, study_status):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     assert studies_table.tables(study)[-2:] == [
-        "No candidate wins the claim (at least 3 of 2 tasks): ed_grpo wins 2 of 2 (sums, chain).",
+        "The claim is won by ed_grpo (at least 2 of 2 tasks): ed_grpo wins 2 of 2 (sums, chain).",
         gains.markdown(gains.gains(rows, ["grpo"])),
     ]
     del rows[-1]

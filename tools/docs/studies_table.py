@@ -17,11 +17,10 @@ from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
-from nemo_edo.report import gains
 from nemo_edo.report.claims import Finding, findings
 from nemo_edo.report.claims import markdown as claims_table
 from nemo_edo.run.study_file import Study, read_study
-from nemo_edo.run.study_status import cpu_hours_left, unfinished
+from nemo_edo.run.study_status import cpu_hours_left, judgement, unfinished
 from nemo_edo.run.study_table import Row, cell_of, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +39,6 @@ SHOWN = {
     "entropy": "entropy (nats)",
 }
 BASELINE = "grpo"
-TASKS_TO_WIN = 3
-"""Of a held-out study's four."""
 Arm = tuple[str, str]
 """(name, dose)"""
 BySeed = dict[Arm, dict[int, Row]]
@@ -76,17 +73,9 @@ def tables(study: Study) -> list[str]:
         if of_task:
             found.append(task_table(task, of_task, study))
     if study.held_out:
-        return [*found, *judgement(study, rows)]
+        return [*found, *(judgement(study) or ["The candidates are judged when every cell is done."])]
     choice = choice_table(rows, study)
     return [*found, *([choice] if choice else [])]
-
-
-def judgement(study: Study, rows: list[Row]) -> list[str]:
-    """The verdict on a held-out study's claim with its table, once every cell is done."""
-    if unfinished(study):
-        return ["The candidates are judged when every cell is done."]
-    found = gains.gains(rows, study.baselines)
-    return [gains.verdict(found, most=TASKS_TO_WIN), gains.markdown(found)]
 
 
 def state(study: Study, rows: list[Row]) -> str:

@@ -170,6 +170,22 @@ def test_cells_whose_settings_have_changed_since_are_named(written):
     assert "settings have changed since these were run: sums,grpo,seed=1" in status_lines(other)[-1]
 
 
+def test_a_held_out_studys_status_ends_with_its_verdict_once_every_cell_is_done(written):
+    study = written(held_out=True, baselines=["grpo"], arms={"grpo": {}, "entropy_bonus": {}})
+    cells = study.cells
+    rows = [row(cell, config=config_digest(composed(study, cell)), temperature="best", iteration="2",
+                vote=f"{0.5 + 0.1 * (cell.arm != 'grpo') + cell.seed / 100}") for cell in cells]  # fmt: skip
+    append_rows(study.table, rows[:-1])
+    assert not any("claim" in line for line in status_lines(study))
+    append_rows(study.table, rows[-1:])
+    verdict, table = status_lines(study)[-2:]
+    assert verdict == (
+        "The claim is won by entropy_bonus (at least 2 of 2 tasks): entropy_bonus wins 2 of 2 (sums, gcd)."
+    )
+    assert "| entropy_bonus | all tasks | grpo | 2 | +0.100 [+0.100, +0.100] |" in table
+    assert status_lines(replace(study, held_out=False))[-1] == "  gcd: 0 left"
+
+
 def test_the_digest_ignores_place_and_what_is_at_its_default_and_sees_all_else():
     digests = [config_digest(compose_run("quickstart", overrides)) for overrides in (
         [], ["name=other", "output_dir=there", "grpo.dual_clip=null"], ["seed=7"], ["arms.grpo.alpha=0.1"])]
