@@ -11,11 +11,13 @@ import csv
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 
 from studies_table import SHOWN
 
+from nemo_edo.config.compose import compose_run
 from nemo_edo.report.claims import FAMILIES
 from nemo_edo.report.plotting import COLORS, START_COLOR
 
@@ -38,8 +40,6 @@ MAPPED = ("development",)
 """The files with the doses of the paper's term, all tasks together."""
 MAP_METRICS = {("distinct_4", "1"): "Distinct-4", ("accuracy", "1"): "sampled accuracy", ("vote", "best"): "vote@10"}
 """(column, temperature) of the map's lines of panels; votes at the temperature that is best on training problems."""
-ED_IDPO_BETA = 0.1
-"""Of conf/study/base.yaml: ED-iDPO's doses are alphas, and its weight is alpha beta."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,17 @@ def dose_differences(rows: list[Row], task: str, metric: str, temperature: str) 
     values = {(row["arm"], row["dose"], row["seed"]): float(row[metric]) for row in of_task}
     found = []
     for family in FAMILIES:
-        weight = ED_IDPO_BETA if family.arm == "ed_idpo" else 1
+        weight = beta_of_idpo() if family.arm == "ed_idpo" else 1
         for (arm, dose, seed), value in values.items():
             if arm == family.arm and (family.baseline, "", seed) in values:
                 found.append((arm, float(dose) * weight, value - values[family.baseline, "", seed]))
     return found
+
+
+@cache
+def beta_of_idpo() -> float:
+    """The studies'; ED-iDPO's doses are alphas, and its weight is alpha beta."""
+    return compose_run("study/sums", []).idpo.beta
 
 
 def curve(points: list[tuple[float, float]], color: str) -> list[str]:
