@@ -52,7 +52,8 @@ def quiet_libraries() -> None:
 def _one_line_for_a_failed_write(args: threading.ExceptHookArgs) -> None:
     """No traceback where a logger's thread cannot write, as on a full disk: the logger's next use raises it."""
     if isinstance(args.exc_value, OSError):
-        print(f"nemo-edo: a thread could not write: {args.exc_value}", file=sys.stderr, flush=True)
+        message = f"nemo-edo: error: a logger's thread could not write ({args.exc_value}); make room or give access"
+        print(message, file=sys.stderr, flush=True)
     else:
         threading.__excepthook__(args)
 

@@ -88,7 +88,9 @@ def test_a_logger_thread_that_cannot_write_says_so_in_one_line_and_every_other_e
     monkeypatch.setattr(writer._writer, "write", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
     writer._worker.join()
-    assert capfd.readouterr().err == "nemo-edo: a thread could not write: [Errno 28] No space left\n"
+    assert capfd.readouterr().err == (
+        "nemo-edo: error: a logger's thread could not write ([Errno 28] No space left); make room or give access\n"
+    )
     with pytest.raises(OSError, match="No space left"):
         log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 8)
     mistaken = threading.Thread(target=lambda: 1 / 0)
