@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 from nemo_edo.config import RunConfig
@@ -73,7 +73,7 @@ def _in_processes(study: Study, jobs: int) -> None:
     """Fresh processes, since Megatron's platform changes one for good. They share the cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=work, args=(study,), name=f"study-{index}") for index in range(jobs)]
+    workers = [context.Process(target=_work_apart, args=(study,), name=f"study-{index}") for index in range(jobs)]
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         for worker in workers:
@@ -92,6 +92,12 @@ def _in_processes(study: Study, jobs: int) -> None:
     failed = [worker.name for worker in workers if worker.exitcode]
     if failed:
         raise UserError(f"{', '.join(failed)} failed: the messages are above, and in {study.folder / LOGS}")
+
+
+def _work_apart(study: Study) -> None:
+    """In a process of its own, whose stop is the first process's to report."""
+    with suppress(RunStopped):
+        work(study)
 
 
 def _interrupt(*_: object) -> None:
