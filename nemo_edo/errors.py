@@ -1,3 +1,9 @@
+import errno
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What the system says of a full disk, a used up quota, and a place that may not be written to."""
+
+
 class UserError(ValueError):
     """An error of the user's input, shown without a traceback; everything else is a bug and keeps its traceback."""
 

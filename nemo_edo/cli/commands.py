@@ -167,7 +167,7 @@ def _study(args: argparse.Namespace, _: list[str]) -> int:
 
     study = read_study(study_file(args.file))
     _quiet()
-    from nemo_edo.run.study_status import judgement, status_lines
+    from nemo_edo.run.study_status import status_lines, verdict_lines
 
     if args.action == "status":
         say_all(status_lines(study))
@@ -176,7 +176,7 @@ def _study(args: argparse.Namespace, _: list[str]) -> int:
 
     left = run_study(study, jobs=args.jobs)
     print(f"{len(study.cells) - left} of {len(study.cells)} cells are in {study.table}")
-    say_all(judgement(study))
+    say_all(verdict_lines(study))
     return 1 if left else 0
 
 

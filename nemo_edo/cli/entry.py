@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -10,12 +9,10 @@ import sys
 from nemo_edo.cli.arguments import parse
 from nemo_edo.cli.commands import RUN, say
 from nemo_edo.doctor.parts import what_trainer_lacks
-from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError
 from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What the system says of a full disk, a used up quota, and a place that may not be written to."""
 ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
 """What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
 STOPPED_BY_GUARD = 3

@@ -95,7 +95,7 @@ def _in_processes(study: Study, jobs: int) -> None:
 
 
 def _work_apart(study: Study) -> None:
-    """In a process of its own, whose stop is the first process's to report."""
+    """``work`` in a separate process; the first process reports a stop."""
     with suppress(RunStopped):
         work(study)
 

@@ -61,10 +61,10 @@ def status_lines(study: Study) -> list[str]:
     if changed:
         lines.append(f"settings have changed since these were run: {', '.join(changed)}; remove their rows to run them "
                      "again")  # fmt: skip
-    return [*lines, *judgement(study)]
+    return [*lines, *verdict_lines(study)]
 
 
-def judgement(study: Study) -> list[str]:
+def verdict_lines(study: Study) -> list[str]:
     """Of a held-out study whose cells are all done: the verdict on its claim, and its table. Otherwise nothing."""
     if not study.held_out or unfinished(study):
         return []

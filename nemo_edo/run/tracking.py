@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_edo.errors import UserError
+from nemo_edo.errors import CANNOT_WRITE, UserError
 from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 def _one_line_for_a_failed_write(args: threading.ExceptHookArgs) -> None:
     """No traceback where a logger's thread cannot write, as on a full disk: the logger's next use raises it."""
-    if isinstance(args.exc_value, OSError):
+    if isinstance(args.exc_value, OSError) and args.exc_value.errno in CANNOT_WRITE:
         message = f"nemo-edo: error: a logger's thread could not write ({args.exc_value}); make room or give access"
         print(message, file=sys.stderr, flush=True)
     else:

@@ -102,6 +102,7 @@ def main() -> None:
         description=__doc__, epilog=known, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="the outputs' folder")
+    # [] is what argparse checks where no name is given
     parser.add_argument("names", nargs="*", choices=[[], *BENCHMARKS], metavar="NAME", help="all unless given")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

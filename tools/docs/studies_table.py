@@ -20,7 +20,7 @@ from nemo_edo.evaluation.results import START, seeds_interval
 from nemo_edo.report.claims import Finding, findings
 from nemo_edo.report.claims import markdown as claims_table
 from nemo_edo.run.study_file import Study, read_study
-from nemo_edo.run.study_status import cpu_hours_left, judgement, unfinished
+from nemo_edo.run.study_status import cpu_hours_left, unfinished, verdict_lines
 from nemo_edo.run.study_table import Row, cell_of, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def tables(study: Study) -> list[str]:
         if of_task:
             found.append(task_table(task, of_task, study))
     if study.held_out:
-        return [*found, *(judgement(study) or ["The candidates are judged when every cell is done."])]
+        return [*found, *(verdict_lines(study) or ["The candidates are judged when every cell is done."])]
     choice = choice_table(rows, study)
     return [*found, *([choice] if choice else [])]
 
