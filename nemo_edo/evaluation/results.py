@@ -60,8 +60,10 @@ NAMES = {
 SHARES = {
     *("greedy_accuracy", "accuracy", "search_accuracy", "distinct_4", "well_formed", "abstained", *JUDGE_AND_RULES),
     *("vote@", "pass@", "majority@", "best_of@", "weighted@"),
+    *("vote", "pass"),
 }
-"""The metrics, and families, that are between 0 and 1 for every problem."""
+"""The metrics, and families, that are between 0 and 1 for every problem; vote and pass are columns of a study's table,
+those of the largest number."""
 Sums = dict[str, tuple[float, float]]
 """metric -> (sum, count) on one problem."""
 ROUNDING = 1e-9

@@ -181,8 +181,7 @@ def _slope(metric: str, by_dose: Mapping[str, Mapping[int, Row]], baseline: Mapp
 def _test(metric: str, dose: str, values: Sequence[float]) -> Test | None:
     if not values:
         return None
-    name = "vote@" if metric == "vote" else metric  # a study's column has the vote over the largest number
-    return Test(dose, tuple(values), seeds_interval(name, values, differences=True), mean_p_value(values))
+    return Test(dose, tuple(values), seeds_interval(metric, values, differences=True), mean_p_value(values))
 
 
 def _judged(finding: Finding, adjusted: Iterable[float]) -> Finding:

@@ -151,5 +151,5 @@ def _over_tasks(apart: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def _gain(task: str, candidate: str, rival: str, values: Sequence[float]) -> Gain:
-    interval = seeds_interval("vote@", values, differences=True)
+    interval = seeds_interval("vote", values, differences=True)
     return Gain(task, candidate, rival, tuple(values), interval, mean_p_value(values))

@@ -31,6 +31,22 @@ def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_eva
     assert difference(found, ("grpo", ""), "vote") == difference(found, ("warmup", ""), "vote") == ""
 
 
+def test_differences_of_shares_lie_between_minus_one_and_one():
+    assert studies_table.in_words("vote", [0.9, -0.9]) == "+0.000 [-1.000, +1.000]"
+    assert studies_table.in_words("entropy", [0.9, -0.9]) == "+0.000 [-11.436, +11.436]"
+
+
+def test_the_best_temperature_s_gain_in_votes_is_paired_by_seed_and_the_baseline_s():
+    [study] = [one for one in studies() if one.name == "doses"]
+    rows = [row("grpo", seed, vote, task="sums", best_temperature=best, temperature=temperature)
+            for seed, best, at_1, at_best in ((1, "0.4", 0.5, 0.6), (2, "0.7", 0.7, 0.9), (3, "0.40", 0.6, 0.9))
+            for temperature, vote in (("1", at_1), ("best", at_best))]  # fmt: skip
+    rows.append(row("ed_grpo", 1, 0.0, task="sums", dose="0.01", best_temperature="1"))
+    # 0.1, 0.2, 0.3 with Student's t at two degrees of freedom: 4.303 x 0.1 / sqrt(3)
+    expected = "| sums | 3 | 0.4 (2), 0.7 (1) | 0.600 | 0.800 | +0.200 [-0.048, +0.448] |"
+    assert studies_table.temperature_table(rows, study).splitlines()[2:] == [expected]
+
+
 def test_the_state_counts_cells_and_hours(monkeypatch, tmp_path):
     [study] = [one for one in studies() if one.name == "doses"]
     monkeypatch.setattr(studies_table, "ROOT", tmp_path)

@@ -9,7 +9,7 @@ compare the page with what this gives.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import fmean
 
@@ -61,21 +61,23 @@ def studies() -> list[Study]:
 
 
 def tables(study: Study) -> list[str]:
-    """The state of the study, a table for each task with results, and then what the study is for: the doses and arms
-    that would be chosen, or the verdict on a held-out study's claim."""
+    """The state of the study, a table for each task with results, what the temperature does, and then what the study is
+    for: the doses and arms that would be chosen, or the verdict on a held-out study's claim."""
     wanted = {cell.key for cell in study.cells} | {
         study.start(task, seed).key for task in study.tasks for seed in study.seeds
     }
     rows = [row for row in read_rows(ROOT / study.table) if cell_of(row) in wanted]
-    found = [state(study, rows)]
+    found: list[str | None] = [state(study, rows)]
     for task in study.tasks:
         of_task = [row for row in rows if row["task"] == task]
         if of_task:
             found.append(task_table(task, of_task, study))
+    found.append(temperature_table(rows, study))
     if study.held_out:
-        return [*found, *(verdict_lines(study) or ["The candidates are judged when every cell is done."])]
-    choice = choice_table(rows, study)
-    return [*found, *([choice] if choice else [])]
+        found += verdict_lines(study) or ["The candidates are judged when every cell is done."]
+    else:
+        found.append(choice_table(rows, study))
+    return [one for one in found if one]
 
 
 def state(study: Study, rows: list[Row]) -> str:
@@ -110,10 +112,28 @@ def task_table(task: str, of_task: list[Row], study: Study) -> str:
     rows = []
     for arm in (one for one in order if one in found):
         means = [mean(found[arm], metric) for metric in SHOWN]
-        votes = [mean(tuned[arm], "vote"), difference(found, arm, "vote")]
+        votes = [difference(found, arm, "vote"), mean(tuned[arm], "vote"), difference(tuned, arm, "vote")]
         rows.append([f"{arm[0]} {arm[1]}".strip(), str(len(found[arm])), *means, *votes])
-    heads = [f"{task}: arm, dose", "seeds", *SHOWN.values(), "vote@10 at the best temperature", "vote@10 minus GRPO's"]
-    return markdown(heads, rows)
+    votes = ["vote@10 minus GRPO's", "vote@10 at the best temperature", "this minus GRPO's"]
+    return markdown([f"{task}: arm, dose", "seeds", *SHOWN.values(), *votes], rows)
+
+
+def temperature_table(rows: list[Row], study: Study) -> str | None:
+    """For each task, what the best temperature adds to the baseline's votes at temperature 1; None before it is known
+    for one."""
+    lines = []
+    for task in study.tasks:
+        of_task = [row for row in rows if row["task"] == task]
+        plain, tuned = (by_seed(of_task, at).get((BASELINE, ""), {}) for at in ("1", "best"))
+        pairs = [(plain[seed], tuned[seed]) for seed in plain if seed in tuned]
+        if pairs:
+            chosen = Counter(float(at_1["best_temperature"]) for at_1, _ in pairs)
+            each = ", ".join(f"{one:g} ({chosen[one]})" for one in sorted(chosen))
+            apart = [float(best["vote"]) - float(at_1["vote"]) for at_1, best in pairs]
+            votes = [mean(plain, "vote"), mean(tuned, "vote"), in_words("vote", apart)]
+            lines.append([task, str(len(pairs)), each, *votes])
+    heads = ["GRPO on", "seeds", "best temperatures (seeds)", "vote@10 at 1", "at the best temperature", "difference"]
+    return markdown(heads, lines) if lines else None
 
 
 def choice_table(rows: list[Row], study: Study) -> str | None:
@@ -138,11 +158,16 @@ def mean(rows: dict[int, Row], metric: str) -> str:
 
 
 def difference(found: BySeed, arm: Arm, metric: str) -> str:
-    """Paired by seed, with Student's t interval from two seeds on."""
+    """From the baseline, paired by seed."""
     baseline = found.get((BASELINE, ""), {})
     if arm[0] in (START, BASELINE) or not baseline:
         return ""
     apart = [float(row[metric]) - float(baseline[seed][metric]) for seed, row in found[arm].items() if seed in baseline]
+    return in_words(metric, apart)
+
+
+def in_words(metric: str, apart: list[float]) -> str:
+    """The mean of differences, with Student's t interval from two on."""
     if len(apart) < 2:
         return f"{apart[0]:+.3f}" if apart else ""
     interval = seeds_interval(metric, apart, differences=True)
