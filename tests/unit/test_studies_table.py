@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
 import studies_table
+import study_charts
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
 from nemo_edo.report import gains
@@ -45,6 +47,21 @@ def test_the_best_temperature_s_gain_in_votes_is_paired_by_seed_and_the_baseline
     # 0.1, 0.2, 0.3 with Student's t at two degrees of freedom: 4.303 x 0.1 / sqrt(3)
     expected = "| sums | 3 | 0.4 (2), 0.7 (1) | 0.600 | 0.800 | +0.200 [-0.048, +0.448] |"
     assert studies_table.temperature_table(rows, study).splitlines()[2:] == [expected]
+
+
+def test_differences_over_tasks_are_each_seeds_mean_over_the_tasks_that_all_have_the_seed():
+    [study] = [one for one in studies() if one.name == "doses"]
+    votes = {("sums", 1): (0.5, 0.6), ("chain", 1): (0.1, 0.4), ("sums", 2): (0.5, 0.5), ("chain", 2): (0.3, 0.3),
+             ("sums", 3): (0.0, 1.0)}  # fmt: skip
+    rows = [row(arm, seed, vote, task=task, dose=dose, temperature="best")
+            for (task, seed), both in votes.items()
+            for (arm, dose), vote in zip((("grpo", ""), ("ed_grpo", "0.01")), both, strict=True)]  # fmt: skip
+    [found] = studies_table.over_tasks(rows, study, {"vote": "best"})
+    assert found.arm == ("ed_grpo", "0.01") and found.values == pytest.approx([0.2, 0.0])
+    assert studies_table.over_tasks(rows, study) == []  # at temperature 1
+    # Student's t at one degree of freedom: 12.706 x 0.1
+    assert "| ed_grpo 0.01 | 2 | +0.100 [-1.000, +1.000] |" in studies_table.over_tasks_table(rows, study)
+    assert study_charts.as_row(found)["difference"] == str(found.values[0] / 2)
 
 
 def test_the_state_counts_cells_and_hours(monkeypatch, tmp_path):

@@ -10,8 +10,10 @@ compare the page with what this gives.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from report_tables import markdown
 
@@ -41,7 +43,17 @@ SHOWN = {
 BASELINE = "grpo"
 Arm = tuple[str, str]
 """(name, dose)"""
+AT_1 = dict.fromkeys(SHOWN, "1")
+"""The metrics of the tables, at the temperature of all but the last columns."""
 BySeed = dict[Arm, dict[int, Row]]
+
+
+class Difference(NamedTuple):
+    """An arm's from the baseline in a metric, by seed."""
+
+    arm: Arm
+    metric: str
+    values: list[float]
 
 
 def page(found: list[Study]) -> str:
@@ -62,11 +74,8 @@ def studies() -> list[Study]:
 
 def tables(study: Study) -> list[str]:
     """The state of the study, a table for each task with results, what the temperature does, and then what the study is
-    for: the doses and arms that would be chosen, or the verdict on a held-out study's claim."""
-    wanted = {cell.key for cell in study.cells} | {
-        study.start(task, seed).key for task in study.tasks for seed in study.seeds
-    }
-    rows = [row for row in read_rows(ROOT / study.table) if cell_of(row) in wanted]
+    for: the doses and arms that would be chosen, or the arms over all tasks and the verdict on a held-out claim."""
+    rows = rows_of(study)
     found: list[str | None] = [state(study, rows)]
     for task in study.tasks:
         of_task = [row for row in rows if row["task"] == task]
@@ -74,10 +83,19 @@ def tables(study: Study) -> list[str]:
             found.append(task_table(task, of_task, study))
     found.append(temperature_table(rows, study))
     if study.held_out:
+        found.append(over_tasks_table(rows, study))
         found += verdict_lines(study) or ["The candidates are judged when every cell is done."]
     else:
         found.append(choice_table(rows, study))
     return [one for one in found if one]
+
+
+def rows_of(study: Study) -> list[Row]:
+    """Of the study's cells and their starts: the file may have other studies' too."""
+    wanted = {cell.key for cell in study.cells} | {
+        study.start(task, seed).key for task in study.tasks for seed in study.seeds
+    }
+    return [row for row in read_rows(ROOT / study.table) if cell_of(row) in wanted]
 
 
 def state(study: Study, rows: list[Row]) -> str:
@@ -113,9 +131,44 @@ def task_table(task: str, of_task: list[Row], study: Study) -> str:
     for arm in (one for one in order if one in found):
         means = [mean(found[arm], metric) for metric in SHOWN]
         votes = [difference(found, arm, "vote"), mean(tuned[arm], "vote"), difference(tuned, arm, "vote")]
-        rows.append([f"{arm[0]} {arm[1]}".strip(), str(len(found[arm])), *means, *votes])
+        rows.append([name(arm), str(len(found[arm])), *means, *votes])
     votes = ["vote@10 minus GRPO's", "vote@10 at the best temperature", "this minus GRPO's"]
     return markdown([f"{task}: arm, dose", "seeds", *SHOWN.values(), *votes], rows)
+
+
+def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> list[Difference]:
+    """Each arm's differences from the baseline, meaned over the tasks of each seed that has both on all of them. A
+    training that a guard stopped has no metrics.
+
+    at: the metrics, and the temperature of each.
+    """
+    found = []
+    for metric, temperature in at.items():
+        of_tasks = [by_seed([row for row in rows if row["task"] == task], temperature) for task in study.tasks]
+        arms = dict.fromkeys((cell.arm, cell.dose) for cell in study.cells if cell.arm != BASELINE)
+        for arm in arms:
+            cells = [one.get(arm, {}) for one in of_tasks]
+            plain = [one.get((BASELINE, ""), {}) for one in of_tasks]
+            seeds = sorted(set.intersection(*map(set, [*cells, *plain])))
+            apart = [
+                fmean(float(a[seed][metric]) - float(b[seed][metric]) for a, b in zip(cells, plain, strict=True))
+                for seed in seeds
+            ]
+            if apart:
+                found.append(Difference(arm, metric, apart))
+    return found
+
+
+def over_tasks_table(rows: list[Row], study: Study) -> str | None:
+    """``over_tasks``, a line for each arm; None where no arm has a seed on every task."""
+    found = [*over_tasks(rows, study), *over_tasks(rows, study, {"vote": "best"})]
+    lines = [
+        [name(arm), str(len(next(one.values for one in found if one.arm == arm))),
+         *(in_words(one.metric, one.values) for one in found if one.arm == arm)]
+        for arm in dict.fromkeys(one.arm for one in found)
+    ]  # fmt: skip
+    heads = ["all tasks: arm, dose, minus GRPO", "seeds", *SHOWN.values(), "vote@10 at the best temperature"]
+    return markdown(heads, lines) if lines else None
 
 
 def temperature_table(rows: list[Row], study: Study) -> str | None:
@@ -150,6 +203,10 @@ def choice_table(rows: list[Row], study: Study) -> str | None:
         best = max(of_dose, key=of_dose.__getitem__)
         lines.append([arm, best, f"{of_dose[best]:.3f}", f"{len(of_dose)} of {len(study.arms[arm].doses) or 1}"])
     return markdown(["arm", "best dose", "vote@10 at the best temperature", "doses done"], lines) if lines else None
+
+
+def name(arm: Arm) -> str:
+    return " ".join(arm).strip()
 
 
 def mean(rows: dict[int, Row], metric: str) -> str:

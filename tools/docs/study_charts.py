@@ -15,15 +15,18 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from studies_table import SHOWN
+from studies_table import AT_1, SHOWN, Difference, name, over_tasks, studies
+from studies_table import rows_of as rows_of_study
 
 from nemo_edo.config.compose import compose_run
+from nemo_edo.evaluation.results import seeds_interval
 from nemo_edo.report.claims import FAMILIES
 from nemo_edo.report.plotting import COLORS, START_COLOR
 
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ("alpha_sweep", "rivals", "idpo")
-METRICS = {{"vote": "vote@10", "pass": "pass@10"}.get(metric, metric): name for metric, name in SHOWN.items()}
+LARGEST = {"vote": "vote@10", "pass": "pass@10"}
+METRICS = {LARGEST.get(metric, metric): title for metric, title in SHOWN.items()}
 CURVES = (
     "majority vote",
     "best of N/nce, worst step",
@@ -59,6 +62,7 @@ def charts() -> dict[str, str]:
     """The SVG of each picture, by its file's name."""
     found = {f"{study}.svg": differences(rows_of(study)) for study in DIFFERENCES}
     mapped = [row for study in MAPPED for row in rows_of(study)]
+    found["held_out.svg"] = differences(held_out_rows(), ", meaned over the tasks; votes at the best temperature")
     return {**found, "search.svg": accuracy_by_tokens(rows_of("search")), "dose_map.svg": dose_map(mapped)}
 
 
@@ -67,21 +71,34 @@ def rows_of(study: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def differences(rows: list[Row]) -> str:
+def held_out_rows() -> list[Row]:
+    """The arms of the held-out study, over all its tasks, as ``differences`` reads them."""
+    [study] = [one for one in studies() if one.held_out]
+    return [as_row(one) for one in over_tasks(rows_of_study(study), study, {**AT_1, "vote": "best"})]
+
+
+def as_row(one: Difference) -> Row:
+    interval = seeds_interval(one.metric, one.values, differences=True)
+    numbers = {"difference": interval.mean, "difference_low": interval.low, "difference_high": interval.high}
+    found = {key: str(value) for key, value in numbers.items()}
+    return {"arm": name(one.arm), "metric": LARGEST.get(one.metric, one.metric), "baseline": "GRPO", **found}
+
+
+def differences(rows: list[Row], more: str = "") -> str:
     """A panel for each metric, in it each arm's difference from the baseline with its 95 % interval over seeds."""
     compared = [row for row in rows if row["difference"] and row["metric"] in METRICS]
     arms = list(dict.fromkeys(row["arm"] for row in compared))
     left, width, gap, head, line, foot = 210, 250, 15, 24, 22, 26
     height = head + line * len(arms) + foot
     parts = []
-    for place, (metric, name) in enumerate(METRICS.items()):
+    for place, (metric, title) in enumerate(METRICS.items()):
         of_metric = {row["arm"]: row for row in compared if row["metric"] == metric}
         ends = [abs(float(row[end])) for row in of_metric.values() for end in ("difference_low", "difference_high")]
         reach = nice(max(ends))
         x0, y0 = left + place % 3 * (width + gap), place // 3 * height
         x = Axis(-reach, reach, x0 + 14, x0 + width - 14)
         bottom = y0 + height - foot
-        parts.append(text(x(0), y0 + 17, name, weight="bold", anchor="middle"))
+        parts.append(text(x(0), y0 + 17, title, weight="bold", anchor="middle"))
         for value in (-reach, 0.0, reach):
             label, color = (f"{value:+g}", GRID) if value else ("0", START_COLOR)
             parts.append(stroke([(x(value), y0 + head), (x(value), bottom)], color))
@@ -92,7 +109,7 @@ def differences(rows: list[Row]) -> str:
             parts += [stroke([(x(float(row[end])), y) for end in ("difference_low", "difference_high")], color, 2),
                       mark(x(float(row["difference"])), y, color)]  # fmt: skip
     baseline = compared[0]["baseline"]
-    note = f"Difference from {baseline}, paired by seed, with Student's t intervals (95 %)"
+    note = f"Difference from {baseline}, paired by seed, with Student's t intervals (95 %){more}"
     parts.append(text(left, 2 * height + 14, note, size=12))
     return svg(left + 3 * (width + gap), 2 * height + 24, note, parts)
 
@@ -103,12 +120,12 @@ def dose_map(rows: list[Row]) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     left, width, gap, head, height, foot = 170, 190, 14, 30, 110, 26
     parts = []
-    for line, ((metric, temperature), name) in enumerate(MAP_METRICS.items()):
+    for line, ((metric, temperature), title) in enumerate(MAP_METRICS.items()):
         found = {task: dose_differences(rows, task, metric, temperature) for task in tasks}
         reach = nice(max(abs(value) for of_task in found.values() for _, _, value in of_task))
         y0 = head + line * (height + foot)
         y = Axis(-reach, reach, y0 + height, y0)
-        parts.append(text(8, y(0) + 4, name, weight="bold"))
+        parts.append(text(8, y(0) + 4, title, weight="bold"))
         for column, task in enumerate(tasks):
             x0 = left + column * (width + gap)
             x = Axis(math.log(5e-4), math.log(2), x0, x0 + width)
@@ -228,5 +245,5 @@ def mark(x: float, y: float, color: str, *, filled: bool = True, radius: int = 4
 
 
 if __name__ == "__main__":
-    for name, picture in charts().items():
-        (ROOT / "docs" / "images" / name).write_text(picture, encoding="utf-8")
+    for file_name, picture in charts().items():
+        (ROOT / "docs" / "images" / file_name).write_text(picture, encoding="utf-8")
