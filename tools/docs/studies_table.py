@@ -75,7 +75,7 @@ def studies() -> list[Study]:
 def tables(study: Study) -> list[str]:
     """The state of the study, a table for each task with results, what the temperature does, and then what the study is
     for: the doses and arms that would be chosen, or the arms over all tasks and the verdict on a held-out claim."""
-    rows = rows_of(study)
+    rows = study_rows(study)
     found: list[str | None] = [state(study, rows)]
     for task in study.tasks:
         of_task = [row for row in rows if row["task"] == task]
@@ -90,7 +90,7 @@ def tables(study: Study) -> list[str]:
     return [one for one in found if one]
 
 
-def rows_of(study: Study) -> list[Row]:
+def study_rows(study: Study) -> list[Row]:
     """Of the study's cells and their starts: the file may have other studies' too."""
     wanted = {cell.key for cell in study.cells} | {
         study.start(task, seed).key for task in study.tasks for seed in study.seeds
@@ -143,9 +143,9 @@ def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> l
     at: the metrics, and the temperature of each.
     """
     found = []
+    arms = dict.fromkeys((cell.arm, cell.dose) for cell in study.cells if cell.arm != BASELINE)
     for metric, temperature in at.items():
         of_tasks = [by_seed([row for row in rows if row["task"] == task], temperature) for task in study.tasks]
-        arms = dict.fromkeys((cell.arm, cell.dose) for cell in study.cells if cell.arm != BASELINE)
         for arm in arms:
             cells = [one.get(arm, {}) for one in of_tasks]
             plain = [one.get((BASELINE, ""), {}) for one in of_tasks]

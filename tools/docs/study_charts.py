@@ -15,8 +15,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from studies_table import AT_1, SHOWN, Difference, name, over_tasks, studies
-from studies_table import rows_of as rows_of_study
+from studies_table import AT_1, SHOWN, Difference, name, over_tasks, studies, study_rows
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.evaluation.results import seeds_interval
@@ -74,7 +73,7 @@ def rows_of(study: str) -> list[Row]:
 def held_out_rows() -> list[Row]:
     """The arms of the held-out study, over all its tasks, as ``differences`` reads them."""
     [study] = [one for one in studies() if one.held_out]
-    return [as_row(one) for one in over_tasks(rows_of_study(study), study, {**AT_1, "vote": "best"})]
+    return [as_row(one) for one in over_tasks(study_rows(study), study, {**AT_1, "vote": "best"})]
 
 
 def as_row(one: Difference) -> Row:
