@@ -114,30 +114,30 @@ def differences(rows: list[Row], more: str = "") -> str:
 
 
 def dose_map(rows: list[Row]) -> str:
-    """A column for each task, a line for each metric: what each dose of a method changes, in the mean over seeds and
+    """A line for each task, a column for each metric: what each dose of a method changes, in the mean over seeds and
     for each seed."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    left, width, gap, head, height, foot = 170, 190, 14, 30, 110, 26
+    left, width, gap, head, height, foot = 80, 230, 44, 34, 84, 28
     parts = []
-    for line, ((metric, temperature), title) in enumerate(MAP_METRICS.items()):
+    for column, ((metric, temperature), title) in enumerate(MAP_METRICS.items()):
         found = {task: dose_differences(rows, task, metric, temperature) for task in tasks}
         reach = nice(max(abs(value) for of_task in found.values() for _, _, value in of_task))
-        y0 = head + line * (height + foot)
-        y = Axis(-reach, reach, y0 + height, y0)
-        parts.append(text(8, y(0) + 4, title, weight="bold"))
-        for column, task in enumerate(tasks):
-            x0 = left + column * (width + gap)
-            x = Axis(math.log(5e-4), math.log(2), x0, x0 + width)
-            parts += [text(x0 + width / 2, head - 12, task, weight="bold", anchor="middle")] if line == 0 else []
+        x0 = left + column * (width + gap)
+        x = Axis(math.log(5e-4), math.log(2), x0, x0 + width)
+        parts.append(text(x0 + width / 2, 16, title, weight="bold", anchor="middle"))
+        for line, task in enumerate(tasks):
+            y0 = head + line * (height + foot)
+            y = Axis(-reach, reach, y0 + height, y0)
+            parts += [text(0, y(0) + 4, task, weight="bold")] if column == 0 else []
             for value in (-reach, 0.0, reach):
                 parts.append(stroke([(x0, y(value)), (x0 + width, y(value))], GRID if value else START_COLOR))
-                parts += [text(x0 - 4, y(value) + 4, f"{value:+g}", size=10, anchor="end")] if column == 0 else []
+                parts.append(text(x0 - 4, y(value) + 4, f"{value:+g}" if value else "0", size=10, anchor="end"))
             for value in (0.001, 0.01, 0.1, 1):
                 parts.append(text(x(math.log(value)), y0 + height + 14, f"{value:g}", size=10, anchor="middle"))
             for number, family in enumerate(FAMILIES):
                 parts += curve([(x(math.log(dose)), y(value)) for arm, dose, value in found[task] if arm == family.arm],
                                COLORS[number])  # fmt: skip
-    bottom = head + len(MAP_METRICS) * (height + foot) + 14
+    bottom = head + len(tasks) * (height + foot) + 14
     place = left
     for number, family in enumerate(FAMILIES):
         parts += [mark(place, bottom, COLORS[number]), text(place + 9, bottom + 4, family.method)]
@@ -145,7 +145,7 @@ def dose_map(rows: list[Row]) -> str:
     notes = ["Difference from GRPO (of ED-iDPO from ETO) over the exploration weight",
              "Dots are seeds, lines their means; votes at the best temperature"]  # fmt: skip
     parts += [text(left, bottom + 26 + 18 * number, note, size=12) for number, note in enumerate(notes)]
-    return svg(left + len(tasks) * (width + gap), bottom + 56, notes[0], parts)
+    return svg(left + len(MAP_METRICS) * (width + gap), bottom + 56, notes[0], parts)
 
 
 def dose_differences(rows: list[Row], task: str, metric: str, temperature: str) -> list[tuple[str, float, float]]:
