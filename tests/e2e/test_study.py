@@ -1,13 +1,19 @@
-"""``nemo-edo study run`` on tiny cells: resumed from its table alone, and independent of what ran before a cell."""
+"""``nemo-edo study run`` on tiny cells: resumed from its table alone, independent of what ran before a cell, and
+stopped without a traceback."""
 
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.cli import Cli
+from helpers.cli import Cli, finish, start
 
 SIZES = "{name: change, warmup_problems: 64, train_problems: 16, test_problems: 8}"
 STUDY = {
@@ -42,10 +48,14 @@ def test_a_study_runs_each_cell_once_and_a_cell_alone_gives_the_same_row(cli: Cl
     places = [(row["arm"], row["dose"], row["iteration"], row["temperature"]) for row in first]
     trained = [("0", "1"), ("1", "1"), ("2", "1"), ("2", "0.5"), ("2", "best")]
     assert places == [("warmup", "", "0", at) for at in ("1", "0.5", "best")] + [
-        (arm, dose, *place) for arm, dose in (("grpo", ""), ("ed_grpo_floor", "0.3")) for place in trained]
+        (arm, dose, *place) for arm, dose in (("grpo", ""), ("ed_grpo_floor", "0.3")) for place in trained
+    ]
     start = {key: first[0][key] for key in ("accuracy", "entropy", "distinct_4")}
-    assert all({key: row[key] for key in start} == start for row in first if row["iteration"] == "0"
-               and row["temperature"] == "1")
+    assert all(
+        {key: row[key] for key in start} == start
+        for row in first
+        if row["iteration"] == "0" and row["temperature"] == "1"
+    )
 
     # The last cell again, in a fresh process and without any folder: the table alone says what is done.
     folder = tmp_path / "runs" / "tiny"
@@ -61,3 +71,33 @@ def test_a_study_runs_each_cell_once_and_a_cell_alone_gives_the_same_row(cli: Cl
     # Its folders are runs that a report reads.
     cli.succeed("report", "runs/earlier/change,*", "-o", "both.html", cwd=tmp_path)
     assert "2 of 2 cells" in cli.succeed("study", "status", "tiny.yaml", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_of_a_study_with_processes_is_one_line_and_leaves_none_of_them(tmp_path: Path, sent: signal.Signals):
+    """A scheduler's signal reaches the first process alone, Ctrl-C every one."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**STUDY, "seeds": [1, 2]}, sort_keys=False))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    study = start("study", "run", "tiny.yaml", "--jobs", "2", cwd=tmp_path, start_new_session=True, **pipes)
+    logs = tmp_path / "runs" / "tiny" / "logs"
+    wait_for(lambda: study.poll() is not None or sum(file.stat().st_size > 0 for file in logs.glob("*.log")) == 2)
+    (os.killpg if sent == signal.SIGINT else os.kill)(study.pid, sent)
+    _, err = finish(study)
+    assert study.returncode != 0 and "was stopped" in err and "Traceback" not in err, err
+    wait_for(lambda: not is_there(study.pid), limit_s=20)
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 200) -> None:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit, f"not within {limit_s:g} s"
+        time.sleep(0.2)
+
+
+def is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
