@@ -64,6 +64,19 @@ def test_differences_over_tasks_are_each_seeds_mean_over_the_tasks_that_all_have
     assert study_charts.as_row(found)["difference"] == str(found.values[0] / 2)
 
 
+def test_over_tasks_ed_idpo_is_compared_with_eto_and_the_heading_says_so():
+    [study] = [one for one in studies() if one.name == "doses"]
+    rows = [row(arm, seed, vote, task=task, dose=dose)
+            for task in study.tasks for seed in (1, 2)
+            for arm, dose, vote in (("grpo", "", 0.5), ("eto", "", 0.2), ("ed_idpo", "0.1", 0.3))]  # fmt: skip
+    found = {one.arm: one.values for one in studies_table.over_tasks(rows, study, {"vote": "1"})}
+    assert found == {("eto", ""): pytest.approx([-0.3] * 2), ("ed_idpo", "0.1"): pytest.approx([0.1] * 2)}
+    rows = [{**one, **dict.fromkeys(studies_table.SHOWN, "0.5")} for one in rows]
+    assert "minus GRPO (ED-iDPO: ETO)" in studies_table.over_tasks_table(rows, study)
+    only_grpo = [one | ({"arm": "ed_grpo", "dose": "0.01"} if one["dose"] else {}) for one in rows]
+    assert "minus GRPO |" in studies_table.over_tasks_table(only_grpo, study)
+
+
 def test_the_state_counts_cells_and_hours(monkeypatch, tmp_path):
     [study] = [one for one in studies() if one.name == "doses"]
     monkeypatch.setattr(studies_table, "ROOT", tmp_path)

@@ -19,7 +19,7 @@ from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
-from nemo_edo.report.claims import Finding, findings
+from nemo_edo.report.claims import FAMILIES, Finding, findings
 from nemo_edo.report.claims import markdown as claims_table
 from nemo_edo.run.study_file import Study, read_study
 from nemo_edo.run.study_status import cpu_hours_left, unfinished, verdict_lines
@@ -41,6 +41,8 @@ SHOWN = {
     "entropy": "entropy (nats)",
 }
 BASELINE = "grpo"
+ITS_BASELINE = {family.arm: family.baseline for family in FAMILIES}
+"""Of the paper's forms: over all tasks each is compared with its dose 0."""
 Arm = tuple[str, str]
 """(name, dose)"""
 AT_1 = dict.fromkeys(SHOWN, "1")
@@ -49,7 +51,7 @@ BySeed = dict[Arm, dict[int, Row]]
 
 
 class Difference(NamedTuple):
-    """An arm's from the baseline in a metric, by seed."""
+    """An arm's from its baseline in a metric, by seed."""
 
     arm: Arm
     metric: str
@@ -73,17 +75,16 @@ def studies() -> list[Study]:
 
 
 def tables(study: Study) -> list[str]:
-    """The state of the study, a table for each task with results, what the temperature does, and then what the study is
-    for: the doses and arms that would be chosen, or the arms over all tasks and the verdict on a held-out claim."""
+    """The state of the study, a table for each task with results, what the temperature does, the arms over all tasks,
+    and then what the study is for: the doses that would be chosen, or the verdict on a held-out claim."""
     rows = study_rows(study)
     found: list[str | None] = [state(study, rows)]
     for task in study.tasks:
         of_task = [row for row in rows if row["task"] == task]
         if of_task:
             found.append(task_table(task, of_task, study))
-    found.append(temperature_table(rows, study))
+    found += [temperature_table(rows, study), over_tasks_table(rows, study)]
     if study.held_out:
-        found.append(over_tasks_table(rows, study))
         found += verdict_lines(study) or ["The candidates are judged when every cell is done."]
     else:
         found.append(choice_table(rows, study))
@@ -137,7 +138,7 @@ def task_table(task: str, of_task: list[Row], study: Study) -> str:
 
 
 def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> list[Difference]:
-    """Each arm's differences from the baseline, meaned over the tasks of each seed that has both on all of them. A
+    """Each arm's differences from its baseline, meaned over the tasks of each seed that has both on all of them. A
     training that a guard stopped has no metrics.
 
     at: the metrics, and the temperature of each.
@@ -148,7 +149,7 @@ def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> l
         of_tasks = [by_seed([row for row in rows if row["task"] == task], temperature) for task in study.tasks]
         for arm in arms:
             cells = [one.get(arm, {}) for one in of_tasks]
-            plain = [one.get((BASELINE, ""), {}) for one in of_tasks]
+            plain = [one.get((ITS_BASELINE.get(arm[0], BASELINE), ""), {}) for one in of_tasks]
             seeds = sorted(set.intersection(*map(set, [*cells, *plain])))
             apart = [
                 fmean(float(a[seed][metric]) - float(b[seed][metric]) for a, b in zip(cells, plain, strict=True))
@@ -167,7 +168,9 @@ def over_tasks_table(rows: list[Row], study: Study) -> str | None:
          *(in_words(one.metric, one.values) for one in found if one.arm == arm)]
         for arm in dict.fromkeys(one.arm for one in found)
     ]  # fmt: skip
-    heads = ["all tasks: arm, dose, minus GRPO", "seeds", *SHOWN.values(), "vote@10 at the best temperature"]
+    plain = all(one.arm[0] not in ITS_BASELINE or ITS_BASELINE[one.arm[0]] == BASELINE for one in found)
+    minus = "GRPO" if plain else "GRPO (ED-iDPO: ETO)"
+    heads = [f"all tasks: arm, dose, minus {minus}", "seeds", *SHOWN.values(), "vote@10 at the best temperature"]
     return markdown(heads, lines) if lines else None
 
 
