@@ -40,6 +40,8 @@ SHOWN = {
     "distinct_4": "Distinct-4",
     "entropy": "entropy (nats)",
 }
+LENGTH = "response_length"
+"""Shown for each task alone: samples and steps are equal, tokens need not be."""
 BASELINE = "grpo"
 ITS_BASELINE = {family.arm: family.baseline for family in FAMILIES}
 """Of the paper's forms: over all tasks each is compared with its dose 0."""
@@ -130,11 +132,11 @@ def task_table(task: str, of_task: list[Row], study: Study) -> str:
     order = [(START, ""), *dict.fromkeys((cell.arm, cell.dose) for cell in study.cells)]
     rows = []
     for arm in (one for one in order if one in found):
-        means = [mean(found[arm], metric) for metric in SHOWN]
+        means = [mean(found[arm], metric) for metric in (*SHOWN, LENGTH)]
         votes = [difference(found, arm, "vote"), mean(tuned[arm], "vote"), difference(tuned, arm, "vote")]
         rows.append([name(arm), str(len(found[arm])), *means, *votes])
     votes = ["vote@10 minus GRPO's", "vote@10 at the best temperature", "this minus GRPO's"]
-    return markdown([f"{task}: arm, dose", "seeds", *SHOWN.values(), *votes], rows)
+    return markdown([f"{task}: arm, dose", "seeds", *SHOWN.values(), "tokens per response", *votes], rows)
 
 
 def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> list[Difference]:
