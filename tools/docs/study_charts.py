@@ -38,7 +38,7 @@ SEARCHES = ("SearchLLM/nce", "SearchLLM/nce_answer")
 INK, GRID = "#1f2328", "#d0d4da"
 FONT = "system-ui, sans-serif"
 Row = dict[str, str]
-MAPPED = ("development",)
+MAPPED = ("development", "held_out")
 """The files with the doses of the paper's term, all tasks together."""
 MAP_METRICS = {("distinct_4", "1"): "Distinct-4", ("accuracy", "1"): "sampled accuracy", ("vote", "best"): "vote@10"}
 """(column, temperature) of the map's lines of panels; votes at the temperature that is best on training problems."""
@@ -117,7 +117,7 @@ def dose_map(rows: list[Row]) -> str:
     """A line for each task, a column for each metric: what each dose of a method changes, in the mean over seeds and
     for each seed."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    left, width, gap, head, height, foot = 80, 230, 44, 34, 84, 28
+    left, width, gap, head, height, foot = 94, 230, 44, 34, 84, 28
     parts = []
     for column, ((metric, temperature), title) in enumerate(MAP_METRICS.items()):
         found = {task: dose_differences(rows, task, metric, temperature) for task in tasks}
@@ -211,9 +211,9 @@ def accuracy_by_tokens(rows: list[Row]) -> str:
 
 
 def nice(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """The next of 1, 2, 3, 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(value))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value)
+    return next(factor * power for factor in (1, 2, 3, 5, 10) if factor * power >= value)
 
 
 # --- the pieces of a picture --------------------------------------------------------------------------------------
