@@ -98,6 +98,16 @@ def test_the_complete_dose_with_the_best_votes_at_the_best_temperature_is_chosen
     assert studies_table.choice_table(rows[-1:], study) is None
 
 
+def test_the_claims_on_tasks_together_have_each_seeds_mean_where_every_task_has_it():
+    values = {"entropy": "0.3", "distinct_4_pooled": "0.1"}
+    votes = {("a", 1): 0.2, ("b", 1): 0.6, ("a", 2): 0.5, ("b", 2): 0.6, ("a", 3): 0.9}
+    rows = [row("ed_grpo", seed, vote, task=task, dose="0.01", **values) for (task, seed), vote in votes.items()]
+    found = studies_table.meaned([*rows, row("ed_grpo", 2, 0.0, task="b", dose="0.01", iteration="3", **values)])
+    assert [(one["task"], one["seed"], float(one["vote"])) for one in found] == [
+        ("a, b", "1", pytest.approx(0.4)), ("a, b", "2", pytest.approx(0.55))]  # fmt: skip
+    assert studies_table.meaned(rows[:1]) == []
+
+
 def test_the_papers_claims_are_one_table_of_every_row_of_the_files(monkeypatch):
     [study] = [one for one in studies() if one.name == "doses"]
     other = replace(study, name="other_file", results="other.csv", arms={"grpo": ArmEntry()}, seeds=[3])

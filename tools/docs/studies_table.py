@@ -19,7 +19,7 @@ from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
-from nemo_edo.report.claims import FAMILIES, Finding, findings
+from nemo_edo.report.claims import FAMILIES, METRIC, Finding, findings
 from nemo_edo.report.claims import markdown as claims_table
 from nemo_edo.run.study_file import Study, read_study
 from nemo_edo.run.study_status import cpu_hours_left, unfinished, verdict_lines
@@ -32,6 +32,7 @@ HEAD = """# Tables of the studies
 Written by `python tools/docs/studies_table.py` from the files in `docs/studies/`. [Studies](studies.md) says what they
 show, and how the studies were made. Means are over seeds; differences are paired by seed, with Student's t intervals.
 """
+TOGETHER = "On the mean over the tasks of each seed, corrected for this table's tests alone:"
 SHOWN = {
     "greedy_accuracy": "greedy accuracy",
     "accuracy": "sampled accuracy",
@@ -62,14 +63,39 @@ class Difference(NamedTuple):
 
 def page(found: list[Study]) -> str:
     sections = [(study.name.replace("_", " ").capitalize(), tables(study)) for study in found]
-    sections.append(("The paper's three claims", [claims_table(claims(found))]))
+    of_claims = [claims_table(claims(found)), TOGETHER, claims_table(together(found))]
+    sections.append(("The paper's three claims", of_claims))
     return "\n".join([HEAD, *("\n\n".join([f"## {title}", *parts]) + "\n" for title, parts in sections)])
 
 
 def claims(found: list[Study]) -> list[Finding]:
     """The paper's claims on each task of the studies, from every row of their files: one table, with one correction."""
-    rows = [row for table in dict.fromkeys(study.table for study in found) for row in read_rows(ROOT / table)]
-    return findings(rows)
+    return findings(row for rows in files(found) for row in rows)
+
+
+def together(found: list[Study]) -> list[Finding]:
+    """The paper's claims on the tasks of each file together: fewer tests, so that a smaller effect is found."""
+    return findings(row for rows in files(found) for row in meaned(rows))
+
+
+def files(found: list[Study]) -> list[list[Row]]:
+    """The rows of each of the studies' tables."""
+    return [read_rows(ROOT / table) for table in dict.fromkeys(study.table for study in found)]
+
+
+def meaned(rows: list[Row]) -> list[Row]:
+    """A row for each arm, dose and seed that every task has, with the means over the tasks; none for one task."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    of_tasks = [by_seed([row for row in rows if row["task"] == task]) for task in tasks]
+    found: list[Row] = []
+    for arm, seeds in of_tasks[0].items() if len(tasks) > 1 else ():
+        for seed, first in seeds.items():
+            same = [one[arm][seed] for one in of_tasks if seed in one.get(arm, {})]
+            if len(same) == len(tasks):
+                metrics = [metric for metric in (*METRIC.values(), "well_formed") if all(row[metric] for row in same)]
+                means = {metric: str(fmean(float(row[metric]) for row in same)) for metric in metrics}
+                found.append({**first, "task": ", ".join(tasks), **means})
+    return found
 
 
 def studies() -> list[Study]:
