@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from helpers.cli import Cli, finish, start
@@ -48,14 +49,10 @@ def test_a_study_runs_each_cell_once_and_a_cell_alone_gives_the_same_row(cli: Cl
     places = [(row["arm"], row["dose"], row["iteration"], row["temperature"]) for row in first]
     trained = [("0", "1"), ("1", "1"), ("2", "1"), ("2", "0.5"), ("2", "best")]
     assert places == [("warmup", "", "0", at) for at in ("1", "0.5", "best")] + [
-        (arm, dose, *place) for arm, dose in (("grpo", ""), ("ed_grpo_floor", "0.3")) for place in trained
-    ]
+        (arm, dose, *place) for arm, dose in (("grpo", ""), ("ed_grpo_floor", "0.3")) for place in trained]
     start = {key: first[0][key] for key in ("accuracy", "entropy", "distinct_4")}
-    assert all(
-        {key: row[key] for key in start} == start
-        for row in first
-        if row["iteration"] == "0" and row["temperature"] == "1"
-    )
+    assert all({key: row[key] for key in start} == start for row in first if row["iteration"] == "0"
+               and row["temperature"] == "1")
 
     # The last cell again, in a fresh process and without any folder: the table alone says what is done.
     folder = tmp_path / "runs" / "tiny"
@@ -82,10 +79,12 @@ def test_a_stop_of_a_study_with_processes_is_one_line_and_leaves_none_of_them(tm
     study = start("study", "run", "tiny.yaml", "--jobs", "2", cwd=tmp_path, start_new_session=True, **pipes)
     logs = tmp_path / "runs" / "tiny" / "logs"
     wait_for(lambda: study.poll() is not None or sum(file.stat().st_size > 0 for file in logs.glob("*.log")) == 2)
+    started = psutil.Process(study.pid).children(recursive=True)  # with servers of rewards, in groups apart
     (os.killpg if sent == signal.SIGINT else os.kill)(study.pid, sent)
     _, err = finish(study)
     assert study.returncode != 0 and "was stopped" in err and "Traceback" not in err, err
     wait_for(lambda: not is_there(study.pid), limit_s=20)
+    assert psutil.wait_procs(started, timeout=20)[1] == []
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 200) -> None:
