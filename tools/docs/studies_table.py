@@ -43,6 +43,8 @@ SHOWN = {
 }
 LENGTH = "response_length"
 """Shown for each task alone: samples and steps are equal, tokens need not be."""
+MEANED = (*SHOWN, *METRIC.values(), "well_formed")
+"""The columns that have a mean over tasks; METRIC's and the last are those of the claims."""
 BASELINE = "grpo"
 ITS_BASELINE = {family.arm: family.baseline for family in FAMILIES}
 """Of the paper's forms: over all tasks each is compared with its dose 0."""
@@ -83,16 +85,16 @@ def files(found: list[Study]) -> list[list[Row]]:
     return [read_rows(ROOT / table) for table in dict.fromkeys(study.table for study in found)]
 
 
-def meaned(rows: list[Row]) -> list[Row]:
+def meaned(rows: list[Row], temperature: str = "1") -> list[Row]:
     """A row for each arm, dose and seed that every task has, with the means over the tasks; none for one task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    of_tasks = [by_seed([row for row in rows if row["task"] == task]) for task in tasks]
+    of_tasks = [by_seed([row for row in rows if row["task"] == task], temperature) for task in tasks]
     found: list[Row] = []
     for arm, seeds in of_tasks[0].items() if len(tasks) > 1 else ():
         for seed, first in seeds.items():
             same = [one[arm][seed] for one in of_tasks if seed in one.get(arm, {})]
             if len(same) == len(tasks):
-                metrics = [metric for metric in (*METRIC.values(), "well_formed") if all(row[metric] for row in same)]
+                metrics = [metric for metric in MEANED if all(row[metric] for row in same)]
                 means = {metric: str(fmean(float(row[metric]) for row in same)) for metric in metrics}
                 found.append({**first, "task": ", ".join(tasks), **means})
     return found
@@ -166,24 +168,21 @@ def task_table(task: str, of_task: list[Row], study: Study) -> str:
 
 
 def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> list[Difference]:
-    """Each arm's differences from its baseline, meaned over the tasks of each seed that has both on all of them. A
-    training that a guard stopped has no metrics.
+    """Each arm's differences from its baseline, meaned over the tasks of each seed that has both on all of them; none
+    for one task. A training that a guard stopped has no metrics.
 
     at: the metrics, and the temperature of each.
     """
+    if {row["task"] for row in rows} != set(study.tasks):
+        return []
     found = []
-    arms = dict.fromkeys((cell.arm, cell.dose) for cell in study.cells if cell.arm != BASELINE)
     for metric, temperature in at.items():
-        of_tasks = [by_seed([row for row in rows if row["task"] == task], temperature) for task in study.tasks]
-        for arm in arms:
-            cells = [one.get(arm, {}) for one in of_tasks]
-            plain = [one.get((ITS_BASELINE.get(arm[0], BASELINE), ""), {}) for one in of_tasks]
-            seeds = sorted(set.intersection(*map(set, [*cells, *plain])))
-            apart = [
-                fmean(float(a[seed][metric]) - float(b[seed][metric]) for a, b in zip(cells, plain, strict=True))
-                for seed in seeds
-            ]
-            if apart:
+        over = by_seed(meaned(rows, temperature), temperature)
+        for arm in dict.fromkeys((cell.arm, cell.dose) for cell in study.cells if cell.arm != BASELINE):
+            own, plain = over.get(arm, {}), over.get((ITS_BASELINE.get(arm[0], BASELINE), ""), {})
+            seeds = sorted(own.keys() & plain.keys())
+            if seeds:
+                apart = [float(own[seed][metric]) - float(plain[seed][metric]) for seed in seeds]
                 found.append(Difference(arm, metric, apart))
     return found
 
