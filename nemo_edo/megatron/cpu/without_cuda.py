@@ -217,20 +217,20 @@ def import_bridge() -> None:
     for module in LOOK_FOR_TRANSFORMER_ENGINE:
         importlib.import_module(f"megatron.core.models.{module}")
 
-    # Its module of optional imports sets its own level, and reports a missing one by a traceback.
-    logging.getLogger("megatron.bridge.utils.import_utils").addFilter(lambda line: line.levelno >= logging.WARNING)
     if "transformer_engine" in sys.modules:
         return
     stand_ins = {"transformer_engine": _StandIn("transformer_engine")}
     stand_ins["transformer_engine.pytorch"] = stand_ins["transformer_engine"].pytorch
     sys.modules.update(stand_ins)
+    # It reports each optional import that fails, one by a traceback, and megatron.training takes over the root logger.
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    logging.disable(logging.INFO)
     try:
         import megatron.bridge  # noqa: F401
         from megatron.bridge.peft import utils
     finally:
-        # megatron.training, which it imports, would print every library's INFO.
+        logging.disable(logging.NOTSET)
         root.handlers[:] = handlers
         root.setLevel(level)
         for name in stand_ins:
