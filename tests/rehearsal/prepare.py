@@ -24,13 +24,6 @@ REQUIREMENTS = ROOT / "requirements" / "rehearsal" / "no-deps.txt"
 NCCL = ROOT / "requirements" / "rehearsal" / "nccl.txt"
 COMPILE = ("g++", "-O0", "-std=c++20", "-shared", "-fPIC")
 
-# Transformer Engine would load its compiled extension from a file; ours is a Python module.
-EXTENSION_IN_PYTHON = """
-
-def load_framework_extension(framework):
-    import transformer_engine_torch
-"""
-
 
 class NotHere(Exception):
     """What this machine lacks for the rehearsal."""
@@ -60,8 +53,7 @@ def device() -> Path:
 
 def engine() -> Path:
     """A folder with Transformer Engine's Python code."""
-    key = _key(REQUIREMENTS.read_bytes(), EXTENSION_IN_PYTHON.encode())
-    return _cached(f"transformer_engine-{key}", _install)
+    return _cached(f"transformer_engine-{_key(REQUIREMENTS.read_bytes())}", lambda made: _pip(made, REQUIREMENTS))
 
 
 def nccl() -> Path:
@@ -77,19 +69,12 @@ def _torch() -> Path:
 def _compile(folder: Path) -> None:
     torch = _torch()
     flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib",
-             f"-Wl,-rpath,{torch}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
+             f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
     _run([*COMPILE, DEVICE, "-o", folder / "device.so", *flags])
 
 
-def _install(folder: Path) -> None:
-    _pip(folder, REQUIREMENTS)
-    with (folder / "transformer_engine" / "common" / "__init__.py").open("a") as module:
-        module.write(EXTENSION_IN_PYTHON)
-
-
 def _pip(folder: Path, requirements: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    _run([*pip, "--no-deps", "--target", folder, "-r", requirements])
+    _run(["uv", "pip", "install", "--python", sys.executable, "--no-deps", "--target", folder, "-r", requirements])
 
 
 def _run(command: list[str | Path]) -> None:
