@@ -40,7 +40,7 @@ BRIDGES = {
     "decoder_sparse_step": (1, 1, WITH_EXPERTS),
     "mlp_only_layers": ([], [], WITH_EXPERTS),
 }
-"""Fields that Megatron-Bridge 0.3 does not read: what it takes each for, what transformers takes it for where it is
+"""Fields that Megatron-Bridge 0.6 does not read: what it takes each for, what transformers takes it for where it is
 absent, and the model types that have it."""
 
 MEGATRONS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -198,17 +198,18 @@ def check_convertible(fields: Mapping[str, Any], source: str) -> None:
 def check_positions(fields: Mapping[str, Any], source: str) -> None:
     """Raises UserError for scaled rotary positions that Megatron would silently compute in another way.
 
-    Megatron-Bridge 0.3 reads the factor of Llama 3's scaling and nothing of other kinds; megatron-core 0.16 has fixed
-    values for the rest. Other model types are left to Bridge. fields: of the config.json ``source``.
+    Megatron-Bridge 0.6 reads the factor of Llama 3's scaling; megatron-core 0.19 has fixed values for the rest. Other
+    model types are left to Bridge. fields: of the config.json ``source``, as transformers 4 (``rope_scaling``) or 5
+    (``rope_parameters``) writes it.
     """
-    scaling = fields.get("rope_scaling") or {}
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     kind, family = scaling.get("rope_type", scaling.get("type", "default")), fields.get("model_type")
     if kind == "default" or family not in FAMILIES:
         return
     if family != "llama" or kind != "llama3":
         raise UserError(
-            f"{source}: rope_scaling of type {kind!r} would be lost for model_type {family!r}; "
-            "train with positions as they are: take rope_scaling out of the file"
+            f"{source}: rotary positions scaled by {kind!r} (rope_scaling, rope_parameters) would be lost for model_type "
+            f"{family!r}; to train with unscaled positions, remove the scaling from the file"
         )
     for name, value in MEGATRONS_LLAMA3.items():
         if scaling.get(name, value) != value:

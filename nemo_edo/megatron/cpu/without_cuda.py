@@ -1,4 +1,4 @@
-"""What answers on a machine without CUDA where megatron-core 0.16 and Megatron-Bridge 0.3 assume it.
+"""What answers on a machine without CUDA where megatron-core 0.19 and Megatron-Bridge 0.6 assume it.
 
 They do so in about ten places. For each there is one adaptation below, which replaces a function of torch or of
 Megatron in this process. ``adapt`` is called once, by ``platform.enter``.
