@@ -74,7 +74,7 @@ def _compile(folder: Path) -> None:
 
 
 def _pip(folder: Path, requirements: Path) -> None:
-    _run(["uv", "pip", "install", "--python", sys.executable, "--no-deps", "--target", folder, "-r", requirements])
+    _run(["uv", "pip", "install", "--no-config", "--python", sys.executable, "--no-deps", "--target", folder, "-r", requirements])
 
 
 def _run(command: list[str | Path]) -> None:

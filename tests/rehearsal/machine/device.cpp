@@ -350,7 +350,15 @@ struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Of a torch that was built with CUDA, whose own kernels would come before the fallback.
+// A backend without kernels: what the dispatcher has there is an operator's kernel for every backend.
+constexpr auto ANY_BACKEND = c10::DispatchKey::PrivateUse1;
+
+void run_on_any_backend(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(ANY_BACKEND), stack);
+}
+
+// In a torch that was built with CUDA, its kernels come before the fallback and before those for every backend, which
+// find out what device results are on.
 const auto replaced = [] {
   Silent silent;  // the dispatcher warns once that a kernel replaces another
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
@@ -358,10 +366,12 @@ const auto replaced = [] {
   std::vector<c10::RegistrationHandleRAII> handles;
   for (const auto& name : dispatcher.getAllOpNames()) {
     auto op = dispatcher.findOp(name);
-    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
-      handles.push_back(dispatcher.registerImpl(
-          name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>(), std::nullopt,
-          nullptr, "pretended CUDA"));
+    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    auto kernel = op->hasComputedKernelForDispatchKey(ANY_BACKEND)
+        ? c10::KernelFunction::makeFromBoxedFunction<&run_on_any_backend>()
+        : c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>();
+    handles.push_back(dispatcher.registerImpl(
+        name, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "pretended CUDA"));
   }
   return handles;
 }();
