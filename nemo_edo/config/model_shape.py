@@ -208,8 +208,8 @@ def check_positions(fields: Mapping[str, Any], source: str) -> None:
         return
     if family != "llama" or kind != "llama3":
         raise UserError(
-            f"{source}: rotary positions scaled by {kind!r} (rope_scaling, rope_parameters) would be lost for model_type "
-            f"{family!r}; to train with unscaled positions, remove the scaling from the file"
+            f"{source}: rope_scaling of type {kind!r} would be lost for model_type {family!r}; "
+            "to train with unscaled positions, remove it from the file"
         )
     for name, value in MEGATRONS_LLAMA3.items():
         if scaling.get(name, value) != value:
