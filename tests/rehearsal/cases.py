@@ -346,8 +346,10 @@ def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[s
     from nemo_edo.errors import UserError
     from nemo_edo.megatron.precision import BLOCK, RECIPES, Machine, check_machine
 
-    checks = {"delayed": engine._compute_fp8_support, "tensorwise": engine._compute_fp8_support,
-              "blockwise": engine._compute_fp8_block_scaling_support, "mxfp8": engine._compute_mxfp8_support}  # fmt: skip
+    fp8, blockwise, mxfp8 = (
+        getattr(engine, f"_compute_{name}_support") for name in ("fp8", "fp8_block_scaling", "mxfp8")
+    )
+    checks = {"delayed": fp8, "tensorwise": fp8, "blockwise": blockwise, "mxfp8": mxfp8}
     assert checks.keys() == RECIPES.keys()
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
     found: dict[str, dict[str, Any]] = {"engine": {"block": quantizer.block_len}, "ours": {"block": BLOCK}}

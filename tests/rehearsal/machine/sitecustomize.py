@@ -7,7 +7,6 @@ import importlib.machinery
 import os
 import sys
 
-
 ADAPTED = ("torch", "transformer_engine.common", "triton.runtime.interpreter")
 
 

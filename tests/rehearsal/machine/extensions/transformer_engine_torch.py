@@ -125,8 +125,8 @@ def _bf16_or_fp32(*tensors) -> None:
 def get_fused_attn_backend(asked) -> tuple[NVTE_Fused_Attn_Backend, str]:
     """cuDNN's attention takes 16 bits, and heads of multiples of 8. asked: FusedAttentionParams."""
     fits = DTYPES.get(asked.qkv_dtype) in (torch.bfloat16, torch.float16) and asked.head_dim_qk % 8 == 0
-    plain = (asked.bias_type, asked.softmax_type) == (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX)
-    if fits and plain and asked.dropout == 0:
+    plain = asked.bias_type == NVTE_Bias_Type.NVTE_NO_BIAS and asked.dropout == 0
+    if fits and plain and asked.softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
         return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "not rehearsed"
 
