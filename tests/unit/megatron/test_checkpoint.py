@@ -171,18 +171,16 @@ def test_a_writer_that_is_killed_is_an_error_and_is_not_waited_for(policy, tmp_p
     assert not any(process.is_running() for process in left)
 
 
-def slow_writer(*_) -> None:
-    time.sleep(500)
-
-
-def test_a_writer_ends_with_the_process_that_it_writes_for():
+def test_a_writer_ends_with_the_process_that_it_writes_for(monkeypatch):
     """It holds the other end of a pipe, which is at its end once no process holds it."""
+    writer = filesystem_async.FileSystemWriterAsync
+    monkeypatch.setattr(writer, "write_preloaded_data", lambda *_, **__: time.sleep(500))
     reading, writing = os.pipe()
     trainer = os.fork()
     if not trainer:
         written_for = os.getpid()
         if not os.fork():
-            background._write(slow_writer, written_for, None, 0, [], None)
+            background._write([], written_for, None, 0, [()], None)
         time.sleep(0.5)  # until the writer has begun
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)
