@@ -1,9 +1,6 @@
 """What this machine cannot run is skipped with a reason, and the last lines of a run list it."""
 
-import fcntl
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,11 @@
 
 import os
 import sys
+from pathlib import Path
 
-from .prepare import NotHere, environment
+sys.path.insert(1, str(Path(__file__).parents[2] / "tools" / "benchmarks"))  # peer_environment
+
+from .prepare import NotHere, environment  # noqa: E402
 
 try:
     found = environment()

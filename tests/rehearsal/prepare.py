@@ -6,22 +6,18 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from peer_environment import ROOT, NoPackageIndex, peer_environment
+
 MACHINE = Path(__file__).parent / "machine"
-ROOT = Path(__file__).parents[2]
 DEVICE = MACHINE / "device.cpp"
-ENGINE = ROOT / "requirements" / "rehearsal"
 COMPILE = ("g++", "-O0", "-std=c++20", "-shared", "-fPIC")
-# What uv says without a network.
-UNREACHABLE = re.compile(r"Failed to (fetch|download)|connectivity is disabled")
 
 
 class NotHere(Exception):
@@ -68,11 +64,11 @@ def device() -> Path:
 
 def transformer_engine_folder() -> Path:
     """The folder of packages with Transformer Engine's Python code, which has no compiled part."""
-    _require("uv")
-    folder = ROOT / ".venv-rehearsal"
-    _run(["uv", "sync", "--locked", "--project", ENGINE, "--python", sys.executable],
-         environment={"UV_PROJECT_ENVIRONMENT": str(folder)})  # fmt: skip
-    [packages] = folder.glob("lib/python*/site-packages")
+    try:
+        python = peer_environment("rehearsal")
+    except NoPackageIndex as error:
+        raise NotHere(str(error)) from error
+    [packages] = python.parents[1].glob("lib/python*/site-packages")
     return packages
 
 
@@ -81,9 +77,7 @@ def _require(program: str) -> None:
         raise NotHere(f"no {program} to make the pretended machine with")
 
 
-def _run(command: list[str | Path], environment: dict[str, str] | None = None) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})})
+def _run(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        if UNREACHABLE.search(done.stderr):
-            raise NotHere("no package index for Transformer Engine")
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
