@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 UV = ROOT / "tools" / "uv"
 # What uv says about an index that it cannot reach.
-UNREACHABLE = re.compile(r"Could not connect|are you offline|Failed to fetch|error sending request|dns error|no network")
+UNREACHABLE = re.compile(r"Could not connect|are you offline|Failed to fetch|error sending request|dns error")
 
 
 class NoPackageIndex(Exception):
