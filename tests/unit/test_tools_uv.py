@@ -22,7 +22,7 @@ echo "$UV_PYTHON: $*"
 
 @pytest.fixture
 def machine(tmp_path):
-    """machine(files, **variables): runs ``tools/uv sync`` where these files are programs, besides a few of the system's,
+    """machine(files, **variables): runs ``tools/uv sync`` where these files are programs, besides some of the system,
     and returns the finished process."""
     programs = tmp_path / "bin"
     programs.mkdir()
