@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_edo.generation.replica import Replica, field
+from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.parallel.main_rank import is_main, on_main_for_long
@@ -256,7 +256,7 @@ def _post(replica: Replica, path: str, body: dict, limit_s: float) -> None:
 
 
 def _world_size(replica: Replica) -> int:
-    return field(replica, replica.request("GET", "/get_world_size"), "world_size", int)
+    return replica.request("GET", "/get_world_size")["world_size"]
 
 
 def _starts(replicas: Sequence[Replica]) -> list[tuple[str, int]]:

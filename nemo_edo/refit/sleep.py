@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from nemo_edo.generation.replica import Replica, field
+from nemo_edo.generation.replica import Replica
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.http import ServerError
 
@@ -104,7 +104,7 @@ def _put_to_sleep(replica: Replica) -> None:
 
 
 def _is_sleeping(replica: Replica) -> bool:
-    return field(replica, replica.request("GET", "/is_sleeping"), "is_sleeping", bool)
+    return replica.request("GET", "/is_sleeping")["is_sleeping"]
 
 
 def _wake(replica: Replica, tag: str) -> None:

@@ -211,6 +211,9 @@ def _differ_at_a_point(gold: list, answer: list) -> bool:
     if any(isinstance(one[0], sympy.Symbol) for one in (gold, answer)):
         return False  # a word may be parsed as one symbol or as a product of many
     symbols = sorted(gold[0].free_symbols | answer[0].free_symbols, key=str)
+    exact = [] if symbols else [one[0].doit() for one in (gold, answer)]
+    if exact and all(isinstance(value, sympy.Rational) for value in exact):
+        return exact[0] != exact[1]  # 1/2004! and 1/2006! agree to many decimals
     point = {symbol: sympy.Float(0.6180339 + 0.3141592 * number) for number, symbol in enumerate(symbols)}
     try:
         first, second = (complex(one[0].evalf(subs=point)) for one in (gold, answer))

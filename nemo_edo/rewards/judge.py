@@ -10,7 +10,7 @@ Final answers are extracted, and responses without an answer or an end are wrong
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer
 from nemo_edo.data.benchmarks import TEXT
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
-from nemo_edo.rewards.judge_client import JudgeClient
-from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, request_body
+from nemo_edo.rewards.judge_cache import JudgeCache, request_key
+from nemo_edo.rewards.judge_client import JudgeClient, Replies
+from nemo_edo.rewards.judge_prompt import request_body
 from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
 from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
@@ -52,14 +52,13 @@ class Judge:
         self.report = JudgeReport()
         self._cache = cache
         self._rules = rules
-        reader = read_json_verdict if settings.structured_output == "json_schema" else read_verdict
-        self._client = JudgeClient(settings, reader)
+        self._client = JudgeClient(settings)
 
     def check(self) -> None:
         """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
         comes; the reply needs no verdict."""
-        replies = _Replies(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
-        self._client.ask(replies.bodies, replies)
+        replies = Replies(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
+        self._client.ask(replies)
         if not replies.received:
             raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {replies.reasons[0]}")
 
@@ -81,21 +80,23 @@ class Judge:
         self.report.cached += len(known)
         missing = [key for key in bodies if key not in known]
         times = Counter(keys)
-        replies = _Replies(
+        replies = Replies(
             self._cache,
             [bodies[key] for key in missing],
             Counter({place: times[key] for place, key in enumerate(missing)}),
             most=self.settings.max_abstained * len(items),
         )
         stopped = self._ask(replies, len(items)) if missing else None
-        found = {key: replies.judgment(place) for place, key in enumerate(missing)}
+        found = {
+            key: Judgment(replies.verdicts.get(place), replies.reasons.get(place)) for place, key in enumerate(missing)
+        }
         judged = self._compare_with_rules(items, [known.get(key) or found[key] for key in keys])
         self._count(judged, replies)
         return judged, stopped
 
-    def _ask(self, replies: _Replies, asked: int) -> str | None:
+    def _ask(self, replies: Replies, asked: int) -> str | None:
         try:
-            self._client.ask(replies.bodies, replies)
+            self._client.ask(replies)
         except ServerError as error:
             return str(error)
         if not replies.is_above:
@@ -126,7 +127,7 @@ class Judge:
             compared.append(Judgment(one.verdict, one.reason, rules.correct if verified else None))
         return compared
 
-    def _count(self, judged: Sequence[Judgment], replies: _Replies) -> None:
+    def _count(self, judged: Sequence[Judgment], replies: Replies) -> None:
         report = self.report
         report.replies += replies.received
         report.prompt_tokens += replies.prompt_tokens
@@ -136,65 +137,18 @@ class Judge:
         report.agreement += Counter((one.verdict, one.rules) for one in judged if one.rules is not None)
 
 
-class _Replies:
-    """Stores replies in the cache, and stops the requests after too many abstentions."""
-
-    def __init__(
-        self, cache: JudgeCache, bodies: Sequence[Mapping[str, Any]], times: Counter[int], *, most: float
-    ) -> None:
-        """times: how many responses each request is for. most: responses that the judge may abstain on."""
-        self.bodies = bodies
-        self.reasons: dict[int, str] = {}
-        self.abstained = 0
-        """Responses."""
-        self.received = self.prompt_tokens = self.completion_tokens = 0
-        self._cache = cache
-        self._times = times
-        self._most = most
-        self._verdicts: dict[int, bool] = {}
-
-    @property
-    def is_above(self) -> bool:
-        return self.abstained > self._most
-
-    def judgment(self, place: int) -> Judgment:
-        return Judgment(self._verdicts.get(place), self.reasons.get(place))
-
-    def reply(self, place: int, reply: Reply) -> None:
-        self._cache.put(request_key(self.bodies[place]), reply)
-        self.received += 1
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-        if reply.verdict is not None:
-            self._verdicts[place] = reply.verdict
-
-    def ended(self, place: int, reason: str | None) -> bool:
-        if reason is not None:
-            self.reasons[place] = reason
-            self.abstained += self._times[place]
-        return not self.is_above
-
-
 class JudgeScorer:
     """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong, and the
-    reward is 1 exactly where ``answer`` is the problem's.
+    reward is 1 exactly where ``answer`` is the problem's."""
 
-    ``verify``: ``Judge.verdicts``, called on one rank for all; ``begin``: ``Judge.begin``.
-    """
-
-    def __init__(
-        self,
-        answers: AnswerFormat,
-        verify: Callable[[Sequence[Item]], tuple[list[Judgment], str | None]],
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, answers: AnswerFormat, judge: Judge | None) -> None:
+        """judge: None on the ranks that do not score."""
         self._answers = answers
-        self._verify = verify
-        self._begin = begin
+        self._judge = judge
 
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """A judge's own limits are of each request; those of the rules are of a collection."""
-        self._begin()
+        self._judge.begin()
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.
@@ -210,7 +164,7 @@ class JudgeScorer:
             for (rollout, problem), answer, is_asked in zip(paired, stated, asked, strict=True)
             if is_asked
         ]
-        judged, stopped = self._verify(items)
+        judged, stopped = self._judge.verdicts(items)
         verdicts = iter(judged)
         scored = [
             self._scored(rollout, problem, answer, next(verdicts) if is_asked else None)

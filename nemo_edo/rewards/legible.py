@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 
 from nemo_edo.data.answers import simple_fraction
 from nemo_edo.rewards.units import FUNCTIONS, TEXT, is_followed_by_words, quantity
 
-MOST_DIGITS = 4300
-"""Of a number: Python prints no more."""
 _RELATION = r"<|>|\\(?:leq?|geq?|neq?|ll|gg|cup|cap|in|equiv)(?![a-zA-Z])"
 _OPERATOR = rf"[*/^_&]|\\(?:times|cdot|div)(?![a-zA-Z])|{_RELATION}"
 _BEGINS = re.compile(_OPERATOR)
@@ -134,76 +131,3 @@ def _equations_hold(
             if count == 1 and "=" not in gold and not symbols(value):
                 return False
     return True
-
-
-# --- numbers that are too large ------------------------------------------------------------------------------------
-
-
-def has_huge_number(answer: str) -> bool:
-    """Whether a number in it may have more than ``MOST_DIGITS`` digits, such as 10^{10^{10}}: estimated from above,
-    without computing any. Variables count as 2."""
-    if _LARGE_EXPONENT.search(answer):
-        return True
-    return ("^" in answer or "!" in answer) and _digits(answer, 0) > MOST_DIGITS
-
-
-_TOKEN = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|\\.|[a-zA-Z]|!!?|\S")
-_LARGE_EXPONENT = re.compile(r"\d[eE][-+]?\d{4}")
-_DEEPEST = 50
-
-
-def _digits(text: str, depth: int) -> float:
-    """An upper bound of the logarithm, to the base 10, of the product of all numbers, of which each counts as 2 at
-    least: then the product is no smaller than the sum."""
-    if depth > _DEEPEST:
-        return math.inf
-    total, last, place = 0.0, 0.0, 0
-    while total < math.inf and (match := _TOKEN.search(text, place)):
-        token, place, before = match[0], match.end(), last
-        if token == "^":
-            exponent, place = _exponent(text, place)
-            last *= _power_of_ten(_digits(exponent, depth + 1))
-            total += last - before
-        elif token.startswith("!"):
-            last *= _power_of_ten(last)
-            total += last - before
-        elif token in "({[":
-            inside, place = _taken(text, match.start())
-            last = _digits(inside, depth + 1)
-            total += last
-        elif token[0].isdigit():
-            last = math.log10(max(float(token), 2.0)) if len(token) < 300 else len(token)
-            total += last
-        elif token.isalpha():
-            last = math.log10(2)
-            total += last
-    return total
-
-
-def _exponent(text: str, place: int) -> tuple[str, int]:
-    """What follows a ^, of a^b^c all of b^c, and the place after it."""
-    exponent, place = _taken(text, place)
-    while text.startswith("^", place):
-        above, place = _taken(text, place + 1)
-        exponent = f"({exponent})^({above})"
-    return exponent, place
-
-
-def _power_of_ten(exponent: float) -> float:
-    return 10.0**exponent if exponent < 300 else math.inf
-
-
-def _taken(text: str, place: int) -> tuple[str, int]:
-    """What a power or a bracket takes, without its brackets, and the place after it."""
-    while place < len(text) and text[place] == " ":
-        place += 1
-    closing = {"(": ")", "{": "}", "[": "]"}.get(text[place : place + 1])
-    if closing is None:
-        match = re.compile(r"-?\d+|\\?[a-zA-Z]+|.?", re.DOTALL).match(text, place)
-        return match[0], max(match.end(), place + 1)
-    opening, level = text[place], 0
-    for end in range(place, len(text)):
-        level += (text[end] == opening) - (text[end] == closing)
-        if level == 0:
-            return text[place + 1 : end], end + 1
-    return text[place + 1 :], len(text)
