@@ -103,8 +103,9 @@ def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
         rows = [answer["data"]] if whole else answer["data"]
         if len(rows) == len(part.ids) and not whole:
             rows = [rows[end] for end in part.ends]
-        # One number is the log-odds, two are the classes' logits.
-        scores = tuple(_sigmoid(row[-1] - (row[0] if len(row) == 2 else 0.0)) for row in rows)
+        # Two numbers are the logits of the classes wrong and right, one is their difference.
+        logits = [row if len(row) == 2 else (0.0, *row) for row in rows]
+        scores = tuple(_sigmoid(right - wrong) for wrong, right in logits)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Fault(f"{POOLING}: an answer without rows of one or two numbers: {error!r}") from None
     if len(scores) != len(part.ends) or not all(map(math.isfinite, scores)):
