@@ -87,5 +87,5 @@ def test_servers_at_urls_get_the_environments_key(folders, tmp_path, monkeypatch
     monkeypatch.setenv("REWARD_KEY", "a-secret")
     settings = ServersConfig(urls=["http://node7:8000"], api_key_variable="REWARD_KEY")
     [replica] = started(folders["skywork"], settings, tmp_path)
-    assert (replica.url, replica.headers["Authorization"]) == ("http://node7:8000", "Bearer a-secret")
+    assert (replica.url, replica.key.headers["Authorization"]) == ("http://node7:8000", "Bearer a-secret")
     assert not replica.is_managed and not list(tmp_path.iterdir())
