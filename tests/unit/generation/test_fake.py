@@ -1,8 +1,8 @@
 """The scripted engine keeps the contract of GenerationEngine, and its refit changes the version alone."""
 
 import pytest
+from helpers.scripted_engine import ScriptedEngine
 
-from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.types import GenerationRequest, SamplingParams
 
