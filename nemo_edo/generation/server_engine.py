@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, UserError
@@ -161,22 +161,11 @@ class ServerEngine:
         )
 
 
-class LocalGeneration(Protocol):
-    """The part of ``ServerEngine`` that needs no other rank."""
-
-    policy_version: int
-
-    def generate_local(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, stop: Event | None = None
-    ) -> list[Rollout]:
-        """One rollout for each request, in order; raises RunStopped soon after ``stop`` is set."""
-
-
 class LocalEngine:
     """A GenerationEngine for one process that generates in the background, until ``stop`` is set. The version of its
     rollouts is the policy's when it was made."""
 
-    def __init__(self, engine: LocalGeneration, stop: Event) -> None:
+    def __init__(self, engine: ServerEngine, stop: Event) -> None:
         self.policy_version = engine.policy_version
         self._engine = engine
         self._stop = stop

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Protocol
 
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import MODELS
@@ -22,11 +21,13 @@ class StaleWeights(ServerError):
     """A server has other weights than the run has given it."""
 
 
-class ServerWeights(Protocol):
-    """How a kind of server loads the weights of a folder. All methods raise ServerError."""
+class RelaunchedWeights:
+    """How a kind of server loads the weights of a folder; this one is for TensorRT-LLM, which loads weights only when
+    it starts. All methods raise ServerError."""
 
     def load(self, replica: Replica, folder: Path) -> None:
         """Afterwards the server uses the folder's weights, and nothing cached from earlier ones."""
+        replica.restart(folder)
 
     def after_restart(self, replica: Replica, folder: Path) -> None:
         """The rest of ``load`` for a server that was started with ``restart_folder(folder)``."""
@@ -36,12 +37,14 @@ class ServerWeights(Protocol):
 
     def restart_folder(self, folder: Path) -> Path:
         """The model folder for the start of a server."""
+        return folder
 
     def served_model(self, replica: Replica, folder: Path) -> str:
         """The model that requests name."""
+        return replica.model_name
 
 
-class ReloadedWeights:
+class ReloadedWeights(RelaunchedWeights):
     """For vLLM, which reloads weights in place; their name is the folder's path."""
 
     def __init__(self, limit_s: float) -> None:
@@ -64,12 +67,6 @@ class ReloadedWeights:
 
     def require(self, replica: Replica, folder: Path) -> None:
         require_weights(replica, str(folder))
-
-    def restart_folder(self, folder: Path) -> Path:
-        return folder
-
-    def served_model(self, replica: Replica, folder: Path) -> str:
-        return replica.model_name
 
 
 class AdapterWeights(ReloadedWeights):
@@ -100,25 +97,6 @@ class AdapterWeights(ReloadedWeights):
 
     def served_model(self, replica: Replica, folder: Path) -> str:
         return f"{folder.parent.name}_{folder.name}"
-
-
-class RelaunchedWeights:
-    """For TensorRT-LLM, which loads weights only when it starts."""
-
-    def load(self, replica: Replica, folder: Path) -> None:
-        replica.restart(folder)
-
-    def after_restart(self, replica: Replica, folder: Path) -> None:
-        """Nothing: the weights have no name."""
-
-    def require(self, replica: Replica, folder: Path) -> None:
-        """Nothing: the server was started with them, and cannot change them."""
-
-    def restart_folder(self, folder: Path) -> Path:
-        return folder
-
-    def served_model(self, replica: Replica, folder: Path) -> str:
-        return replica.model_name  # named after the folder
 
 
 def reset_prefix_cache(replica: Replica) -> None:

@@ -22,7 +22,7 @@ from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
-from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, ServerWeights
+from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
 from nemo_edo.rollouts.disk_space import free_bytes
 
@@ -71,7 +71,7 @@ def build_server_sync(
     adapters = settings.lora == "adapter"
     size = weight_bytes(cfg, model_folder)
     folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_only=adapters)
-    weights: ServerWeights
+    weights: RelaunchedWeights
     if cfg.generation.backend == "trtllm":
         weights = RelaunchedWeights()
     elif adapters:
