@@ -31,10 +31,6 @@ class Launch:
     """The interpreter of the server's environment."""
     host: str
     dtype: str
-    max_length: int | None
-    """Tokens of prompt and response together; None: the model's own."""
-    logprobs_after_temperature: bool
-    """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
     gpus: tuple[int, ...]
     """Empty: the server runs on the CPU."""
     threads: int
@@ -42,14 +38,18 @@ class Launch:
     cpu_cache_gb: int
     memory_share: float
     max_in_flight: int
-    sleeps: bool
-    """Whether the server must support sleep mode, which frees its GPU memory."""
-    nccl_library: str | None
-    """The library of a refit through NCCL; None: without."""
-    adapter_rank: int | None
-    """Rank of its LoRA adapters; None: without adapters."""
     arguments: tuple[str, ...]
     log: Path
+    max_length: int | None = None
+    """Tokens of prompt and response together; None: the model's own."""
+    logprobs_after_temperature: bool = False
+    """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
+    sleeps: bool = False
+    """Whether the server must support sleep mode, which frees its GPU memory."""
+    nccl_library: str | None = None
+    """The library of a refit through NCCL; None: without."""
+    adapter_rank: int | None = None
+    """Rank of its LoRA adapters; None: without adapters."""
 
 
 def visible_devices(gpus: Sequence[int]) -> str:

@@ -15,12 +15,14 @@ from typing import Any
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.function_calls import ARGUMENTS, SCORE, Failure, Result, Signature
-from nemo_edo.rewards.verifier import is_well_formed, with_problems
+from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 from nemo_edo.utils.wording import shown
 
 _CALLS = "nemo_edo.rewards.function_calls"
+Reward = tuple[float, dict[str, float]]
+"""The weighted sum of the functions' scores, and its parts by name."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,6 @@ class RewardFunction:
     """The setting that names it."""
     path: str
     weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Item:
-    """A response to score."""
-
-    rollout: Rollout
-    problem: Problem
-    final_answer: str | None
-
-    def arguments(self) -> dict[str, Any]:
-        """What a function can ask for (``ARGUMENTS``)."""
-        problem, rollout = self.problem, self.rollout
-        values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), self.final_answer)
-        return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished), strict=True))
-
-
-@dataclass(frozen=True)
-class Reward:
-    total: float
-    parts: dict[str, float]
 
 
 @dataclass
@@ -81,7 +62,7 @@ class RewardFunctions:
                 raise found
         self._signatures = signatures
 
-    def try_on(self, items: Sequence[Item]) -> None:
+    def try_on(self, items: Sequence[Response]) -> None:
         """Raises UserError where a function fails for one of the items, whose responses no policy gave."""
         for index, function in enumerate(self.functions):
             _, failed = self._results(index, items)
@@ -92,7 +73,7 @@ class RewardFunctions:
                     f"with the response {shown(item.rollout.text)}: {failure.reason}"
                 )
 
-    def rewards(self, items: Sequence[Item]) -> tuple[list[Reward], str | None]:
+    def rewards(self, items: Sequence[Response]) -> tuple[list[Reward], str | None]:
         """The rewards of the items in order, and None; or those before the one whose scoring failed, and why."""
         of_functions: list[list[Result]] = []
         stopped = None
@@ -108,14 +89,14 @@ class RewardFunctions:
         """Ends the process; also done when this is garbage-collected."""
         self._pool.close()
 
-    def _results(self, index: int, items: Sequence[Item]) -> tuple[list[Result], tuple[Item, Failure] | None]:
+    def _results(self, index: int, items: Sequence[Response]) -> tuple[list[Result], tuple[Response, Failure] | None]:
         """One function's results up to the first call that failed, and that one's item and failure."""
         self.check()
         signature, results = self._signatures[index], []
         size = max(1, len(items)) if signature.batch else 1
         for start in range(0, len(items), size):
             rows = items[start : start + size]
-            given = [item.arguments() for item in rows]
+            given = [_arguments(item) for item in rows]
             columns = {name: [one[field] for one in given] for name, field in signature.arguments.items()}
             arguments = columns if signature.batch else {name: column[0] for name, column in columns.items()}
             answer = self._call(self.functions[index], arguments, signature.batch, len(rows))
@@ -137,13 +118,13 @@ class RewardFunctions:
         each = f" for each of {responses} responses" if responses > 1 else ""
         return Failure(f"took longer than rewards.function_time_limit_s = {self.time_limit_s:g}{each}")
 
-    def _described(self, index: int, item: Item, failure: Failure) -> str:
+    def _described(self, index: int, item: Response, failure: Failure) -> str:
         """The failure with its place in words; the response is written to a file."""
         function, rollout, problem = self.functions[index], item.rollout, item.problem
         path = self.failures / f"reward_{problem.id.replace('/', '_')}_sample_{rollout.sample_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {
-            **item.arguments(), "source": problem.source, "sample_index": rollout.sample_index,
+            **_arguments(item), "source": problem.source, "sample_index": rollout.sample_index,
             "function": function.path, "error": failure.reason, "traceback": failure.traceback,
         }  # fmt: skip
         path.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
@@ -162,7 +143,7 @@ class RewardFunctions:
                 parts[function.name] = result[SCORE]
                 parts |= {f"{function.name}.{name}": value for name, value in result.items() if name != SCORE}
         scores = (function.weight * result[SCORE] for function, result in zip(self.functions, results, strict=True))
-        return Reward(math.fsum(scores), parts)
+        return math.fsum(scores), parts
 
 
 class CustomScorer:
@@ -182,8 +163,8 @@ class CustomScorer:
         texts = [problem.solution or problem.answer for problem in problems]
         self._functions.try_on(
             [
-                Item(Rollout(problem.id, 0, (), (), (), text, True, 0, 0), problem, self._answers.extract(text))
-                for problem, text in zip(problems, texts, strict=True)
+                Response(Rollout(one.id, 0, (), (), (), text, True, 0, 0), one, self._answers.extract(text), True)
+                for one, text in zip(problems, texts, strict=True)
             ]
         )
 
@@ -196,29 +177,29 @@ class CustomScorer:
         Raises PartlyGenerated, with those before it, where a function failed, and ValueError for a rollout of an
         unknown problem.
         """
-        items = [
-            Item(rollout, problem, self._answers.extract(rollout.text) if rollout.finished else None)
-            for rollout, problem in with_problems(rollouts, problems)
-        ]
-        rewards, stopped = self._functions.rewards(items)
-        scored = [self._scored(item, reward) for item, reward in zip(items, rewards, strict=stopped is None)]
+        responses = read_responses(rollouts, problems, self._answers)
+        rewards, stopped = self._functions.rewards(responses)
+        scored = [self._scored(*one) for one in zip(responses, rewards, strict=stopped is None)]
         if stopped is not None:
             raise PartlyGenerated(stopped, scored)
         return scored
 
-    def _scored(self, item: Item, reward: Reward) -> ScoredRollout:
-        parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
-        scored = ScoredRollout(
-            item.rollout, reward.total, item.final_answer, is_well_formed(item.rollout, self._answers),
-            f"reward {reward.total:g}{f' ({parts})' if parts else ''}", reward.parts, self._success_at,
-        )  # fmt: skip
-        return scored if item.final_answer is None else _with_vote(scored, item)
+    def _scored(self, response: Response, reward: Reward) -> ScoredRollout:
+        total, values = reward
+        parts = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        reason = f"reward {total:g}{f' ({parts})' if parts else ''}"
+        scored = response.scored(total, response.answer, reason, values, self._success_at)
+        if response.answer is None:
+            return scored
+        if scored.success:
+            return replace(scored, answer=response.problem.answer)
+        form = canonical_number(response.answer) or response.answer
+        same = response.problem.answer in (form, response.answer)
+        return replace(scored, answer=f"{form} (no success)" if same else form)
 
 
-def _with_vote(scored: ScoredRollout, item: Item) -> ScoredRollout:
-    """The answer as votes compare it."""
-    if scored.success:
-        return replace(scored, answer=item.problem.answer)
-    form = canonical_number(item.final_answer) or item.final_answer
-    same = item.problem.answer in (form, item.final_answer)
-    return replace(scored, answer=f"{form} (no success)" if same else form)
+def _arguments(response: Response) -> dict[str, Any]:
+    """What a function can ask for (``ARGUMENTS``)."""
+    problem, rollout = response.problem, response.rollout
+    values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), response.answer)
+    return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished), strict=True))

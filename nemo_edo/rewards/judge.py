@@ -23,12 +23,10 @@ from nemo_edo.rewards.judge_client import JudgeClient, Replies
 from nemo_edo.rewards.judge_prompt import request_body
 from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
-from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
+from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout, ScoredRollout
 from nemo_edo.utils.http import ServerError
 
-Item = tuple[Problem, str, str]
-"""A problem, a final answer, and the text that states it."""
 _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 
 
@@ -67,13 +65,13 @@ class Judge:
         taken, self.report = self.report, JudgeReport()
         return taken
 
-    def verdicts(self, items: Sequence[Item]) -> tuple[list[Judgment], str | None]:
-        """A judgment of each item, in order, and why the run gave up on the judge before all were asked about (None:
-        it did not)."""
+    def verdicts(self, responses: Sequence[Response]) -> tuple[list[Judgment], str | None]:
+        """A judgment of each response, in order, and why the run gave up on the judge before all were asked about
+        (None: it did not)."""
         bodies: dict[str, Mapping[str, Any]] = {}
         keys = []
-        for item in items:
-            body = request_body(self.settings, *item)
+        for response in responses:
+            body = request_body(self.settings, response.problem, response.answer, response.rollout.text)
             keys.append(request_key(body))
             bodies[keys[-1]] = body
         known = {key: Judgment(reply.verdict) for key in bodies if (reply := self._cache.get(key)) is not None}
@@ -84,13 +82,13 @@ class Judge:
             self._cache,
             [bodies[key] for key in missing],
             Counter({place: times[key] for place, key in enumerate(missing)}),
-            most=self.settings.max_abstained * len(items),
+            most=self.settings.max_abstained * len(responses),
         )
-        stopped = self._ask(replies, len(items)) if missing else None
+        stopped = self._ask(replies, len(responses)) if missing else None
         found = {
             key: Judgment(replies.verdicts.get(place), replies.reasons.get(place)) for place, key in enumerate(missing)
         }
-        judged = self._compare_with_rules(items, [known.get(key) or found[key] for key in keys])
+        judged = self._compare_with_rules(responses, [known.get(key) or found[key] for key in keys])
         self._count(judged, replies)
         return judged, stopped
 
@@ -111,14 +109,14 @@ class Judge:
         if self._rules is not None:
             self._rules.begin(0)
 
-    def _compare_with_rules(self, items: Sequence[Item], judged: Sequence[Judgment]) -> list[Judgment]:
+    def _compare_with_rules(self, responses: Sequence[Response], judged: Sequence[Judgment]) -> list[Judgment]:
         if self._rules is None:
             return list(judged)
         comparable = [
-            problem.answer_kind != TEXT and one.verdict is not None
-            for (problem, _, _), one in zip(items, judged, strict=True)
+            response.problem.answer_kind != TEXT and one.verdict is not None
+            for response, one in zip(responses, judged, strict=True)
         ]
-        pairs = [(item[0].answer, item[1]) for item, is_one in zip(items, comparable, strict=True) if is_one]
+        pairs = [(one.problem.answer, one.answer) for one, is_one in zip(responses, comparable, strict=True) if is_one]
         by_rules = iter(self._rules.verify(pairs))
         compared = []
         for one, is_one in zip(judged, comparable, strict=True):
@@ -156,47 +154,33 @@ class JudgeScorer:
         Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge, and
         ValueError for a rollout of an unknown problem.
         """
-        paired = with_problems(rollouts, problems)
-        stated = [self._answers.extract(rollout.text) if rollout.finished else None for rollout in rollouts]
-        asked = [answer is not None and len(answer) <= LONGEST_ANSWER for answer in stated]
-        items = [
-            (problem, answer, rollout.text)
-            for (rollout, problem), answer, is_asked in zip(paired, stated, asked, strict=True)
-            if is_asked
-        ]
-        judged, stopped = self._judge.verdicts(items)
-        verdicts = iter(judged)
-        scored = [
-            self._scored(rollout, problem, answer, next(verdicts) if is_asked else None)
-            for (rollout, problem), answer, is_asked in zip(paired, stated, asked, strict=True)
-        ]
+        responses = read_responses(rollouts, problems, self._answers)
+        asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
+        judged, stopped = self._judge.verdicts(asked)
+        judgments = dict(zip(map(id, asked), judged, strict=True))
+        scored = [self._scored(response, judgments.get(id(response))) for response in responses]
         if stopped is not None:
             raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
         return scored
 
-    def _scored(self, rollout: Rollout, problem: Problem, answer: str | None, judged: Judgment | None) -> ScoredRollout:
+    def _scored(self, response: Response, judged: Judgment | None) -> ScoredRollout:
         """judged: None where no verdict is needed."""
-        well_formed = is_well_formed(rollout, self._answers)
+        answer, problem = response.answer, response.problem
+        if answer is None:
+            return response.scored(0.0, None, response.why_no_answer)
         if judged is None:
-            reason = UNFINISHED if not rollout.finished else MISSING if answer is None else TOO_LONG
-            kept = None if answer is None else f"{answer[:LONGEST_ANSWER]}..."
-            return ScoredRollout(rollout, 0.0, kept, well_formed, reason)
+            return response.scored(0.0, f"{answer[:LONGEST_ANSWER]}...", TOO_LONG)
         if judged.verdict:
-            return ScoredRollout(rollout, 1.0, problem.answer, well_formed, CORRECT + _rules_suffix(judged))
-        own = _own_form(answer, problem)
+            return response.scored(1.0, problem.answer, CORRECT + _rules_suffix(judged))
+        form = canonical_number(answer) or clean_answer(answer)
+        own = form if form != problem.answer else f"{form} (not judged correct)"
         if judged.verdict is None:
-            return ScoredRollout(rollout, 0.0, own, well_formed, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
+            return response.scored(0.0, own, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
         reason = f"final answer {own}, expected {problem.answer}, by the judge{_rules_suffix(judged)}"
-        return ScoredRollout(rollout, 0.0, own, well_formed, reason)
+        return response.scored(0.0, own, reason)
 
 
 def _rules_suffix(judged: Judgment) -> str:
     if judged.rules is None:
         return ""
     return RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
-
-
-def _own_form(answer: str, problem: Problem) -> str:
-    """The string that votes compare for an answer without the verdict correct: never the problem's answer."""
-    form = canonical_number(answer) or clean_answer(answer)
-    return form if form != problem.answer else f"{form} (not judged correct)"

@@ -20,7 +20,7 @@ from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number
 from nemo_edo.data.benchmarks import MATH, TEXT
 from nemo_edo.data.problems import BadRow, LoadedProblems, ProblemFileError, report_bad_rows
 from nemo_edo.rewards import workers
-from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
+from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
 from nemo_edo.rewards.workers import Limits, TaskFailure, WorkerPool
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 
@@ -126,17 +126,15 @@ class MathScorer:
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""
-        paired = with_problems(rollouts, problems)
-        stated = [self._answers.extract(rollout.text) if rollout.finished else None for rollout in rollouts]
-        asked = [(p.answer, answer) for (_, p), answer in zip(paired, stated, strict=True) if answer is not None]
-        verdicts = iter(self._verifier.verify(asked))
-        scored = []
-        for (rollout, problem), answer in zip(paired, stated, strict=True):
-            verdict = next(verdicts) if answer is not None else None
-            well_formed = is_well_formed(rollout, self._answers)
-            reward, reason = float(verdict is not None and verdict.correct), _reason(rollout, problem, verdict)
-            scored.append(ScoredRollout(rollout, reward, verdict.answer if verdict else None, well_formed, reason))
-        return scored
+        responses = read_responses(rollouts, problems, self._answers)
+        stated = [(response.problem.answer, response.answer) for response in responses if response.answer is not None]
+        verdicts = iter(self._verifier.verify(stated))
+        return [
+            response.scored(0.0, None, response.why_no_answer)
+            if response.answer is None
+            else _scored(response, next(verdicts))
+            for response in responses
+        ]
 
 
 def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *, on_bad_rows: str) -> LoadedProblems:
@@ -178,14 +176,11 @@ def _verdict(gold: str, answer: str, result: tuple[bool, str] | TaskFailure) -> 
     return Verdict(correct, gold if correct else form)
 
 
-def _reason(rollout: Rollout, problem: Problem, verdict: Verdict | None) -> str:
-    if not rollout.finished:
-        return UNFINISHED
-    if verdict is None:
-        return MISSING
+def _scored(response: Response, verdict: Verdict) -> ScoredRollout:
     if verdict.correct:
-        return CORRECT
-    return verdict.failure or f"final answer {_shortened(verdict.answer)}, expected {problem.answer}"
+        return response.scored(1.0, verdict.answer, CORRECT)
+    expected = f"final answer {_shortened(verdict.answer)}, expected {response.problem.answer}"
+    return response.scored(0.0, verdict.answer, verdict.failure or expected)
 
 
 def _shortened(text: str) -> str:
