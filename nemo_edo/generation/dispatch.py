@@ -1,33 +1,25 @@
-"""Concurrent requests to several replicas, any of which may fail, hang or disappear.
-
-With aiohttp: httpx (0.28) scans its connection pool at the start and end of each request, which keeps a core busy, and
-answers waiting, at a few hundred requests in flight.
-"""
+"""Concurrent requests to several replicas, any of which may fail, hang or disappear."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from typing import Any
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.supervision import BackgroundTasks, Send, State, SupervisedReplica, T
-from nemo_edo.utils.http import Fault, ServerError
+from nemo_edo.generation.supervision import State, SupervisedReplica
+from nemo_edo.utils.http import Fault, ServerError, retrying, run_tasks
 
 POLL_STOP_EVERY_S = 0.2
 
 
 class Dispatcher:
     """Sends each request to the healthy replica with the fewest requests in flight, and retries it after a fault.
-
-    An asynchronous context manager, for one event loop. Replicas are checked and restarted as ``SupervisedReplica``
-    says.
-    """
+    Replicas are checked and restarted as ``SupervisedReplica`` says."""
 
     def __init__(
         self, replicas: Sequence[Replica], settings: ServersConfig, restart: Callable[[Replica], None]
@@ -37,69 +29,53 @@ class Dispatcher:
         self._settings = settings
         self._restart = restart
 
-    async def __aenter__(self) -> Dispatcher:
-        self._changed = asyncio.Condition()
-        self._background = BackgroundTasks()
-        self._servers = [
-            SupervisedReplica(replica, self._settings, self._restart, self._changed, self._background)
-            for replica in self._replicas
-        ]
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        await self._background.cancel()
-        for server in self._servers:
-            await server.session.close()
-
-    async def send_all(
+    def post_all(
         self,
-        requests: Sequence[Send[T]],
-        on_answer: Callable[[int, T], None],
+        path: str,
+        bodies: Sequence[Any],
+        read: Callable[[int, Any], None],
         stop: threading.Event | None = None,
     ) -> None:
-        """Sends all requests and calls ``on_answer(index, answer)`` for each answer as it arrives.
+        """Posts all bodies, and calls ``read(index, answer)`` for each JSON answer as it arrives; where that raises
+        Fault, the answer does not fit, and the request is sent again.
 
-        Raises the first error of ``send``, RunStopped soon after ``stop`` is set, and an error of supervision, which is
-        a bug; all other requests have been cancelled by then.
+        Raises ServerError where a server refuses a request for good, where all of its attempts have failed, and where
+        every replica is evicted; RunStopped soon after ``stop`` is set; and an error of supervision, which is a bug.
+        All other requests have been cancelled by then.
         """
+        with contextlib.suppress(_AllAnswered):
+            run_tasks(self._post_all(path, bodies, read, stop or threading.Event()))
 
-        async def one(index: int, request: Send[T]) -> None:
-            on_answer(index, await self.send(request))
+    async def _post_all(
+        self, path: str, bodies: Sequence[Any], read: Callable[[int, Any], None], stop: threading.Event
+    ) -> None:
+        self._changed = asyncio.Condition()
+        async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as supervision:
+            self._servers = [
+                SupervisedReplica(replica, self._settings, self._restart, self._changed, supervision)
+                for replica in self._replicas
+            ]
+            for server in self._servers:
+                sessions.push_async_callback(server.session.close)
+            supervision.create_task(_raise_once_set(stop))
+            async with asyncio.TaskGroup() as requests:
+                for index, body in enumerate(bodies):
+                    requests.create_task(self._post(path, body, index, read))
+            raise _AllAnswered  # ends supervision
 
-        tasks = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
-        stopping = asyncio.create_task(_raise_once_set(stop or threading.Event()))
-        everything = asyncio.gather(*tasks)
+    async def _post(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
         try:
-            events = [everything, stopping, self._background.failure]
-            done, _ = await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-            for finished in done:
-                finished.result()
-        finally:
-            for task in (*tasks, stopping):
-                task.cancel()
-            await asyncio.gather(everything, *tasks, stopping, return_exceptions=True)
-
-    async def send(self, request: Send[T]) -> T:
-        """The answer of whichever replica gives one. Raises ServerError where a server refuses the request for good,
-        where all attempts have failed, and where every replica is evicted."""
-        settings = self._settings
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(Fault),
-            wait=wait_random_exponential(multiplier=settings.backoff_s, max=settings.backoff_limit_s),
-            stop=stop_after_attempt(settings.attempts),
-            reraise=True,
-        )
-        try:
-            return await retrying(partial(self._attempt, request))
+            await retrying(self._settings)(self._attempt, path, body, index, read)
         except Fault as fault:
             raise ServerError(
-                f"a request has failed {settings.attempts} times (generation.servers.attempts); the last time: {fault}"
+                f"a request has failed {self._settings.attempts} times (generation.servers.attempts); the last time: "
+                f"{fault}"
             ) from fault
 
-    async def _attempt(self, request: Send[T]) -> T:
+    async def _attempt(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
         server = await self._acquire()
         try:
-            return await server.send(request)
+            await server.post(path, body, index, read)
         finally:
             async with self._changed:
                 server.in_flight -= 1
@@ -122,6 +98,10 @@ class Dispatcher:
 
     def _all_evicted(self) -> bool:
         return all(server.state is State.EVICTED for server in self._servers)
+
+
+class _AllAnswered(Exception):
+    """Every request has its answer."""
 
 
 async def _raise_once_set(stop: threading.Event) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 from nemo_edo.generation.server_api import HEALTH, MODELS
 from nemo_edo.generation.server_process import ServerProcess
 from nemo_edo.utils.api_key import ApiKey
-from nemo_edo.utils.http import SHOWN_CHARACTERS, UNENCODED, Fault, IncomingAnswer, ServerError, described
+from nemo_edo.utils.http import Fault, ServerError, exchange, open_session
 
 POLL_EVERY_S = 0.25
 """Seconds between two health checks of a server that is starting."""
@@ -66,10 +66,6 @@ class Replica:
     def has_ended(self) -> bool:
         """Whether a managed server has no running process. False for others: only requests can tell."""
         return self.process is not None and not self.process.is_running
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**self.key.headers, **UNENCODED}
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.url else self.name
@@ -130,45 +126,34 @@ class Replica:
         timeout_s: float = 60.0,
         answers_json: bool = True,
     ) -> Any:
-        """The answer's parsed JSON; None where it is empty, or not wanted (``answers_json``). Raises ServerError for
-        every other outcome. timeout_s: until the whole answer is here, however many pieces of it arrive."""
+        """As ``exchange``; raises ServerError for every outcome without a value. timeout_s: until the whole answer is
+        here."""
+
+        async def one_request() -> Any:
+            async with self.open_session() as session:
+                return await exchange(
+                    session, method, self.url + path, self.key, server=str(self), limit_s=timeout_s, json=json,
+                    params=params, answers_json=answers_json,
+                )  # fmt: skip
+
         try:
-            answer = asyncio.run(asyncio.wait_for(self._answer(method, path, json, params), timeout_s))
-            if answers_json:
-                return answer.value(str(self))
-            return answer.require_success(str(self))
-        except httpx.HTTPError as error:
-            said = self.key.hide(described(error))
-            raise ServerError(f"{self}: {method} {path}: {said}{self.log_tail()}") from None
-        except TimeoutError:
-            late = f"no whole answer after {timeout_s:g} s"
-            raise ServerError(f"{self}: {method} {path}: {late}{self.log_tail()}") from None
+            return asyncio.run(one_request())
         except Fault as fault:
             raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
 
-    async def _answer(self, method: str, path: str, json: Any, params: Mapping[str, Any] | None) -> IncomingAnswer:
-        # A managed server is on this machine, so proxies of the environment do not apply. Without TLS no certificates
-        # are needed, and loading them takes longer than the request.
-        verify, trust_env = self.url.startswith("https://"), not self.is_managed
-        async with (
-            httpx.AsyncClient(headers=self.headers, timeout=None, trust_env=trust_env, verify=verify) as client,
-            client.stream(method, self.url + path, json=json, params=params) as response,
-        ):
-            answer = IncomingAnswer(f"{method} {path}", response.status_code, response.headers, self.key)
-            async for piece in response.aiter_raw():
-                answer.add(piece)
-        return answer
+    def open_session(self) -> aiohttp.ClientSession:
+        # A managed server is on this machine, so proxies of the environment do not apply.
+        return open_session(self.key, trust_env=not self.is_managed)
 
     def _read_model(self) -> None:
-        models = served_models(self)
+        models = self.request("GET", MODELS)["data"]
         names = [model["id"] for model in models]
         expected = None if self.process is None else self.process.model_name
-        if not names or expected not in (None, *names):
+        if expected not in (None, *names):
             # Another process may have taken the port after free_port() found it.
             raise ServerError(f"{self} is not the server that was started: it has the models {names}{self.log_tail()}")
         self.model_name = expected or names[0]
-        longest = models[0].get("max_model_len")
-        self.max_length = longest if type(longest) is int else None
+        self.max_length = models[0].get("max_model_len")
 
     def ending(self) -> str:
         """How a managed server's process has ended, for messages."""
@@ -177,25 +162,3 @@ class Replica:
     def log_tail(self) -> str:
         """The end of a managed server's log, to append to an error message; empty for others."""
         return "" if self.process is None else self.key.hide(self.process.log_tail())
-
-
-def field(replica: Replica, answer: Any, name: str, kind: type) -> Any:
-    """What an answer of a replica has under this name. Raises ServerError where that is not of this type."""
-    found = answer.get(name) if isinstance(answer, dict) else None
-    if type(found) is not kind:
-        said = str(answer)[:SHOWN_CHARACTERS]
-        raise ServerError(f"{replica}: an answer without {name} of type {kind.__name__}: {said}")
-    return found
-
-
-def served_models(replica: Replica) -> list[dict[str, Any]]:
-    """What a server says of its model and adapters, each with its name as ``id``. Raises ServerError."""
-    answer = replica.request("GET", MODELS)
-    models = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(models, list) or not all(isinstance(one, dict) and _is_text(one.get("id")) for one in models):
-        raise ServerError(f"{replica}: GET {MODELS} names no models: {str(answer)[:SHOWN_CHARACTERS]}")
-    return models
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""

@@ -6,7 +6,6 @@ What is specific to vLLM and TensorRT-LLM is in ``vllm_server.py`` and ``trtllm_
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +31,6 @@ class Launch:
     """The interpreter of the server's environment."""
     host: str
     dtype: str
-    max_length: int | None
-    """Tokens of prompt and response together; None: the model's own."""
-    logprobs_after_temperature: bool
-    """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
     gpus: tuple[int, ...]
     """Empty: the server runs on the CPU."""
     threads: int
@@ -43,14 +38,18 @@ class Launch:
     cpu_cache_gb: int
     memory_share: float
     max_in_flight: int
-    sleeps: bool
-    """Whether the server must support sleep mode, which frees its GPU memory."""
-    nccl_library: str | None
-    """The library of a refit through NCCL; None: without."""
-    adapter_rank: int | None
-    """Rank of its LoRA adapters; None: without adapters."""
     arguments: tuple[str, ...]
     log: Path
+    max_length: int | None = None
+    """Tokens of prompt and response together; None: the model's own."""
+    logprobs_after_temperature: bool = False
+    """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
+    sleeps: bool = False
+    """Whether the server must support sleep mode, which frees its GPU memory."""
+    nccl_library: str | None = None
+    """The library of a refit through NCCL; None: without."""
+    adapter_rank: int | None = None
+    """Rank of its LoRA adapters; None: without adapters."""
 
 
 def visible_devices(gpus: Sequence[int]) -> str:
@@ -122,20 +121,24 @@ def read_answer(
     stop_ids: Sequence[int],
     vocab_size: int,
 ) -> Answer:
-    """The checked answer to a completion request. Raises Fault where it does not fit the request, and ServerError for
-    another model's."""
+    """The answer to a completion request. Raises Fault where it does not fit the request, and ServerError for another
+    model's."""
     require_model(body, model_name)
-    choice = _only_choice(body)
-    ids, logprobs, reason = choice["token_ids"], choice["logprobs"], choice["finish_reason"]
-    prompt = choice.get("prompt_token_ids")
-    logprobs = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    if logprobs is None:
-        raise Fault("an answer without log-probabilities (logprobs.token_logprobs), which every response needs")
+    try:
+        [choice] = body["choices"]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        reason, prompt = choice["finish_reason"], choice.get("prompt_token_ids")
+        right = all(0 <= token < vocab_size for token in ids) and all(LEAST <= one <= ROUNDING for one in logprobs)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Fault(f"an answer without a choice's token_ids, logprobs and finish_reason: {error!r}") from None
+    most = request.limit(sampling)
+    if not right or not 1 <= len(ids) <= most or len(logprobs) != len(ids):
+        raise Fault(
+            f"a response of {len(ids)} tokens, expected 1 to {most} below {vocab_size}, and {len(logprobs)} "
+            "log-probabilities, expected as many finite numbers of at most 0"
+        )
     if prompt not in (None, list(request.prompt_ids)):
         raise Fault("an answer to another prompt")
-    most = request.limit(sampling)
-    _require_tokens(ids, most, vocab_size)
-    _require_logprobs(logprobs, len(ids))
     finished = ids[-1] in stop_ids
     if early := set(stop_ids).intersection(ids[:-1]):
         raise Fault(f"a response that continues after its stop token {min(early)}")
@@ -149,51 +152,9 @@ def read_answer(
     return Answer(tuple(ids), tuple(logprobs), finished, at_string)
 
 
-def _only_choice(body: Any) -> dict[str, Any]:
-    choices = body.get("choices") if isinstance(body, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        found = f"with {len(choices)} choices" if isinstance(choices, list) and len(choices) != 1 else "without choices"
-        raise Fault(f"an answer {found}, expected one")
-    [choice] = choices
-    if missing := [name for name in ("token_ids", "logprobs", "finish_reason") if name not in choice]:
-        raise Fault(f"an answer without {missing[0]}, which every response needs")
-    if (index := choice.get("index", 0)) != 0:
-        raise Fault(f"choice {index!r} of an answer that has one")
-    return choice
-
-
 def require_model(body: Any, model_name: str) -> None:
     """Raises ServerError for the answer of another model than was asked, which asking again does not change; one that
     names none passes."""
     found = body.get("model") if isinstance(body, dict) else None
     if found not in (None, model_name):
         raise ServerError(f"a server answers as the model {str(found)[:200]!r}, expected {model_name!r}")
-
-
-def _require_tokens(ids: Any, most: int, vocab_size: int) -> None:
-    if not _is_list(ids) or not 1 <= len(ids) <= most:
-        raise Fault(f"a response of {len(ids) if _is_list(ids) else 'no'} tokens, expected 1 to {most}")
-    strange = [token for token in ids if type(token) is not int or not 0 <= token < vocab_size]
-    if strange:
-        raise Fault(f"token {strange[0]!r} in a response, expected a whole number below {vocab_size}")
-
-
-def _require_logprobs(logprobs: Any, tokens: int) -> None:
-    if not _is_list(logprobs) or len(logprobs) != tokens:
-        raise Fault(f"{len(logprobs) if _is_list(logprobs) else 'no'} log-probabilities of {tokens} tokens")
-    strange = [value for value in logprobs if not _is_logprob(value)]
-    if strange:
-        raise Fault(f"log-probability {strange[0]!r} in a response, expected a number of at most 0")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is finite as a float; whole numbers of JSON may be larger than any."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_logprob(value: Any) -> bool:
-    return is_number(value) and LEAST <= value <= ROUNDING

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Protocol
-
-import aiohttp
+from typing import Any
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, UserError
@@ -17,10 +13,9 @@ from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, Answer, ServerAPI, completion_body, read_answer
 from nemo_edo.generation.stop_strings import StopStrings
-from nemo_edo.generation.supervision import post
 from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
-from nemo_edo.utils.http import Fault, ServerError, body_limit
+from nemo_edo.utils.http import Fault, ServerError
 from nemo_edo.utils.status_line import Counter
 
 
@@ -81,7 +76,7 @@ class ServerEngine:
         self._require_supported(sampling)
         rollouts: dict[int, Rollout] = {}
         try:
-            asyncio.run(self._send_all(requests, sampling, rollouts, stop))
+            self._post_all(requests, sampling, rollouts, stop)
         except ServerError as error:
             self._require_weights()
             answered = [rollouts[place] for place in sorted(rollouts)]
@@ -114,7 +109,7 @@ class ServerEngine:
                 f"temperature is {sampling.temperature}: these servers return the probabilities of temperature 1"
             )
 
-    async def _send_all(
+    def _post_all(
         self,
         requests: Sequence[GenerationRequest],
         sampling: SamplingParams,
@@ -122,31 +117,17 @@ class ServerEngine:
         stop: Event | None,
     ) -> None:
         """Fills ``rollouts``, by the requests' places."""
-        strings = StopStrings(sampling.stop, self._decode)
+        strings, model, stops = StopStrings(sampling.stop, self._decode), self.served_model, self._stop_ids
+        bodies = [completion_body(self._api, model, request, sampling, stops) for request in requests]
         with Counter("generate", len(requests), shown=self._progress) as counter:
 
-            def on_answer(place: int, rollout: Rollout) -> None:
-                rollouts[place] = rollout
+            def read(place: int, answer: Any) -> None:
+                request = requests[place]
+                checked = read_answer(answer, model, request, sampling, stops, self._vocab_size)
+                rollouts[place] = self._rollout(request, checked, strings)
                 counter.add()
 
-            sends = [partial(self._send, request=request, sampling=sampling, strings=strings) for request in requests]
-            async with Dispatcher(self.replicas, self._settings, self._restart) as servers:
-                await servers.send_all(sends, on_answer, stop)
-
-    async def _send(
-        self,
-        replica: Replica,
-        session: aiohttp.ClientSession,
-        *,
-        request: GenerationRequest,
-        sampling: SamplingParams,
-        strings: StopStrings,
-    ) -> Rollout:
-        body = completion_body(self._api, self.served_model, request, sampling, self._stop_ids)
-        limit = body_limit(len(request.prompt_ids) + request.limit(sampling))
-        answer = await post(replica, session, COMPLETIONS, body, limit)
-        read = read_answer(answer, self.served_model, request, sampling, self._stop_ids, self._vocab_size)
-        return self._rollout(request, read, strings)
+            Dispatcher(self.replicas, self._settings, self._restart).post_all(COMPLETIONS, bodies, read, stop)
 
     def _restart(self, replica: Replica) -> None:
         """Raises ServerError where the replica does not return."""
@@ -180,22 +161,11 @@ class ServerEngine:
         )
 
 
-class LocalGeneration(Protocol):
-    """The part of ``ServerEngine`` that needs no other rank."""
-
-    policy_version: int
-
-    def generate_local(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, stop: Event | None = None
-    ) -> list[Rollout]:
-        """One rollout for each request, in order; raises RunStopped soon after ``stop`` is set."""
-
-
 class LocalEngine:
     """A GenerationEngine for one process that generates in the background, until ``stop`` is set. The version of its
     rollouts is the policy's when it was made."""
 
-    def __init__(self, engine: LocalGeneration, stop: Event) -> None:
+    def __init__(self, engine: ServerEngine, stop: Event) -> None:
         self.policy_version = engine.policy_version
         self._engine = engine
         self._stop = stop

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,9 +45,7 @@ def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) 
     python = server_python(settings)
     if shutil.which(python) is None:
         raise UserError(f"generation.servers.python: there is no {python}")
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    # -I: servers are started without the trainer's PYTHONPATH
-    if subprocess.run([python, "-I", "-c", probe, api.package], capture_output=True).returncode:
+    if package_file(python, api.package, "__init__.py") is None:
         raise UserError(
             f"{python} has no {api.package}: {api.install}; then set generation.servers.python to its interpreter, or "
             "generation.servers.urls to running servers"

@@ -10,8 +10,8 @@ from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.refit.export import WeightFolders
-from nemo_edo.refit.server_weights import ServerWeights
-from nemo_edo.refit.sleep import NoSleep, Sleep
+from nemo_edo.refit.server_weights import RelaunchedWeights
+from nemo_edo.refit.sleep import SleepOnTrainersGPUs
 from nemo_edo.utils.http import ServerError
 
 
@@ -23,17 +23,17 @@ class DiskSync:
         self,
         engine: ServerEngine,
         folders: WeightFolders,
-        weights: ServerWeights,
+        weights: RelaunchedWeights,
         *,
         attempts: int,
-        sleep: Sleep | None = None,
+        sleep: SleepOnTrainersGPUs | None = None,
     ) -> None:
         """attempts: per server. sleep: where servers share the trainer's GPUs."""
         self._engine = engine
         self._folders = folders
         self._weights = weights
         self._attempts = attempts
-        self._sleep = sleep or NoSleep()
+        self._sleep = sleep
         self._version: int | None = None
         """The version of this policy that the servers have; None: none."""
         self._folder: Path | None = None
@@ -46,7 +46,8 @@ class DiskSync:
         if version == self._version:
             return
         folder = self._folders.write(version)
-        self._sleep.make_room()
+        if self._sleep is not None:
+            self._sleep.make_room()
         self._engine.served_model = on_main_for_long(lambda: self._push_to_all(folder))
         self._engine.policy_version, self._engine.model_folder = version, self._weights.restart_folder(folder)
         self._version, self._folder = version, folder
@@ -54,7 +55,8 @@ class DiskSync:
 
     def release(self) -> None:
         """``WeightSync``. Sleeping servers lose their weights."""
-        if self._sleep.begin(self._engine.replicas):
+        if self._sleep is not None:
+            self._sleep.begin(self._engine.replicas)
             self._version = None
 
     def _push_to_all(self, folder: Path) -> str:
@@ -74,9 +76,11 @@ class DiskSync:
     def _try_to_push(self, replica: Replica, folder: Path) -> ServerError | None:
         for _ in range(self._attempts):
             try:
-                self._sleep.wake_for_weights(replica)
+                if self._sleep is not None:
+                    self._sleep.wake_for_weights(replica)
                 self._weights.load(replica, folder)
-                self._sleep.wake_for_requests(replica)
+                if self._sleep is not None:
+                    self._sleep.wake_for_requests(replica)
                 return None
             except ServerError as error:
                 last = error

@@ -56,12 +56,7 @@ class WeightFolders:
         return folder
 
     def _begin(self, folder: Path) -> Path:
-        free = free_bytes(self.root)
-        if free < self._num_bytes:
-            raise UserError(
-                f"{self.root}: the weights take {self._num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free; "
-                "free some space, or set generation.refit.folder to another file system that the servers see"
-            )
+        require_room(self.root, self._num_bytes)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished = folder.with_suffix(".part")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -76,3 +71,13 @@ def _fresh_folder(root: Path) -> Path:
         return Path(tempfile.mkdtemp(dir=root, prefix="refit_"))
     except OSError as error:
         raise UserError(f"generation.refit.folder: {root} cannot be written: {error}") from error
+
+
+def require_room(root: Path, needed: int) -> None:
+    """Raises UserError where the file system of ``root`` has fewer bytes free."""
+    free = free_bytes(root)
+    if free < needed:
+        raise UserError(
+            f"generation.refit.folder: {root} has {free / 2**30:.2f} GiB free, and a refit needs {needed / 2**30:.2f}: "
+            "free some space, or name a folder of another file system that the servers see"
+        )

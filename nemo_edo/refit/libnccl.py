@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,15 +33,6 @@ _TYPES = {
 
 class NCCLError(ServerError):
     """A function of NCCL has failed, or has not ended in time."""
-
-
-class Stream(Protocol):
-    """What is used of a ``torch.cuda.Stream``."""
-
-    cuda_stream: int
-
-    def query(self) -> bool:
-        """Whether all of its work is done."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -124,7 +114,7 @@ class Communicator:
         *,
         rank: int,
         size: int,
-        stream: Callable[[], Stream],
+        stream: Callable[[], torch.cuda.Stream],
         check: Callable[[], None],
         limit_s: float,
     ) -> None:

@@ -13,16 +13,15 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nemo_edo.generation.replica import Replica, field
+from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.parallel.main_rank import is_main, on_main_for_long
-from nemo_edo.refit.libnccl import Communicator, Library, Stream
+from nemo_edo.refit.libnccl import Communicator, Library
 from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
 from nemo_edo.utils.http import ServerError
 
@@ -37,40 +36,30 @@ Check = Callable[[], None]
 """Raises ServerError where a server has left the refit; called while others are waited for."""
 
 
-class Link(Protocol):
+class NCCLLink:
     """The trainer's end of a process group: it is rank 0, and the servers' workers are the others. Whatever raises a
     ServerError has aborted it."""
 
-    unique_id: bytes
-
-    def join(self, world_size: int, check: Check) -> None:
-        """Returns once all ranks have joined."""
-
-    def broadcast(self, tensor: Tensor, check: Check) -> None:
-        """Sends the tensor to all other ranks."""
-
-    def abort(self) -> None:
-        """Leaves the group without waiting for the others."""
-
-
-class NCCLLink:
-    """A Link through NCCL."""
-
-    def __init__(self, library: Library, device: torch.device, stream: Callable[[], Stream], limit_s: float) -> None:
+    def __init__(
+        self, library: Library, device: torch.device, stream: Callable[[], torch.cuda.Stream], limit_s: float
+    ) -> None:
         """stream: the current one of the device. limit_s: seconds for the join and for each broadcast."""
         self.unique_id = library.unique_id()
         self._library, self._device, self._stream, self._limit_s = library, device, stream, limit_s
         self._communicator: Communicator | None = None
 
     def join(self, world_size: int, check: Check) -> None:
+        """Returns once all ranks have joined."""
         settings = {"rank": 0, "size": world_size, "stream": self._stream, "check": check, "limit_s": self._limit_s}
         self._communicator = Communicator(self._library, self.unique_id, **settings)
         self._communicator.all_reduce(torch.zeros(1, device=self._device), check)  # as vLLM's workers do first
 
     def broadcast(self, tensor: Tensor, check: Check) -> None:
+        """Sends the tensor to all other ranks."""
         self._communicator.broadcast(tensor.to(self._device).contiguous(), check)
 
     def abort(self) -> None:
+        """Leaves the group without waiting for the others."""
         if self._communicator is not None:
             self._communicator.abort()
 
@@ -82,7 +71,7 @@ class NCCLSync:
         self,
         engine: ServerEngine,
         export: Export,
-        new_link: Callable[[], Link],
+        new_link: Callable[[], NCCLLink],
         *,
         name: str,
         attempts: int,
@@ -98,7 +87,7 @@ class NCCLSync:
         self._limit_s = limit_s
         self._version: int | None = None
         self._described: dict[str, list] | None = None
-        self._link: Link | None = None
+        self._link: NCCLLink | None = None
         self._linked: list[tuple[str, int]] = []
         """URL and number of starts of each server in the link."""
         engine.on_restart = _refuse_restarted
@@ -256,7 +245,7 @@ def _post(replica: Replica, path: str, body: dict, limit_s: float) -> None:
 
 
 def _world_size(replica: Replica) -> int:
-    return field(replica, replica.request("GET", "/get_world_size"), "world_size", int)
+    return replica.request("GET", "/get_world_size")["world_size"]
 
 
 def _starts(replicas: Sequence[Replica]) -> list[tuple[str, int]]:

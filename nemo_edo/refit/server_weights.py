@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Protocol
 
-from nemo_edo.generation.replica import Replica, served_models
+from nemo_edo.generation.replica import Replica
+from nemo_edo.generation.server_api import MODELS
 from nemo_edo.utils.http import ServerError
 
 CACHE_RESETS = 20
@@ -21,11 +21,13 @@ class StaleWeights(ServerError):
     """A server has other weights than the run has given it."""
 
 
-class ServerWeights(Protocol):
-    """How a kind of server loads the weights of a folder. All methods raise ServerError."""
+class RelaunchedWeights:
+    """How a kind of server loads the weights of a folder; this one is for TensorRT-LLM, which loads weights only when
+    it starts. All methods raise ServerError."""
 
     def load(self, replica: Replica, folder: Path) -> None:
         """Afterwards the server uses the folder's weights, and nothing cached from earlier ones."""
+        replica.restart(folder)
 
     def after_restart(self, replica: Replica, folder: Path) -> None:
         """The rest of ``load`` for a server that was started with ``restart_folder(folder)``."""
@@ -35,12 +37,14 @@ class ServerWeights(Protocol):
 
     def restart_folder(self, folder: Path) -> Path:
         """The model folder for the start of a server."""
+        return folder
 
     def served_model(self, replica: Replica, folder: Path) -> str:
         """The model that requests name."""
+        return replica.model_name
 
 
-class ReloadedWeights:
+class ReloadedWeights(RelaunchedWeights):
     """For vLLM, which reloads weights in place; their name is the folder's path."""
 
     def __init__(self, limit_s: float) -> None:
@@ -64,12 +68,6 @@ class ReloadedWeights:
     def require(self, replica: Replica, folder: Path) -> None:
         require_weights(replica, str(folder))
 
-    def restart_folder(self, folder: Path) -> Path:
-        return folder
-
-    def served_model(self, replica: Replica, folder: Path) -> str:
-        return replica.model_name
-
 
 class AdapterWeights(ReloadedWeights):
     """For vLLM with LoRA: the base weights are loaded once, and each folder is a PEFT adapter."""
@@ -80,7 +78,7 @@ class AdapterWeights(ReloadedWeights):
         self._base = base
 
     def load(self, replica: Replica, folder: Path) -> None:
-        found = _field(replica.request("GET", "/weight_info"), "weight_version", replica)
+        found = replica.request("GET", "/weight_info")["weight_version"]
         if Path(str(found)).parent != self._base.parent:  # another policy's
             self._reload(replica, self._base)
         self.after_restart(replica, folder)
@@ -88,8 +86,8 @@ class AdapterWeights(ReloadedWeights):
 
     def after_restart(self, replica: Replica, folder: Path) -> None:
         body = {"lora_name": self.served_model(replica, folder), "lora_path": str(folder)}
-        for name in _models(replica):
-            if name != replica.model_name:
+        for model in replica.request("GET", MODELS)["data"]:
+            if (name := model["id"]) != replica.model_name:
                 replica.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, answers_json=False)
         replica.request("POST", "/v1/load_lora_adapter", json=body, timeout_s=self._limit_s, answers_json=False)
         set_weights_name(replica, str(folder))
@@ -101,29 +99,10 @@ class AdapterWeights(ReloadedWeights):
         return f"{folder.parent.name}_{folder.name}"
 
 
-class RelaunchedWeights:
-    """For TensorRT-LLM, which loads weights only when it starts."""
-
-    def load(self, replica: Replica, folder: Path) -> None:
-        replica.restart(folder)
-
-    def after_restart(self, replica: Replica, folder: Path) -> None:
-        """Nothing: the weights have no name."""
-
-    def require(self, replica: Replica, folder: Path) -> None:
-        """Nothing: the server was started with them, and cannot change them."""
-
-    def restart_folder(self, folder: Path) -> Path:
-        return folder
-
-    def served_model(self, replica: Replica, folder: Path) -> str:
-        return replica.model_name  # named after the folder
-
-
 def reset_prefix_cache(replica: Replica) -> None:
     """Drops keys and values of earlier weights. Raises ServerError where the server keeps some."""
     for attempt in range(CACHE_RESETS):
-        if _field(replica.request("POST", "/reset_prefix_cache"), "success", replica):
+        if replica.request("POST", "/reset_prefix_cache")["success"]:
             return
         if attempt + 1 < CACHE_RESETS:
             time.sleep(CACHE_WAIT_S)
@@ -138,20 +117,9 @@ def set_weights_name(replica: Replica, name: str) -> None:
 
 def require_weights(replica: Replica, name: str) -> None:
     """Raises StaleWeights unless the server's weights have this name: otherwise it was restarted, or given others."""
-    found = _field(replica.request("GET", "/weight_info"), "weight_version", replica)
+    found = replica.request("GET", "/weight_info")["weight_version"]
     if found != name:
         raise StaleWeights(
             f"{replica} has the weights {found!r} where {name!r} are expected: it was restarted, or something else "
             "has given it weights; its answers are not used"
         )
-
-
-def _models(replica: Replica) -> list[str]:
-    """The server's model and adapters."""
-    return [model["id"] for model in served_models(replica)]
-
-
-def _field(answer: object, key: str, replica: Replica) -> object:
-    if not isinstance(answer, dict) or key not in answer:
-        raise ServerError(f"{replica}: an answer without {key}: {answer!r}")
-    return answer[key]

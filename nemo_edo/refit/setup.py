@@ -19,12 +19,11 @@ from nemo_edo.interfaces import WeightSync
 from nemo_edo.parallel.free_memory import free_gpu_memory
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.refit.disk import DiskSync
-from nemo_edo.refit.export import WeightFolders
+from nemo_edo.refit.export import WeightFolders, require_room
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
-from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, ServerWeights
+from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
-from nemo_edo.rollouts.disk_space import free_bytes
 
 if TYPE_CHECKING:
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
@@ -51,7 +50,7 @@ def check_refit(cfg: RunConfig, run: Path) -> None:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
     if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
         model_folder = Path(cfg.model.path)
-        _require_room(refit_root(cfg, run), FOLDERS_AT_ONCE * weight_bytes(cfg, model_folder))
+        require_room(refit_root(cfg, run), FOLDERS_AT_ONCE * weight_bytes(cfg, model_folder))
 
 
 def build_server_sync(
@@ -71,7 +70,7 @@ def build_server_sync(
     adapters = settings.lora == "adapter"
     size = weight_bytes(cfg, model_folder)
     folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_only=adapters)
-    weights: ServerWeights
+    weights: RelaunchedWeights
     if cfg.generation.backend == "trtllm":
         weights = RelaunchedWeights()
     elif adapters:
@@ -97,15 +96,6 @@ def weight_bytes(cfg: RunConfig, model_folder: Path) -> int:
     config = model_folder / "config.json"
     shape = ModelShape.from_hf(json.loads(config.read_text(encoding="utf-8")), str(config))
     return shape.parameters * (4 if cfg.precision.dtype == "fp32" else 2)
-
-
-def _require_room(root: Path, needed: int) -> None:
-    free = free_bytes(root)
-    if free < needed:
-        raise UserError(
-            f"generation.refit.folder: {root} has {free / 2**30:.2f} GiB free, and a refit needs {needed / 2**30:.2f}: "
-            "free some space, or name a folder of another file system that the servers see"
-        )
 
 
 def build_sleep(cfg: RunConfig) -> SleepOnTrainersGPUs:

@@ -7,9 +7,8 @@ allocated and filled first, and then that of the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from nemo_edo.generation.replica import Replica, field
+from nemo_edo.generation.replica import Replica
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.http import ServerError
 
@@ -18,40 +17,9 @@ ENOUGH = 0.5
 """Share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest."""
 
 
-class Sleep(Protocol):
-    """How servers sleep while they are not needed. All ranks call ``begin``; only the first wakes replicas."""
-
-    def begin(self, replicas: Sequence[Replica]) -> bool:
-        """Returns whether the servers have lost their weights."""
-
-    def make_room(self) -> None:
-        """All ranks call it before replicas are woken."""
-
-    def wake_for_weights(self, replica: Replica) -> None:
-        """Called before the weights are sent."""
-
-    def wake_for_requests(self, replica: Replica) -> None:
-        """Called after the weights are sent."""
-
-
-class NoSleep:
-    """For servers with separate GPUs."""
-
-    def begin(self, replicas: Sequence[Replica]) -> bool:
-        return False
-
-    def make_room(self) -> None:
-        pass
-
-    def wake_for_weights(self, replica: Replica) -> None:
-        pass
-
-    def wake_for_requests(self, replica: Replica) -> None:
-        pass
-
-
 class SleepOnTrainersGPUs:
-    """For servers that sleep while the trainer needs their GPUs."""
+    """Servers sleep while the trainer needs their GPUs. All ranks call ``begin`` and ``make_room``; only the first
+    wakes replicas."""
 
     def __init__(self, expected_bytes: int, free_memory: Callable[[], list[int]]) -> None:
         """expected_bytes: memory of the servers on all GPUs. free_memory: free bytes on each rank's GPU, once the ranks
@@ -61,8 +29,9 @@ class SleepOnTrainersGPUs:
         self._released: list[int] = []
         """Bytes that the last sleep has freed on each rank's GPU; empty before the first."""
 
-    def begin(self, replicas: Sequence[Replica]) -> bool:
-        """Raises ServerError where a server does not sleep, or the memory is not free afterwards."""
+    def begin(self, replicas: Sequence[Replica]) -> None:
+        """The servers lose their weights. Raises ServerError where one does not sleep, or its memory is not free
+        afterwards."""
         before = self._free_memory()
         on_main(lambda: [_put_to_sleep(replica) for replica in replicas] and None)
         after = self._free_memory()
@@ -73,7 +42,6 @@ class SleepOnTrainersGPUs:
                 f"{self._expected / 2**30:.2f} GiB: the trainer would run out of memory; lower "
                 "generation.servers.memory_share, or set generation.placement=apart"
             )
-        return True
 
     def make_room(self) -> None:
         """Releases the ranks' cached memory. Raises ServerError, on all ranks, where a server could not have what it
@@ -89,9 +57,11 @@ class SleepOnTrainersGPUs:
                 )
 
     def wake_for_weights(self, replica: Replica) -> None:
+        """Called before the weights are sent."""
         _wake(replica, "weights")
 
     def wake_for_requests(self, replica: Replica) -> None:
+        """Called after the weights are sent."""
         _wake(replica, "kv_cache")
         if _is_sleeping(replica):
             raise ServerError(f"{replica} still sleeps after it was woken")
@@ -104,7 +74,7 @@ def _put_to_sleep(replica: Replica) -> None:
 
 
 def _is_sleeping(replica: Replica) -> bool:
-    return field(replica, replica.request("GET", "/is_sleeping"), "is_sleeping", bool)
+    return replica.request("GET", "/is_sleeping")["is_sleeping"]
 
 
 def _wake(replica: Replica, tag: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -147,7 +147,8 @@ def own_kind(kind: type) -> str:
 def own_config(source: PretrainedConfig, pad_id: int) -> PretrainedConfig:
     """A copy of the config with one score instead of classes, and a padding token, by which transformers finds the end
     of a row."""
-    values = {**source.to_dict(), "num_labels": 1, "pad_token_id": pad_id}
-    for name in ("architectures", "id2label", "label2id", "auto_map"):
-        values.pop(name, None)
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    config = copy.deepcopy(source)
+    config.num_labels, config.pad_token_id, config.architectures = 1, pad_id, None
+    if hasattr(config, "auto_map"):
+        del config.auto_map  # names code in the source's folder
+    return config

@@ -134,26 +134,6 @@ def encode_responses(
     return EncodedResponses(encoded, frozenset(too_long(encoded, max_length)))
 
 
-def score_rollouts(
-    model: StepRewards,
-    rollouts: Sequence[Rollout],
-    questions: Mapping[str, str],
-    *,
-    separator: str | None = None,
-    zero_too_long: bool = False,
-) -> list[StepScores]:
-    """The scores of each response's steps, in the order of the rollouts; arguments as for ``encode_responses``."""
-    encoded = encode_responses(
-        rollouts,
-        questions,
-        model.format,
-        separator=separator,
-        max_length=model.max_length,
-        zero_too_long=zero_too_long,
-    )
-    return encoded.scored(model, range(len(rollouts)))
-
-
 def require_fitting(encoded: Sequence[Sequence[Encoded]], limit: int | None, what: str) -> None:
     """Raises UserError where a path is longer than a context of ``limit`` tokens."""
     places = too_long(encoded, limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,9 @@ from nemo_edo.config.reward_model import ARITHMETIC, RewardDataConfig
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models.formats import OwnFormat
 from nemo_edo.reward_models.process_reward import padded
-from nemo_edo.reward_models.steps import FirstWrong, StepGroup, groups_of, held_out
+from nemo_edo.reward_models.steps import FirstWrong, StepGroup, held_out, step_groups
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.test_time.search_llm import StepPath
-from nemo_edo.types import ScoredRollout
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
@@ -59,7 +58,7 @@ def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, see
     texts = [*questions.values(), *run.questions(TEST).values()]
     checker = arithmetic_checker(texts) if data.steps == ARITHMETIC else None
     validation = held_out(questions.values(), data.validation_share, seed)
-    trained = _groups(questions, responses, data, checker, seed)
+    trained = step_groups(questions, responses, data, checker, seed)
     groups = {
         TRAIN: [group for group in trained if group.question not in validation],
         VALIDATION: [group for group in trained if group.question in validation],
@@ -123,25 +122,7 @@ def _test_groups(
         for response in run.evaluation_responses(policy, "sampled")
         if response.rollout.problem_id in questions
     ]
-    return _groups(questions, responses, data, checker, seed)
-
-
-def _groups(
-    questions: Mapping[str, str],
-    responses: Sequence[ScoredRollout],
-    data: RewardDataConfig,
-    checker: FirstWrong | None,
-    seed: int,
-) -> list[StepGroup]:
-    return groups_of(
-        questions,
-        responses,
-        separator=data.step_separator,
-        first_wrong=checker,
-        positives=data.positives,
-        negatives=data.negatives,
-        seed=seed,
-    )
+    return step_groups(questions, responses, data, checker, seed)
 
 
 def _encoded(group: StepGroup, form: OwnFormat) -> EncodedGroup:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from nemo_edo.config.reward_model import RewardDataConfig
 from nemo_edo.types import UNVERIFIED, ScoredRollout
 
 Path = tuple[str, ...]
@@ -27,19 +28,6 @@ class StepGroup:
     negatives: tuple[Path, ...]
     """At least one; first those that share the positive's prefix and differ in the last step only."""
 
-    @property
-    def shared(self) -> int:
-        """How many of the negatives share the positive's prefix."""
-        return sum(path[:-1] == self.positive[:-1] for path in self.negatives)
-
-
-@dataclass(frozen=True)
-class LabelledPaths:
-    """The distinct paths of a question's responses, in the order of their first occurrence."""
-
-    right: tuple[Path, ...]
-    wrong: tuple[Path, ...]
-
 
 def split_steps(text: str, separator: str) -> Path:
     """The texts between separators, without surrounding line breaks; blank steps are dropped."""
@@ -49,8 +37,8 @@ def split_steps(text: str, separator: str) -> Path:
 
 def labelled_paths(
     question: str, responses: Iterable[ScoredRollout], separator: str, first_wrong: FirstWrong | None
-) -> LabelledPaths:
-    """Labels the paths of a question's responses.
+) -> tuple[list[Path], list[Path]]:
+    """The distinct right paths of a question's responses, and the wrong ones, in the order of their first occurrence.
 
     The steps of correct responses are right. With ``first_wrong``, a response's first wrong step and all later ones are
     wrong: a path never becomes right again, whatever its last step says (otherwise the model would never see the last
@@ -61,9 +49,9 @@ def labelled_paths(
     right: dict[Path, None] = {}
     wrong: dict[Path, None] = {}
     for response in responses:
-        steps = split_steps(response.rollout.text, separator)
         if response.reason.startswith(UNVERIFIED):
             continue
+        steps = split_steps(response.rollout.text, separator)
         if not response.rollout.finished:
             steps = steps[:-1]
         first = None if first_wrong is None else first_wrong(question, steps)
@@ -74,48 +62,33 @@ def labelled_paths(
             right |= dict.fromkeys(prefixes)
         elif first_wrong is None:
             wrong |= dict.fromkeys(prefixes)
-    return LabelledPaths(tuple(right), tuple(path for path in wrong if path not in right))
+    return list(right), [path for path in wrong if path not in right]
 
 
 def step_groups(
-    problem_id: str, question: str, paths: LabelledPaths, *, positives: int, negatives: int, rng: random.Random
-) -> list[StepGroup]:
-    """Up to ``positives`` right paths, sampled at random, each with up to ``negatives`` wrong ones.
-
-    Wrong paths that share the right one's prefix are sampled first, then those of the same length, then others. No
-    groups where the question has no wrong path.
-    """
-    if not paths.wrong:
-        return []
-    sampled = rng.sample(paths.right, min(positives, len(paths.right)))
-    groups = []
-    for positive in sampled:
-        order = rng.sample(paths.wrong, len(paths.wrong))
-        order.sort(key=lambda path, p=positive: (path[:-1] != p[:-1], len(path) != len(p)))  # stable: random within
-        groups.append(StepGroup(problem_id, question, positive, tuple(order[:negatives])))
-    return groups
-
-
-def groups_of(
     questions: Mapping[str, str],
     responses: Iterable[ScoredRollout],
-    *,
-    separator: str,
+    data: RewardDataConfig,
     first_wrong: FirstWrong | None,
-    positives: int,
-    negatives: int,
     seed: int,
 ) -> list[StepGroup]:
-    """The groups of all questions with responses, in the order of ``questions`` (problem id -> text). They depend only
-    on the seed, and for each question on its id and its responses."""
+    """For each question (problem id -> text), up to ``data.positives`` right paths, sampled at random, each with up to
+    ``data.negatives`` wrong ones: first those that share the right one's prefix, then those of its length, then others.
+    A question without a right or a wrong path has none.
+
+    A question's groups depend on the seed, its id and its responses only.
+    """
     of_question: dict[str, list[ScoredRollout]] = {problem_id: [] for problem_id in questions}
     for response in responses:
         of_question[response.rollout.problem_id].append(response)
     groups = []
     for problem_id, question in questions.items():
-        paths = labelled_paths(question, of_question[problem_id], separator, first_wrong)
+        right, wrong = labelled_paths(question, of_question[problem_id], data.step_separator, first_wrong)
         rng = random.Random(f"step groups {seed} {problem_id}")
-        groups += step_groups(problem_id, question, paths, positives=positives, negatives=negatives, rng=rng)
+        for positive in rng.sample(right, min(data.positives, len(right))) if wrong else ():
+            order = rng.sample(wrong, len(wrong))
+            order.sort(key=lambda path, p=positive: (path[:-1] != p[:-1], len(path) != len(p)))  # stable: random within
+            groups.append(StepGroup(problem_id, question, positive, tuple(order[: data.negatives])))
     return groups
 
 

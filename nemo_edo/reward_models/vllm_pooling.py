@@ -14,29 +14,25 @@ ours, an encoder       itself (ModernBertForSequenceClassification)      classif
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import Launch, is_number, require_model
+from nemo_edo.generation.server_api import Launch, require_model
 from nemo_edo.generation.servers import check_environment, managed_replicas, replicas_at_urls, server_python, start
-from nemo_edo.generation.supervision import post
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.reward_models.formats import SKYWORK, Encoded, RewardFolder, load_format
 from nemo_edo.reward_models.skywork import write_servable
-from nemo_edo.utils.http import Fault, body_limit
+from nemo_edo.utils.http import Fault
 from nemo_edo.utils.status_line import Counter
 
 POOLING = "/pooling"
@@ -75,32 +71,22 @@ class ServedRewardModel:
     def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
         """Equal sequences are sent once. Raises ServerError where a server refuses one, or no server is left."""
         parts = list(dict.fromkeys(part for path in encoded for part in path))
-        found = dict(zip(parts, asyncio.run(self._send_all(parts)), strict=True))
-        return [tuple(score for part in path for score in found[part]) for path in encoded]
-
-    async def _send_all(self, parts: Sequence[Encoded]) -> list[tuple[float, ...]]:
-        scores: dict[int, tuple[float, ...]] = {}
+        model = self._replicas[0].model_name
+        scores: dict[Encoded, tuple[float, ...]] = {}
+        bodies = [
+            {"model": model, "input": [list(part.ids)], "task": self._task, "use_activation": False,
+             "encoding_format": "float"}
+            for part in parts
+        ]  # fmt: skip
         with Counter("score", len(parts)) as counter:
 
-            def on_answer(place: int, answer: tuple[float, ...]) -> None:
-                scores[place] = answer
+            def read(place: int, answer: Any) -> None:
+                require_model(answer, model)
+                scores[parts[place]] = read_scores(answer, parts[place], whole=self._task == SEQUENCE)
                 counter.add()
 
-            async with Dispatcher(self._replicas, self._settings, self._restart) as servers:
-                await servers.send_all([partial(self._send, part=part) for part in parts], on_answer)
-        return [scores[place] for place in range(len(parts))]
-
-    async def _send(self, replica: Replica, session: aiohttp.ClientSession, *, part: Encoded) -> tuple[float, ...]:
-        body = {
-            "model": replica.model_name,
-            "input": [list(part.ids)],
-            "task": self._task,
-            "use_activation": False,
-            "encoding_format": "float",
-        }
-        answer = await post(replica, session, POOLING, body, body_limit(len(part.ids)))
-        require_model(answer, replica.model_name)
-        return read_scores(answer, part, whole=self._task == SEQUENCE)
+            Dispatcher(self._replicas, self._settings, self._restart).post_all(POOLING, bodies, read)
+        return [tuple(score for part in path for score in scores[part]) for path in encoded]
 
     def _restart(self, replica: Replica) -> None:
         if replica.is_managed:
@@ -114,19 +100,17 @@ def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
     otherwise one for each token, or (vLLM's step pooling) for each step's token. Raises Fault for anything else."""
     try:
         [answer] = body["data"]
-        rows = answer["data"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise Fault(f"{POOLING}: an answer without {error}") from error
-    if whole:
-        rows = [rows]
-    if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
-        raise Fault(f"{POOLING}: an answer whose rows are not one or two finite numbers each")
-    if len(rows) == len(part.ids) and not whole:
-        rows = [rows[end] for end in part.ends]
-    if len(rows) != len(part.ends):
-        raise Fault(f"{POOLING}: {len(rows)} rows for {len(part.ids)} tokens with {len(part.ends)} steps")
-    margins = (row[0] if len(row) == 1 else row[1] - row[0] for row in rows)
-    return tuple(_sigmoid(margin) for margin in margins)
+        rows = [answer["data"]] if whole else answer["data"]
+        if len(rows) == len(part.ids) and not whole:
+            rows = [rows[end] for end in part.ends]
+        # Two numbers are the logits of the classes wrong and right, one is their difference.
+        logits = [row if len(row) == 2 else (0.0, *row) for row in rows]
+        scores = tuple(_sigmoid(right - wrong) for wrong, right in logits)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Fault(f"{POOLING}: an answer without rows of one or two numbers: {error!r}") from None
+    if len(scores) != len(part.ends) or not all(map(math.isfinite, scores)):
+        raise Fault(f"{POOLING}: {len(scores)} scores for {len(part.ids)} tokens with {len(part.ends)} steps")
+    return scores
 
 
 @contextmanager
@@ -166,16 +150,11 @@ def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: b
         python=server_python(settings),
         host=settings.host,
         dtype=settings.dtype or ("bfloat16" if on_gpus else "float32"),
-        max_length=None,
-        logprobs_after_temperature=False,
         gpus=(),
         threads=max(1, len(os.sched_getaffinity(0)) // settings.replicas),
         cpu_cache_gb=settings.cpu_cache_gb,
         memory_share=settings.memory_share,
         max_in_flight=settings.max_in_flight,
-        sleeps=False,
-        nccl_library=None,
-        adapter_rank=None,
         arguments=tuple(arguments),
         log=work,
     )
@@ -189,11 +168,6 @@ def _pooler_config(about: RewardFolder) -> dict[str, Any]:
     if about.own is not None and not about.is_encoder:
         return {"task": TOKENS}  # the default of a sequence classifier is one row per sequence
     return {}
-
-
-def _is_row(row: Any) -> bool:
-    numbers = isinstance(row, list) and all(is_number(value) for value in row)
-    return numbers and len(row) in (1, 2)
 
 
 def _sigmoid(value: float) -> float:

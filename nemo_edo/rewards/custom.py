@@ -1,32 +1,28 @@
 """Custom rewards: what a user's function may take and return, and the scorer that calls it.
 
-The functions run in a separate process (``function_server``), which is killed where a call exceeds its time limit; only
-the first rank has one.
+The functions run in a worker process, which is killed where a call exceeds its time limit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.function_server import ARGUMENTS, SCORE, Failure, Result, Signature
-from nemo_edo.rewards.verifier import is_well_formed, with_problems
+from nemo_edo.rewards.function_calls import ARGUMENTS, SCORE, Failure, Result, Signature
+from nemo_edo.rewards.verifier import Response, read_responses
+from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 from nemo_edo.utils.wording import shown
+
+_CALLS = "nemo_edo.rewards.function_calls"
+Reward = tuple[float, dict[str, float]]
+"""The weighted sum of the functions' scores, and its parts by name."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +36,6 @@ class RewardFunction:
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
-class Item:
-    """A response to score."""
-
-    rollout: Rollout
-    problem: Problem
-    final_answer: str | None
-
-    def arguments(self) -> dict[str, Any]:
-        """What a function can ask for (``ARGUMENTS``)."""
-        problem, rollout = self.problem, self.rollout
-        values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), self.final_answer)
-        return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished), strict=True))
-
-
-@dataclass(frozen=True)
-class Reward:
-    total: float
-    parts: dict[str, float]
-
-
 @dataclass
 class RewardFunctions:
     """The functions in their process, which starts with the first call of ``check`` or ``rewards``."""
@@ -70,17 +45,25 @@ class RewardFunctions:
     """Wall time for one response; a call with several has the sum of theirs."""
     failures: Path
     """The folder that a response is written to whose scoring failed."""
-    _connection: Connection | None = field(default=None, init=False)
+    _pool: WorkerPool = field(default_factory=lambda: WorkerPool(None), init=False)
     _signatures: list[Signature] = field(default_factory=list, init=False)
+    """Empty where the worker has not imported the functions."""
 
     def check(self) -> None:
         """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
-        if self._connection is None:
-            self._start()
+        if self._signatures:
+            return
+        asked = [(function.path, function.key) for function in self.functions]
+        signatures = self._pool.run(f"{_CALLS}:signature", asked)
+        for (_, key), found in zip(asked, signatures, strict=True):
+            if isinstance(found, TaskFailure):
+                raise UserError(f"{key}: importing it ended its process (exit status {found.exit_status})")
+            if isinstance(found, UserError):
+                raise found
+        self._signatures = signatures
 
-    def try_on(self, items: Sequence[Item]) -> None:
+    def try_on(self, items: Sequence[Response]) -> None:
         """Raises UserError where a function fails for one of the items, whose responses no policy gave."""
-        self.check()
         for index, function in enumerate(self.functions):
             _, failed = self._results(index, items)
             if failed is not None:
@@ -90,9 +73,8 @@ class RewardFunctions:
                     f"with the response {shown(item.rollout.text)}: {failure.reason}"
                 )
 
-    def rewards(self, items: Sequence[Item]) -> tuple[list[Reward], str | None]:
+    def rewards(self, items: Sequence[Response]) -> tuple[list[Reward], str | None]:
         """The rewards of the items in order, and None; or those before the one whose scoring failed, and why."""
-        self.check()
         of_functions: list[list[Result]] = []
         stopped = None
         for index in range(len(self.functions)):
@@ -105,46 +87,44 @@ class RewardFunctions:
 
     def close(self) -> None:
         """Ends the process; also done when this is garbage-collected."""
-        if self._connection is not None:
-            self._finalizer()
-            self._connection = None
+        self._pool.close()
 
-    def _results(self, index: int, items: Sequence[Item]) -> tuple[list[Result], tuple[Item, Failure] | None]:
+    def _results(self, index: int, items: Sequence[Response]) -> tuple[list[Result], tuple[Response, Failure] | None]:
         """One function's results up to the first call that failed, and that one's item and failure."""
+        self.check()
         signature, results = self._signatures[index], []
         size = max(1, len(items)) if signature.batch else 1
         for start in range(0, len(items), size):
             rows = items[start : start + size]
-            given = [item.arguments() for item in rows]
+            given = [_arguments(item) for item in rows]
             columns = {name: [one[field] for one in given] for name, field in signature.arguments.items()}
             arguments = columns if signature.batch else {name: column[0] for name, column in columns.items()}
-            answer = self._call(index, arguments, len(rows))
+            answer = self._call(self.functions[index], arguments, signature.batch, len(rows))
             if isinstance(answer, Failure):
                 return results, (rows[answer.row], answer)
             results += answer
         return results, None
 
-    def _call(self, index: int, arguments: Mapping[str, Any], responses: int) -> list[Result] | Failure:
-        limit = self.time_limit_s * responses
-        try:
-            self._connection.send((index, dict(arguments), responses))
-            if self._connection.poll(limit):
-                return self._connection.recv()
-            self.close()
-            each = f" for each of {responses} responses" if responses > 1 else ""
-            return Failure(f"took longer than rewards.function_time_limit_s = {self.time_limit_s:g}{each}")
-        except (EOFError, OSError):
-            status = self._server.wait()
-            self.close()
-            return Failure(f"ended its process (exit status {status})")
+    def _call(
+        self, function: RewardFunction, arguments: dict[str, Any], batch: bool, responses: int
+    ) -> list[Result] | Failure:
+        asked = (function.path, function.key, arguments, batch, responses)
+        [answer] = self._pool.run(f"{_CALLS}:call", [asked], wall_s=self.time_limit_s * responses)
+        if not isinstance(answer, TaskFailure):
+            return answer
+        self._signatures = []  # a new worker imports the functions, which may take longer than a call
+        if answer != TIMED_OUT:
+            return Failure(f"ended its process (exit status {answer.exit_status})")
+        each = f" for each of {responses} responses" if responses > 1 else ""
+        return Failure(f"took longer than rewards.function_time_limit_s = {self.time_limit_s:g}{each}")
 
-    def _described(self, index: int, item: Item, failure: Failure) -> str:
+    def _described(self, index: int, item: Response, failure: Failure) -> str:
         """The failure with its place in words; the response is written to a file."""
         function, rollout, problem = self.functions[index], item.rollout, item.problem
         path = self.failures / f"reward_{problem.id.replace('/', '_')}_sample_{rollout.sample_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {
-            **item.arguments(), "source": problem.source, "sample_index": rollout.sample_index,
+            **_arguments(item), "source": problem.source, "sample_index": rollout.sample_index,
             "function": function.path, "error": failure.reason, "traceback": failure.traceback,
         }  # fmt: skip
         path.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
@@ -163,51 +143,30 @@ class RewardFunctions:
                 parts[function.name] = result[SCORE]
                 parts |= {f"{function.name}.{name}": value for name, value in result.items() if name != SCORE}
         scores = (function.weight * result[SCORE] for function, result in zip(self.functions, results, strict=True))
-        return Reward(math.fsum(scores), parts)
-
-    def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        main = "from nemo_edo.rewards.function_server import main; main()"  # not -m: what it sends is of a module
-        command = [sys.executable, "-c", main, str(theirs.fileno()), str(os.getpid())]
-        # A separate session: only the trainer handles Ctrl-C.
-        self._server = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
-        )  # fmt: skip
-        theirs.close()
-        self._finalizer = weakref.finalize(self, _close, self._connection, self._server)
-        self._connection.send([(function.path, function.key) for function in self.functions])
-        try:
-            signatures = self._connection.recv()
-        except EOFError:
-            signatures = UserError(f"{self.functions[0].key}: importing it ended its process ({self._server.wait()})")
-        if isinstance(signatures, UserError):
-            self.close()
-            raise signatures
-        self._signatures = signatures
+        return math.fsum(scores), parts
 
 
 class CustomScorer:
     """Scores responses by a user's functions, unfinished ones included. Final answers are only for votes: a success's
-    is the problem's, and no other response's is.
-
-    ``run``: ``RewardFunctions.rewards``, called on one rank for all.
-    """
+    is the problem's, and no other response's is."""
 
     def __init__(
-        self,
-        answers: AnswerFormat,
-        run: Callable[[Sequence[Item]], tuple[list[Reward], str | None]],
-        success_at: float = ScoredRollout.success_at,
+        self, answers: AnswerFormat, functions: RewardFunctions, success_at: float = ScoredRollout.success_at
     ) -> None:
         self._answers = answers
-        self._run = run
+        self._functions = functions
         self._success_at = success_at
 
-    def trial(self, problem: Problem) -> Item:
-        """The problem with its own solution for a response, or its answer where it has none."""
-        text = problem.solution or problem.answer
-        return Item(Rollout(problem.id, 0, (), (), (), text, True, 0, 0), problem, self._answers.extract(text))
+    def try_on(self, problems: Sequence[Problem]) -> None:
+        """Calls the functions with each problem's own solution, or its answer, for a response: one that fails must not
+        do so after hours. Raises UserError."""
+        texts = [problem.solution or problem.answer for problem in problems]
+        self._functions.try_on(
+            [
+                Response(Rollout(one.id, 0, (), (), (), text, True, 0, 0), one, self._answers.extract(text), True)
+                for one, text in zip(problems, texts, strict=True)
+            ]
+        )
 
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """The functions' time limit is of each response."""
@@ -218,36 +177,29 @@ class CustomScorer:
         Raises PartlyGenerated, with those before it, where a function failed, and ValueError for a rollout of an
         unknown problem.
         """
-        items = [
-            Item(rollout, problem, self._answers.extract(rollout.text) if rollout.finished else None)
-            for rollout, problem in with_problems(rollouts, problems)
-        ]
-        rewards, stopped = self._run(items)
-        scored = [self._scored(item, reward) for item, reward in zip(items, rewards, strict=stopped is None)]
+        responses = read_responses(rollouts, problems, self._answers)
+        rewards, stopped = self._functions.rewards(responses)
+        scored = [self._scored(*one) for one in zip(responses, rewards, strict=stopped is None)]
         if stopped is not None:
             raise PartlyGenerated(stopped, scored)
         return scored
 
-    def _scored(self, item: Item, reward: Reward) -> ScoredRollout:
-        parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
-        scored = ScoredRollout(
-            item.rollout, reward.total, item.final_answer, is_well_formed(item.rollout, self._answers),
-            f"reward {reward.total:g}{f' ({parts})' if parts else ''}", reward.parts, self._success_at,
-        )  # fmt: skip
-        return scored if item.final_answer is None else _with_vote(scored, item)
+    def _scored(self, response: Response, reward: Reward) -> ScoredRollout:
+        total, values = reward
+        parts = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        reason = f"reward {total:g}{f' ({parts})' if parts else ''}"
+        scored = response.scored(total, response.answer, reason, values, self._success_at)
+        if response.answer is None:
+            return scored
+        if scored.success:
+            return replace(scored, answer=response.problem.answer)
+        form = canonical_number(response.answer) or response.answer
+        same = response.problem.answer in (form, response.answer)
+        return replace(scored, answer=f"{form} (no success)" if same else form)
 
 
-def _with_vote(scored: ScoredRollout, item: Item) -> ScoredRollout:
-    """The answer as votes compare it."""
-    if scored.success:
-        return replace(scored, answer=item.problem.answer)
-    form = canonical_number(item.final_answer) or item.final_answer
-    same = item.problem.answer in (form, item.final_answer)
-    return replace(scored, answer=f"{form} (no success)" if same else form)
-
-
-def _close(connection: Connection, server: subprocess.Popen) -> None:
-    connection.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # and what the functions have started
-    server.wait()
+def _arguments(response: Response) -> dict[str, Any]:
+    """What a function can ask for (``ARGUMENTS``)."""
+    problem, rollout = response.problem, response.rollout
+    values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), response.answer)
+    return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished), strict=True))

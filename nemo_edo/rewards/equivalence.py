@@ -11,29 +11,37 @@ from fractions import Fraction
 from functools import lru_cache
 
 import sympy
-from math_verify import LatexExtractionConfig, parse, verify
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from math_verify import verify
 
 from nemo_edo.data.answers import simple_fraction
-from nemo_edo.rewards.legible import is_legible
 from nemo_edo.rewards.spelling import respelled
-from nemo_edo.rewards.units import TEXT, Quantity, comparable, no_unit, quantity, ratio
+from nemo_edo.rewards.units import FUNCTIONS, TEXT, Quantity, comparable, no_unit, quantity, ratio
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _ARTICLE = re.compile(r"^(?:an?|the) (?=\w\w)")
 _FEWEST_LETTERS = 4
 """Of a word outside ``\\text{}``: xy and abc are products."""
-_UNIT = re.compile(
-    r"(?P<number>[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?) "
-    r"(?:(?!sin|cos|tan|log|and|or\b|pi\b)[a-zA-Z]{2,}|[a-z]+/[a-z]+)\b[a-zA-Z0-9 /^]*"
-)
 _BASE = re.compile(r"(?P<digits>[0-9A-Z]+)_\{?(?P<base>\d+)\}?")
 _ORDERED, _SET = re.compile(r"[(\[].*,.*[)\]]"), re.compile(r"\\\{.*,.*\\\}")
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*per ?cent\s*\}|\bper ?cent)$")
+_PLAIN_WORD, _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}"), re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
+_MISREAD = re.compile(
+    r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])"
+)
+"""What the parser takes for something else: 5' for 5, 3 4 for 7."""
+_INDEX_OF_A_NUMBER = re.compile(
+    r"(?<![\w}])(?P<digits>\d+)(?P<escape>\\?)_(?:\{(?P<long>[^{}]*)\}|(?P<short>.?))(?P<another>\\?_?)"
+)
+_NAME_HAS_NO = re.compile(r"[\d+*/^-]|\\(?:[dt]?frac|cdot|times|sqrt)")
+_ARGUMENTS = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w")
 _BRACKETS = re.compile(r"(?P<opens>\(|\[|\\\{|)(?P<items>[^()\[\]]*?)(?P<closes>\)|\]|\\\}|)")
 _KINDS = {(left, right): left + right for left in "([" for right in ")]"} | {("{", "}"): "{}", ("", ""): "{}"}
 _ASSIGNED = re.compile(r"(?P<name>[a-zA-Z])\s*=(?P<value>[^=<>,;]+)")
-_ALL_OF_IT = [LatexExtractionConfig()]
-"""Not the first number in a text that is no LaTeX, which math-verify takes otherwise."""
+_NORMALIZED = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
+)
+"""Spellings only: math-verify's own ``parse`` drops what it does not know, and takes 5 out of ``5 is wrong``."""
 _CLEARLY = 1e-5
 """Relative difference; math-verify calls numbers equal that agree to six decimals."""
 _WARM_UP = (
@@ -60,7 +68,7 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     words = _words(gold)
     if words is not None:
         return words == _words(answer, fewest_letters=1), form
-    if not is_legible(gold, answer, _equivalent, _count_symbols):
+    if not _is_legible(gold, answer):
         return False, answer
     meant, given = quantity(gold, letters=True), quantity(answer, letters=True)
     if meant is None or given is None:
@@ -149,7 +157,7 @@ def canonical(answer: str) -> str:
     if measured is not None:
         value = canonical(_scaled(measured.value, Fraction(measured.multiplier)))
         return value if measured.unit.is_any else f"{value} {measured.words}"
-    if not is_legible("", answer, _equivalent, _count_symbols):
+    if not _is_legible("", answer):
         return answer
     collection, assigned = _numbers_in_brackets(answer), _ASSIGNED.fullmatch(answer)
     if collection is not None:
@@ -191,6 +199,51 @@ def _without_markup(answer: str) -> str:
     return " ".join(TEXT.sub(lambda text: f" {text['words']} ", answer).split())
 
 
+def _is_legible(gold: str, answer: str) -> bool:
+    """Whether an answer may be compared with the gold answer by what the parser reads in it."""
+    if _MISREAD.search(answer) and not _MISREAD.search(gold):
+        return False
+    if _has_prose(gold, answer):
+        return False
+    return all(map(_is_base, _INDEX_OF_A_NUMBER.finditer(answer))) and _equations_hold(gold, answer)
+
+
+def _has_prose(gold: str, answer: str) -> bool:
+    """Whether there are words that are neither a unit, nor mathematics, nor in the gold answer too. The parser takes
+    them for a product of variables, and 0 times any product is 0."""
+    if quantity(answer) is not None:
+        return False
+    said = answer.rpartition("=")[2] if answer.count("=") == 1 else answer  # without the name of what it is
+    texts = [text["words"] for text in TEXT.finditer(said)]
+    if not _LETTER.search(gold):
+        texts.append(TEXT.sub(" ", said))
+    known = {*FUNCTIONS, *_PLAIN_WORD.findall(_without_markup(gold))}
+    return any(word not in known for text in texts for word in _PLAIN_WORD.findall(text))
+
+
+def _is_base(number: re.Match[str]) -> bool:
+    """Whether 12_8 is a number in base 8; 12_1, 12_x and 19_8 are not."""
+    base = number["long"] or number["short"]
+    if number["escape"] or number["another"]:
+        return False
+    return base.isdigit() and 2 <= int(base) <= 36 and all(int(digit) < int(base) for digit in number["digits"])
+
+
+def _equations_hold(gold: str, answer: str) -> bool:
+    """Whether what an answer says to be equal is: 2+2=5 is not, and 2x=5 does not state the value of x."""
+    for equation in re.split(r"[,;]|\\text\{\s*(?:and|or)\s*\}", answer):
+        *sides, value = re.split(r"(?<![<>!:\\])=", equation)
+        for side in map(str.strip, sides):
+            if not side or not _NAME_HAS_NO.search(_ARGUMENTS.sub("", side)):
+                continue  # the name of what the answer is
+            count = _count_symbols(side)
+            if count == 0 and not _count_symbols(value) and not _equivalent(value, side):
+                return False
+            if count == 1 and "=" not in gold and not _count_symbols(value):
+                return False
+    return True
+
+
 def _count_symbols(text: str) -> int:
     """How many variables a formula has; 2, which is any number, where it is none."""
     parsed = _parsed(text)
@@ -211,6 +264,9 @@ def _differ_at_a_point(gold: list, answer: list) -> bool:
     if any(isinstance(one[0], sympy.Symbol) for one in (gold, answer)):
         return False  # a word may be parsed as one symbol or as a product of many
     symbols = sorted(gold[0].free_symbols | answer[0].free_symbols, key=str)
+    exact = [] if symbols else [one[0].doit() for one in (gold, answer)]
+    if exact and all(isinstance(value, sympy.Rational) for value in exact):
+        return exact[0] != exact[1]  # 1/2004! and 1/2006! agree to many decimals
     point = {symbol: sympy.Float(0.6180339 + 0.3141592 * number) for number, symbol in enumerate(symbols)}
     try:
         first, second = (complex(one[0].evalf(subs=point)) for one in (gold, answer))
@@ -254,10 +310,14 @@ def _percent_readings(gold: str, answer: str, percents: tuple[bool, bool]) -> li
 
 @lru_cache(maxsize=256)
 def _parsed(answer: str) -> list:
-    """What math-verify parses from the text; strings are what it could not parse."""
+    """What all of the text means to math-verify's parser; empty where it cannot read all of it."""
     text = answer.replace(r"\varnothing", r"\emptyset").replace("°", r"^\circ")
-    unit = _UNIT.fullmatch(TEXT.sub(lambda text: text["words"], text))
-    return parse(f"${unit['number'] if unit else text}$", extraction_config=_ALL_OF_IT, parsing_timeout=None)
+    try:
+        return [latex2sympy(text, normalization_config=_NORMALIZED)]
+    except MemoryError:
+        raise
+    except Exception:  # its parser and sympy raise any type
+        return []
 
 
 def _words(answer: str, fewest_letters: int = _FEWEST_LETTERS) -> str | None:

@@ -10,7 +10,7 @@ Final answers are extracted, and responses without an answer or an end are wrong
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,15 @@ from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer
 from nemo_edo.data.benchmarks import TEXT
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
-from nemo_edo.rewards.judge_client import JudgeClient
-from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, request_body
+from nemo_edo.rewards.judge_cache import JudgeCache, request_key
+from nemo_edo.rewards.judge_client import JudgeClient, Replies
+from nemo_edo.rewards.judge_prompt import request_body
 from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
-from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
+from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout, ScoredRollout
 from nemo_edo.utils.http import ServerError
 
-Item = tuple[Problem, str, str]
-"""A problem, a final answer, and the text that states it."""
 _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 
 
@@ -52,14 +50,13 @@ class Judge:
         self.report = JudgeReport()
         self._cache = cache
         self._rules = rules
-        reader = read_json_verdict if settings.structured_output == "json_schema" else read_verdict
-        self._client = JudgeClient(settings, reader)
+        self._client = JudgeClient(settings)
 
     def check(self) -> None:
         """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
         comes; the reply needs no verdict."""
-        replies = _Replies(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
-        self._client.ask(replies.bodies, replies)
+        replies = Replies(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
+        self._client.ask(replies)
         if not replies.received:
             raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {replies.reasons[0]}")
 
@@ -68,34 +65,36 @@ class Judge:
         taken, self.report = self.report, JudgeReport()
         return taken
 
-    def verdicts(self, items: Sequence[Item]) -> tuple[list[Judgment], str | None]:
-        """A judgment of each item, in order, and why the run gave up on the judge before all were asked about (None:
-        it did not)."""
+    def verdicts(self, responses: Sequence[Response]) -> tuple[list[Judgment], str | None]:
+        """A judgment of each response, in order, and why the run gave up on the judge before all were asked about
+        (None: it did not)."""
         bodies: dict[str, Mapping[str, Any]] = {}
         keys = []
-        for item in items:
-            body = request_body(self.settings, *item)
+        for response in responses:
+            body = request_body(self.settings, response.problem, response.answer, response.rollout.text)
             keys.append(request_key(body))
             bodies[keys[-1]] = body
         known = {key: Judgment(reply.verdict) for key in bodies if (reply := self._cache.get(key)) is not None}
         self.report.cached += len(known)
         missing = [key for key in bodies if key not in known]
         times = Counter(keys)
-        replies = _Replies(
+        replies = Replies(
             self._cache,
             [bodies[key] for key in missing],
             Counter({place: times[key] for place, key in enumerate(missing)}),
-            most=self.settings.max_abstained * len(items),
+            most=self.settings.max_abstained * len(responses),
         )
-        stopped = self._ask(replies, len(items)) if missing else None
-        found = {key: replies.judgment(place) for place, key in enumerate(missing)}
-        judged = self._compare_with_rules(items, [known.get(key) or found[key] for key in keys])
+        stopped = self._ask(replies, len(responses)) if missing else None
+        found = {
+            key: Judgment(replies.verdicts.get(place), replies.reasons.get(place)) for place, key in enumerate(missing)
+        }
+        judged = self._compare_with_rules(responses, [known.get(key) or found[key] for key in keys])
         self._count(judged, replies)
         return judged, stopped
 
-    def _ask(self, replies: _Replies, asked: int) -> str | None:
+    def _ask(self, replies: Replies, asked: int) -> str | None:
         try:
-            self._client.ask(replies.bodies, replies)
+            self._client.ask(replies)
         except ServerError as error:
             return str(error)
         if not replies.is_above:
@@ -110,14 +109,14 @@ class Judge:
         if self._rules is not None:
             self._rules.begin(0)
 
-    def _compare_with_rules(self, items: Sequence[Item], judged: Sequence[Judgment]) -> list[Judgment]:
+    def _compare_with_rules(self, responses: Sequence[Response], judged: Sequence[Judgment]) -> list[Judgment]:
         if self._rules is None:
             return list(judged)
         comparable = [
-            problem.answer_kind != TEXT and one.verdict is not None
-            for (problem, _, _), one in zip(items, judged, strict=True)
+            response.problem.answer_kind != TEXT and one.verdict is not None
+            for response, one in zip(responses, judged, strict=True)
         ]
-        pairs = [(item[0].answer, item[1]) for item, is_one in zip(items, comparable, strict=True) if is_one]
+        pairs = [(one.problem.answer, one.answer) for one, is_one in zip(responses, comparable, strict=True) if is_one]
         by_rules = iter(self._rules.verify(pairs))
         compared = []
         for one, is_one in zip(judged, comparable, strict=True):
@@ -126,7 +125,7 @@ class Judge:
             compared.append(Judgment(one.verdict, one.reason, rules.correct if verified else None))
         return compared
 
-    def _count(self, judged: Sequence[Judgment], replies: _Replies) -> None:
+    def _count(self, judged: Sequence[Judgment], replies: Replies) -> None:
         report = self.report
         report.replies += replies.received
         report.prompt_tokens += replies.prompt_tokens
@@ -136,65 +135,18 @@ class Judge:
         report.agreement += Counter((one.verdict, one.rules) for one in judged if one.rules is not None)
 
 
-class _Replies:
-    """Stores replies in the cache, and stops the requests after too many abstentions."""
-
-    def __init__(
-        self, cache: JudgeCache, bodies: Sequence[Mapping[str, Any]], times: Counter[int], *, most: float
-    ) -> None:
-        """times: how many responses each request is for. most: responses that the judge may abstain on."""
-        self.bodies = bodies
-        self.reasons: dict[int, str] = {}
-        self.abstained = 0
-        """Responses."""
-        self.received = self.prompt_tokens = self.completion_tokens = 0
-        self._cache = cache
-        self._times = times
-        self._most = most
-        self._verdicts: dict[int, bool] = {}
-
-    @property
-    def is_above(self) -> bool:
-        return self.abstained > self._most
-
-    def judgment(self, place: int) -> Judgment:
-        return Judgment(self._verdicts.get(place), self.reasons.get(place))
-
-    def reply(self, place: int, reply: Reply) -> None:
-        self._cache.put(request_key(self.bodies[place]), reply)
-        self.received += 1
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-        if reply.verdict is not None:
-            self._verdicts[place] = reply.verdict
-
-    def ended(self, place: int, reason: str | None) -> bool:
-        if reason is not None:
-            self.reasons[place] = reason
-            self.abstained += self._times[place]
-        return not self.is_above
-
-
 class JudgeScorer:
     """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong, and the
-    reward is 1 exactly where ``answer`` is the problem's.
+    reward is 1 exactly where ``answer`` is the problem's."""
 
-    ``verify``: ``Judge.verdicts``, called on one rank for all; ``begin``: ``Judge.begin``.
-    """
-
-    def __init__(
-        self,
-        answers: AnswerFormat,
-        verify: Callable[[Sequence[Item]], tuple[list[Judgment], str | None]],
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, answers: AnswerFormat, judge: Judge | None) -> None:
+        """judge: None on the ranks that do not score."""
         self._answers = answers
-        self._verify = verify
-        self._begin = begin
+        self._judge = judge
 
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """A judge's own limits are of each request; those of the rules are of a collection."""
-        self._begin()
+        self._judge.begin()
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.
@@ -202,47 +154,33 @@ class JudgeScorer:
         Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge, and
         ValueError for a rollout of an unknown problem.
         """
-        paired = with_problems(rollouts, problems)
-        stated = [self._answers.extract(rollout.text) if rollout.finished else None for rollout in rollouts]
-        asked = [answer is not None and len(answer) <= LONGEST_ANSWER for answer in stated]
-        items = [
-            (problem, answer, rollout.text)
-            for (rollout, problem), answer, is_asked in zip(paired, stated, asked, strict=True)
-            if is_asked
-        ]
-        judged, stopped = self._verify(items)
-        verdicts = iter(judged)
-        scored = [
-            self._scored(rollout, problem, answer, next(verdicts) if is_asked else None)
-            for (rollout, problem), answer, is_asked in zip(paired, stated, asked, strict=True)
-        ]
+        responses = read_responses(rollouts, problems, self._answers)
+        asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
+        judged, stopped = self._judge.verdicts(asked)
+        judgments = dict(zip(map(id, asked), judged, strict=True))
+        scored = [self._scored(response, judgments.get(id(response))) for response in responses]
         if stopped is not None:
             raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
         return scored
 
-    def _scored(self, rollout: Rollout, problem: Problem, answer: str | None, judged: Judgment | None) -> ScoredRollout:
+    def _scored(self, response: Response, judged: Judgment | None) -> ScoredRollout:
         """judged: None where no verdict is needed."""
-        well_formed = is_well_formed(rollout, self._answers)
+        answer, problem = response.answer, response.problem
+        if answer is None:
+            return response.scored(0.0, None, response.why_no_answer)
         if judged is None:
-            reason = UNFINISHED if not rollout.finished else MISSING if answer is None else TOO_LONG
-            kept = None if answer is None else f"{answer[:LONGEST_ANSWER]}..."
-            return ScoredRollout(rollout, 0.0, kept, well_formed, reason)
+            return response.scored(0.0, f"{answer[:LONGEST_ANSWER]}...", TOO_LONG)
         if judged.verdict:
-            return ScoredRollout(rollout, 1.0, problem.answer, well_formed, CORRECT + _rules_suffix(judged))
-        own = _own_form(answer, problem)
+            return response.scored(1.0, problem.answer, CORRECT + _rules_suffix(judged))
+        form = canonical_number(answer) or clean_answer(answer)
+        own = form if form != problem.answer else f"{form} (not judged correct)"
         if judged.verdict is None:
-            return ScoredRollout(rollout, 0.0, own, well_formed, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
+            return response.scored(0.0, own, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
         reason = f"final answer {own}, expected {problem.answer}, by the judge{_rules_suffix(judged)}"
-        return ScoredRollout(rollout, 0.0, own, well_formed, reason)
+        return response.scored(0.0, own, reason)
 
 
 def _rules_suffix(judged: Judgment) -> str:
     if judged.rules is None:
         return ""
     return RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
-
-
-def _own_form(answer: str, problem: Problem) -> str:
-    """The string that votes compare for an answer without the verdict correct: never the problem's answer."""
-    form = canonical_number(answer) or clean_answer(answer)
-    return form if form != problem.answer else f"{form} (not judged correct)"

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer, simple_fraction
 from nemo_edo.data.benchmarks import MATH, TEXT
 from nemo_edo.data.problems import BadRow, LoadedProblems, ProblemFileError, report_bad_rows
-from nemo_edo.rewards.legible import MOST_DIGITS, has_huge_number
-from nemo_edo.rewards.spelling import respelled
-from nemo_edo.rewards.verifier import CORRECT, MISSING, UNFINISHED, is_well_formed, with_problems
-from nemo_edo.rewards.workers import TaskFailure, WorkerPool
+from nemo_edo.rewards import workers
+from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
+from nemo_edo.rewards.workers import Limits, TaskFailure, WorkerPool
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 
-TIMED_OUT = f"{UNVERIFIED}{TaskFailure.TIMED_OUT.value}"
+TIMED_OUT = f"{UNVERIFIED}{workers.TIMED_OUT.reason}"
 TOO_LONG = f"{UNVERIFIED}refused an answer above {LONGEST_ANSWER} characters"
-TOO_LARGE = f"{UNVERIFIED}refused a number that may have more than {MOST_DIGITS} digits"
+_EQUIVALENCE = "nemo_edo.rewards.equivalence"
+"""Called by import path: only workers import it."""
 _REMEMBERED = 100_000
 """Pairs whose verdict is cached: evaluations repeat many pairs."""
 
@@ -43,8 +44,8 @@ class Verdict:
 class MathVerifier:
     """Compares answers in worker processes, each distinct pair once."""
 
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    def __init__(self, limits: Limits) -> None:
+        self._pool = WorkerPool(limits, prepare=f"{_EQUIVALENCE}:warm_up")
         self._known: dict[tuple[str, str], Verdict] = {}
         self.failures: Counter[str] = Counter()
         """Answers that could not be verified, by reason."""
@@ -64,7 +65,7 @@ class MathVerifier:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
         verdicts = {pair: _without_parser(*pair) for pair in new}
         hard = [pair for pair in new if verdicts[pair] is None]
-        for (gold, answer), result in zip(hard, self._pool.run("compare", hard), strict=True):
+        for (gold, answer), result in zip(hard, self._run("compare", hard), strict=True):
             verdicts[gold, answer] = _verdict(gold, answer, result)
         self._known |= verdicts
         found = [self._known[pair] for pair in pairs]
@@ -90,7 +91,7 @@ class MathVerifier:
         asked = [p for p in problems if p.answer_kind == MATH and len(p.answer) <= LONGEST_ANSWER]
         asked = [problem for problem in asked if canonical_number(problem.answer) is None]
         answers = list(dict.fromkeys(problem.answer for problem in asked))
-        readable = dict(zip(answers, self._pool.run("parses", [(answer,) for answer in answers]), strict=True))
+        readable = dict(zip(answers, self._run("parses", [(answer,) for answer in answers]), strict=True))
         rows += [
             BadRow(
                 problem.source, f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
@@ -100,42 +101,40 @@ class MathVerifier:
         ]
         return rows
 
+    def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:
+        """A task whose worker died is tried once more: the system may have killed it, short of memory, which must not
+        cost an answer its reward."""
+        results = self._pool.run(f"{_EQUIVALENCE}:{function}", arguments)
+        died = [place for place, result in enumerate(results) if _has_died(result)]
+        again = self._pool.run(f"{_EQUIVALENCE}:{function}", [arguments[place] for place in died])
+        for place, result in zip(died, again, strict=True):
+            results[place] = workers.CRASHED if _has_died(result) else result
+        return results
+
 
 class MathScorer:
     """Scores responses by a verifier's verdicts. As in ``ExactAnswerScorer``, a response that did not finish has reward
-    0, and the reward is 1 exactly where ``answer`` is the problem's.
+    0, and the reward is 1 exactly where ``answer`` is the problem's."""
 
-    ``verify``: ``MathVerifier.verify``, called on one rank for all: a time limit that only some ranks hit would give
-    ranks different rewards. ``begin``: ``MathVerifier.begin``.
-    """
-
-    def __init__(
-        self,
-        answers: AnswerFormat,
-        verify: Callable[[Sequence[tuple[str, str]]], Sequence[Verdict]],
-        begin: Callable[[int], None] = lambda timed_out: None,
-    ) -> None:
+    def __init__(self, answers: AnswerFormat, verifier: MathVerifier) -> None:
         self._answers = answers
-        self._verify = verify
-        self._begin = begin
+        self._verifier = verifier
 
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """The verifier's budget holds for the collection, however many parts, processes and restarts it takes."""
-        self._begin(len({(s.rollout.problem_id, s.answer) for s in scored if s.reason == TIMED_OUT}))
+        self._verifier.begin(len({(s.rollout.problem_id, s.answer) for s in scored if s.reason == TIMED_OUT}))
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""
-        paired = with_problems(rollouts, problems)
-        stated = [self._answers.extract(rollout.text) if rollout.finished else None for rollout in rollouts]
-        asked = [(p.answer, answer) for (_, p), answer in zip(paired, stated, strict=True) if answer is not None]
-        verdicts = iter(self._verify(asked))
-        scored = []
-        for (rollout, problem), answer in zip(paired, stated, strict=True):
-            verdict = next(verdicts) if answer is not None else None
-            well_formed = is_well_formed(rollout, self._answers)
-            reward, reason = float(verdict is not None and verdict.correct), _reason(rollout, problem, verdict)
-            scored.append(ScoredRollout(rollout, reward, verdict.answer if verdict else None, well_formed, reason))
-        return scored
+        responses = read_responses(rollouts, problems, self._answers)
+        stated = [(response.problem.answer, response.answer) for response in responses if response.answer is not None]
+        verdicts = iter(self._verifier.verify(stated))
+        return [
+            response.scored(0.0, None, response.why_no_answer)
+            if response.answer is None
+            else _scored(response, next(verdicts))
+            for response in responses
+        ]
 
 
 def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *, on_bad_rows: str) -> LoadedProblems:
@@ -157,8 +156,6 @@ def _without_parser(gold: str, answer: str) -> Verdict | None:
         return Verdict(False, answer[:LONGEST_ANSWER] + "...", TOO_LONG)
     if clean_answer(gold) == clean_answer(answer):
         return Verdict(True, gold)
-    if has_huge_number(respelled(answer)):
-        return Verdict(False, clean_answer(answer), TOO_LARGE)
     meant, given = simple_fraction(gold), simple_fraction(answer)
     if meant is None or given is None:
         return None
@@ -168,21 +165,22 @@ def _without_parser(gold: str, answer: str) -> Verdict | None:
     return Verdict(False, str(given)) if exact else None
 
 
+def _has_died(result: Any) -> bool:
+    return isinstance(result, TaskFailure) and result.exit_status is not None
+
+
 def _verdict(gold: str, answer: str, result: tuple[bool, str] | TaskFailure) -> Verdict:
     if isinstance(result, TaskFailure):
-        return Verdict(False, clean_answer(answer), f"{UNVERIFIED}{result.value}")
+        return Verdict(False, clean_answer(answer), f"{UNVERIFIED}{result.reason}")
     correct, form = result
     return Verdict(correct, gold if correct else form)
 
 
-def _reason(rollout: Rollout, problem: Problem, verdict: Verdict | None) -> str:
-    if not rollout.finished:
-        return UNFINISHED
-    if verdict is None:
-        return MISSING
+def _scored(response: Response, verdict: Verdict) -> ScoredRollout:
     if verdict.correct:
-        return CORRECT
-    return verdict.failure or f"final answer {_shortened(verdict.answer)}, expected {problem.answer}"
+        return response.scored(1.0, verdict.answer, CORRECT)
+    expected = f"final answer {_shortened(verdict.answer)}, expected {response.problem.answer}"
+    return response.scored(0.0, verdict.answer, verdict.failure or expected)
 
 
 def _shortened(text: str) -> str:

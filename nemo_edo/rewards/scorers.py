@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import RunConfig
-from nemo_edo.data.answers import AnswerFormat, answer_format
+from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.problems import LoadedProblems
 from nemo_edo.errors import UserError
@@ -17,37 +16,63 @@ from nemo_edo.rewards.verifier import ExactAnswerScorer
 if TYPE_CHECKING:
     from nemo_edo.config import RewardsConfig
     from nemo_edo.interfaces import Scorer
-    from nemo_edo.rewards.custom import Item, Reward, RewardFunctions
+    from nemo_edo.rewards.custom import RewardFunctions
     from nemo_edo.rewards.judge import Judge
     from nemo_edo.rewards.workers import Limits
-    from nemo_edo.types import Problem
+    from nemo_edo.types import Problem, Rollout, ScoredRollout
 
 
 def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Scorer, Judge | None]:
     """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
 
-    Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. The first rank
-    verifies for all ranks. Raises UserError, on all ranks, where a judge does not answer.
+    Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError, on
+    all ranks, where a custom reward fails on the first problems, and where a judge does not answer.
     """
-    answers = answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
-    if cfg.rewards.by_function:
-        return _custom_scorer(cfg, answers, [file.problems[0] for file in loaded.values()]), None
+    from nemo_edo.parallel.main_rank import on_main_for_long
+
+    rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
+    if rewards.by_function:
+        from nemo_edo.rewards.custom import CustomScorer
+
+        custom = CustomScorer(answers, _reward_functions(cfg), rewards.success_at)
+        on_main_for_long(lambda: custom.try_on([file.problems[0] for file in loaded.values()]))
+        return FirstRankScores(custom), None
     _require_answers(loaded)
     only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
-    if cfg.rewards.verifier == "exact" or (cfg.rewards.verifier == "auto" and only_numbers):
+    if rewards.verifier == "exact" or (rewards.verifier == "auto" and only_numbers):
         return ExactAnswerScorer(answers), None
-    if cfg.rewards.verifier == "judge":
-        return _judge_scorer(cfg, answers)
-    from nemo_edo.parallel.main_rank import on_main_for_long
-    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
-    from nemo_edo.rewards.workers import WorkerPool
+    if rewards.verifier == "judge":
+        from nemo_edo.rewards.judge import JudgeScorer
 
-    rewards = cfg.rewards
-    verifier = MathVerifier(WorkerPool(_limits(rewards)))
+        judges: list[Judge] = []  # of the first rank alone
+        on_main_for_long(lambda: judges.append(_answering_judge(cfg)))
+        judge = judges[0] if judges else None
+        return FirstRankScores(JudgeScorer(answers, judge)), judge
+    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
+
+    verifier = MathVerifier(_limits(rewards))
     for path, file in loaded.items():
-        bad = on_main_for_long(partial(verifier.unverifiable, file.problems))
+        bad = on_main_for_long(lambda problems=file.problems: verifier.unverifiable(problems))
         loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
-    return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs)), verifier.begin), None
+    return FirstRankScores(MathScorer(answers, verifier)), None
+
+
+class FirstRankScores:
+    """A Scorer whose first rank scores for all of them: a time limit that only some ranks hit would give ranks
+    different rewards."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+        from nemo_edo.parallel.main_rank import on_main_for_long
+
+        on_main_for_long(lambda: self.scorer.begin(scored))
+
+    def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
+        from nemo_edo.parallel.main_rank import on_main_for_long
+
+        return on_main_for_long(lambda: self.scorer.score(rollouts, problems))
 
 
 def check_functions(cfg: RunConfig) -> None:
@@ -58,27 +83,25 @@ def check_functions(cfg: RunConfig) -> None:
         functions.close()
 
 
-def _custom_scorer(cfg: RunConfig, answers: AnswerFormat, problems: Sequence[Problem]) -> Scorer:
-    """Tries the functions on the problems: one that fails must not do so after the warm-up."""
-    from nemo_edo.parallel.main_rank import on_main_for_long
-    from nemo_edo.rewards.custom import CustomScorer
-
-    functions = _reward_functions(cfg)
-
-    def run(items: Sequence[Item]) -> tuple[list[Reward], str | None]:
-        return on_main_for_long(partial(functions.rewards, items))
-
-    scorer = CustomScorer(answers, run, cfg.rewards.success_at)
-    on_main_for_long(lambda: functions.try_on([scorer.trial(problem) for problem in problems]))
-    return scorer
-
-
 def _reward_functions(cfg: RunConfig) -> RewardFunctions:
     from nemo_edo.rewards.custom import RewardFunction, RewardFunctions
 
     rewards, failures = cfg.rewards, Path(cfg.output_dir) / cfg.name / "failures"
     functions = [RewardFunction(name, key, one.path, one.weight) for name, (key, one) in rewards.by_function.items()]
     return RewardFunctions(functions, rewards.function_time_limit_s, failures)
+
+
+def _answering_judge(cfg: RunConfig) -> Judge:
+    """Asks the judge for one verdict. Raises UserError where it does not answer."""
+    from nemo_edo.rewards.judge import Judge
+    from nemo_edo.rewards.judge_cache import JudgeCache
+    from nemo_edo.rewards.math_verifier import MathVerifier
+
+    settings = cfg.rewards.judge
+    rules = MathVerifier(_limits(cfg.rewards)) if settings.compare_with_rules else None
+    judge = Judge(settings, JudgeCache(Path(settings.cache or Path(cfg.output_dir) / "judge.sqlite")), rules)
+    judge.check()
+    return judge
 
 
 def _require_answers(loaded: Mapping[Path, LoadedProblems]) -> None:
@@ -89,32 +112,6 @@ def _require_answers(loaded: Mapping[Path, LoadedProblems]) -> None:
             f"{without.source}: has no answer, which the verifier compares with; name its column with "
             "data.columns.answer, or score by a custom reward (rewards.function)"
         )
-
-
-def _judge_scorer(cfg: RunConfig, answers: AnswerFormat) -> tuple[Scorer, Judge | None]:
-    """Asks the judge for one verdict; raises UserError on all ranks where it does not answer."""
-    from nemo_edo.parallel.main_rank import on_main_for_long
-    from nemo_edo.rewards.judge import Judge, JudgeScorer
-    from nemo_edo.rewards.judge_cache import JudgeCache
-    from nemo_edo.rewards.math_verifier import MathVerifier
-    from nemo_edo.rewards.workers import WorkerPool
-
-    rewards, judges = cfg.rewards, []
-
-    def begin() -> None:
-        rules = MathVerifier(WorkerPool(_limits(rewards))) if rewards.judge.compare_with_rules else None
-        cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
-        judges.append(Judge(rewards.judge, cache, rules))
-        judges[0].check()
-
-    on_main_for_long(begin)
-
-    def begin_rules() -> None:
-        for judge in judges:  # of the first rank alone
-            judge.begin()
-
-    scorer = JudgeScorer(answers, lambda items: on_main_for_long(lambda: judges[0].verdicts(items)), begin_rules)
-    return scorer, judges[0] if judges else None
 
 
 def _limits(rewards: RewardsConfig) -> Limits:

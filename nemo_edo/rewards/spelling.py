@@ -24,7 +24,6 @@ _REPEATING = re.compile(
 )
 _FRACTION = r"\\[dt]?frac(?:\{[^{}]*\}\{[^{}]*\}|\s*\d\d)"
 _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
-    (r"\\(?P<sign>[lg]eq?)slant(?![a-zA-Z])", r"\\\g<sign>"),
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\[bB]igg?[lrm]?\s*(?=[()\[\]|]|\\[{}])", ""),
@@ -36,7 +35,6 @@ _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"\\(?:math(?:rm|it)|text)\{(?P<letter>[ei])\}", r" \g<letter>"),
     (r"^(?:=|\\approx(?![a-zA-Z])|≈)\s*", ""),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-    (r"^m?\\(?:measured)?angle\s*[A-Z]{1,3}\s*=\s*", ""),
     (r"√\s*(?:\((?P<inside>[^()]*)\)|(?P<plain>\d+|[a-z]))", r"\\sqrt{\g<inside>\g<plain>}"),
     (r"(?P<sign>-?)(?P<currency>[€£¥])\s*(?P<number>\d[\d,.]*)$", r"\g<sign>\g<number> \g<currency>"),
     (r"\s*\*\*\s*(?P<power>-?\d+|[a-z]|\([^()]*\))", r"^{\g<power>}"),

@@ -116,12 +116,6 @@ def quantity(answer: str, *, letters: bool = False) -> Quantity | None:
     return Quantity(match["value"].strip(), *read) if read is not None else None
 
 
-def is_followed_by_words(answer: str) -> bool:
-    """Whether words that are not mathematics follow a number."""
-    match = _NUMBER_THEN_WORDS.fullmatch(TEXT.sub(lambda text: " " + text["words"], answer))
-    return match is not None and _begins_a_unit(match["unit"])
-
-
 def comparable(one: Unit, other: Unit) -> bool:
     """Whether values in these units can be equal."""
     if one.is_any or other.is_any:

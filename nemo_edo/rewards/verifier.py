@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from nemo_edo.data.answers import HASHES, AnswerFormat, canonical_number
 from nemo_edo.types import Problem, Rollout, ScoredRollout
@@ -10,13 +12,47 @@ from nemo_edo.types import Problem, Rollout, ScoredRollout
 UNFINISHED, MISSING, CORRECT = "did not finish", "no final answer", "correct"
 
 
+@dataclass(frozen=True)
+class Response:
+    """A response to score, and its problem."""
+
+    rollout: Rollout
+    problem: Problem
+    answer: str | None
+    """The final answer that it states. None without one, and where it did not finish: its last number may be cut
+    (``#### 1`` of ``#### 12``), and rewarding it would teach the policy not to stop."""
+    well_formed: bool
+
+    def scored(self, reward: float, answer: str | None, reason: str, *more: Any) -> ScoredRollout:
+        """answer: the string that votes compare: the problem's exactly where the reward is a success."""
+        return ScoredRollout(self.rollout, reward, answer, self.well_formed, reason, *more)
+
+    @property
+    def why_no_answer(self) -> str:
+        return MISSING if self.rollout.finished else UNFINISHED
+
+
+def read_responses(rollouts: Sequence[Rollout], problems: Sequence[Problem], answers: AnswerFormat) -> list[Response]:
+    """In order. Raises ValueError for a rollout of an unknown problem."""
+    known = {problem.id: problem for problem in problems}
+    unknown = sorted({rollout.problem_id for rollout in rollouts} - known.keys())
+    if unknown:
+        raise ValueError(f"rollouts of {len(unknown)} unknown problems, the first {unknown[0]!r}")
+    return [
+        Response(
+            rollout, known[rollout.problem_id], answers.extract(rollout.text) if rollout.finished else None,
+            rollout.finished and answers.is_well_formed(rollout.text),
+        )
+        for rollout in rollouts
+    ]  # fmt: skip
+
+
 class ExactAnswerScorer:
     """Compares final answers in canonical form (exact match, as the paper scores GSM8K).
 
-    A response that did not finish has no answer and reward 0: its last number may be cut (``#### 1`` of ``#### 12``),
-    and rewarding it would teach the policy not to stop. So the reward is 1 exactly where ``answer`` is the problem's,
-    and a vote over one response agrees with its reward. Text around the answer line costs no reward; ``well_formed``
-    reports it. Where the problem's answer is a number, only numbers are answers.
+    The reward is 1 exactly where ``answer`` is the problem's, and a vote over one response agrees with its reward. Text
+    around the answer line costs no reward; ``well_formed`` reports it. Where the problem's answer is a number, only
+    numbers are answers.
     """
 
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
@@ -27,32 +63,15 @@ class ExactAnswerScorer:
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""
-        return [self._score(rollout, problem) for rollout, problem in with_problems(rollouts, problems)]
+        return [self._score(response) for response in read_responses(rollouts, problems, self._answers)]
 
-    def _score(self, rollout: Rollout, problem: Problem) -> ScoredRollout:
-        stated = self._answers.extract(rollout.text) if rollout.finished else None
+    def _score(self, response: Response) -> ScoredRollout:
+        problem, stated = response.problem, response.answer
         number = None if stated is None else canonical_number(stated)
         answer = number if problem.answer_kind == "number" else number or stated
         expected = canonical_number(problem.answer) or problem.answer
-        if not rollout.finished:
-            reason = UNFINISHED
-        elif answer is None:
-            reason = MISSING
-        else:
-            reason = CORRECT if answer == expected else f"final answer {answer}, expected {expected}"
-        correct = answer is not None and answer == expected
-        answer = problem.answer if correct else answer
-        return ScoredRollout(rollout, float(correct), answer, is_well_formed(rollout, self._answers), reason)
-
-
-def with_problems(rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[tuple[Rollout, Problem]]:
-    """Each rollout with its problem. Raises ValueError for a rollout of an unknown problem."""
-    known = {problem.id: problem for problem in problems}
-    unknown = sorted({rollout.problem_id for rollout in rollouts} - known.keys())
-    if unknown:
-        raise ValueError(f"rollouts of {len(unknown)} unknown problems, the first {unknown[0]!r}")
-    return [(rollout, known[rollout.problem_id]) for rollout in rollouts]
-
-
-def is_well_formed(rollout: Rollout, answers: AnswerFormat) -> bool:
-    return rollout.finished and answers.is_well_formed(rollout.text)
+        if answer is None:
+            return response.scored(0.0, None, response.why_no_answer)
+        if answer == expected:
+            return response.scored(1.0, problem.answer, CORRECT)
+        return response.scored(0.0, answer, f"final answer {answer}, expected {expected}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_edo.config import NONE, RunConfig, SearchLLMConfig
+from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs
 from nemo_edo.data.answers import answer_format
@@ -83,25 +83,21 @@ def _policy_name(cfg: RunConfig, folder: RunFolder, arm: str | None) -> str:
 # --- the reward model ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _RewardModel:
+def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
     """What is known of it before its weights are read."""
-
-    about: RewardFolder
-    form: RewardFormat
-
-
-def _reward_model(cfg: RunConfig) -> _RewardModel:
     if cfg.search.reward_model is None:
         raise UserError("search.reward_model: give the folder of a process reward model")
     about = read_reward_folder(Path(cfg.search.reward_model))
-    return _RewardModel(about, load_format(about))
+    return about, load_format(about)
 
 
-def _require_room(reward_model: _RewardModel, problems: Sequence[Problem], max_new_tokens: int) -> None:
+def _require_room(
+    reward_model: tuple[RewardFolder, RewardFormat], problems: Sequence[Problem], max_new_tokens: int
+) -> None:
     """Raises UserError where a solution might not fit the reward model's context, counted in the policy's tokens."""
-    limit = reward_model.about.max_length
-    encoded = [reward_model.form.encode(StepPath(problem.question)) for problem in problems]
+    about, form = reward_model
+    limit = about.max_length
+    encoded = [form.encode(StepPath(problem.question)) for problem in problems]
     longest = max(len(part.ids) for parts in encoded for part in parts)
     if limit is not None and too_long(encoded, limit - max_new_tokens):
         raise UserError(
@@ -131,11 +127,11 @@ class _Job:
     folder: RunFolder
     arm: str
     data: inputs.Data
-    reward_model: _RewardModel
+    reward_model: tuple[RewardFolder, RewardFormat]
     store: SearchStore
 
 
-def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: _RewardModel) -> list[str]:
+def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[RewardFolder, RewardFormat]) -> list[str]:
     platform.init_process_group(platform.enter(cfg.threads))
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
@@ -160,7 +156,9 @@ def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> 
     servers = build.start_servers(job.cfg, job.folder, job.data)
     try:
         engine = _engine(job, servers)
-        scorer = _OnMain(_load(job.cfg.search) if is_main() else None)
+        own = job.cfg.search
+        options = {"device": own.device, "dtype": own.dtype, "batch_tokens": own.batch_tokens}
+        scorer = _OnMain(ProcessRewardModel(own.reward_model, **options) if is_main() else None)
         job.data.scorer.begin([])
         for part in minibatches(missing, job.cfg.search.part_size):
             done = total - len(missing) + len(found)
@@ -218,14 +216,8 @@ def _engine(job: _Job, servers: ServerEngine | None) -> GenerationEngine:
     return engine
 
 
-def _load(settings: SearchLLMConfig) -> ProcessRewardModel:
-    return ProcessRewardModel(
-        settings.reward_model, device=settings.device, dtype=settings.dtype, batch_tokens=settings.batch_tokens
-    )
-
-
-def _separator(cfg: RunConfig, reward_model: _RewardModel) -> str:
-    return cfg.search.step_separator or reward_model.form.separator
+def _separator(cfg: RunConfig, reward_model: tuple[RewardFolder, RewardFormat]) -> str:
+    return cfg.search.step_separator or reward_model[1].separator
 
 
 # --- results ------------------------------------------------------------------------------------------------------
@@ -265,7 +257,7 @@ def _seed(cfg: RunConfig) -> int:
     return cfg.seed if cfg.search.seed is None else cfg.search.seed
 
 
-def _label(cfg: RunConfig, data: inputs.Data, reward_model: _RewardModel) -> dict[str, Any]:
+def _label(cfg: RunConfig, data: inputs.Data, reward_model: tuple[RewardFolder, RewardFormat]) -> dict[str, Any]:
     """What determines the results, except for rounding."""
     asked = [(problem.id, problem.question, data.prompts[problem.id]) for problem in data.test]
     return {
@@ -273,7 +265,7 @@ def _label(cfg: RunConfig, data: inputs.Data, reward_model: _RewardModel) -> dic
         "search.step_separator": _separator(cfg, reward_model),
         "search.seed": _seed(cfg),
         **{f"sampling.{name}": getattr(cfg.sampling, name) for name in ("temperature", "top_p", "max_new_tokens")},
-        "reward model": made_by(reward_model.about.path),
+        "reward model": made_by(reward_model[0].path),
         "set of test problems": hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest(),
     }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
-from typing import AnyStr
+from urllib.parse import quote
 
 from nemo_edo.errors import UserError
 
@@ -20,8 +20,8 @@ class ApiKey:
     def __init__(self, value: str | None) -> None:
         """value: None: the server asks for none."""
         self.value = value
-        pattern = "".join(map(_written, value or ""))
-        self._text, self._bytes = re.compile(pattern), re.compile(pattern.encode())
+        forms = {value, json.dumps(value)[1:-1], quote(value, safe=""), value.replace("/", r"\/")} if value else set()
+        self._forms = sorted(forms, key=len, reverse=True)
 
     def __repr__(self) -> str:
         return f"ApiKey({None if self.value is None else HIDDEN})"
@@ -30,11 +30,11 @@ class ApiKey:
     def headers(self) -> dict[str, str]:
         return {} if self.value is None else {"Authorization": f"Bearer {self.value}"}
 
-    def hide(self, said: AnyStr) -> AnyStr:
-        """Texts or bytes without the key, however JSON or a URL writes it."""
-        if not self.value:
-            return said
-        return self._text.sub(HIDDEN, said) if isinstance(said, str) else self._bytes.sub(HIDDEN.encode(), said)
+    def hide(self, text: str) -> str:
+        """The text without the key, as it is and as JSON or a URL writes it."""
+        for form in self._forms:
+            text = text.replace(form, HIDDEN)
+        return text
 
 
 def key_of_environment(setting: str, variable: str | None) -> ApiKey:
@@ -45,13 +45,11 @@ def key_of_environment(setting: str, variable: str | None) -> ApiKey:
     value = os.environ.get(variable)
     if value is None:
         raise UserError(f"{setting} is {variable}, which is not set in the environment")
-    if not value:
-        raise UserError(f"{setting} is {variable}, which is empty in the environment")
-    if wrong := next((place for place, one in enumerate(value, 1) if not "!" <= one <= "~"), None):
-        what = "white space" if value[wrong - 1].isspace() else "no printable ASCII character"
+    wrong = next((place for place, one in enumerate(value, 1) if not "!" <= one <= "~"), None)
+    if wrong is not None:
         raise UserError(
-            f"{setting} is {variable}, whose character {wrong} of {len(value)} in the environment is {what}; expected "
-            "the key alone, of printable ASCII characters without spaces and line breaks"
+            f"{setting} is {variable}, whose character {wrong} of {len(value)} in the environment is white space or "
+            "not printable ASCII; expected the key alone"
         )
     if len(value) < SHORTEST:
         raise UserError(
@@ -59,9 +57,3 @@ def key_of_environment(setting: str, variable: str | None) -> ApiKey:
             f"{SHORTEST}: a shorter key is no secret, and hiding it would change ordinary text"
         )
     return ApiKey(value)
-
-
-def _written(character: str) -> str:
-    """The pattern of a character as text, JSON's two escapes, and a URL's."""
-    plain, code = re.escape(character), ord(character)
-    return rf"(?:{plain}|\\{plain}|\\u(?i:{code:04x})|%(?i:{code:02x}))"

@@ -1,13 +1,21 @@
-"""Meaning of HTTP answers: a value, a fault after which a retry may succeed, or a final error. A server is not trusted:
-what it sends is read up to a limit, and shown without the key that it was sent."""
+"""JSON over HTTP, with one client (aiohttp) and one policy of retries.
+
+httpx (0.28) scans its connection pool at the start and end of each request, which keeps a core busy, and answers
+waiting, at a few hundred requests in flight.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from nemo_edo.errors import UserError
 from nemo_edo.utils.api_key import ApiKey
@@ -16,15 +24,17 @@ RETRIABLE = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 SHOWN_CHARACTERS = 500
 """Characters of an answer's body that messages show."""
-UNENCODED = {"Accept-Encoding": "identity"}
-"""Headers of every request: a few compressed bytes can stand for gigabytes, so encoded answers are not read."""
-LEAST_LIMIT = 2**20
-BYTES_PER_TOKEN = 2**10
-"""Of an answer; a token with its text and log-probability takes about 100."""
+KEEPALIVE_S = 2.0
+"""Idle connections are closed after this time: uvicorn closes them after 5 s, perhaps just as a request is sent."""
 
 
 class ServerError(UserError):
     """A server cannot be used, or has refused a request for good; names server, request and reason."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """status: of the answer that refused the request."""
+        super().__init__(message)
+        self.status = status
 
 
 class Fault(Exception):
@@ -36,84 +46,94 @@ class Fault(Exception):
         self.retry_after_s = retry_after_s
 
 
-def body_limit(tokens: int = 0) -> int:
-    """Bytes that an answer about so many tokens may have."""
-    return LEAST_LIMIT + BYTES_PER_TOKEN * tokens
+class TimeLimit(Fault):
+    """No answer came in time."""
 
 
-class IncomingAnswer:
-    """An answer whose body arrives in pieces."""
+class Retries(Protocol):
+    """Settings of ``retrying``."""
 
-    def __init__(
-        self, request: str, status: int, headers: Mapping[str, str], key: ApiKey, limit: int = LEAST_LIMIT
-    ) -> None:
-        """request: its path, for messages. headers: the answer's, by names in any case. key: what the request sent.
-        limit: bytes of the body."""
-        self.status = status
-        self._request = request
-        self._headers = headers
-        self._key = key
-        self._limit = limit
-        self._body = bytearray()
-
-    def add(self, piece: bytes) -> None:
-        """Raises Fault where the body is encoded or becomes larger than the limit: the rest need not be read."""
-        encoding = self._headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            shown = self._key.hide(encoding)[:SHOWN_CHARACTERS]
-            raise self._fault(f"status {self.status}: a body in {shown!r}, expected one without encoding")
-        self._body += piece
-        if len(self._body) > self._limit:
-            raise self._fault(f"status {self.status}: a body of more than {self._limit:,} bytes")
-
-    def value(self, server: str) -> Any:
-        """The value of the JSON body; None for an empty body. Raises Fault where a retry may succeed, otherwise
-        ServerError, which names the server."""
-        self.require_success(server)
-        if not self._body:
-            return None
-        try:
-            return json.loads(self._key.hide(bytes(self._body)), object_pairs_hook=_object)
-        except RecursionError:
-            raise self._fault(f"JSON that is nested too deeply: {self.beginning()}") from None
-        except _RepeatedKeyError:
-            raise self._fault(f"JSON of an object that has a key twice: {self.beginning()}") from None
-        except ValueError:  # of json, or of an encoding
-            raise self._fault(f"not JSON: {self.beginning()}") from None
-
-    def require_success(self, server: str) -> None:
-        """Returns for a status of success; raises as ``value``."""
-        if 200 <= self.status < 300:
-            return
-        said = f"status {self.status}: {self.beginning()}"
-        if self.status >= 500 or self.status in RETRIABLE:
-            raise self._fault(said)
-        raise ServerError(f"{server}: {self._request}: {said}")
-
-    def beginning(self) -> str:
-        """The beginning of the body, on one line, without the key."""
-        line = " ".join(self._key.hide(bytes(self._body)).decode(errors="replace").split())
-        return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
-
-    def _fault(self, said: str) -> Fault:
-        return Fault(f"{self._request}: {said}", _retry_after(self._headers.get("retry-after", "")))
+    attempts: int
+    backoff_s: float
+    backoff_limit_s: float
 
 
-class _RepeatedKeyError(ValueError):
-    pass
+def retrying(settings: Retries) -> AsyncRetrying:
+    """Calls again after a Fault; the longest wait doubles with each attempt. Raises the last Fault."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type(Fault),
+        wait=wait_random_exponential(multiplier=settings.backoff_s, max=settings.backoff_limit_s),
+        stop=stop_after_attempt(settings.attempts),
+        reraise=True,
+    )
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises _RepeatedKeyError: of a key's two values, JSON readers silently take the last."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise _RepeatedKeyError
-    return made
+def open_session(key: ApiKey, *, trust_env: bool = True) -> aiohttp.ClientSession:
+    """A session without limits of connections and time. trust_env: whether the environment's proxies apply."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, headers=key.headers, timeout=timeout, trust_env=trust_env)
 
 
-def described(error: BaseException) -> str:
-    """A network error as text; some have no message."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+async def exchange(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    key: ApiKey,
+    *,
+    server: str,
+    limit_s: float,
+    json: Any = None,
+    params: Mapping[str, Any] | None = None,
+    answers_json: bool = True,
+) -> Any:
+    """The value of the answer's JSON; None where it is empty, or not wanted (``answers_json``).
+
+    server: for messages. limit_s: until the whole answer is here. Raises Fault where a retry may succeed, otherwise
+    ServerError. Neither shows the key.
+    """
+    asked = f"{method} {urlsplit(url).path}"
+    try:
+        async with asyncio.timeout(limit_s):
+            # A redirect would send the key elsewhere.
+            async with session.request(method, url, json=json, params=params, allow_redirects=False) as response:
+                body = await response.read()
+    except TimeoutError:
+        raise TimeLimit(f"{asked}: no answer within {limit_s:g} s") from None
+    except aiohttp.ClientError as error:  # some have no message
+        raise Fault(key.hide(f"{asked}: {type(error).__name__}: {error}".removesuffix(": "))) from None
+    text = key.hide(body.decode(errors="replace"))
+    said = f"{asked}: status {response.status}: {_beginning(text)}"
+    if response.status >= 500 or response.status in RETRIABLE:
+        raise Fault(said, _retry_after(response.headers.get("retry-after", "")))
+    if not 200 <= response.status < 300:
+        raise ServerError(f"{server}: {said}", response.status)
+    if not text or not answers_json:
+        return None
+    return _value(text, asked)
+
+
+def run_tasks(work: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run``; of the errors of its task groups, the first is raised as it is."""
+    try:
+        asyncio.run(work)
+    except Exception as error:
+        while hasattr(error, "exceptions"):  # a group, which the linter does not know: the functions run on Python 3.10
+            error = error.exceptions[0]
+        raise error from None
+
+
+def _value(text: str, asked: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Fault(f"{asked}: not JSON: {_beginning(text)}") from None
+
+
+def _beginning(text: str) -> str:
+    """The beginning of a body, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
 
 
 def _retry_after(value: str) -> float:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from nemo_edo.reward_models.formats import OwnSettings, write_own_settings
 from nemo_edo.reward_models.heads import Qwen2ForPrmModel, Qwen2ForProcessRewardModel, own_class, own_config, own_kind
+from nemo_edo.reward_models.process_reward import encode_responses
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -89,3 +90,10 @@ def _add_remote_code(folder: Path, model: str, config: str, suffix: str) -> None
     path.write_text(json.dumps(fields))
     for name, defined in ((f"configuration_{suffix}", config), (f"modeling_{suffix}", model)):
         (folder / f"{name}.py").write_text(REMOTE_CODE.format(name=defined))
+
+
+def score_rollouts(model, rollouts, questions, *, separator: str | None = None, zero_too_long: bool = False) -> list:
+    """The scores of each response's steps, in order."""
+    encoded = encode_responses(rollouts, questions, model.format, separator=separator, max_length=model.max_length,
+                               zero_too_long=zero_too_long)  # fmt: skip
+    return encoded.scored(model, range(len(rollouts)))

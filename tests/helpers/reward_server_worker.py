@@ -9,12 +9,12 @@ from pathlib import Path
 
 import httpx
 import torch
-from reward_models import write_own_reward_model, write_qwen_prm, write_skywork_prm
+from reward_models import score_rollouts, write_own_reward_model, write_qwen_prm, write_skywork_prm
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.replica import Replica
 from nemo_edo.reward_models.formats import read_reward_folder
-from nemo_edo.reward_models.process_reward import ProcessRewardModel, score_rollouts
+from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.vllm_pooling import POOLING, serving
 from nemo_edo.types import Rollout
 

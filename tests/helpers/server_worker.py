@@ -133,7 +133,7 @@ def spread(servers: ServerEngine, data) -> dict:
 
 def served(replica: Replica) -> int:
     """Completions that a server counts."""
-    text = httpx.get(f"{replica.url}/metrics", headers=replica.headers).text
+    text = httpx.get(f"{replica.url}/metrics", headers=replica.key.headers).text
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
                    if line.startswith("vllm:request_success_total")))
 

@@ -2,7 +2,6 @@
 
 Also for what cannot run here: the options of GPU servers, sleep, and the transfer of weights."""
 
-import asyncio
 import json
 import subprocess
 from dataclasses import replace
@@ -64,15 +63,15 @@ def calls_of_requests(monkeypatch) -> list[tuple]:
     bodies = [completion_body(VLLM(), "policy", request, sampling, [2]) for sampling in samplings]
     pooled: list[dict] = []
 
-    async def post(replica, session, path, body, limit):
-        pooled.append(body)
-        return {"data": [{"data": [0.0] if body["task"] == vllm_pooling.SEQUENCE else [[0.0]]}]}
+    def post_all(self, path, bodies, read, stop=None):
+        pooled.extend(bodies)
+        read(0, {"data": [{"data": [0.0] if bodies[0]["task"] == vllm_pooling.SEQUENCE else [[0.0]]}]})
 
-    monkeypatch.setattr(vllm_pooling, "post", post)
+    monkeypatch.setattr(vllm_pooling.Dispatcher, "post_all", post_all)
     for task in (vllm_pooling.TOKENS, vllm_pooling.SEQUENCE):
         model = object.__new__(vllm_pooling.ServedRewardModel)
-        model._task = task
-        asyncio.run(model._send(ScriptedReplica(), None, part=Encoded((5, 6), (1,))))
+        model._task, model._replicas, model._settings = task, [ScriptedReplica()], None
+        model.score_encoded([[Encoded((5, 6), (1,))]])
     sent = [("POST", COMPLETIONS, body, None) for body in bodies]
     sent += [("POST", vllm_pooling.POOLING, body, None) for body in pooled]
     return [*sent, ("GET", MODELS, None, None), ("GET", HEALTH, None, None)]

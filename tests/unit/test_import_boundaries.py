@@ -135,8 +135,9 @@ WITHOUT_TORCH = HEAVY | {"torch"}
 CHAINS = {  # the places of a chain share an interpreter, so their rules go from the strictest to the loosest
     "no torch": [
         (["errors", "utils.files", "utils.processes"], WITHOUT_TORCH | {"numpy"}),
-        (["config", "cli", "utils.http"], WITHOUT_TORCH),
+        (["config", "cli"], WITHOUT_TORCH),
         (["config.compose", "config.hydra", "doctor", "types", "data.problems"], WITHOUT_TORCH - {"hydra"}),
+        (["utils.http"], {"torch"}),
     ],
     "inside a server": [(["generation.inside_server"], WITHOUT_TORCH | {"numpy", "transformers", "starlette"})],
     "torch": [

@@ -18,9 +18,8 @@ def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
     assert f"ARG TRTLLM_VERSION={HAS['version']}\n" in DOCKERFILE
     assert f"tensorrt_llm=={HAS['version']} " in TRTLLM.install
     launch = Launch(
-        python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, logprobs_after_temperature=False, gpus=(0,),
-        threads=1, cpu_cache_gb=1, memory_share=0.5, max_in_flight=8, sleeps=False, nccl_library=None,
-        adapter_rank=None, arguments=(), log=Path("log"),
+        python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, gpus=(0,), threads=1, cpu_cache_gb=1,
+        memory_share=0.5, max_in_flight=8, arguments=(), log=Path("log"),
     )  # fmt: skip
     options = [part[2:] for part in TRTLLM().command(launch, Path("/model"), 8000) if part.startswith("--")]
     assert set(options) == set(HAS["options"])

@@ -17,7 +17,7 @@ from nemo_edo.data.problems import read_benchmark, write_problems
 from nemo_edo.data.rows import hub_rows, read_rows
 from nemo_edo.errors import UserError
 from nemo_edo.rewards.math_verifier import MathVerifier, require_verifiable
-from nemo_edo.rewards.workers import Limits, WorkerPool
+from nemo_edo.rewards.workers import Limits
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def prepare(options: argparse.Namespace) -> dict:
         benchmark, path, rows, split=split, on_bad_rows=options.on_bad_rows, check_rows=not options.any_rows
     )
     if options.verifiable:
-        verifier = MathVerifier(WorkerPool(Limits(seconds=10, memory_mb=1024, workers=2)))
+        verifier = MathVerifier(Limits(seconds=10, memory_mb=1024, workers=2))
         loaded = require_verifiable(path, loaded, verifier.unverifiable(loaded.problems), on_bad_rows="skip")
     return write_problems(
         options.out, loaded.problems, benchmark=benchmark.name, split=split, source=source, skipped=len(loaded.skipped)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.responses import scored
+from helpers.scripted_engine import ScriptedEngine
 from torch import Tensor
 
 from nemo_edo.algorithms.ahead import SavesBetween
@@ -21,7 +22,6 @@ from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.progress import FromTheBeginning, Position
 from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.errors import RunStopped
-from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import RolloutStore

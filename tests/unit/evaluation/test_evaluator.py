@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from helpers.scripted_engine import ScriptedEngine
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning
 from nemo_edo.evaluation.results import metric_name
-from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.generation.sampling import choose_tokens
 from nemo_edo.metrics import distinct_n
 from nemo_edo.rewards.verifier import ExactAnswerScorer

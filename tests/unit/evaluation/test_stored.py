@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.scripted_engine import ScriptedEngine
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
@@ -12,7 +13,6 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.evaluator import Evaluator
 from nemo_edo.evaluation.stored import aggregated, analyse
 from nemo_edo.evaluation.stored_table import differences, families, kappa, shown_sizes, table
-from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
 from nemo_edo.rewards.verifier import ExactAnswerScorer

@@ -34,18 +34,9 @@ def changed(**fields) -> dict:
     return body
 
 
-@pytest.mark.parametrize(("body", "said"), [
-    ({**BODY, "model": "another"}, "as the model 'another', expected 'policy'"),
-    ({**BODY, "model": ["policy"]}, "as the model"),
-    (changed(logprobs=None), "without log-probabilities"), (changed(logprobs={}), "without log-probabilities"),
-    (changed(token_logprobs=None), "without log-probabilities"), (changed(logprobs=[-1]), "without log-probabilities"),
-    (None, "an answer without choices"), ([], "an answer without choices"), ({"choices": [1]}, "without choices"),
-    ({"choices": BODY["choices"] * 2}, "an answer with 2 choices, expected one"),
-    ({"choices": [{"index": 0}]}, "without token_ids"),
-])  # fmt: skip
-def test_what_an_answer_lacks_and_another_models_name_are_named(body: dict, said: str):
-    with pytest.raises(ServerError if "model" in said else Fault, match=said):  # another model stays one
-        read(body)
+def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
+    with pytest.raises(ServerError, match="as the model 'another', expected 'policy'"):
+        read({**BODY, "model": "another"})
     assert read({name: value for name, value in BODY.items() if name != "model"}).ids == (7, 8, STOP)
 
 
@@ -59,21 +50,16 @@ def test_an_answer_ends_by_its_stop_token_or_by_its_length():
 
 
 @pytest.mark.parametrize("body", [
-    None, [], "text", {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
-    changed(token_ids=None), changed(token_ids=[]), changed(token_ids="78"), changed(token_ids=[7, 8.0, STOP]),
-    changed(token_ids=[7, True, STOP]), changed(token_ids=[7, VOCABULARY, STOP]), changed(token_ids=[7, -1, STOP]),
+    None, {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
+    changed(token_ids=None), changed(token_ids=[]), changed(token_ids=[7, VOCABULARY, STOP]),
     changed(token_ids=[7, 8, 9, 7, STOP], token_logprobs=[-0.1] * 5),
-    changed(token_ids=[7, STOP, 8, STOP], token_logprobs=[-0.1] * 4),
-    changed(token_ids=[OTHER_STOP, 8, STOP]),
+    changed(token_ids=[7, STOP, 8, STOP], token_logprobs=[-0.1] * 4), changed(token_ids=[OTHER_STOP, 8, STOP]),
     changed(token_logprobs=[-0.1, -0.2]), changed(token_logprobs=[-0.1, None, -0.2]), changed(logprobs=None),
     changed(token_logprobs=[-0.1, math.nan, -0.2]), changed(token_logprobs=[-0.1, -math.inf, -0.2]),
-    changed(token_logprobs=[-0.1, -(10**400), -0.2]), changed(token_logprobs=[-0.1, -1e308, -0.2]), changed(index=1),
-    changed(index=-1), changed(index="0"),
-    changed(token_logprobs=[-0.1, 0.5, -0.2]), changed(token_logprobs=[-0.1, "-0.2", -0.2]),
+    changed(token_logprobs=[-0.1, 0.5, -0.2]),
     changed(finish_reason="length"), changed(finish_reason="abort"), changed(finish_reason=None),
-    changed(token_ids=[7, 8, 9]), changed(token_ids=[7, 8, 9], finish_reason="length"),
-    changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2]),
-    changed(prompt_token_ids=[5, 7]), changed(prompt_token_ids=7), {"choices": [[]]}, {"choices": ["text"]},
+    changed(token_ids=[7, 8, 9]), changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2]),
+    changed(prompt_token_ids=[5, 7]),
 ])  # fmt: skip
 def test_any_other_answer_is_a_fault(body: object):
     with pytest.raises(Fault):

@@ -46,8 +46,7 @@ def managed(folder: Path, name: str, api: ScriptedAPI | None = None) -> Replica:
     """A replica, not started, whose server reads the state ``folder/name.json``."""
     launch = Launch(python=sys.executable, host="127.0.0.1", dtype="float32", max_length=64,
                     logprobs_after_temperature=True, gpus=(), threads=1, cpu_cache_gb=1, memory_share=0.5,
-                    max_in_flight=8, sleeps=False, nccl_library=None, adapter_rank=None, arguments=(),
-                    log=folder / f"{name}.log")
+                    max_in_flight=8, arguments=(), log=folder / f"{name}.log")
     process = ServerProcess(api or ScriptedAPI(), launch, folder / f"{name}.json")
     return Replica(name, process=process, key=completions_server.KEY, ready_limit_s=60.0)
 

@@ -84,7 +84,7 @@ def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):
     cfg = config(*of_servers(urls="[http://a:1,http://b:2/]", api_key_variable="MY_KEY"))
     replicas = build_replicas(cfg, Path("/model"), Path("/logs"), gpus=0)
     header = "Bearer a-secret"
-    assert [(r.url, r.is_managed, r.headers["Authorization"]) for r in replicas] == [
+    assert [(r.url, r.is_managed, r.key.headers["Authorization"]) for r in replicas] == [
         ("http://a:1", False, header), ("http://b:2", False, header)]
 
 

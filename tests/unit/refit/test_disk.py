@@ -165,7 +165,7 @@ def test_a_server_that_loads_weights_only_at_its_start_is_restarted_with_each_ve
 def test_a_full_or_unwritable_file_system_is_an_error_before_anything_is_written(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "free_bytes", lambda folder: 2**29)
     folders = WeightFolders(tmp_path / "refit", policy.built, num_bytes=2**30)
-    with pytest.raises(UserError, match="1.00 GiB .* 0.50 GiB.*refit.folder"):
+    with pytest.raises(UserError, match="refit.folder: .* 0.50 GiB free.* 1.00"):
         folders.write(0)
     assert list(folders.root.iterdir()) == []
     (tmp_path / "file").touch()

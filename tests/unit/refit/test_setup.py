@@ -9,7 +9,7 @@ from helpers.scripted_server import ScriptedReplica, engine_of
 
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.refit import setup
+from nemo_edo.refit import export, setup
 from nemo_edo.utils.http import ServerError
 
 VLLM = ["generation.backend=vllm"]
@@ -36,10 +36,10 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
     size = setup.weight_bytes(cfg, tiny_qwen2)
     files = sum(file.stat().st_size for file in tiny_qwen2.glob("*.safetensors"))
     assert size == pytest.approx(files, rel=0.05)
-    monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size - 1)
+    monkeypatch.setattr(export, "free_bytes", lambda folder: 2 * size - 1)
     with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}"):
         setup.check_refit(cfg, tmp_path / "run")
-    monkeypatch.setattr(setup, "free_bytes", lambda folder: 2 * size)
+    monkeypatch.setattr(export, "free_bytes", lambda folder: 2 * size)
     setup.check_refit(cfg, tmp_path / "run")
 
 

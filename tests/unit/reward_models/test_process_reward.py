@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.responses import scored
+from helpers.reward_models import score_rollouts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2Model
 
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models.formats import Encoded, read_reward_folder
 from nemo_edo.reward_models.heads import load_network, own_class, own_config
-from nemo_edo.reward_models.process_reward import ProcessRewardModel, batches, score_rollouts
+from nemo_edo.reward_models.process_reward import ProcessRewardModel, batches
 from nemo_edo.test_time.search_llm import StepPath
 from nemo_edo.types import Rollout
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.reward_models import write_own_reward_model, write_skywork_prm
+from helpers.reward_models import score_rollouts, write_own_reward_model, write_skywork_prm
 from helpers.stored_run import write_stored_run
 
 from nemo_edo.config import ScoreConfig, ServersConfig
@@ -14,7 +14,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.reward_models import score_run as module
 from nemo_edo.reward_models import vllm_pooling
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
-from nemo_edo.reward_models.process_reward import ProcessRewardModel, encode_responses, score_rollouts
+from nemo_edo.reward_models.process_reward import ProcessRewardModel, encode_responses
 from nemo_edo.reward_models.score_run import made_by, score_run
 from nemo_edo.rollouts.score_store import ScoreStore, rollouts_checksum
 from nemo_edo.run.stored_run import open_run

@@ -1,6 +1,5 @@
 """Steps of responses, and the groups of right and wrong ones that a reward model is trained on."""
 
-import random
 
 import pytest
 from helpers.responses import scored
@@ -8,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_edo.builtin_task.arithmetic import first_wrong_step, is_valid_derivation
-from nemo_edo.reward_models.steps import groups_of, held_out, labelled_paths, split_steps, step_groups
+from nemo_edo.config.reward_model import RewardDataConfig
+from nemo_edo.reward_models.steps import held_out, labelled_paths, split_steps, step_groups
 from nemo_edo.types import UNVERIFIED, ScoredRollout
 
 QUESTION = "6 + 1 + 3 + 1"
@@ -21,6 +21,10 @@ def response(text: str, reward: float = 0.0, *, problem: str = "p", **fields) ->
 
 def arithmetic(question: str, steps: tuple[str, ...]) -> int | None:
     return first_wrong_step(question=question, steps=steps)
+
+
+def groups_of(questions, responses, seed: int = 1, **data) -> list:
+    return step_groups(questions, responses, RewardDataConfig(**{"positives": 1, "negatives": 2, **data}), None, seed)
 
 
 @pytest.mark.parametrize(("text", "wrong"), [
@@ -60,65 +64,57 @@ def test_steps_are_the_texts_between_separators_without_blank_ones():
 
 
 def test_steps_of_wrong_solutions_are_wrong_unless_a_right_one_begins_with_them():
-    paths = labelled_paths("q", [response("a\nb\nc", 1.0), response("a\nx"), response("a\nb\nd")], "\n", None)
-    assert paths.right == (("a",), ("a", "b"), ("a", "b", "c"))
-    assert paths.wrong == (("a", "x"), ("a", "b", "d"))
+    right, wrong = labelled_paths("q", [response("a\nb\nc", 1.0), response("a\nx"), response("a\nb\nd")], "\n", None)
+    assert right == [("a",), ("a", "b"), ("a", "b", "c")]
+    assert wrong == [("a", "x"), ("a", "b", "d")]
 
 
 def test_checked_steps_are_wrong_from_the_first_wrong_one_on_and_right_ones_are_of_right_solutions():
-    wrong = "6 + 3 = 9\n1 + 1 = 3\n9 + 3 = 12\n#### 12"
+    bad = "6 + 3 = 9\n1 + 1 = 3\n9 + 3 = 12\n#### 12"
     unfinished_right = "6 + 3 = 9\n1 + 1 = 2"  # right steps, but of no right solution
-    responses = [response(RIGHT, 1.0), response(wrong), response(unfinished_right)]
-    paths = labelled_paths(QUESTION, responses, "\n", arithmetic)
-    assert paths.right == tuple(split_steps(RIGHT, "\n")[:length] for length in (1, 2, 3, 4))
-    assert paths.wrong == tuple(split_steps(wrong, "\n")[:length] for length in (2, 3, 4))
+    responses = [response(RIGHT, 1.0), response(bad), response(unfinished_right)]
+    right, wrong = labelled_paths(QUESTION, responses, "\n", arithmetic)
+    assert right == [split_steps(RIGHT, "\n")[:length] for length in (1, 2, 3, 4)]
+    assert wrong == [split_steps(bad, "\n")[:length] for length in (2, 3, 4)]
     lucky = "6 + 3 = 8\n1 + 1 = 2\n8 + 2 = 11\n#### 11"  # a right answer by a wrong step gives no right step
-    paths = labelled_paths(QUESTION, [response(lucky, 1.0)], "\n", arithmetic)
-    assert (paths.right, len(paths.wrong), paths.wrong[0]) == ((), 4, ("6 + 3 = 8",))
+    right, wrong = labelled_paths(QUESTION, [response(lucky, 1.0)], "\n", arithmetic)
+    assert (right, len(wrong), wrong[0]) == ([], 4, ("6 + 3 = 8",))
 
 
 def test_what_was_cut_off_lacks_its_last_step_and_what_nobody_verified_says_nothing():
     responses = [response("a\nb", finished=False), response("c", reason=f"{UNVERIFIED}timed out"), response("d", 1.0)]
-    paths = labelled_paths("q", responses, "\n", None)
-    assert (paths.right, paths.wrong) == ((("d",),), (("a",),))
+    assert labelled_paths("q", responses, "\n", None) == ([("d",)], [("a",)])
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 4))
 def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix(rng, positives: int, negatives: int):
     words = [tuple(rng.choice("abc") for _ in range(rng.randint(1, 3))) for _ in range(12)]
     responses = [response("\n".join(word), float(rng.random() < 0.5)) for word in words]
-    paths = labelled_paths("q", responses, "\n", None)
-    groups = step_groups("p", "q", paths, positives=positives, negatives=negatives, rng=rng)
-    assert len(groups) == (min(positives, len(paths.right)) if paths.wrong else 0)
+    right, wrong = labelled_paths("q", responses, "\n", None)
+    groups = groups_of({"p": "q"}, responses, positives=positives, negatives=negatives)
+    assert len(groups) == (min(positives, len(right)) if wrong else 0)
     assert len({group.positive for group in groups}) == len(groups)
     for group in groups:
-        assert group.positive in paths.right and set(group.negatives) <= set(paths.wrong)
-        assert len(set(group.negatives)) == len(group.negatives) == min(negatives, len(paths.wrong))
-        siblings = sum(path[:-1] == group.positive[:-1] for path in paths.wrong)
-        assert group.shared == min(siblings, negatives)
+        assert group.positive in right and set(group.negatives) <= set(wrong)
+        assert len(set(group.negatives)) == len(group.negatives) == min(negatives, len(wrong))
         alike = [(path[:-1] != group.positive[:-1], len(path) != len(group.positive)) for path in group.negatives]
-        assert alike == sorted(alike)
+        siblings = sum(path[:-1] == group.positive[:-1] for path in wrong)
+        assert alike == sorted(alike) and sum(not other for other, _ in alike) == min(siblings, negatives)
 
 
 def test_wrong_paths_are_sampled_at_random_among_those_that_are_alike():
-    paths = labelled_paths("q", [response("a", 1.0), *(response(letter) for letter in "bcdef")], "\n", None)
-    sampled = {step_groups("p", "q", paths, positives=1, negatives=1, rng=random.Random(seed))[0].negatives
-               for seed in range(60)}
+    responses = [response("a", 1.0), *(response(letter) for letter in "bcdef")]
+    sampled = {groups_of({"p": "q"}, responses, seed, negatives=1)[0].negatives for seed in range(60)}
     assert sampled == {((letter,),) for letter in "bcdef"}
 
 
 def test_a_questions_groups_do_not_depend_on_other_questions_and_follow_the_seed():
     responses = [response("a\nb", 1.0), response("a\nc"), response("d"), response("e")]
     others = [response("a", 1.0, problem="o"), response("b", problem="o")]
-
-    def of(questions, responses, seed=1):
-        settings = {"separator": "\n", "first_wrong": None, "positives": 1, "negatives": 2}
-        return groups_of(questions, responses, **settings, seed=seed)
-
-    alone = of({"p": "q"}, responses)
-    both = of({"o": "r", "p": "q"}, [*others, *responses])
+    alone = groups_of({"p": "q"}, responses)
+    both = groups_of({"o": "r", "p": "q"}, [*others, *responses])
     assert [group.problem_id for group in both] == ["o", "p"] and both[1:] == alone
-    assert len({of({"p": "q"}, responses, seed)[0] for seed in range(20)}) > 1
+    assert len({groups_of({"p": "q"}, responses, seed)[0] for seed in range(20)}) > 1
 
 
 def test_held_out_questions_are_a_share_that_depends_on_seed_and_text_alone():

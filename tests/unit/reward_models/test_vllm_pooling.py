@@ -31,7 +31,7 @@ def test_scores_are_read_from_rows_of_tokens_of_steps_and_of_a_sequence(rows, pa
 
 @pytest.mark.parametrize("body", [
     None, {}, {"data": []}, answer(None), answer([[0.0]]), answer([[0.0], [1.0], [2.0]]), answer([[math.nan], [0.0]]),
-    answer([["1"], [0.0]]), answer([[True], [False]]), answer([[1, 2, 3], [1, 2, 3]]), answer([0.0, 1.0]),
+    answer([["1"], [0.0]]), answer([[1, 2, 3], [1, 2, 3]]), answer([0.0, 1.0]),
     {"data": [{"data": [[0.0], [1.0]]}] * 2},
 ])  # fmt: skip
 def test_any_other_answer_is_a_fault(body):
@@ -87,5 +87,5 @@ def test_servers_at_urls_get_the_environments_key(folders, tmp_path, monkeypatch
     monkeypatch.setenv("REWARD_KEY", "a-secret")
     settings = ServersConfig(urls=["http://node7:8000"], api_key_variable="REWARD_KEY")
     [replica] = started(folders["skywork"], settings, tmp_path)
-    assert (replica.url, replica.headers["Authorization"]) == ("http://node7:8000", "Bearer a-secret")
+    assert (replica.url, replica.key.headers["Authorization"]) == ("http://node7:8000", "Bearer a-secret")
     assert not replica.is_managed and not list(tmp_path.iterdir())

@@ -1,12 +1,10 @@
 import pytest
 
 from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import Limits, WorkerPool
+from nemo_edo.rewards.workers import Limits
 
 
 @pytest.fixture(scope="session")
 def verifier():
     """Generous limits: these tests are about verdicts, and a machine may be busy."""
-    pool = WorkerPool(Limits(seconds=30, memory_mb=1024, workers=2))
-    yield MathVerifier(pool)
-    pool.close()
+    return MathVerifier(Limits(seconds=30, memory_mb=1024, workers=2))

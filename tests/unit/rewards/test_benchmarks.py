@@ -41,7 +41,7 @@ def test_sample_loads_prompts_and_verifies(verifier, name):
     assert len(problems) >= 20 and verifier.unverifiable(problems) == []
     assert all(problem.question in render_prompt(config.prompt, problem.question) for problem in problems)
     answers = answer_format(config.answer_format, config.answer_pattern)
-    scorer = ExactAnswerScorer(answers) if name == "gsm8k" else MathScorer(answers, verifier.verify)
+    scorer = ExactAnswerScorer(answers) if name == "gsm8k" else MathScorer(answers, verifier)
     for wrong, reward in ((None, 1.0), ("-987654321", 0.0)):
         texts = ["Think.\n" + STATED[benchmark.answers] % (wrong or p.answer) for p in problems]
         rollouts = [scored(p.id, text=text).rollout for p, text in zip(problems, texts, strict=True)]

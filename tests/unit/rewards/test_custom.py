@@ -57,7 +57,7 @@ def scorer(tmp_path: Path, monkeypatch):
         functions = [RewardFunction(path, f"rewards.functions.{path}.path", f"my_rewards:{path}", weight)
                      for path, weight in zip(paths, weights, strict=False)]
         processes.append(RewardFunctions(functions, time_limit_s, tmp_path / "failures"))
-        return CustomScorer(HASHES_TEXT, processes[-1].rewards, success_at)
+        return CustomScorer(HASHES_TEXT, processes[-1], success_at)
 
     yield make
     for process in processes:

@@ -57,7 +57,7 @@ def ask(judge_of):
 
 
 def score(judge: Judge, *rollouts: Rollout, problems=(PROSE, NUMBER)):
-    return JudgeScorer(ANSWERS, judge.verdicts).score(list(rollouts), problems)
+    return JudgeScorer(ANSWERS, judge).score(list(rollouts), problems)
 
 
 def states(answer: str, problem: Problem = PROSE, sample: int = 0, text: str = "So. The final answer is {}.",
@@ -246,7 +246,7 @@ def test_abstentions_even_without_a_server_are_requested_again_and_their_tokens_
     assert (one.has_verdict, again.reward) == (False, 1.0)
     assert JudgeCache(tmp_path / "cache" / "judge.sqlite").tokens() == (300, 30)
     [gone] = score(judge_of(server, max_abstained=1.0), states("that"))
-    assert not gone.has_verdict and "ConnectError" in gone.reason
+    assert not gone.has_verdict and "ClientConnectorError" in gone.reason
 
 
 def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_a_shared_request(tmp_path):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from helpers import tiny_models
+from helpers.scripted_engine import ScriptedEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_edo.data.answers import HASHES, answer_format
-from nemo_edo.generation.fake import ScriptedEngine
 from nemo_edo.reward_models.steps import split_steps
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import Step, StepPath

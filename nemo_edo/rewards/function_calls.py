@@ -1,21 +1,14 @@
-"""The process that calls a user's reward functions. It imports neither torch nor the trainer.
-
-It gets the import paths, then one call after another, until the trainer closes the connection or has ended.
-"""
+"""Calls of a user's reward functions, in a worker process (``workers.py``)."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
-import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -54,20 +47,27 @@ class Failure:
     """The response among the call's that it is about."""
 
 
-def signature_of(function: Callable[..., Any], where: str) -> Signature:
-    """Raises UserError, which begins with ``where``, for parameters that cannot be given."""
-    batch = bool(_MARKS_BATCH & inspect.signature(function).parameters.keys())
-    names = dict(zip(_PLURAL if batch else ARGUMENTS, ARGUMENTS, strict=True))
-    wanted = wanted_arguments(function, names, where)
+def signature(path: str, key: str) -> Signature | UserError:
+    """Of the function that the setting ``key`` names; an error for one that is missing, or whose parameters cannot be
+    given."""
+    try:
+        function = _function(path, key)
+        batch = bool(_MARKS_BATCH & inspect.signature(function).parameters.keys())
+        names = dict(zip(_PLURAL if batch else ARGUMENTS, ARGUMENTS, strict=True))
+        wanted = wanted_arguments(function, names, f"{key} ({path})")
+    except UserError as error:
+        return error
     return Signature(batch, {name: names[name] for name in wanted})
 
 
-def call(function: Callable[..., Any], arguments: Mapping[str, Any], batch: bool, responses: int) -> list | Failure:
+def call(path: str, key: str, arguments: Mapping[str, Any], batch: bool, responses: int) -> list[Result] | Failure:
     """The ``Result`` of each response."""
     try:
-        returned = function(**arguments)
+        returned = _function(path, key)(**arguments)
     except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error
         return Failure(f"raised {said(error)}", traceback.format_exc())
+    finally:
+        sys.stdout.flush()  # a worker that is killed later has lost nothing
     if not batch:
         returned = [returned]
     elif hasattr(returned, "tolist"):  # an array or a tensor
@@ -99,29 +99,6 @@ def as_result(value: Any) -> Result:
     return result if SCORE in result else {SCORE: math.fsum(result.values()), **result}
 
 
-def _end_with(parent: int) -> None:
-    """By looking: a signal from the kernel would come when the thread that started this process ends."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def main() -> None:
-    number, parent = map(int, sys.argv[1:])
-    trainer = Connection(number)
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # the trainer still scores its last responses before it stops
-        signal.signal(ignored, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    try:
-        try:
-            functions = [(load_function(path, key), f"{key} ({path})") for path, key in trainer.recv()]
-            signatures = [signature_of(function, where) for function, where in functions]
-        except UserError as error:
-            trainer.send(error)
-            return
-        trainer.send(signatures)
-        while True:
-            index, arguments, responses = trainer.recv()
-            trainer.send(call(functions[index][0], arguments, signatures[index].batch, responses))
-    except (EOFError, ConnectionError):
-        return
+@cache
+def _function(path: str, key: str) -> Callable[..., Any]:
+    return load_function(path, key)
