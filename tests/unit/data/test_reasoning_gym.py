@@ -13,6 +13,7 @@ from nemo_edo.data.source import load_source, made_problems
 from nemo_edo.errors import UserError
 
 SOURCE = "nemo_edo.data.reasoning_gym:make"
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (it needs a C compiler)")
 
 
 @pytest.mark.parametrize("task", ["gsm_symbolic", "chain_sum", "rearc", "word_sorting", "mini_sudoku"])
