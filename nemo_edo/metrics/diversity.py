@@ -1,8 +1,7 @@
 """How different responses are: their texts, by Distinct-n (Li et al. 2016) and Self-BLEU (Zhu et al. 2018), and their
 final answers, by their number and entropy.
 
-Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number. Where n ids do not fit into 64 bits,
-shorter grams are replaced by their ranks first, which need at most 32.
+Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from nemo_edo.metrics.whole_number import whole_number
-from nemo_edo.metrics.words import WordIds
-
-WORDS_AT_A_TIME = 2**15
-"""Enough for NumPy's calls to cost little, few enough to stay in a processor's cache."""
 
 
 def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int, int]:
@@ -38,8 +34,7 @@ def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int
     if not lengths:
         return 0, 0
     keys = _ngram_keys(codes, n)[_within_samples(lengths, n)]
-    keys.sort()
-    return 1 + int(np.count_nonzero(keys[1:] != keys[:-1])), len(keys)
+    return len(np.unique(keys)), len(keys)
 
 
 def distinct_n(samples: Iterable[str | ArrayLike], n: int = 4) -> float:
@@ -60,7 +55,7 @@ def pooled_distinct(groups: Iterable[Sequence[str] | Sequence[ArrayLike]], n: in
     all_groups = [list(group) for group in groups]
     codes, lengths, places = _codes((sample for group in all_groups for sample in group), n)
     owners_of_samples = np.repeat(np.arange(len(all_groups)), [len(group) for group in all_groups])
-    sums_P, counts_P = np.zeros((2, len(all_groups)))
+    sums_P, counts_P = np.zeros(len(all_groups)), np.zeros(len(all_groups))
     if not lengths:
         return sums_P, counts_P
     within = _within_samples(lengths, n)
@@ -144,38 +139,31 @@ def _within_samples(lengths: Sequence[int], n: int) -> np.ndarray:
 
 def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list[int], list[int]]:
     """Every token of the samples with n tokens or more as int64, end to end, the lengths of those samples, and their
-    places among all.
+    places among all. Words are numbered as they first come.
 
-    They are appended to one growing buffer as they come: Python objects of a few samples only exist at a time.
+    They are appended to one growing buffer as they come: Python objects of one sample only exist at a time.
     """
     if isinstance(samples, str):
         raise ValueError(f"samples are one text, {samples[:40]!r}, expected several samples")
-    buffer, texts = array("q"), None
+    buffer, kinds = array("q"), set()
     lengths: list[int] = []
     places: list[int] = []
-    word_ids = WordIds()
-    words: list[str] = []
+    ids: defaultdict[str, int] = defaultdict(count().__next__)
     for index, sample in enumerate(samples):
-        is_text = isinstance(sample, str)
-        if texts not in (None, is_text):
+        kinds.add(isinstance(sample, str))
+        if len(kinds) > 1:
             raise ValueError(f"samples mix texts and token ids: sample {index} is {sample!r:.80}")
-        texts = is_text
-        tokens = sample.split() if isinstance(sample, str) else _token_ids(sample, index)
-        if len(tokens) < n:
-            continue
-        lengths.append(len(tokens))
-        places.append(index)
-        if not isinstance(tokens, list):
+        if isinstance(sample, str):
+            words = sample.split()
+            tokens = np.fromiter(map(ids.__getitem__, words), dtype=np.int64, count=len(words))
+        else:
+            tokens = _token_ids(sample, index)
+        if len(tokens) >= n:
+            lengths.append(len(tokens))
+            places.append(index)
             buffer.frombytes(tokens.tobytes())
-            continue
-        words += tokens
-        if len(words) >= WORDS_AT_A_TIME:
-            buffer.frombytes(word_ids(words).tobytes())
-            words = []
-    if words:  # the last ones
-        buffer.frombytes(word_ids(words).tobytes())
-    if len(buffer) >= 2**32:  # ranks of 32 bits are what lets two of them fit into a key
-        raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**32")
+    if len(buffer) >= 2**31:  # ranks of 31 bits are what lets two of them fit into a key
+        raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**31")
     return np.frombuffer(buffer, dtype=np.int64), lengths, places
 
 
@@ -191,39 +179,15 @@ def _token_ids(sample: ArrayLike, index: int) -> np.ndarray:
 
 
 def _ngram_keys(codes: np.ndarray, n: int) -> np.ndarray:
-    """[N - n + 1] uint64 for N int64 codes: equal where, and only where, the n codes that start there are equal."""
-    codes = codes.view(np.uint64) - codes.min().view(np.uint64)  # modulo 2**64: no overflow from a negative lowest
-    position_width = (len(codes) - 1).bit_length()
-    length = 1  # every code is a gram of this length
-    while True:
-        width = max(int(codes.max()).bit_length(), 1)
-        pieces = -(-n // length)
-        if pieces * width > 64:  # not yet the n-grams; the ranks' sort is faster with room for the positions
-            pieces = max((64 - position_width) // width, min(64 // width, 2))
-        longer = min(n, pieces * length)
-        positions = len(codes) + length - longer
-        keys = np.zeros(positions, dtype=np.uint64)
-        for piece in range(pieces):
-            start = min(piece * length, longer - length)  # the last piece may overlap the one before
-            keys <<= np.uint64(width)
-            keys |= codes[start : start + positions]
-        if longer == n:
-            return keys
-        codes, length = _ranks(keys, pieces * width), longer
+    """[N - n + 1] int64 for N int64 codes: equal where, and only where, the n codes that start there are equal.
 
-
-def _ranks(keys: np.ndarray, width: int) -> np.ndarray:
-    """For each key, of ``width`` bits, the number of distinct smaller ones, uint32. The keys are overwritten."""
-    position_width = (len(keys) - 1).bit_length()
-    if width + position_width <= 64:  # sorted together with its position: three times as fast as argsort
-        keys <<= np.uint64(position_width)
-        keys |= np.arange(len(keys), dtype=np.uint64)
-        keys.sort()
-        order = (keys & np.uint64(2**position_width - 1)).view(np.int64)
-        keys >>= np.uint64(position_width)
-    else:
-        order = np.argsort(keys)
-        keys = keys[order]
-    ranks = np.zeros(len(keys), dtype=np.uint32)
-    ranks[order[1:]] = np.cumsum(keys[1:] != keys[:-1], dtype=np.uint32)
-    return ranks
+    Grams double in length: a gram's key is made of the ranks of its two halves, which overlap where n is no power of
+    two.
+    """
+    keys, length = codes, 1
+    while length < n:
+        ranks: np.ndarray = np.unique(keys, return_inverse=True)[1]
+        step = min(length, n - length)
+        keys = ranks[:-step] * (ranks.max() + 1) + ranks[step:]
+        length += step
+    return keys

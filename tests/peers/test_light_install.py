@@ -1,4 +1,4 @@
-"""The wheel in empty environments: the functions need torch and NumPy alone, and the command says what else there is.
+"""The wheel in empty environments: the functions need torch, NumPy and SciPy alone, and the command says what else there is.
 
 For the Python of these tests, torch, NumPy, the test tools and what they declare to need are linked from its
 environment, and nothing else is. For other Pythons they are installed, in environments that are kept: on Linux, PyPI's
