@@ -69,7 +69,7 @@ def pooled_distinct(groups: Iterable[Sequence[str] | Sequence[ArrayLike]], n: in
     counts_P += np.bincount(owners, minlength=len(all_groups))
     sums_P += np.bincount(lowest[own], minlength=len(all_groups))
     has_any = counts_P > 0
-    sums_P[has_any] += np.count_nonzero(~own) / has_any.sum()
+    sums_P[has_any] += float(np.count_nonzero(~own)) / np.count_nonzero(has_any)
     return sums_P, counts_P
 
 

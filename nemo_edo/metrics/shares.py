@@ -66,13 +66,11 @@ def share_intervals(
     """
     check_level(level)
     data = list(zip(*_share_data(*pairs), strict=True)) if pairs else []
-    found = [_if_proportion(sums_P, counts_P, level) for sums_P, counts_P in data]
-    others = [place for place, known in enumerate(found) if known is None]
-    if others:
-        lower_MR, upper_MR = _weighted([data[place] for place in others], resamples, seed)
-        for place, lower_R, upper_R in zip(others, lower_MR, upper_MR, strict=True):
-            found[place] = _between(data[place][0].sum() / data[place][1].sum(), lower_R, upper_R, level)
-    return found
+    exact = [_if_proportion(sums_P, counts_P, level) for sums_P, counts_P in data]
+    others = [pair for pair, known in zip(data, exact, strict=True) if known is None]
+    weighted = zip(others, *_weighted(others, resamples, seed), strict=True) if others else iter([])
+    by_weights = (_between(sums.sum() / counts.sum(), low, high, level) for (sums, counts), low, high in weighted)
+    return [known or next(by_weights) for known in exact]
 
 
 def paired_share_interval(
