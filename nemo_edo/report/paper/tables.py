@@ -15,7 +15,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Pair, ratio_intervals
 from nemo_edo.metrics import Interval, mean_interval
 from nemo_edo.metrics.shares import mean_of_shares
-from nemo_edo.report.page import make_folder, render_page, write_whole
+from nemo_edo.report.page import render_page, write_whole
 from nemo_edo.report.paper.published import (
     OUT_OF_DISTRIBUTION,
     OVERALL,
@@ -29,7 +29,7 @@ from nemo_edo.report.paper.published import (
     read_csv,
 )
 from nemo_edo.report.paper.settings import departures, tested_on
-from nemo_edo.report.run_record import RunRecord, number, read_run, read_test_time, setting
+from nemo_edo.report.run_record import RunRecord, read_run, read_test_time, setting
 from nemo_edo.report.run_set import FoundRuns
 
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
@@ -153,9 +153,10 @@ def _line(paper: Published, found: Mapping[Row, Mapping[int, Policy]]) -> Line:
 def _of_one_seed(column: Column, policies: Sequence[Policy]) -> Interval | None:
     record, arm = policies[0]
     if column.iteration is not None:  # an evaluation made anew replaces the one before
-        lines = [line["metrics"] for line in record.of("evaluation", arm) if line["iteration"] == column.iteration]
+        lines = record.of("evaluation", arm).query("iteration == @column.iteration")["metrics"]
         values = [metrics[name] for metrics in lines for name in column.metrics if name in metrics]
-        return Interval(*(number(values[-1].get(key)) for key in ("mean", "low", "high"))) if values else None
+        ends = [values[-1].get(key) for key in ("mean", "low", "high")] if values else []
+        return Interval(*(np.nan if end is None else end for end in ends)) if ends else None
     found = [_measured(column, policy) for policy in policies]
     known = [one for one in found if one is not None]
     if len(known) < len(found):
@@ -186,7 +187,6 @@ def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[st
     table = build_table(name, [read_run(folder) for folder in found.folders], found.left_out)
     if out is None:
         return [markdown(table)]
-    make_folder(out.parent)
     write_whole(out, render[out.suffix](table))
     return [f"table: {out}"]
 
