@@ -55,7 +55,7 @@ class ArmSettings:
     iterations: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     """A run folder in memory."""
 
