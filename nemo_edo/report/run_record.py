@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xxhash
-import yaml
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
-from nemo_edo.utils.files import read_json, read_object, read_text
+from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text
 
 RESTORE = "restore it from a copy"
 REQUIRED_KEYS = {
@@ -93,15 +92,7 @@ def read_run(folder: Path) -> RunRecord:
     summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
     named = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
     arms = {arm: settings for arm, settings in named.items() if arm != REPLICATE}
-    config_path = folder / "config.yaml"
-    config_text = read_text(config_path)
-    try:
-        config = yaml.safe_load(config_text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
-        said = " ".join(str(error).split())  # YAML's has several lines
-        raise UserError(f"{config_path}: not YAML: {said}; {RESTORE}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}; {RESTORE}")
+    config = read_mapping(folder / "config.yaml")
     if not arms and config.get("algorithm") not in ("sft", "none"):
         raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
@@ -111,7 +102,7 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder,
         config,
-        config_text,
+        read_text(folder / "config.yaml"),
         summary,
         arms,
         lines_table(_read_lines(folder / "metrics.jsonl")),

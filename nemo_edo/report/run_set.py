@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, require_same_problems
 from nemo_edo.report.run_record import ArmSettings, RunRecord, read_run
+from nemo_edo.utils.files import read_mapping
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
@@ -174,12 +174,9 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def sweep_members(folder: Path) -> dict[str, list[str]]:
     """The overrides of each member by name, from a sweep's folder. Raises UserError for a ``sweep.yaml`` of others."""
     path = folder / "sweep.yaml"
-    try:
-        members = yaml.safe_load(path.read_text(encoding="utf-8"))["members"]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the list of a sweep's members ({error!r})") from error
+    members = read_mapping(path).get("members")
     if not isinstance(members, dict):
-        raise UserError(f"{path}: members is a {type(members).__name__}, expected a mapping from names to overrides")
+        raise UserError(f"{path}: members is {members!r:.40}, expected a mapping from names to overrides")
     return members
 
 
