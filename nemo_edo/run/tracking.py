@@ -33,14 +33,11 @@ CHATTY = ("megatron", "nemo_logger", "httpx")
 def quiet_libraries() -> None:
     """Leaves the terminal to the run's own lines: called before the libraries are imported."""
     is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.WARNING)  # Megatron's training module would make it INFO, for every library
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
     if not is_main:
         warnings.simplefilter("ignore")  # the first process says the same
-    # It sets its own level and handler as it is imported, and reports each optional import that fails with a traceback.
-    logging.getLogger("megatron.bridge.utils.import_utils").addFilter(lambda line: line.levelno >= logging.WARNING)
-    # That its own writer is deprecated for NVIDIA's resiliency extension, and that old formats are.
+    # It deprecates its own writer for NVIDIA's resiliency extension, and the format of 2025.
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine with nvcc and without a GPU
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
