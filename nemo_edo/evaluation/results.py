@@ -106,15 +106,8 @@ class Evaluation:
         sums_P, counts_P = self.metrics[metric]
         return float(sums_P.sum() / counts_P.sum())
 
-    def interval(self, metric: str, *, resamples: int, seed: int) -> Interval | None:
-        """The metric with its 95 % interval over problems (``metrics.shares``; what is no share: the bootstrap); None
-        if it was not measured on any problem."""
-        if not self.has(metric):
-            return None
-        return ratio_intervals({metric: self.metrics[metric]}, resamples=resamples, seed=seed)[metric]
-
     def intervals(self, *, resamples: int, seed: int) -> dict[str, Interval]:
-        """``interval`` of each metric that was measured on any problem, from the same random numbers."""
+        """Of the metrics that were measured on any problem, with 95 % intervals over problems (``ratio_intervals``)."""
         measured = {metric: pair for metric, pair in self.metrics.items() if self.has(metric)}
         return ratio_intervals(measured, resamples=resamples, seed=seed)
 

@@ -38,8 +38,9 @@ def simulated_curve(
     gain: float = 0.5,
     noise: float = 0.0,
 ) -> np.ndarray:
-    """[C, 2] accuracy and entropy of an arm that closes the gap to accuracy 0.3 + ``gain`` with the time constant ``speed`` (iterations). noise: of a
-    collection's accuracy beyond that of its responses, as of the choice of its problems."""
+    """[C, 2] accuracy and entropy of an arm that closes the gap to accuracy 0.3 + ``gain`` with the time constant
+    ``speed`` (iterations). noise: of a collection's accuracy beyond that of its responses, as of the choice of its
+    problems."""
     accuracy = 0.3 + gain * (1 - np.exp(-np.arange(iterations) / speed))
     entropy = FRONTIERS[frontier](accuracy) + shift + ENTROPY_NOISE * rng.standard_normal(iterations)
     found = rng.binomial(RESPONSES, accuracy) / RESPONSES + noise * rng.standard_normal(iterations)
