@@ -1,7 +1,8 @@
 """How different responses are: their texts, by Distinct-n (Li et al. 2016) and Self-BLEU (Zhu et al. 2018), and their
 final answers, by their number and entropy.
 
-Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number.
+Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number. Where n ids do not fit into 64 bits,
+shorter grams are replaced by their ranks first, which need at most 32.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int
     if not lengths:
         return 0, 0
     keys = _ngram_keys(codes, n)[_within_samples(lengths, n)]
-    return len(np.unique(keys)), len(keys)
+    keys.sort()
+    return 1 + int(np.count_nonzero(keys[1:] != keys[:-1])), len(keys)
 
 
 def distinct_n(samples: Iterable[str | ArrayLike], n: int = 4) -> float:
@@ -162,8 +164,8 @@ def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list
             lengths.append(len(tokens))
             places.append(index)
             buffer.frombytes(tokens.tobytes())
-    if len(buffer) >= 2**31:  # ranks of 31 bits are what lets two of them fit into a key
-        raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**31")
+    if len(buffer) >= 2**32:  # ranks of 32 bits are what lets two of them fit into a key
+        raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**32")
     return np.frombuffer(buffer, dtype=np.int64), lengths, places
 
 
@@ -179,15 +181,39 @@ def _token_ids(sample: ArrayLike, index: int) -> np.ndarray:
 
 
 def _ngram_keys(codes: np.ndarray, n: int) -> np.ndarray:
-    """[N - n + 1] int64 for N int64 codes: equal where, and only where, the n codes that start there are equal.
+    """[N - n + 1] uint64 for N int64 codes: equal where, and only where, the n codes that start there are equal."""
+    codes = codes.view(np.uint64) - codes.min().view(np.uint64)  # modulo 2**64: no overflow from a negative lowest
+    position_width = (len(codes) - 1).bit_length()
+    length = 1  # every code is a gram of this length
+    while True:
+        width = max(int(codes.max()).bit_length(), 1)
+        pieces = -(-n // length)
+        if pieces * width > 64:  # not yet the n-grams; the ranks' sort is faster with room for the positions
+            pieces = max((64 - position_width) // width, min(64 // width, 2))
+        longer = min(n, pieces * length)
+        positions = len(codes) + length - longer
+        keys = np.zeros(positions, dtype=np.uint64)
+        for piece in range(pieces):
+            start = min(piece * length, longer - length)  # the last piece may overlap the one before
+            keys <<= np.uint64(width)
+            keys |= codes[start : start + positions]
+        if longer == n:
+            return keys
+        codes, length = _ranks(keys, pieces * width), longer
 
-    Grams double in length: a gram's key is made of the ranks of its two halves, which overlap where n is no power of
-    two.
-    """
-    keys, length = codes, 1
-    while length < n:
-        ranks: np.ndarray = np.unique(keys, return_inverse=True)[1]
-        step = min(length, n - length)
-        keys = ranks[:-step] * (ranks.max() + 1) + ranks[step:]
-        length += step
-    return keys
+
+def _ranks(keys: np.ndarray, width: int) -> np.ndarray:
+    """For each key, of ``width`` bits, the number of distinct smaller ones, uint32. The keys are overwritten."""
+    position_width = (len(keys) - 1).bit_length()
+    if width + position_width <= 64:  # sorted together with its position: three times as fast as argsort
+        keys <<= np.uint64(position_width)
+        keys |= np.arange(len(keys), dtype=np.uint64)
+        keys.sort()
+        order = (keys & np.uint64(2**position_width - 1)).view(np.int64)
+        keys >>= np.uint64(position_width)
+    else:
+        order = np.argsort(keys)
+        keys = keys[order]
+    ranks = np.zeros(len(keys), dtype=np.uint32)
+    ranks[order[1:]] = np.cumsum(keys[1:] != keys[:-1], dtype=np.uint32)
+    return ranks
