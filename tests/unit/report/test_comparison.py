@@ -136,11 +136,11 @@ def test_changes_count_problems_against_the_start_and_the_baseline(runs, compari
     def solved(evaluation) -> set[int]:
         return {place for place, value in enumerate(evaluation.metrics["greedy_accuracy"][0]) if value == 1}
 
-    for before, found in (("start", comparison.from_start), ("GRPO", comparison.from_baseline)):
+    for before, found in ((START, comparison.from_start), ("GRPO", comparison.from_baseline)):
         gained = lost = 0
         for seed in SEEDS:
             new = solved(runs.arms[FLOOR][seed].evaluation)
-            old = solved(runs.policies[START][seed].evaluation if before == "start" else runs.arms["GRPO"][seed].evaluation)
+            old = solved(runs.policies[before][seed].evaluation)
             gained, lost = gained + len(new - old), lost + len(old - new)
         assert found[FLOOR] == (gained / 3, lost / 3)
 
