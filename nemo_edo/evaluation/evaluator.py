@@ -138,8 +138,9 @@ class Evaluator:
     ) -> list[Sums]:
         samples = len(of_problem[0]) // rollouts
         first = [item for responses in of_problem for item in responses[:samples]]
-        name = SAMPLED_ENTROPY if self.policy is None else "entropy"
-        entropies = self._entropies(first, samples, temperature) if self.policy else _sampled_entropies(of_problem)
+        exact = self.policy is not None
+        name = "entropy" if exact else SAMPLED_ENTROPY
+        entropies = self._entropies(first, samples, temperature) if exact else _sampled_entropies(of_problem)
         of_all = pooled_distinct([item.rollout.response_ids for item in responses] for responses in of_problem)
         pooled = zip(*(values.tolist() for values in of_all), strict=True)
         columns = (self.problems, of_problem, greedy or [None] * len(of_problem), entropies, pooled)
