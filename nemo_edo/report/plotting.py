@@ -116,7 +116,7 @@ def line_chart(
             mode="lines+markers" if len(line) <= MOST_MARKERS else "lines",
             line={"color": style.color, "dash": style.dash, "width": 2},
             marker={"symbol": style.symbol, "size": 6},
-            text=line["note"].tolist() if "note" in line else None,
+            text=line["note"].tolist() if "note" in line else [],
             hovertemplate=f"<b>{label}</b><br>{html.escape(x_title)} %{{x:.4g}}<br>{html.escape(y_title)} %{{y:.4g}}"
             "<br>%{text}<extra></extra>",
         )
