@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
+from nemo_edo.evaluation.problem_metrics import Responses, plain_metrics
 from nemo_edo.evaluation.results import (
     AT_BEST,
     BEST_TEMPERATURE,
@@ -27,7 +30,7 @@ from nemo_edo.evaluation.results import (
     plain_name,
 )
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
-from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pass_at_k, pooled_distinct
+from nemo_edo.metrics import pass_at_k, pooled_distinct
 from nemo_edo.rollouts.resumable import Answer, generate_scored
 from nemo_edo.test_time import expected_vote_score
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
@@ -134,15 +137,13 @@ class Evaluator:
         rollouts: int,
     ) -> list[Sums]:
         samples = len(of_problem[0]) // rollouts
-        name = SAMPLED_ENTROPY if self.policy is None else "entropy"
         first = [item for responses in of_problem for item in responses[:samples]]
-        entropies = (
-            _sampled_entropies(of_problem) if self.policy is None else self._entropies(first, samples, temperature)
-        )
-        answers = [None] * len(of_problem) if greedy is None else greedy
+        exact = self.policy is not None
+        name = "entropy" if exact else SAMPLED_ENTROPY
+        entropies = self._entropies(first, samples, temperature) if exact else _sampled_entropies(of_problem)
         of_all = pooled_distinct([item.rollout.response_ids for item in responses] for responses in of_problem)
-        pooled = list(zip(*(values.tolist() for values in of_all), strict=True))
-        columns = (self.problems, of_problem, answers, entropies, pooled)
+        pooled = zip(*(values.tolist() for values in of_all), strict=True)
+        columns = (self.problems, of_problem, greedy or [None] * len(of_problem), entropies, pooled)
         return [
             {**_metrics(problem, minibatches(responses, samples), answer), POOLED: distinct, name: entropy}
             for problem, responses, answer, entropy, distinct in zip(*columns, strict=True)
@@ -181,44 +182,27 @@ def _joined(rows: Sequence[Sums], others: Sequence[Sums], suffix: str) -> list[S
 
 def _sampled_entropies(of_problem: Sequence[Sequence[ScoredRollout]]) -> list[tuple[float, float]]:
     """(minus the sum of log-probabilities, tokens) of each problem's responses."""
-    logprobs_of = [
-        [value for item in responses for value in item.rollout.response_logprobs] for responses in of_problem
-    ]
-    return [(-math.fsum(logprobs), float(len(logprobs))) for logprobs in logprobs_of]
+    flat = [[value for item in responses for value in item.rollout.response_logprobs] for responses in of_problem]
+    return [(-math.fsum(logprobs), float(len(logprobs))) for logprobs in flat]
 
 
 def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout | None) -> Sums:
-    responses = [item for rollout in rollouts for item in rollout]
-    with_verdict = [item for item in responses if item.has_verdict]
-    correct = sum(item.success for item in with_verdict)
-    samples = len(rollouts[0])
-    answers_of = [[item.answer for item in rollout] for rollout in rollouts]
+    responses, samples = [item for rollout in rollouts for item in rollout], len(rollouts[0])
+    columns = ("reward", "success", "has_verdict", "well_formed", "answer")
+    rewards, successes, has_verdict, well_formed, answers = (
+        [getattr(item, name) for item in responses] for name in columns
+    )
+    of_greedy = None if greedy is None else float(greedy.success) if greedy.has_verdict else math.nan
+    tokens = [item.rollout.response_ids for item in responses]
+    masks = (np.array(values, dtype=bool) for values in (successes, has_verdict, well_formed))
+    found = plain_metrics(Responses(np.array(rewards, dtype=float), *masks, answers, tokens, of_greedy), samples)
     voting = [[item.answer for item in rollout if item.has_verdict] for rollout in rollouts]
     votes = [expected_vote_score(answers, problem.answer) for answers in voting if answers]
-
-    def over_rollouts(values: list[float]) -> tuple[float, float]:
-        return sum(values) / len(values), 1.0
-
-    def over_responses(values: list[float]) -> tuple[float, float]:
-        return float(sum(values)), float(len(responses))
-
-    all_responses = responses if greedy is None else [greedy, *responses]
-    of_greedy = {"greedy_accuracy": (float(greedy.success), 1.0) if greedy.has_verdict else NOTHING} if greedy else {}
+    judged, correct = sum(has_verdict), int(found["accuracy"][0])
     return {
-        **of_greedy,
-        "accuracy": (float(correct), float(len(with_verdict))),
-        "reward": (float(sum(item.reward for item in with_verdict)), float(len(with_verdict))),
-        f"vote@{samples}": over_rollouts(votes) if votes else NOTHING,
+        **found,
+        f"vote@{samples}": (sum(votes) / len(votes), 1.0) if votes else NOTHING,
         **{
-            f"pass@{k}": (pass_at_k(len(with_verdict), correct, k), 1.0) if k <= len(with_verdict) else NOTHING
-            for k in range(1, samples + 1)
+            f"pass@{k}": (pass_at_k(judged, correct, k), 1.0) if k <= judged else NOTHING for k in range(1, samples + 1)
         },
-        "distinct_4": over_rollouts(
-            [distinct_n([item.rollout.response_ids for item in rollout], n=4) for rollout in rollouts]
-        ),
-        "distinct_answers": over_rollouts([float(distinct_answers(answers)) for answers in answers_of]),
-        "answer_entropy": over_rollouts([answer_entropy(answers) for answers in answers_of]),
-        "well_formed": over_responses([float(item.well_formed) for item in responses]),
-        "response_length": over_responses([float(len(item.rollout.response_ids)) for item in responses]),
-        "abstained": (float(sum(not item.has_verdict for item in all_responses)), float(len(all_responses))),
     }

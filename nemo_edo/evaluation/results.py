@@ -106,15 +106,8 @@ class Evaluation:
         sums_P, counts_P = self.metrics[metric]
         return float(sums_P.sum() / counts_P.sum())
 
-    def interval(self, metric: str, *, resamples: int, seed: int) -> Interval | None:
-        """The metric with its 95 % interval over problems (``metrics.shares``; what is no share: the bootstrap); None
-        if it was not measured on any problem."""
-        if not self.has(metric):
-            return None
-        return ratio_intervals({metric: self.metrics[metric]}, resamples=resamples, seed=seed)[metric]
-
     def intervals(self, *, resamples: int, seed: int) -> dict[str, Interval]:
-        """``interval`` of each metric that was measured on any problem, from the same random numbers."""
+        """Of the metrics that were measured on any problem, with 95 % intervals over problems (``ratio_intervals``)."""
         measured = {metric: pair for metric, pair in self.metrics.items() if self.has(metric)}
         return ratio_intervals(measured, resamples=resamples, seed=seed)
 
@@ -146,59 +139,56 @@ def load_evaluation(path: Path) -> Evaluation:
         raise UserError(f"{path}: expected a list of problems, and sum and count of each metric ({error!r})") from error
     if not problems:
         raise UserError(f"{path}: problems is empty, expected at least one problem")
-    metrics = {name: _per_problem(path, name, len(problems), *pair) for name, pair in pairs.items()}
+    metrics = {
+        name: _per_problem(f"{path}: metrics.{name}", name, len(problems), *pair) for name, pair in pairs.items()
+    }
     temperature = record.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise UserError(f"{path}: temperature is {temperature!r}, expected a number above 0")
     return Evaluation(record["arm"], problems, metrics, float(temperature))
 
 
-def _per_problem(path: Path, name: str, size: int, sums: object, counts: object) -> tuple[np.ndarray, np.ndarray]:
+def _per_problem(where: str, name: str, size: int, sums: object, counts: object) -> Pair:
     try:
         arrays = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{path}: metrics.{name}: sum and count must be lists of numbers") from error
+        raise UserError(f"{where}: sum and count must be lists of numbers") from error
     for key, array in zip(("sum", "count"), arrays, strict=True):
         if array.shape != (size,) or not np.isfinite(array).all():
-            raise UserError(f"{path}: metrics.{name}.{key}: expected {size} finite numbers, one for each problem")
+            raise UserError(f"{where}.{key}: expected {size} finite numbers, one for each problem")
     if (arrays[1] < 0).any():
-        raise UserError(f"{path}: metrics.{name}.count: a count is below 0")
+        raise UserError(f"{where}.count: a count is below 0")
     if is_share(name) and not ((arrays[0] >= -ROUNDING) & (arrays[0] <= arrays[1] * (1 + ROUNDING))).all():
-        raise UserError(f"{path}: metrics.{name}.sum: expected numbers between 0 and their count")
+        raise UserError(f"{where}.sum: expected numbers between 0 and their count")
     return arrays
 
 
 def require_same_problems(evaluations: Mapping[str, Evaluation]) -> None:
     """Raises UserError naming two of them (name -> evaluation) where they answered different problems, or at different
     temperatures."""
-    names = list(evaluations)
-    for name in names[1:]:
-        first, other = (evaluations[one].temperature for one in (names[0], name))
-        if first != other:
+    (first, ours), *others = evaluations.items()
+    for name, theirs in others:
+        if ours.temperature != theirs.temperature:
             raise UserError(
-                f"{names[0]} and {name} were sampled at different temperatures ({first:g} and {other:g}); evaluate "
-                "both with the same evaluation.temperature"
+                f"{first} and {name} were sampled at different temperatures ({ours.temperature:g} and "
+                f"{theirs.temperature:g}); evaluate both with the same evaluation.temperature"
             )
-        if evaluations[name].problems != evaluations[names[0]].problems:
-            first, other = (len(evaluations[one].problems) for one in (names[0], name))
+        if ours.problems != theirs.problems:
             raise UserError(
-                f"{names[0]} and {name} were evaluated on different problems ({first} and {other}), or in another "
-                "order; differences are paired by problem, so evaluate both on the same file"
+                f"{first} and {name} were evaluated on different problems ({len(ours.problems)} and "
+                f"{len(theirs.problems)}), or in another order; differences are paired by problem, so evaluate both on "
+                "the same file"
             )
-
-
-def solved(evaluation: Evaluation) -> dict[str, bool]:
-    """Problem id -> whether the greedy response to it has the full reward."""
-    sums_P, counts_P = evaluation.metrics["greedy_accuracy"]
-    return dict(zip(evaluation.problems, ((counts_P > 0) & (sums_P >= counts_P)).tolist(), strict=True))
 
 
 def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, float]:
-    """Numbers of test problems, by the greedy response: wrong ``before`` and right ``after``, and the other way round.
-
-    Raises ValueError where the two were evaluated on different problems.
-    """
-    changes = solved_and_lost(solved(before), solved(after))
+    """Numbers of test problems, by the greedy response (full reward): wrong ``before`` and right ``after``, and the
+    other way round. Raises ValueError where the two were evaluated on different problems."""
+    results = []
+    for evaluation in (before, after):
+        sums_P, counts_P = evaluation.metrics["greedy_accuracy"]
+        results.append(dict(zip(evaluation.problems, (counts_P > 0) & (sums_P >= counts_P), strict=True)))
+    changes = solved_and_lost(*results)
     return {"newly_solved": float(len(changes.newly_solved)), "lost": float(len(changes.lost))}
 
 

@@ -8,13 +8,15 @@ Dimensions: P problems, N responses to each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.problem_metrics import Responses, plain_metrics
 from nemo_edo.evaluation.results import JUDGE_AND_RULES, NOTHING, POOLED, SAMPLED_ENTROPY, Evaluation, Sums
-from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pooled_distinct
+from nemo_edo.metrics import pooled_distinct
 from nemo_edo.rollouts.arrays import Samples
 from nemo_edo.test_time.best_of_n import aggregate_steps
 from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_curve
@@ -34,11 +36,6 @@ def aggregated(name: str, steps: Sequence[Sequence[Sequence[float]]], how: str) 
         raise UserError(f"evaluation.aggregation is {how}, which the scores {name} do not fit: {error}") from error
 
 
-def is_graded(rewards: np.ndarray, successes: np.ndarray) -> bool:
-    """Whether rewards say more than which responses are successes."""
-    return bool((rewards != successes).any())
-
-
 def weighs(scores_PN: np.ndarray) -> bool:
     """Whether the scores can be weights of votes: numbers below 0 cannot."""
     return bool((scores_PN >= 0).all())
@@ -55,17 +52,15 @@ def analyse(
     seed: int,
     temperature: float = 1.0,
 ) -> Evaluation:
-    """The stored responses' plain metrics and curves, problem by problem.
+    """The stored responses' metrics, problem by problem.
 
-    greedy_accuracy; accuracy; well_formed; response_length; entropy_sampled (nats): minus the mean log-probability of
-    the sampled tokens under their sampler, whose expectation is the mean entropy; distinct_4, distinct_answers and
-    answer_entropy among ``each`` responses, averaged over a problem's N / ``each`` sets of them; distinct_4_pooled,
-    among all responses to all problems (``pooled_distinct``). Then, for every k from
-    1 to N: pass@k; majority@k; best_of@k/NAME and weighted@k/NAME of each score (weighted: where none is below 0), and
-    best_of@k/oracle of the success itself; tokens@k, the mean number of tokens of k responses.
+    Those of an evaluation (``plain_metrics``), entropy_sampled (nats: minus the mean log-probability of the sampled
+    tokens under their sampler, whose expectation is the mean entropy) and distinct_4_pooled (``pooled_distinct``). For
+    every k from 1 to N: pass@k; majority@k; best_of@k/NAME and weighted@k/NAME of each score (weighted: where none
+    is below 0), and best_of@k/oracle of the success itself; tokens@k, the mean number of tokens of k responses.
 
-    Where rewards are graded: reward, their mean. Where the rules were applied along with a judge: judge_agreement, the
-    share on which they are the same, and the accuracy by each. Where a judge abstained: abstained, the share of those.
+    reward only where rewards are graded; abstained only where a judge abstained; judge_agreement, the share on which
+    judge and rules are the same, and the accuracy by each, only where both were applied.
 
     subsets: the fewest that a vote's expectation at a k is estimated from; ``seed`` fixes them, the same ones for a
     problem's place in every arm. temperature: of the sampled responses. Raises UserError for greedy and sampled
@@ -89,40 +84,25 @@ def analyse(
         for place in range(len(sampled.problems))
     ]
     weighing = {name for name, scores_PN in scores.items() if weighs(scores_PN)}
-    kept = [name for name in rows[0] if not name.startswith("weighted@") or name.partition("/")[2] in weighing]
+    unneeded = {name for name in rows[0] if name.startswith("weighted@") and name.partition("/")[2] not in weighing}
     if sampled.has_verdict.all() and greedy.has_verdict.all():
-        kept.remove("abstained")
-    if not is_graded(sampled.rewards, sampled.successes):
-        kept.remove("reward")
+        unneeded.add("abstained")
+    if (sampled.rewards == sampled.successes).all():
+        unneeded.add("reward")
     if (sampled.rules < 0).all():
-        kept = [name for name in kept if name not in JUDGE_AND_RULES]
-    kept_rows = [{name: row[name] for name in kept} for row in rows]
+        unneeded.update(JUDGE_AND_RULES)
+    kept_rows = [{name: pair for name, pair in row.items() if name not in unneeded} for row in rows]
     return Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
 
 
 def _plain(greedy: Samples, sampled: Samples, place: int, each: int) -> Sums:
-    with_verdict, rewards = sampled.has_verdict[place], sampled.rewards[place]
-    successes = sampled.successes[place]
-    answers, lengths = sampled.answers[place], sampled.lengths[place]
-    total, tokens = len(rewards), sampled.responses(place)
-    sets = [slice(start, start + each) for start in range(0, total, each)]
-
-    def over_sets(values: list[float]) -> tuple[float, float]:
-        return sum(values) / len(values), 1.0
-
-    greedy_verdict = float(greedy.has_verdict[place, 0])
+    of_greedy = float(greedy.successes[place, 0]) if greedy.has_verdict[place, 0] else math.nan
+    columns = (sampled.rewards, sampled.successes, sampled.has_verdict, sampled.well_formed, sampled.answers)
+    found = Responses(*(column[place] for column in columns), sampled.responses(place), of_greedy)
     return {
-        "greedy_accuracy": (float(greedy.successes[place, 0]) * greedy_verdict, greedy_verdict),
-        "accuracy": (float(successes[with_verdict].sum()), float(with_verdict.sum())),
-        "reward": (float(rewards[with_verdict].sum()), float(with_verdict.sum())),
-        "distinct_4": over_sets([distinct_n(tokens[one], n=4) for one in sets]),
-        "distinct_answers": over_sets([float(distinct_answers(answers[one])) for one in sets]),
-        "answer_entropy": over_sets([answer_entropy(answers[one]) for one in sets]),
-        SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(lengths.sum())),
-        "well_formed": (float(sampled.well_formed[place].sum()), float(total)),
-        "response_length": (float(lengths.sum()), float(total)),
-        "abstained": (float((~with_verdict).sum() + 1 - greedy_verdict), float(total + 1)),
-        **_judge_and_rules(rewards, sampled.rules[place]),
+        **plain_metrics(found, each),
+        SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(sampled.lengths[place].sum())),
+        **_judge_and_rules(sampled.rewards[place], sampled.rules[place]),
     }
 
 

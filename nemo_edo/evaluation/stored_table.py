@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,18 +40,15 @@ class Tested:
     interval: Interval
     p: float
     """p-value of no difference: McNemar's exact test for greedy answers, otherwise the paired permutation test;
-    adjusted by Holm's
-    method for all that were tested together."""
+    adjusted by Holm's method for all that were tested together."""
 
 
 def families(evaluation: Evaluation) -> dict[str, list[int]]:
     """Each curve, as its name with {} for k, and the k that it was measured at."""
     found: dict[str, list[int]] = {}
-    for name in evaluation.metrics:
-        before, at, after = name.partition("@")
-        number, slash, score = after.partition("/")
-        if at and evaluation.has(name):
-            found.setdefault(f"{before}@{{}}{slash}{score}", []).append(int(number))
+    for name in filter(evaluation.has, evaluation.metrics):
+        if match := re.fullmatch(r"(.*?@)(\d+)(.*)", name):
+            found.setdefault(f"{match[1]}{{}}{match[3]}", []).append(int(match[2]))
     return found
 
 
@@ -64,31 +62,22 @@ def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -
     """One block for each arm, in at most 100 columns: its plain metrics, and its curves with intervals under them."""
     blocks = []
     for label, evaluation in evaluations.items():
-        title = f"{label}: {len(evaluation.problems)} problems, temperature {evaluation.temperature:g}"
-        blocks.append("\n".join([title, *_block(evaluation, resamples, seed)]))
+        found = evaluation.intervals(resamples=resamples, seed=seed)
+        lines = [f"{label}: {len(evaluation.problems)} problems, temperature {evaluation.temperature:g}"]
+        for name, one in ((name, found[name]) for name in PLAIN if name in found):
+            lines.append(f"  {metric_name(name):<38}{_number(one.mean)}  [{_number(one.low)}, {_number(one.high)}]")
+        if evaluation.has(JUDGE_AND_RULES[0]):
+            lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
+        curves = families(evaluation)
+        sizes = shown_sizes(max((k for measured in curves.values() for k in measured), default=1))
+        lines.append(_line("of k responses", [f"k={k}" for k in sizes]))
+        for family in curves:
+            cells = [found.get(family.format(k)) for k in sizes]
+            lines.append(_line(family.format("k"), [one and _number(one.mean) for one in cells]))
+            if not family.startswith("tokens@"):
+                lines.append(_line("", [one and f"{_short(one.low)}-{_short(one.high)}" for one in cells]))
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _block(evaluation: Evaluation, resamples: int, seed: int) -> list[str]:
-    def interval(metric: str) -> Interval | None:
-        return evaluation.interval(metric, resamples=resamples, seed=seed)
-
-    lines = [
-        f"  {metric_name(metric):<38}{_number(found.mean)}  [{_number(found.low)}, {_number(found.high)}]"
-        for metric in PLAIN
-        if (found := interval(metric))
-    ]
-    if evaluation.has(JUDGE_AND_RULES[0]):
-        lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
-    curves = families(evaluation)
-    sizes = shown_sizes(max((k for found in curves.values() for k in found), default=1))
-    lines.append(_line("of k responses", [f"k={k}" for k in sizes]))
-    for family in curves:
-        found = [interval(family.format(k)) for k in sizes]
-        lines.append(_line(family.format("k"), [one and _number(one.mean) for one in found]))
-        if not family.startswith("tokens@"):
-            lines.append(_line("", [one and f"{_short(one.low)}-{_short(one.high)}" for one in found]))
-    return lines
 
 
 def kappa(evaluation: Evaluation) -> float:
@@ -105,24 +94,21 @@ def differences(
     """Every other arm against the baseline. Raises UserError where two answered different problems."""
     base, found = evaluations[baseline], []
     for label, evaluation in evaluations.items():
-        if label == baseline:
-            continue
         if evaluation.problems != base.problems:
             raise UserError(
                 f"{label} and {baseline} were evaluated on different problems, or in another order; differences are "
                 "paired by problem, so evaluate both on the same file"
             )
-        tested = [*COMPARED, *(family.format(max(sizes)) for family, sizes in families(evaluation).items())]
-        for metric in tested:
-            if not _is_untested(metric) and evaluation.has(metric) and base.has(metric):
-                ends = paired_interval(
-                    metric, evaluation.metrics[metric], base.metrics[metric], resamples=resamples, seed=seed
-                )
-                found.append((label, metric, ends, _p_value(metric, evaluation, base, seed)))
-    adjusted = holm([p for *_, p in found]) if found else []
-    return tuple(
-        Tested(label, metric, ends, float(p)) for (label, metric, ends, _), p in zip(found, adjusted, strict=True)
-    )
+        curves = [family.format(max(sizes)) for family, sizes in families(evaluation).items()]
+        for metric in [*COMPARED, *curves] if label != baseline else ():
+            # Tokens are a cost, and the oracle's best of k equals pass@k.
+            is_tested = not metric.startswith("tokens@") and not metric.endswith(f"/{ORACLE}")
+            if is_tested and evaluation.has(metric) and base.has(metric):
+                pair = evaluation.metrics[metric], base.metrics[metric]
+                interval = paired_interval(metric, *pair, resamples=resamples, seed=seed)
+                found.append(Tested(label, metric, interval, _p_value(metric, evaluation, base, seed)))
+    adjusted = holm([one.p for one in found])
+    return tuple(replace(one, p=float(p)) for one, p in zip(found, adjusted, strict=True))
 
 
 def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
@@ -131,11 +117,6 @@ def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
         interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
         lines.append(f"  {one.arm:<24} {metric_name(one.metric):<34} {interval}  p = {one.p:.3g}")
     return "\n".join(lines)
-
-
-def _is_untested(metric: str) -> bool:
-    """Tokens are a cost, and the oracle's best of k equals pass@k."""
-    return metric.startswith("tokens@") or metric.endswith(f"/{ORACLE}")
 
 
 def _p_value(metric: str, a: Evaluation, b: Evaluation, seed: int) -> float:

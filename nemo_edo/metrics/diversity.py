@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from nemo_edo.metrics.whole_number import whole_number
-from nemo_edo.metrics.words import WordIds
-
-WORDS_AT_A_TIME = 2**15
-"""Enough for NumPy's calls to cost little, few enough to stay in a processor's cache."""
 
 
 def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int, int]:
@@ -60,7 +57,7 @@ def pooled_distinct(groups: Iterable[Sequence[str] | Sequence[ArrayLike]], n: in
     all_groups = [list(group) for group in groups]
     codes, lengths, places = _codes((sample for group in all_groups for sample in group), n)
     owners_of_samples = np.repeat(np.arange(len(all_groups)), [len(group) for group in all_groups])
-    sums_P, counts_P = np.zeros((2, len(all_groups)))
+    sums_P, counts_P = np.zeros(len(all_groups)), np.zeros(len(all_groups))
     if not lengths:
         return sums_P, counts_P
     within = _within_samples(lengths, n)
@@ -74,7 +71,7 @@ def pooled_distinct(groups: Iterable[Sequence[str] | Sequence[ArrayLike]], n: in
     counts_P += np.bincount(owners, minlength=len(all_groups))
     sums_P += np.bincount(lowest[own], minlength=len(all_groups))
     has_any = counts_P > 0
-    sums_P[has_any] += np.count_nonzero(~own) / has_any.sum()
+    sums_P[has_any] += float(np.count_nonzero(~own)) / np.count_nonzero(has_any)
     return sums_P, counts_P
 
 
@@ -144,36 +141,29 @@ def _within_samples(lengths: Sequence[int], n: int) -> np.ndarray:
 
 def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list[int], list[int]]:
     """Every token of the samples with n tokens or more as int64, end to end, the lengths of those samples, and their
-    places among all.
+    places among all. Words are numbered as they first come.
 
-    They are appended to one growing buffer as they come: Python objects of a few samples only exist at a time.
+    They are appended to one growing buffer as they come: Python objects of one sample only exist at a time.
     """
     if isinstance(samples, str):
         raise ValueError(f"samples are one text, {samples[:40]!r}, expected several samples")
-    buffer, texts = array("q"), None
+    buffer, kinds = array("q"), set()
     lengths: list[int] = []
     places: list[int] = []
-    word_ids = WordIds()
-    words: list[str] = []
+    ids: defaultdict[str, int] = defaultdict(count().__next__)
     for index, sample in enumerate(samples):
-        is_text = isinstance(sample, str)
-        if texts not in (None, is_text):
+        kinds.add(isinstance(sample, str))
+        if len(kinds) > 1:
             raise ValueError(f"samples mix texts and token ids: sample {index} is {sample!r:.80}")
-        texts = is_text
-        tokens = sample.split() if isinstance(sample, str) else _token_ids(sample, index)
-        if len(tokens) < n:
-            continue
-        lengths.append(len(tokens))
-        places.append(index)
-        if not isinstance(tokens, list):
+        if isinstance(sample, str):
+            words = sample.split()
+            tokens = np.fromiter(map(ids.__getitem__, words), dtype=np.int64, count=len(words))
+        else:
+            tokens = _token_ids(sample, index)
+        if len(tokens) >= n:
+            lengths.append(len(tokens))
+            places.append(index)
             buffer.frombytes(tokens.tobytes())
-            continue
-        words += tokens
-        if len(words) >= WORDS_AT_A_TIME:
-            buffer.frombytes(word_ids(words).tobytes())
-            words = []
-    if words:  # the last ones
-        buffer.frombytes(word_ids(words).tobytes())
     if len(buffer) >= 2**32:  # ranks of 32 bits are what lets two of them fit into a key
         raise ValueError(f"samples hold {len(buffer)} tokens, expected fewer than 2**32")
     return np.frombuffer(buffer, dtype=np.int64), lengths, places

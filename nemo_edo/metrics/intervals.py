@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import stdtr, stdtrit
 
 from nemo_edo.metrics.whole_number import whole_number
+
+Ratio = tuple[np.ndarray, np.ndarray]
+"""(sums [P], counts [P]): for each problem, for example right responses and responses."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,12 @@ def bootstrap_ratios(
 
     Arguments as for ``bootstrap_ratio``. Raises ValueError as that does, and for pairs of different P.
     """
-    data = [ratio_data(sums_P, counts_P) for sums_P, counts_P in pairs]
-    check_same_problems(data)
-    ratios = _resampled_ratios(data, resamples, seed) if data else []
-    return [_percentiles(_ratio(*pair), ratios_R, level) for pair, ratios_R in zip(data, ratios, strict=True)]
+    if not pairs:
+        return []
+    sums_MP, counts_MP = ratio_data(*pairs)
+    ratios_MR = _resampled_ratios(sums_MP, counts_MP, resamples, seed)
+    estimates_M = sums_MP.sum(axis=1) / counts_MP.sum(axis=1)
+    return [_percentiles(*one, level) for one in zip(estimates_M, ratios_MR, strict=True)]
 
 
 def paired_bootstrap(
@@ -62,23 +68,10 @@ def paired_bootstrap(
     level: float = 0.95,
 ) -> Interval:
     """The ratio of a minus that of b; each resample takes the same problems for both. Otherwise ``bootstrap_ratio``."""
-    a, b = ratio_data(sums_a, counts_a, "_a"), ratio_data(sums_b, counts_b, "_b")
-    check_both_problems(a, b)
-    ratios_a, ratios_b = _resampled_ratios([a, b], resamples, seed)
-    return _percentiles(_ratio(*a) - _ratio(*b), ratios_a - ratios_b, level)
-
-
-def check_same_problems(data: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Raises ValueError for pairs (sums [P], counts [P]) of different P."""
-    sizes = {len(sums_P) for sums_P, _ in data}
-    if len(sizes) > 1:
-        raise ValueError(f"the pairs are of {sorted(sizes)} problems, expected the same problems in all")
-
-
-def check_both_problems(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> None:
-    """Raises ValueError where a and b, each (sums [P], counts [P]), are of different P."""
-    if len(a[0]) != len(b[0]):
-        raise ValueError(f"a has {len(a[0])} problems and b {len(b[0])}, expected the same problems in both")
+    sums_MP, counts_MP = ratio_data((sums_a, counts_a), (sums_b, counts_b))
+    ratios_a, ratios_b = _resampled_ratios(sums_MP, counts_MP, resamples, seed)
+    mean_a, mean_b = sums_MP.sum(axis=1) / counts_MP.sum(axis=1)
+    return _percentiles(mean_a - mean_b, ratios_a - ratios_b, level)
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -86,14 +79,14 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
     Raises ValueError for no values, values that are not finite, or a level outside (0, 1).
     """
+    check_level(level)
     data = np.asarray(values, dtype=np.float64)
     if data.ndim != 1 or data.size == 0 or not np.isfinite(data).all():
         raise ValueError(f"values are {values!r}, expected at least one number, all finite")
     mean = float(data.mean())
     if data.size == 1:
-        check_level(level)
         return Interval(mean, math.nan, math.nan)
-    half = student_t_quantile(level, data.size - 1) * float(data.std(ddof=1)) / math.sqrt(data.size)
+    half = float(stdtrit(data.size - 1, (1 + level) / 2) * data.std(ddof=1) / math.sqrt(data.size))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -105,69 +98,29 @@ def mean_p_value(values: Sequence[float]) -> float:
     mean = mean_interval(values).mean
     if len(values) == 1:
         return math.nan
-    deviation = float(np.std(np.asarray(values, dtype=np.float64), ddof=1))
-    if deviation == 0:
-        return float(mean == 0)
-    # theta = atan(t / sqrt(degrees)), with t = mean / (deviation / sqrt(n))
-    theta = math.atan(abs(mean) / deviation * math.sqrt(len(values) / (len(values) - 1)))
-    return max(1 - _probability_within(theta, len(values) - 1), 0.0)
+    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / math.sqrt(len(values))
+    return float(mean == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -abs(mean) / error))
 
 
-def student_t_quantile(level: float, degrees: int) -> float:
-    """The t with P(|T| <= t) = level for Student's t with an integer number of degrees of freedom, at least 1.
-
-    With theta = atan(t / sqrt(degrees)), that probability is a finite series in cos(theta) (Abramowitz and Stegun
-    1964, 26.7.3 and 26.7.4), which grows with theta: bisected on (0, pi / 2).
-    """
-    check_level(level)
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):  # halves the width to below a double's resolution
-        middle = (low + high) / 2
-        low, high = (middle, high) if _probability_within(middle, degrees) < level else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
+def check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}, expected a number between 0 and 1, for example 0.95")
 
 
-def _probability_within(theta: float, degrees: int) -> float:
-    """P(|T| <= sqrt(degrees) * tan(theta))."""
-    cosine_squared, odd = math.cos(theta) ** 2, degrees % 2
-    term = math.cos(theta) if odd else 1.0
-    series = 0.0
-    for step in range(1, degrees // 2 + 1):  # odd: cos + 2/3 cos^3 + 2/3 4/5 cos^5 ...; even: 1 + 1/2 cos^2 + ...
-        series += term
-        term *= cosine_squared * (2 * step - 1 + odd) / (2 * step + odd)
-    inside = math.sin(theta) * series
-    return 2 / math.pi * (theta + inside) if odd else inside
-
-
-def ratio_data(sums_P: ArrayLike, counts_P: ArrayLike, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
-    sums, counts = np.asarray(sums_P, dtype=np.float64), np.asarray(counts_P, dtype=np.float64)
-    names = f"sums{suffix} {sums.shape} and counts{suffix} {counts.shape}"
-    if sums.ndim != 1 or sums.shape != counts.shape:
-        raise ValueError(f"{names} must both have one entry for each problem")
-    if not (np.isfinite(sums).all() and np.isfinite(counts).all()):
-        raise ValueError(f"{names} must be finite")
-    if (counts < 0).any() or counts.sum() == 0:
-        raise ValueError(f"{names}: counts must be at least 0 and not all 0")
-    return sums, counts
-
-
-def _ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
-    return sums_P.sum() / counts_P.sum()
-
-
-def _resampled_ratios(data: Sequence[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int) -> list[np.ndarray]:
-    """For each (sums [P], counts [P]) its [R] ratios, over the same resamples; NaN where the counts add up to 0."""
-    resamples = whole_number("resamples", resamples, least=1)
-    num_problems = len(data[0][0])
-    probabilities_P, rng = np.full(num_problems, 1 / num_problems), np.random.default_rng(seed)
-    ratios = [np.full(resamples, np.nan) for _ in data]
-    for rows in chunks(resamples, num_problems):
-        # How often each resample holds each problem.
-        weights_RP = rng.multinomial(num_problems, probabilities_P, size=rows.stop - rows.start)
-        for (sums_P, counts_P), ratios_R in zip(data, ratios, strict=True):
-            totals_R = weights_RP @ counts_P
-            np.divide(weights_RP @ sums_P, totals_R, out=ratios_R[rows], where=totals_R > 0)
-    return ratios
+def ratio_data(*pairs: tuple[ArrayLike, ArrayLike]) -> Ratio:
+    """[M, P] the sums and the counts of M ratios over the same P problems. Raises ValueError where they are not."""
+    data = [tuple(np.asarray(values, dtype=np.float64) for values in pair) for pair in pairs]
+    for sums, counts in data:
+        names = f"sums {sums.shape} and counts {counts.shape}"
+        if sums.ndim != 1 or sums.shape != counts.shape:
+            raise ValueError(f"{names} must both have one entry for each problem")
+        if not (np.isfinite(sums).all() and np.isfinite(counts).all()):
+            raise ValueError(f"{names} must be finite")
+        if (counts < 0).any() or counts.sum() == 0:
+            raise ValueError(f"{names}: counts must be at least 0 and not all 0")
+    if len(sizes := {len(sums) for sums, _ in data}) > 1:
+        raise ValueError(f"the pairs are of {sorted(sizes)} problems, expected the same problems in all")
+    return np.stack([sums for sums, _ in data]), np.stack([counts for _, counts in data])
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -177,14 +130,22 @@ def chunks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
+def _resampled_ratios(sums_MP: np.ndarray, counts_MP: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """[M, R] the ratios of each resample; NaN where the counts add up to 0."""
+    num_problems = sums_MP.shape[1]
+    probabilities_P, rng = np.full(num_problems, 1 / num_problems), np.random.default_rng(seed)
+    ratios_MR = np.full((len(sums_MP), whole_number("resamples", resamples, least=1)), np.nan)
+    for rows in chunks(resamples, num_problems):
+        # How often each resample holds each problem.
+        weights_PR = rng.multinomial(num_problems, probabilities_P, size=rows.stop - rows.start).T
+        totals_MR = counts_MP @ weights_PR
+        np.divide(sums_MP @ weights_PR, totals_MR, out=ratios_MR[:, rows], where=totals_MR > 0)
+    return ratios_MR
+
+
 def _percentiles(estimate: float, resampled_R: np.ndarray, level: float) -> Interval:
     check_level(level)
     if np.isnan(resampled_R).all():
         raise ValueError(f"counts add up to 0 in each of the {len(resampled_R)} resamples: more are needed")
     low, high = np.nanquantile(resampled_R, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(estimate), float(low), float(high))
-
-
-def check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}, expected a number between 0 and 1, for example 0.95")

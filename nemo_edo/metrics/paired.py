@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import bdtr
 
 from nemo_edo.metrics.intervals import chunks
 from nemo_edo.metrics.whole_number import whole_number
@@ -40,7 +41,7 @@ def solved_and_lost(before: Results, after: Results) -> SolvedAndLost:
     before, after: for each problem whether it was solved (bool, or 0 and 1).
     Raises ValueError for problems that differ, no problem, and anything but 0 and 1.
     """
-    problems, before_P, after_P = _paired_binary("before", before, "after", after)
+    problems, before_P, after_P = _paired(before, after, binary=True)
 
     def those(was: bool, became: bool) -> tuple[Hashable, ...]:
         return tuple(problems[i] for i in np.flatnonzero((before_P == was) & (after_P == became)).tolist())
@@ -55,16 +56,11 @@ def mcnemar(correct_a: Results, correct_b: Results) -> float:
 
     Only the problems count that one of the two alone solved, n_a and n_b: if neither is better, each is a coin's toss.
     p = min(1, 2 P(X <= min(n_a, n_b))), X ~ Binomial(n_a + n_b, 1/2); 1.0 where there is no such problem.
-    correct_a, correct_b and errors: as for ``solved_and_lost``. The sum is of exact integers, rounded once.
+    correct_a, correct_b and errors: as for ``solved_and_lost``.
     """
-    _, a_P, b_P = _paired_binary("correct_a", correct_a, "correct_b", correct_b)
-    only_a, only_b = int((a_P & ~b_P).sum()), int((b_P & ~a_P).sum())
-    discordant, fewer = only_a + only_b, min(only_a, only_b)
-    tail = term = 1
-    for i in range(fewer):
-        term = term * (discordant - i) // (i + 1)  # C(discordant, i + 1)
-        tail += term
-    return min(1.0, 2 * tail / 2**discordant)
+    _, a_P, b_P = _paired(correct_a, correct_b, binary=True)
+    only_a, only_b = int((a_P > b_P).sum()), int((b_P > a_P).sum())
+    return min(1.0, float(2 * bdtr(min(only_a, only_b), only_a + only_b, 0.5)))
 
 
 def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: int = 10_000, seed: int = 0) -> float:
@@ -77,21 +73,19 @@ def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: 
     Raises ValueError for problems that differ, no problem, values that are not finite, and resamples below 1.
     """
     resamples = whole_number("resamples", resamples, least=1)
-    _, a_P, b_P = _paired("values_a", values_a, "values_b", values_b)
+    _, a_P, b_P = _paired(values_a, values_b)
     differences_P = (a_P - b_P)[a_P != b_P]  # a sign does not change 0
-    total = differences_P.sum()
+    total, size = differences_P.sum(), len(differences_P)
     # Sums that are equal but for the order of their roundings count as equal.
     extreme = abs(total) - 1e-12 * np.abs(differences_P).sum()
-    num_differences = len(differences_P)
-    exact = num_differences < 63 and 2**num_differences <= resamples
-    num_patterns = 2**num_differences if exact else resamples
-    positions_P, rng = np.arange(num_differences), np.random.default_rng(seed)
-    hits = 0
-    for rows in chunks(num_patterns, max(num_differences, 1)):
+    exact = size < 63 and 2**size <= resamples
+    num_patterns = 2**size if exact else resamples
+    rng, hits = np.random.default_rng(seed), 0
+    for rows in chunks(num_patterns, max(size, 1)):
         if exact:
-            flipped_RP = np.arange(rows.start, rows.stop)[:, None] >> positions_P & 1
+            flipped_RP = np.arange(rows.start, rows.stop)[:, None] >> np.arange(size) & 1
         else:
-            flipped_RP = rng.integers(0, 2, size=(rows.stop - rows.start, num_differences), dtype=np.int8)
+            flipped_RP = rng.integers(0, 2, size=(rows.stop - rows.start, size), dtype=np.int8)
         hits += int((np.abs(total - 2 * (flipped_RP @ differences_P)) >= extreme).sum())
     return hits / num_patterns if exact else (1 + hits) / (1 + num_patterns)
 
@@ -119,8 +113,7 @@ def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> f
     say the same of everything, also if that is one and the same answer, where the quotient is 0 / 0.
     Raises ValueError for counts that are negative or all 0.
     """
-    counts = [whole_number("a count", count, least=0) for count in (both, only_first, only_second, neither)]
-    total = sum(counts)
+    total = sum(whole_number("a count", count, least=0) for count in (both, only_first, only_second, neither))
     if total == 0:
         raise ValueError("all counts are 0: nothing was rated")
     first, second = both + only_first, both + only_second
@@ -129,45 +122,24 @@ def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> f
     return 1.0 if observed == total**2 else (observed - expected) / (total**2 - expected)
 
 
-def _paired(name_a: str, a: Results, name_b: str, b: Results) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
-    """The problems, and both results as float64 [P] in the same order."""
+def _paired(a: Results, b: Results, *, binary: bool = False) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
+    """The problems, and both results as float64 [P] in the same order; ``binary``: only 0 and 1 are results."""
+    if isinstance(a, Mapping) != isinstance(b, Mapping):
+        raise ValueError("one of the two is a mapping by problem id, expected both or neither")
     problems: Sequence[Hashable] = []
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        _require_same_ids(name_a, a, name_b, b)
-        problems = list(a)
-        a_P, b_P = (np.array([results[problem] for problem in problems], dtype=np.float64) for results in (a, b))
-    elif isinstance(a, Mapping) or isinstance(b, Mapping):
-        raise ValueError(f"one of {name_a} and {name_b} is a mapping by problem id, expected both or neither")
-    else:
-        a_P, b_P = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+        if differing := a.keys() ^ b.keys():
+            raise ValueError(
+                f"{len(differing)} problems are in one of the two only: {', '.join(sorted(map(repr, differing))[:5])}"
+            )
+        problems, a, b = list(a), list(a.values()), [b[problem] for problem in a]
+    a_P, b_P = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if a_P.ndim != 1 or a_P.shape != b_P.shape or a_P.size == 0:
-        raise ValueError(f"{name_a} {a_P.shape} and {name_b} {b_P.shape} must both have one entry for each problem")
+        raise ValueError(f"{a_P.shape} and {b_P.shape} must both have one entry for each problem")
     problems = problems or range(a_P.size)
-    for name, values_P in ((name_a, a_P), (name_b, b_P)):
-        found = np.flatnonzero(~np.isfinite(values_P))
-        if found.size:
-            raise ValueError(
-                f"{name} is {values_P[found[0]]} at problem {problems[found[0]]!r}, expected finite numbers"
-            )
+    for values_P in (a_P, b_P):
+        wrong = np.flatnonzero(~np.isin(values_P, (0, 1)) if binary else ~np.isfinite(values_P))
+        if wrong.size:
+            expected = "True or False" if binary else "a finite number"
+            raise ValueError(f"{values_P[wrong[0]]} at problem {problems[wrong[0]]!r}, expected {expected}")
     return problems, a_P, b_P
-
-
-def _paired_binary(
-    name_a: str, a: Results, name_b: str, b: Results
-) -> tuple[Sequence[Hashable], np.ndarray, np.ndarray]:
-    """The problems, and for each whether it was solved, bool [P]."""
-    problems, a_P, b_P = _paired(name_a, a, name_b, b)
-    for name, values_P in ((name_a, a_P), (name_b, b_P)):
-        found = np.flatnonzero((values_P != 0) & (values_P != 1))
-        if found.size:
-            raise ValueError(
-                f"{name} is {values_P[found[0]]} at problem {problems[found[0]]!r}, expected True or False"
-            )
-    return problems, a_P == 1, b_P == 1
-
-
-def _require_same_ids(name_a: str, a: Mapping, name_b: str, b: Mapping) -> None:
-    for name, other_name, extra in ((name_a, name_b, a.keys() - b.keys()), (name_b, name_a, b.keys() - a.keys())):
-        if extra:
-            shown = ", ".join(sorted(map(repr, extra))[:5])
-            raise ValueError(f"{name} has {len(extra)} problems that {other_name} lacks: {shown}")

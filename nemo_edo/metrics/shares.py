@@ -17,22 +17,14 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import betaincinv
 
-from nemo_edo.metrics.intervals import (
-    Interval,
-    check_both_problems,
-    check_level,
-    check_same_problems,
-    chunks,
-    ratio_data,
-)
+from nemo_edo.metrics.intervals import Interval, Ratio, check_level, chunks, ratio_data
 from nemo_edo.metrics.whole_number import whole_number
 
 LEAST_GAP = 0.5
 """Of two policies on a problem that was not asked. In simulations of 30 problems the interval then covers where that of
 a t test does not, and excludes 0 for gains that hold on most problems."""
-HALVINGS = 60
-"""Of an interval of length 1, to below a double's resolution."""
 
 
 def proportion_interval(successes: int, trials: int, level: float = 0.95) -> Interval:
@@ -45,9 +37,9 @@ def proportion_interval(successes: int, trials: int, level: float = 0.95) -> Int
     successes = whole_number("successes", successes, least=0)
     if successes > trials:
         raise ValueError(f"successes is {successes}, expected at most trials = {trials}")
-    tail = (1 - level) / 2
-    low = _where_tail_is(tail, trials, successes) if successes else 0.0
-    high = 1 - _where_tail_is(tail, trials, trials - successes) if successes < trials else 1.0
+    tail, failures = (1 - level) / 2, trials - successes
+    low = float(betaincinv(successes, failures + 1, tail)) if successes else 0.0
+    high = float(betaincinv(successes + 1, failures, 1 - tail)) if failures else 1.0
     return Interval(successes / trials, low, high)
 
 
@@ -73,15 +65,12 @@ def share_intervals(
     Arguments as for ``share_interval``. Raises ValueError as that does, and for pairs of different P.
     """
     check_level(level)
-    data = [_share_data(sums_P, counts_P) for sums_P, counts_P in pairs]
+    data = list(zip(*_share_data(*pairs), strict=True)) if pairs else []
     exact = [_if_proportion(sums_P, counts_P, level) for sums_P, counts_P in data]
-    others = [one for one, known in zip(data, exact, strict=True) if known is None]
-    ends = _weighted(others, resamples, seed) if others else []
-    weighted = iter(
-        _between(sums_P.sum() / counts_P.sum(), *both, level)
-        for (sums_P, counts_P), both in zip(others, ends, strict=True)
-    )
-    return [next(weighted) if known is None else known for known in exact]
+    others = [pair for pair, known in zip(data, exact, strict=True) if known is None]
+    weighted = zip(others, *_weighted(others, resamples, seed), strict=True) if others else iter([])
+    by_weights = (_between(sums.sum() / counts.sum(), low, high, level) for (sums, counts), low, high in weighted)
+    return [known or next(by_weights) for known in exact]
 
 
 def paired_share_interval(
@@ -101,15 +90,14 @@ def paired_share_interval(
     on 30 problems. Otherwise ``share_interval``.
     """
     check_level(level)
-    a, b = _share_data(sums_a, counts_a, "_a"), _share_data(sums_b, counts_b, "_b")
-    check_both_problems(a, b)
-    both = (a[1] > 0) & (b[1] > 0)
-    gaps = np.abs(a[0][both] / a[1][both] - b[0][both] / b[1][both])
+    sums_MP, counts_MP = _share_data((sums_a, counts_a), (sums_b, counts_b))
+    both = (counts_MP > 0).all(axis=0)
+    gaps = np.abs(np.subtract(*(sums_MP[:, both] / counts_MP[:, both])))
     largest = min(max(gaps.max(), LEAST_GAP), 1.0) if gaps.any() else 1.0
-    (lower_a, upper_a), (lower_b, _) = _weighted([a, b], resamples, seed)
+    (lower_a, lower_b), (upper_a, _) = _weighted(list(zip(sums_MP, counts_MP, strict=True)), resamples, seed)
     gap_R, more_R = lower_a - lower_b, largest * (upper_a - lower_a)
-    mean = a[0].sum() / a[1].sum() - b[0].sum() / b[1].sum()
-    return _between(mean, gap_R - more_R, gap_R + more_R, level)
+    mean_a, mean_b = sums_MP.sum(axis=1) / counts_MP.sum(axis=1)
+    return _between(mean_a - mean_b, gap_R - more_R, gap_R + more_R, level)
 
 
 def mean_of_shares(
@@ -118,19 +106,16 @@ def mean_of_shares(
     """The plain mean of sum(sums) / sum(counts) over separate sets of problems, such as benchmarks: the weights of one
     set are independent of the others'. Otherwise ``share_interval``."""
     check_level(level)
-    data = [_share_data(sums_P, counts_P) for sums_P, counts_P in pairs]
-    ends = [_weighted([one], resamples, [seed, place])[0] for place, one in enumerate(data)]
-    lower_R, upper_R = (np.mean(found, axis=0) for found in zip(*ends, strict=True))
+    data = [tuple(values[0] for values in _share_data(pair)) for pair in pairs]
+    ends = [_weighted([one], resamples, [seed, place]) for place, one in enumerate(data)]
+    lower_R, upper_R = (np.mean(found, axis=0)[0] for found in zip(*ends, strict=True))
     return _between(float(np.mean([sums.sum() / counts.sum() for sums, counts in data])), lower_R, upper_R, level)
 
 
-def _weighted(
-    data: Sequence[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int | list[int]
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each (sums [P], counts [P]) its weighted means [R] with a problem more that is wrong, and with one that is
-    right. That problem has the mean count of those that count."""
+def _weighted(data: Sequence[Ratio], resamples: int, seed: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """[M, R] twice: the weighted means of M ratios over the same problems with a problem more that is wrong, and with
+    one that is right. That problem has the mean count of those that count."""
     resamples = whole_number("resamples", resamples, least=1)
-    check_same_problems(data)
     sums_PM, counts_PM = (np.stack(arrays, axis=1) for arrays in zip(*data, strict=True))
     one_more_M = counts_PM.sum(axis=0) / (counts_PM > 0).sum(axis=0)
     rng = np.random.default_rng(seed)
@@ -141,7 +126,7 @@ def _weighted(
         more = weights[:, -1:] * one_more_M
         sums_RM, counts_RM = weights[:, :-1] @ sums_PM, weights[:, :-1] @ counts_PM + more
         lower_RM[rows], upper_RM[rows] = sums_RM / counts_RM, (sums_RM + more) / counts_RM
-    return list(zip(lower_RM.T, upper_RM.T, strict=True))
+    return lower_RM.T, upper_RM.T
 
 
 def _between(mean: float, lower_R: np.ndarray, upper_R: np.ndarray, level: float) -> Interval:
@@ -149,12 +134,12 @@ def _between(mean: float, lower_R: np.ndarray, upper_R: np.ndarray, level: float
     return Interval(float(mean), float(low), float(high))
 
 
-def _share_data(sums_P: ArrayLike, counts_P: ArrayLike, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
-    sums, counts = ratio_data(sums_P, counts_P, suffix)
-    rounding = 1e-9 * counts
-    if (sums < -rounding).any() or (sums > counts + rounding).any():
-        raise ValueError(f"sums{suffix} must be between 0 and counts{suffix} for shares")
-    return sums, counts
+def _share_data(*pairs: tuple[ArrayLike, ArrayLike]) -> Ratio:
+    sums_MP, counts_MP = ratio_data(*pairs)
+    rounding = 1e-9 * counts_MP
+    if (sums_MP < -rounding).any() or (sums_MP > counts_MP + rounding).any():
+        raise ValueError("sums must be between 0 and counts for shares")
+    return sums_MP, counts_MP
 
 
 def _if_proportion(sums_P: np.ndarray, counts_P: np.ndarray, level: float) -> Interval | None:
@@ -163,21 +148,3 @@ def _if_proportion(sums_P: np.ndarray, counts_P: np.ndarray, level: float) -> In
     if (counts != counts[0]).any() or not np.isin(sums_P, (0.0, counts[0])).all():
         return None
     return proportion_interval(int((sums_P > 0).sum()), len(counts), level)
-
-
-def _where_tail_is(tail: float, trials: int, successes: int) -> float:
-    """The p with P(X >= successes) = tail for X ~ Binomial(trials, p), successes at least 1: it grows with p."""
-    at_least = np.arange(successes, trials + 1)
-    log_ways = _log_factorials(trials)
-    log_ways = log_ways[trials] - log_ways[at_least] - log_ways[trials - at_least]
-    low, high = 0.0, 1.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        log_terms = log_ways + at_least * np.log(middle) + (trials - at_least) * np.log1p(-middle)
-        low, high = (middle, high) if np.exp(log_terms).sum() < tail else (low, middle)
-    return low
-
-
-def _log_factorials(largest: int) -> np.ndarray:
-    """log 0! to log largest!."""
-    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, largest + 1)))])

@@ -10,81 +10,80 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from nemo_edo.config.arms import REPLICATE
-from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name
+from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
 from nemo_edo.metrics.intervals import Interval
-from nemo_edo.report.alpha_charts import alpha_charts
 from nemo_edo.report.comparison import Comparison, Estimate
-from nemo_edo.report.forest import forest_chart
+from nemo_edo.report.conclusions import direction, plain, signed
 from nemo_edo.report.plotting import (
     MOST_MARKERS,
     START_COLOR,
     ArmStyle,
     Chart,
-    Point,
-    Series,
+    Line,
     arm_styles,
-    chart_html,
-    interval_series,
+    chart,
+    interval_line,
     line_chart,
     over_seeds,
 )
-from nemo_edo.report.run_record import START_LABEL, RunRecord, number, read_test_time, setting
+from nemo_edo.report.run_record import START_LABEL, read_test_time, setting
 from nemo_edo.report.run_set import Trained
-from nemo_edo.report.scaling_charts import scaling_charts
 
 Styles = Mapping[str, ArmStyle]
-Draw = Callable[[Comparison, Styles], Chart | None]
 SEEDS_BAND = " The line is the mean over seeds, the band reaches from the lowest to the highest seed."
 PROBLEMS_BAND = " With 95 % bands over the test problems."
+MOST_POINTS = 24
+"""Most points of a curve over k: of more numbers of responses, large ones are left out first."""
+FEWEST_ALPHAS = 3
+"""The fewest alphas of a family that make a curve."""
+ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}
+"""Family of arms that differ in alpha -> the label of the same arm without exploration."""
+NOISE_COLOR = "rgba(128,128,128,0.22)"
+SPREAD = 0.7
+"""Of a metric's row in the forest, the part over which its arms are spread."""
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(NamedTuple):
     """A line for each arm, of a value that lines of metrics.jsonl of one kind have."""
 
     key: str
     title: str
     caption: str
+    """With the runs' temperatures in place of {}."""
     kind: str
     y: str
     y_title: str
 
-    def __call__(self, comparison: Comparison, styles: Styles) -> Chart | None:
-        if self.kind == "sft_step":
-            records = {record.seed: record for record in comparison.runs.records}.values()
-            curves = {START: [self._points(record, START) for record in records]}
-        else:
-            curves = {
-                arm: [self._points(t.record, t.name) for t in found] for arm, found in _trainings(comparison).items()
-            }
-        series = {arm: over_seeds(found) for arm, found in curves.items()}
-        x_title = "optimizer step" if self.kind == "sft_step" else "iteration"
-        temperatures = {f"{setting(record, 'sampling.temperature'):g}": None for record in comparison.runs.records}
-        caption = self.caption.format(" or ".join(temperatures)) + ("" if comparison.is_one else SEEDS_BAND)
-        return line_chart(self.key, self.title, caption, series, styles, x_title=x_title, y_title=self.y_title)
 
-    def _points(self, record: RunRecord, arm: str) -> list[Point]:
-        if self.kind == "collection":
-            return _points(record, arm, self.kind, "iteration", self.y)
-        if self.kind == "train_step":
-            return averaged(_points(record, arm, self.kind, "iteration", self.y))
-        points = _points(record, arm, self.kind, "step", self.y)
-        size = math.ceil(len(points) / MOST_MARKERS)
-        return averaged([(math.ceil(x / size) * size, y) for x, y in points])
-
-
-def averaged(points: Sequence[Point]) -> list[Point]:
-    """The mean of the finite values at each x; NaN where none is."""
-    by_x: dict[float, list[float]] = {}
-    for x, y in points:
-        by_x.setdefault(x, []).extend([y] if math.isfinite(y) else [])
-    return [(x, sum(found) / len(found) if found else math.nan) for x, found in by_x.items()]
+_TRAIN = "Training problems, sampled at temperature {} from the policy at the start of each iteration."
+_REWARD = Curves("reward", "Reward over iterations", _TRAIN, "collection", "reward", "mean reward")
+_DIAGNOSTICS = (
+    Curves("entropy", "Entropy over training", "The policy's entropy, mean over sampled response tokens.",
+           "train_step", "entropy", "entropy (nats)"),
+    Curves("distinct", "Distinct-4 over iterations", f"Share of distinct 4-grams among a problem's responses. {_TRAIN}",
+           "collection", "distinct_4", "Distinct-4"),
+    Curves("kl", "KL to the reference policy", _TRAIN, "collection", "kl", "KL (nats)"),
+    Curves("well-formed", "Well-formed answers",
+           f"Share of responses that end by themselves with one final answer. {_TRAIN}",
+           "collection", "well_formed", "share"),
+    Curves("exploration", "Exploration term",
+           "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: negative once the policy has "
+           "moved away from them; a floor can lift it above zero.", "train_step", "exploration", "value (nats)"),
+    Curves("floor", "Floored tokens",
+           "Share of response tokens whose log-ratio is at the floor, where the exploration term has no gradient.",
+           "train_step", "floor_fraction", "share of tokens"),
+    Curves("warm-up", "Warm-up loss", "Supervised loss of the start that all arms share.",
+           "sft_step", "loss", "loss (nats per token)"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,260 +104,302 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
     compute at test time, several alphas or test results during training, are not missed."""
     styles = arm_styles({START: START_LABEL} | comparison.labels)
     if comparison.replicate:
-        label = f"{comparison.replicate.label}, replicate"
-        styles[REPLICATE] = ArmStyle(label, START_COLOR, "longdash", "circle")
-    test = _interim_chart("greedy_accuracy", "Greedy test accuracy")(comparison, styles)
-    reward = _REWARD(comparison, styles)
-    first = [forest_chart(comparison, styles, metrics), test or reward]
-    found = {row.title: row(comparison, styles) for row in _DIAGNOSTICS}
-    if test:
-        found = {_REWARD.title: reward, **found}
-    later = [_interim_chart("distinct_4", "Distinct-4 on the test problems")(comparison, styles)]
-    diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *alpha_charts(comparison)]
+        styles[REPLICATE] = ArmStyle(f"{comparison.replicate}, replicate", START_COLOR, "longdash", "circle")
+    test = _interim_chart(comparison, styles, "greedy_accuracy", "Greedy test accuracy")
+    found = {row.title: _curves_chart(comparison, styles, row) for row in (_REWARD, *_DIAGNOSTICS)}
+    first = [forest_chart(comparison, styles, metrics), test or found.pop(_REWARD.title)]
+    diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
+    later = _interim_chart(comparison, styles, "distinct_4", "Distinct-4 on the test problems")
     return Charts(
-        first=[chart for chart in first if chart],
-        diversity=[chart for chart in diversity if chart],
-        test_time=_test_time_charts(comparison, styles),
-        diagnostics=[chart for chart in (*found.values(), *later) if chart],
-        undrawn=[title for title, chart in found.items() if not chart],
+        first=[drawn for drawn in first if drawn],
+        diversity=[drawn for drawn in diversity if drawn],
+        test_time=scaling_charts(comparison, styles) or [drawn for drawn in [_pass_chart(comparison, styles)] if drawn],
+        diagnostics=[drawn for drawn in (*found.values(), later) if drawn],
+        undrawn=[title for title, drawn in found.items() if not drawn],
     )
 
 
-def _test_time_charts(comparison: Comparison, styles: Styles) -> list[Chart]:
-    """Votes, pass@k and best-of-k over the stored responses; without them pass@k as it was evaluated."""
-    stored = scaling_charts(
-        _test_time(comparison),
-        styles,
-        bands=SEEDS_BAND if not comparison.is_one else PROBLEMS_BAND,
-        resamples=setting(comparison.runs.records[0], "evaluation.bootstrap") if comparison.is_one else None,
-        seed=comparison.seeds[0],
-    )
-    return stored or [chart for chart in [_pass_chart(comparison, styles)] if chart]
+# --- the first screen -------------------------------------------------------------------------------------------------
+
+
+def forest_chart(comparison: Comparison, styles: Styles, metrics: list[str]) -> Chart | None:
+    """A row for each metric, in it a mark with a 95 % interval for each arm; None without differences.
+
+    With one run a grey band in each row reaches as far from zero as two trainings of the baseline lie apart.
+    """
+    arms = list(dict.fromkeys(difference.arm for difference in comparison.differences))
+    rows = [metric for metric in metrics if any(d.metric == metric for d in comparison.differences)]
+    if not rows:
+        return None
+    figure, baseline = go.Figure(), comparison.labels[comparison.baseline]
+    noise = comparison.noise if comparison.is_one else {}
+    for place, metric in enumerate(rows):
+        if metric in noise:
+            edges = {"x0": -noise[metric], "x1": noise[metric], "y0": place - 0.45, "y1": place + 0.45}
+            figure.add_shape(type="rect", layer="below", line_width=0, fillcolor=NOISE_COLOR, **edges)
+    figure.add_vline(0, line={"color": START_COLOR, "width": 1})
+    for index, arm in enumerate(arms):
+        offset = SPREAD * ((index + 0.5) / len(arms) - 0.5)
+        found = [(place, one) for place, metric in enumerate(rows) if (one := comparison.difference(arm, metric))]
+        apart = [f"<br>noise of training ±{noise[d.metric]:.3f}" if d.metric in noise else "" for _, d in found]
+        figure.add_scatter(
+            x=[d.interval.mean for _, d in found],
+            y=[place + offset for place, _ in found],
+            error_x=_bars([d for _, d in found], thickness=1.5),
+            text=[
+                f"{metric_name(d.metric)} {signed(d)}{far}<br>{direction(d)}"
+                for (_, d), far in zip(found, apart, strict=True)
+            ],
+            hovertemplate=f"<b>{html.escape(styles[arm].label)}</b><br>%{{text}}<extra></extra>",
+            **_mark(styles[arm], 8),
+        )
+    figure.update_xaxes(title_text=f"difference from {html.escape(baseline)}")
+    names = {"tickvals": list(range(len(rows))), "ticktext": [plain(metric) for metric in rows]}
+    figure.update_yaxes(range=[len(rows) - 0.5, -0.5], showgrid=False, **names)
+    caption = f"95 % intervals over {'the test problems' if comparison.is_one else 'seeds'}."
+    if noise:
+        caption += f" Grey: how far apart two trainings of {comparison.replicate} ended, a single measure of the noise."
+    return chart("differences", f"Differences from {baseline}", caption, figure, [styles[arm] for arm in arms])
+
+
+def _mark(style: ArmStyle, size: int) -> dict:
+    marker = {"symbol": style.symbol, "size": size, "color": style.color}
+    return {"mode": "markers", "name": html.escape(style.label), "marker": marker}
+
+
+def _bars(cells: Sequence[Estimate], **options: object) -> dict:
+    """Error bars of the intervals, where they are known."""
+    above = [cell.interval.high - cell.interval.mean if cell.known else None for cell in cells]
+    below = [cell.interval.mean - cell.interval.low if cell.known else None for cell in cells]
+    return {"array": above, "arrayminus": below, "width": 3, **options}
+
+
+# --- over the training ------------------------------------------------------------------------------------------------
 
 
 def _trainings(comparison: Comparison) -> dict[str, list[Trained]]:
     """The arms in every seed, and the baseline's replicate."""
-    found = {arm: list(by_seed.values()) for arm, by_seed in comparison.arms.items()}
-    again = [Trained(record, REPLICATE) for record in comparison.runs.records if record.replicate is not None]
-    return {**found, REPLICATE: again} if again else found
+    return {name: list(found.values()) for name, found in comparison.runs.policies.items() if name != START}
 
 
-def _points(record: RunRecord, arm: str, kind: str, x: str, y: str) -> list[Point]:
-    return [(number(line.get(x)), number(line.get(y))) for line in record.of(kind, arm)]
+def _curves_chart(comparison: Comparison, styles: Styles, curves: Curves) -> Chart | None:
+    key, title, caption, kind, y, y_title = curves
+    trainings, x_title = _trainings(comparison), "iteration"
+    if kind == "sft_step":
+        records = {record.seed: record for record in comparison.runs.records}.values()
+        trainings, x_title = {START: [Trained(record, START) for record in records]}, "optimizer step"
+    lines = {arm: over_seeds([_by_x(trained, kind, y) for trained in found]) for arm, found in trainings.items()}
+    temperatures = {f"{setting(record, 'sampling.temperature'):g}": None for record in comparison.runs.records}
+    caption = caption.format(" or ".join(temperatures)) + ("" if comparison.is_one else SEEDS_BAND)
+    return line_chart(key, title, caption, lines, styles, x_title=x_title, y_title=y_title)
 
 
-def _test_time(comparison: Comparison) -> dict[str, list[Evaluation]]:
-    """Each policy's test-time evaluations, one for each seed that has any."""
-    stored = {record.folder: read_test_time(record) for record in comparison.runs.records}
-    names = {START: [(record, START) for record in {r.seed: r for r in comparison.runs.records}.values()]}
-    names |= {arm: [(t.record, t.name) for t in by_seed.values()] for arm, by_seed in comparison.arms.items()}
-    found = {
-        arm: [stored[record.folder][name] for record, name in policies if name in stored[record.folder]]
-        for arm, policies in names.items()
-    }
-    return {arm: evaluations for arm, evaluations in found.items() if evaluations}
+def _by_x(trained: Trained, kind: str, y: str) -> pd.Series:
+    """The values by iteration, of optimizer steps their means; of the warm-up the means of blocks of steps, by the
+    last step of each."""
+    lines = trained.lines(kind)
+    x = lines["iteration"]
+    if kind == "collection":
+        return lines.drop_duplicates("iteration", keep="last").set_index("iteration")[y]
+    if kind == "sft_step":
+        size = max(math.ceil(len(lines) / MOST_MARKERS), 1)
+        x = np.ceil(lines["step"] / size) * size
+    return lines[y].groupby(x).mean()
+
+
+def _interim_chart(comparison: Comparison, styles: Styles, metric: str, title: str) -> Chart | None:
+    """Evaluations during training; without any there is no curve."""
+    lines = {}
+    for arm, found in _trainings(comparison).items():
+        cells = [_interim(trained, metric) for trained in found]
+        lines[arm] = cells[0] if comparison.is_one else over_seeds([one["y"] for one in cells])
+    caption = "Test problems, at each evaluation during training and at the end."
+    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+    axes = {"x_title": "iteration", "y_title": metric_name(metric)}
+    return line_chart(f"test-{metric}", title, caption, lines, styles, **axes)
+
+
+def _interim(trained: Trained, metric: str) -> Line:
+    """The metric by iteration; an evaluation that was repeated replaces the one before."""
+    lines = trained.lines("evaluation")
+    if lines["final"].eq(True).all():
+        lines = lines.iloc[:0]
+    last = lines.drop_duplicates("iteration", keep="last")
+    cells = {x: one[metric] for x, one in zip(last["iteration"], last["metrics"], strict=True) if one.get(metric)}
+    ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
+    return pd.DataFrame(ends, list(cells), ["y", "low", "high"], dtype=float)
+
+
+# --- diversity --------------------------------------------------------------------------------------------------------
 
 
 def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
-    matched = comparison.matched
+    accuracies = comparison.matched.accuracies
     caption = (
         "Each mark is one collection on the training problems; the policy moves right as it learns. Compare arms where "
         "their accuracy is the same."
     )
     if not comparison.is_one:
         caption += " Marks are means over seeds."
-    level = sum(matched.accuracies.values()) / len(matched.accuracies) if matched.accuracies else None
+    level = sum(accuracies.values()) / len(accuracies) if accuracies else None
     if level is not None:
         caption += f" The dashed line is the matched accuracy {level:.3f}, large marks are the means around it."
-    marks = [
-        go.Scatter(
-            x=[level],
-            y=[value.interval.mean],
-            mode="markers",
-            name=html.escape(styles[arm].label),
-            marker={
-                "symbol": styles[arm].symbol,
-                "size": 13,
-                "color": styles[arm].color,
-                "line": {"width": 1.5, "color": "white"},
-            },
-            hovertemplate="matched: %{y:.4g}",
+    marks = []
+    for arm, value in comparison.matched.values["entropy"].items():
+        mark = go.Scatter(
+            x=[level], y=[value.interval.mean], hovertemplate="matched: %{y:.4g}", **_mark(styles[arm], 13)
         )
-        for arm, value in matched.values.get("entropy", {}).items()
-    ]
-    series = {arm: _path(list(by_seed.values())) for arm, by_seed in comparison.arms.items()}
+        marks.append(mark.update(marker_line={"width": 1.5, "color": "white"}))
+    lines = {}
+    for arm, by_seed in comparison.arms.items():
+        reward, entropy = (
+            over_seeds([_by_x(one, "collection", y) for one in by_seed.values()])["y"] for y in ("reward", "entropy")
+        )
+        lines[arm] = pd.DataFrame({"y": entropy.to_numpy()}, reward)
     axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
-    return line_chart("matched", "Entropy against accuracy", caption, series, styles, marks=marks, level=level, **axes)
-
-
-def _path(seeds: Sequence[Trained]) -> Series:
-    """The entropy of each collection against its accuracy, both as means over seeds."""
-    rewards, entropies = (
-        over_seeds([_points(t.record, t.name, "collection", "iteration", key) for t in seeds])
-        for key in ("reward", "entropy")
-    )
-    return Series(rewards.y, entropies.y)
-
-
-def _chance(comparison: Comparison) -> str:
-    return "the test problems" if comparison.is_one else "seeds where an arm has several"
-
-
-def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
-    metrics = [metric for metric in comparison.metrics if re.fullmatch(r"pass@\d+", metric)]
-    ks = [int(metric.removeprefix("pass@")) for metric in metrics]
-    series = {arm: _estimates(ks, [row[m] for m in metrics]) for arm, row in comparison.table.items()}
-    caption = "Chance that at least one of k responses is correct (unbiased estimate)."
-    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    return line_chart("pass", "pass@k", caption, series, styles, x_title="responses (k)", y_title="pass@k")
-
-
-def _estimates(x: Sequence[float], cells: Sequence[Estimate | None]) -> Series:
-    return interval_series(x, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
-
-
-def _interim_chart(metric: str, title: str) -> Draw:
-    """Evaluations during training; without any there is no curve."""
-
-    def draw(comparison: Comparison, styles: Styles) -> Chart | None:
-        series = {
-            arm: _interim_series([_interim(t, metric) for t in found], comparison.is_one)
-            for arm, found in _trainings(comparison).items()
-        }
-        caption = "Test problems, at each evaluation during training and at the end."
-        caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-        axes = {"x_title": "iteration", "y_title": metric_name(metric)}
-        return line_chart(f"test-{metric}", title, caption, series, styles, **axes)
-
-    return draw
-
-
-def _interim(trained: Trained, metric: str) -> dict[float, Interval]:
-    """The metric by iteration; an evaluation that was repeated replaces the one before."""
-    lines = trained.record.of("evaluation", trained.name)
-    if all(line.get("final") for line in lines):
-        return {}
-    cells = {line["iteration"]: line["metrics"].get(metric) for line in lines}
-    return {
-        iteration: Interval(*(number(cell.get(key)) for key in ("mean", "low", "high")))
-        for iteration, cell in cells.items()
-        if cell
-    }
-
-
-def _interim_series(seeds: Sequence[Mapping[float, Interval]], is_one: bool) -> Series:
-    if is_one:
-        return interval_series(list(seeds[0]), list(seeds[0].values()))
-    return over_seeds([[(x, cell.mean) for x, cell in found.items()] for found in seeds])
-
-
-# --- the frontier -----------------------------------------------------------------------------------------------------
+    return line_chart("matched", "Entropy against accuracy", caption, lines, styles, marks=marks, level=level, **axes)
 
 
 def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
-    metric = largest(comparison.metrics, "vote@") or "greedy_accuracy"
-    return frontier_chart(comparison, styles, metric, f"Frontier: {metric_name(metric)} against Distinct-4")
-
-
-def frontier_chart(comparison: Comparison, styles: Styles, metric: str, title: str) -> Chart | None:
     """Each trained arm at its means with its intervals; a line joins those that no other beats."""
-    rows = {arm: comparison.table[arm] for arm in comparison.arms}
-    cells = {
-        arm: (row["distinct_4"], row[metric]) for arm, row in rows.items() if row.get("distinct_4") and row.get(metric)
-    }
+    metric = largest(comparison.metrics, "vote@") or "greedy_accuracy"
+    pairs = {arm: (comparison.cell(arm, "distinct_4"), comparison.cell(arm, metric)) for arm in comparison.arms}
+    cells = {arm: pair for arm, pair in pairs.items() if all(pair)}
     if not cells:
         return None
     means = {arm: (x.interval.mean, y.interval.mean) for arm, (x, y) in cells.items()}
-    front = [means[arm] for arm in pareto_front(means)]
+    xs, ys = zip(*(means[arm] for arm in pareto_front(means)), strict=True)
     figure = go.Figure()
-    xs, ys = zip(*front, strict=True)
-    line = {"color": START_COLOR, "width": 1, "dash": "dash"}
-    figure.add_trace(go.Scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip"))
+    figure.add_scatter(
+        x=xs, y=ys, mode="lines", line={"color": START_COLOR, "width": 1, "dash": "dash"}, hoverinfo="skip"
+    )
     for arm, (x, y) in cells.items():
-        figure.add_trace(_mark(x, y, styles[arm]))
+        bars = [_bars([cell], thickness=1, color=styles[arm].faded(0.5)) if cell.known else None for cell in (x, y)]
+        figure.add_scatter(
+            x=[x.interval.mean],
+            y=[y.interval.mean],
+            error_x=bars[0],
+            error_y=bars[1],
+            hovertemplate="%{x:.3f}, %{y:.3f}",
+            **_mark(styles[arm], 11),
+        )
     figure.update_xaxes(title_text="Distinct-4")
     figure.update_yaxes(title_text=metric_name(metric))
-    key = f"frontier-{metric.replace('@', '-')}"
+    chance = "the test problems" if comparison.is_one else "seeds where an arm has several"
     caption = (
-        f"Means with 95 % intervals over {_chance(comparison)}. The dashed line joins the arms that no other arm beats "
-        "in both means; differences along it that are smaller than the intervals are not evidence."
+        f"Means with 95 % intervals over {chance}. The dashed line joins the arms that no other arm beats in both "
+        "means; differences along it that are smaller than the intervals are not evidence."
     )
-    return Chart(key, title, caption, tuple(styles[arm] for arm in cells), chart_html(figure, key))
+    title = f"Frontier: {metric_name(metric)} against Distinct-4"
+    return chart(f"frontier-{metric.replace('@', '-')}", title, caption, figure, [styles[arm] for arm in cells])
 
 
-def pareto_front(points: Mapping[str, Point]) -> list[str]:
+def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """The names of the points that no other beats in one coordinate without losing in the other, by rising x."""
-    return sorted(
-        (
-            name
-            for name, (x, y) in points.items()
-            if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points.values())
-        ),
-        key=lambda name: points[name],
-    )
+    front = [
+        name
+        for name, (x, y) in points.items()
+        if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points.values())
+    ]
+    return sorted(front, key=points.__getitem__)
 
 
-def _mark(x: Estimate, y: Estimate, style: ArmStyle) -> go.Scatter:
-    def bars(cell: Estimate) -> dict | None:
-        if not cell.known:
-            return None
-        above, below = cell.interval.high - cell.interval.mean, cell.interval.mean - cell.interval.low
-        return {"array": [above], "arrayminus": [below], "thickness": 1, "width": 3, "color": style.faded(0.5)}
+def _alpha_charts(comparison: Comparison) -> list[Chart]:
+    """The voted accuracy and Distinct-4 against alpha, a line for each family of arms that differ in alpha alone."""
+    families: dict[str, dict[float, str]] = {family: {} for family in ALPHA_FAMILIES}
+    for arm, by_seed in comparison.arms.items():
+        settings = next(iter(by_seed.values())).settings
+        for family, without in ALPHA_FAMILIES.items():  # their labels say that alpha is all that sets them apart
+            if settings.alpha is not None and settings.label in (without, f"{family} α={settings.alpha:g}"):
+                families[family][settings.alpha] = arm
+    families = {family: dict(sorted(arms.items())) for family, arms in families.items() if len(arms) >= FEWEST_ALPHAS}
+    alphas = sorted({alpha for arms in families.values() for alpha in arms})
+    charts = []
+    for metric in (largest(comparison.metrics, "vote@"), "distinct_4"):
+        if metric not in comparison.metrics:
+            continue
+        lines = {}
+        for family, arms in families.items():
+            cells = [comparison.cell(arm, metric) for arm in arms.values()]
+            lines[family] = interval_line([alphas.index(alpha) for alpha in arms], [c and c.interval for c in cells])
+        caption = "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
+        title, ticks = f"Sensitivity to alpha: {metric_name(metric)}", [f"{alpha:g}" for alpha in alphas]
+        axes = {"x_title": "alpha", "y_title": metric_name(metric), "ticks": ticks}
+        styles = arm_styles({family: family for family in families})
+        drawn = line_chart(f"alpha-{metric.replace('@', '-')}", title, f"{caption}exploration.", lines, styles, **axes)
+        charts += [drawn] if drawn else []
+    return charts
 
-    return go.Scatter(
-        x=[x.interval.mean],
-        y=[y.interval.mean],
-        mode="markers",
-        name=html.escape(style.label),
-        marker={"symbol": style.symbol, "size": 11, "color": style.color},
-        error_x=bars(x),
-        error_y=bars(y),
-        hovertemplate="%{x:.3f}, %{y:.3f}",
-    )
+
+# --- votes and pass@k -------------------------------------------------------------------------------------------------
 
 
-# --- the charts of every report ---------------------------------------------------------------------------------------
+def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
+    ks = [int(found[1]) for metric in comparison.metrics if (found := re.fullmatch(r"pass@(\d+)", metric))]
+    lines = {}
+    for arm in comparison.labels:
+        cells = [comparison.cell(arm, f"pass@{k}") for k in ks]
+        lines[arm] = interval_line(ks, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
+    caption = "Chance that at least one of k responses is correct (unbiased estimate)."
+    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+    return line_chart("pass", "pass@k", caption, lines, styles, x_title="responses (k)", y_title="pass@k")
 
-_TRAIN = "Training problems, sampled at temperature {} from the policy at the start of each iteration."
-"""With the runs' temperatures in place of {}."""
-_REWARD = Curves("reward", "Reward over iterations", _TRAIN, "collection", "reward", "mean reward")
-_DIAGNOSTICS = (
-    Curves(
-        "entropy",
-        "Entropy over training",
-        "The policy's entropy, mean over sampled response tokens.",
-        *("train_step", "entropy", "entropy (nats)"),
-    ),
-    Curves(
-        "distinct",
-        "Distinct-4 over iterations",
-        f"Share of distinct 4-grams among a problem's responses. {_TRAIN}",
-        *("collection", "distinct_4", "Distinct-4"),
-    ),
-    Curves("kl", "KL to the reference policy", _TRAIN, "collection", "kl", "KL (nats)"),
-    Curves(
-        "well-formed",
-        "Well-formed answers",
-        f"Share of responses that end by themselves with one final answer. {_TRAIN}",
-        *("collection", "well_formed", "share"),
-    ),
-    Curves(
-        "exploration",
-        "Exploration term",
-        "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: negative once the policy has moved "
-        "away from them; a floor can lift it above zero.",
-        *("train_step", "exploration", "value (nats)"),
-    ),
-    Curves(
-        "floor",
-        "Floored tokens",
-        "Share of response tokens whose log-ratio is at the floor, where the exploration term has no gradient.",
-        *("train_step", "floor_fraction", "share of tokens"),
-    ),
-    Curves(
-        "warm-up",
-        "Warm-up loss",
-        "Supervised loss of the start that all arms share.",
-        *("sft_step", "loss", "loss (nats per token)"),
-    ),
-)
+
+def scaling_charts(comparison: Comparison, styles: Styles) -> list[Chart]:
+    """Votes, pass@k and best-of-k by each score over the responses that ``evaluate --stored`` looked at, against k,
+    with the tokens of k responses; empty where nothing is stored."""
+    stored = {record.folder: read_test_time(record) for record in comparison.runs.records}
+    policies = {name: comparison.runs.policies[name].values() for name in comparison.labels}
+    found = {
+        arm: [stored[one.record.folder][one.name] for one in seeds if one.name in stored[one.record.folder]]
+        for arm, seeds in policies.items()
+    }
+    evaluations = {arm: seeds for arm, seeds in found.items() if seeds}
+    metrics = {metric for seeds in evaluations.values() for one in seeds for metric in one.metrics}
+    scores = {metric.partition("/")[2] for metric in metrics if metric.startswith("best_of@")} - {"oracle"}
+    families = {
+        "majority@": ("Majority vote", "Expected score of the majority answer of k responses."),
+        "pass@": ("pass@k", "Chance that at least one of k responses is right."),
+        **{f"best_of@/{name}": (f"Best of k by {name}", f"The response of k that {name} scores highest.")
+           for name in sorted(scores)},  # by the reward itself it is pass@k
+    }  # fmt: skip
+    bands = PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+    axes = {"x_title": "responses to each problem (k)", "y_title": "share of test problems"}
+    charts = []
+    for family, (title, caption) in families.items():
+        lines = {arm: _over_k(comparison, seeds, family) for arm, seeds in evaluations.items()}
+        caption = f"{caption} Computed from the stored responses to the test problems.{bands}"
+        charts.append(line_chart(re.sub(r"\W", "-", f"samples-{family}"), title, caption, lines, styles, **axes))
+    return [drawn for drawn in charts if drawn]
+
+
+def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> Line:
+    """The family's curve over k. family: the metrics' name without k."""
+    before, _, after = family.partition("@")
+    pattern = re.compile(rf"{re.escape(before)}@(\d+){re.escape(after)}")
+    at_k = [
+        {int(k[1]): metric for metric in one.metrics if (k := pattern.fullmatch(metric)) and one.has(metric)}
+        for one in seeds
+    ]
+    kept = [{k: found[k] for k in thinned(sorted(found))} for found in at_k]
+    if comparison.is_one:
+        bootstrap = {
+            "resamples": setting(comparison.runs.records[0], "evaluation.bootstrap"),
+            "seed": comparison.seeds[0],
+        }
+        intervals = ratio_intervals({name: seeds[0].metrics[name] for name in kept[0].values()}, **bootstrap)
+        line = interval_line(list(kept[0]), list(intervals.values()))
+    else:
+        means = [{k: one.mean(name) for k, name in found.items()} for one, found in zip(seeds, kept, strict=True)]
+        line = over_seeds([pd.Series(one, dtype=float) for one in means])
+    tokens = [sum(one.mean(f"tokens@{k}") for one in seeds) / len(seeds) for k in line.index]
+    return line.assign(note=[f"{mean:.0f} tokens" if math.isfinite(mean) else "" for mean in tokens])
+
+
+def thinned(ks: Sequence[int]) -> list[int]:
+    """At most ``MOST_POINTS`` of the rising numbers, the first and the last among them, evenly spaced on a log scale
+    where there are too many."""
+    if len(ks) <= MOST_POINTS:
+        return list(ks)
+    wanted = np.geomspace(ks[0], ks[-1], MOST_POINTS)
+    return sorted({min(ks, key=lambda k, target=target: abs(k - target)) for target in wanted})

@@ -13,10 +13,10 @@ otherwise. Doses whose answers lost their form are left out: their entropy and d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 
 from nemo_edo.evaluation.results import POOLED, seeds_interval
 from nemo_edo.metrics import Interval, holm, mean_p_value
@@ -81,7 +81,12 @@ class Finding:
     @property
     def numbers(self) -> str:
         """Each test as "0.1: +0.031 [+0.004, +0.058], p 0.020"."""
-        return "; ".join([*map(_in_words, self.tests), *(f"{dose}: left out" for dose in self.left_out)])
+        said = []
+        for test in self.tests:
+            low, high = test.interval.low, test.interval.high
+            ends = f" [{low:+.3f}, {high:+.3f}], p {test.p:.3f}" if len(test.values) > 1 else ""
+            said.append(f"{test.dose or 'per dose'}: {test.interval.mean:+.3f}{ends}")
+        return "; ".join([*said, *(f"{dose}: left out" for dose in self.left_out)])
 
 
 def findings(
@@ -92,16 +97,18 @@ def findings(
     temperature: of the responses, as the rows have it. diversity: the column of Distinct-4, ``distinct_4_pooled`` (the
     paper's) or ``distinct_4``. A claim without a paired seed has no data, and with one seed it is not shown.
     """
-    cells = _last(row for row in rows if row["temperature"] == temperature and not row["note"])
     metrics = {**METRIC, "diversity": diversity}
+    cells = [row for row in rows if row["temperature"] == temperature and not row["note"]]
+    table = pd.DataFrame(cells, columns=list(cells[0]) if cells else ["task"])
+    for column in ("seed", "iteration", "well_formed", *metrics.values()) if cells else ():
+        table[column] = pd.to_numeric(table[column].replace("", None))
     found = [
         finding
-        for task in dict.fromkeys(task for task, *_ in cells)
+        for task, of_task in table.groupby("task", sort=False)
         for family in families
-        for finding in _of_family(cells, task, family, metrics)
+        for finding in _of_family(of_task, str(task), family, metrics)
     ]
-    p_values = [test.p for one in found for test in one.tests if len(test.values) > 1]
-    adjusted = iter(holm(p_values).tolist() if p_values else [])
+    adjusted = iter(holm([test.p for one in found for test in one.tests if len(test.values) > 1]).tolist())
     return [_judged(one, adjusted) for one in found]
 
 
@@ -109,98 +116,54 @@ def markdown(found: Sequence[Finding]) -> str:
     """The table: a line for each task, method and claim."""
     heads = ["task", "method", "claim", "verdict", "seeds", "differences from the baseline [95 %]"]
     lines = [
-        [one.task, one.method, CLAIMS[one.claim], one.verdict, _seeds(one), one.numbers or "no paired seed"]
+        [one.task, one.method, CLAIMS[one.claim], one.verdict,
+         str(max((len(test.values) for test in one.tests), default=0)), one.numbers or "no paired seed"]
         for one in found
-    ]
+    ]  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
-Cells = dict[tuple[str, str, str, int], Row]
-"""(task, arm, dose, seed) -> row."""
-
-
-def _last(rows: Iterable[Row]) -> Cells:
-    cells: Cells = {}
-    for row in rows:
-        key = (row["task"], row["arm"], row["dose"], int(row["seed"]))
-        if key not in cells or int(cells[key]["iteration"]) <= int(row["iteration"]):
-            cells[key] = row
-    return cells
-
-
-def _of_family(cells: Cells, task: str, family: Family, metrics: Mapping[str, str]) -> list[Finding]:
-    of_task = {key: row for key, row in cells.items() if key[0] == task}
-    baseline = {seed: row for (_, arm, _, seed), row in of_task.items() if arm == family.baseline}
-    doses = sorted({dose for _, arm, dose, _ in of_task if arm == family.arm and dose}, key=float)
-    if not baseline or not doses:
+def _of_family(table: pd.DataFrame, task: str, family: Family, metrics: Mapping[str, str]) -> list[Finding]:
+    last = table.sort_values("iteration", kind="stable").drop_duplicates(["arm", "dose", "seed"], keep="last")
+    baseline = last[last["arm"] == family.baseline].drop_duplicates("seed", keep="last").set_index("seed").sort_index()
+    of_arm = last[(last["arm"] == family.arm) & (last["dose"] != "")]
+    doses = sorted(of_arm["dose"].unique(), key=float)
+    if baseline.empty or not doses:
         return []
-    by_dose: dict[str, dict[int, Row]] = {dose: {} for dose in doses}
-    for (_, arm, dose, seed), row in of_task.items():
-        if arm == family.arm and dose:
-            by_dose[dose][seed] = row
-    broken = tuple(dose for dose, found in by_dose.items() if _broke_down(found))
-    whole = {dose: found for dose, found in by_dose.items() if dose not in broken}
-    moderate = {dose: found for dose, found in whole.items() if dose != doses[-1] or len(doses) == 1}
-    tests = {
-        "entropy": [_difference(metrics["entropy"], dose, rows, baseline) for dose, rows in whole.items()],
-        "diversity": [_slope(metrics["diversity"], whole, baseline)],
-        "votes": [_difference(metrics["votes"], dose, rows, baseline) for dose, rows in moderate.items()],
+    by_dose = {dose: of_arm[of_arm["dose"] == dose].set_index("seed").sort_index() for dose in doses}
+    whole = {dose: found for dose, found in by_dose.items() if not found["well_formed"].mean() < MALFORMED_BELOW}
+    values = {
+        claim: pd.DataFrame({"": baseline[metric], **{dose: found[metric] for dose, found in whole.items()}})
+        for claim, metric in metrics.items()
     }
+    apart = {claim: found.drop(columns="").sub(found[""], axis=0) for claim, found in values.items()}
+    ranks = np.arange(len(whole) + 1) - len(whole) / 2  # of the doses, from the baseline's none, around 0
+    tests = {
+        "entropy": apart["entropy"],
+        # The mean rise from one dose to the next, by least squares, over the seeds that have every dose.
+        "diversity": pd.DataFrame({"": values["diversity"] @ ranks / (ranks @ ranks)} if whole else {}),
+        "votes": apart["votes"][[dose for dose in whole if dose != doses[-1] or len(doses) == 1]],
+    }
+    broken = tuple(dose for dose in doses if dose not in whole)
     return [
-        Finding(task, family.method, claim, NOT_SHOWN, tuple(test for test in of_claim if test), broken)
-        for claim, of_claim in tests.items()
+        Finding(task, family.method, claim, NOT_SHOWN, tuple(_tests(metrics[claim], found)), broken)
+        for claim, found in tests.items()
     ]
 
 
-def _broke_down(rows: Mapping[int, Row]) -> bool:
-    shares = [float(row["well_formed"]) for row in rows.values() if row["well_formed"]]
-    return bool(shares) and fmean(shares) < MALFORMED_BELOW
-
-
-def _difference(metric: str, dose: str, rows: Mapping[int, Row], baseline: Mapping[int, Row]) -> Test | None:
-    """Of a dose from the baseline, over the seeds that both have; None without one."""
-    values = [
-        float(rows[seed][metric]) - float(baseline[seed][metric])
-        for seed in sorted(rows.keys() & baseline.keys())
-        if rows[seed][metric] and baseline[seed][metric]
-    ]
-    return _test(metric, dose, values)
-
-
-def _slope(metric: str, by_dose: Mapping[str, Mapping[int, Row]], baseline: Mapping[int, Row]) -> Test | None:
-    """Of the metric over the doses' ranks, from 0 for the baseline: the mean rise from one dose to the next, by least
-    squares. Over the seeds that have every dose; None without one."""
-    arms = [baseline, *by_dose.values()]
-    seeds = sorted(set.intersection(*(set(arm) for arm in arms)))
-    lines = [[arm[seed][metric] for arm in arms] for seed in seeds]
-    ranks = np.arange(len(arms)) - (len(arms) - 1) / 2
-    values = [float(ranks @ np.array(line, dtype=float) / (ranks @ ranks)) for line in lines if all(line)]
-    return _test(metric, "", values) if by_dose else None
-
-
-def _test(metric: str, dose: str, values: Sequence[float]) -> Test | None:
-    if not values:
-        return None
-    return Test(dose, tuple(values), seeds_interval(metric, values, differences=True), mean_p_value(values))
+def _tests(metric: str, by_dose: pd.DataFrame) -> Iterable[Test]:
+    """One for each dose (column) over the seeds that have a value."""
+    for dose, column in by_dose.items():
+        values = column.dropna().tolist()
+        if values:
+            interval = seeds_interval(metric, values, differences=True)
+            yield Test(str(dose), tuple(values), interval, mean_p_value(values))
 
 
 def _judged(finding: Finding, adjusted: Iterable[float]) -> Finding:
     """With the next adjusted p-values, and the verdict that follows from them."""
     numbers = iter(adjusted)
-    tests = tuple(
-        Test(test.dose, test.values, test.interval, next(numbers)) if len(test.values) > 1 else test
-        for test in finding.tests
-    )
+    tests = tuple(replace(test, p=next(numbers)) if len(test.values) > 1 else test for test in finding.tests)
     signs = {np.sign(test.interval.mean) for test in tests if test.p < LEVEL}
     verdict = SHOWN if 1 in signs else REFUTED if -1 in signs else NOT_SHOWN if tests else NO_DATA
-    return Finding(finding.task, finding.method, finding.claim, verdict, tests, finding.left_out)
-
-
-def _in_words(test: Test) -> str:
-    mean = f"{test.dose or 'per dose'}: {test.interval.mean:+.3f}"
-    ends = f" [{test.interval.low:+.3f}, {test.interval.high:+.3f}], p {test.p:.3f}"
-    return mean + ends if len(test.values) > 1 else mean
-
-
-def _seeds(finding: Finding) -> str:
-    return str(max((len(test.values) for test in finding.tests), default=0))
+    return replace(finding, verdict=verdict, tests=tests)

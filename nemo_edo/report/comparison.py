@@ -9,17 +9,17 @@ baseline (``replicate_baseline``) instead, which gives a scale and decides nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from nemo_edo.config.arms import PLAIN_LABELS
+from nemo_edo.config.arms import PLAIN_LABELS, REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import (
     START,
-    Evaluation,
     compared_metrics,
     metric_order,
     newly_solved_and_lost,
@@ -28,13 +28,14 @@ from nemo_edo.evaluation.results import (
     seeds_interval,
 )
 from nemo_edo.metrics import Interval, holm, mean_p_value
-from nemo_edo.report.matching import MATCHED_MEASURES, curve, match_accuracy
+from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
 from nemo_edo.report.run_record import setting
 from nemo_edo.report.run_set import RunSet, Trained
 
 SOLVED_METRIC = "greedy_accuracy"
 LEVEL = 0.05
 """Of the p-value, corrected by Holm's method, below which a difference is shown."""
+BySeed = Mapping[int, Trained]
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,6 @@ class Estimate:
     interval: Interval
     """Over problems in a set of one run, over seeds (Student's t) in a set of several; its ends are NaN where one seed
     of several runs leaves them open."""
-
-    @classmethod
-    def over_seeds(cls, metric: str, by_seed: Mapping[int, float], *, differences: bool = False) -> Estimate | None:
-        """Of a metric, or of its ``differences``; None where there is no seed."""
-        if not by_seed:
-            return None
-        return cls(dict(by_seed), seeds_interval(metric, list(by_seed.values()), differences=differences))
 
     @property
     def known(self) -> bool:
@@ -75,7 +69,7 @@ class Difference(Estimate):
     """Over all seeds together, with its paired interval over problems."""
     p_value: float
     """Two-sided, of a mean of 0 over seeds (paired t test); NaN with one seed."""
-    p_adjusted: float
+    p_adjusted: float = math.nan
     """The same by Holm's method for all the differences of the report that have one."""
 
     @property
@@ -84,25 +78,15 @@ class Difference(Estimate):
         return self.p_adjusted < LEVEL
 
 
-@dataclass(frozen=True)
-class Replicate:
-    """A second training of an arm with other samples, in each run that has one."""
-
-    label: str
-    """The label of the arm."""
-    table: dict[str, Estimate]
-    """metric -> its values."""
-    noise: dict[str, float]
-    """metric -> the distance between the two trainings, as root mean square over the runs."""
-
-
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """Test problems, greedy, on average over seeds: wrong before and right after, and the other way round."""
 
     newly_solved: float
     lost: float
-    seeds: int
+
+
+Cells = dict[str, dict[str, Estimate]]
+"""measure -> arm -> its values."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +96,11 @@ class MatchedArms:
 
     accuracies: dict[int, float]
     """The middle of the range by seed; seeds in which fewer than two arms can be matched are left out."""
-    values: dict[str, dict[str, Estimate]]
-    """measure -> arm -> its values."""
-    differences: dict[str, dict[str, Estimate]]
-    """measure -> arm -> its values minus the baseline's in the same seeds."""
-    last: dict[str, dict[str, Estimate]]
-    """measure -> arm -> its values at its last collection, at whatever accuracy that had."""
+    values: Cells
+    differences: Cells
+    """An arm's values minus the baseline's in the same seeds."""
+    last: Cells
+    """An arm's values at its last collection, at whatever accuracy that had."""
     left_out: dict[str, dict[int, str]]
     """arm -> seed -> why it has no value there."""
 
@@ -128,17 +111,19 @@ class Comparison:
 
     runs: RunSet
     labels: dict[str, str]
-    """Arm -> label of everything in the table: the start, where it was evaluated, and the trained arms."""
+    """Policy -> label: the start, where it was evaluated, and the trained arms."""
     metrics: tuple[str, ...]
-    table: dict[str, dict[str, Estimate | None]]
-    """arm -> metric -> estimate."""
+    table: dict[str, dict[str, Estimate]]
+    """policy -> metric -> estimate, of what was measured. It has the replicate, too."""
     baseline: str | None
-    replicate: Replicate | None
+    replicate: str | None
+    """The label of the baseline, where some run trained it again with other samples."""
+    noise: dict[str, float]
+    """metric -> the distance between the two trainings, as root mean square over the runs."""
     differences: tuple[Difference, ...]
     from_start: dict[str, Changes]
     from_baseline: dict[str, Changes]
     matched: MatchedArms
-    problems: int
 
     @property
     def arms(self) -> dict[str, dict[int, Trained]]:
@@ -148,6 +133,10 @@ class Comparison:
     @property
     def seeds(self) -> list[int]:
         return self.runs.seeds
+
+    @property
+    def problems(self) -> int:
+        return len(next(iter(self.runs.records[0].evaluations.values())).problems)
 
     @property
     def temperature(self) -> float:
@@ -164,16 +153,14 @@ class Comparison:
         """Whether intervals are over problems, as those of one run are."""
         return self.runs.is_one
 
+    def cell(self, policy: str, metric: str) -> Estimate | None:
+        return self.table[policy].get(metric)
+
     def difference(self, arm: str, metric: str) -> Difference | None:
         return next((d for d in self.differences if (d.arm, d.metric) == (arm, metric)), None)
 
-    def seeds_of(self, arm: str) -> list[int]:
-        return sorted(self.arms[arm] if arm in self.arms else self.runs.starts)
-
-
-BySeed = Mapping[int, Evaluation]
-Values = dict[str, dict[str, dict[int, float]]]
-"""measure -> arm -> seed -> value."""
+    def seeds_of(self, policy: str) -> list[int]:
+        return sorted(self.runs.policies[policy])
 
 
 def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
@@ -183,33 +170,22 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     first arm that is plain GRPO or ETO, or the first arm where none is. An arm alone is compared with its start, where
     that was evaluated. Raises UserError for a baseline that is not an arm.
     """
-    evaluations = {START: runs.starts} if runs.starts else {}
-    evaluations |= {arm: {seed: t.evaluation for seed, t in by_seed.items()} for arm, by_seed in runs.arms.items()}
-    labels = {arm: runs.labels.get(arm) or runs.records[0].label(arm) for arm in evaluations}
+    policies, first = runs.policies, runs.records[0]
     baseline = _baseline(runs, baseline)
-    found = {name for by_seed in evaluations.values() for one in by_seed.values() for name in one.metrics}
-    metrics = tuple(sorted(found, key=metric_order))
-    first = next(iter(evaluations.values()))
+    evaluated = [one.evaluation for name, found in policies.items() if name != REPLICATE for one in found.values()]
+    metrics = tuple(sorted({metric for one in evaluated for metric in one.metrics}, key=metric_order))
     return Comparison(
         runs=runs,
-        labels=labels,
+        labels={name: runs.labels.get(name) or first.label(name) for name in policies if name != REPLICATE},
         metrics=metrics,
-        table={
-            arm: {metric: found.get(metric) for metric in metrics}
-            for arm, by_seed in evaluations.items()
-            for found in [_estimates(runs, by_seed, metrics)]
-        },
+        table={name: _estimates(runs, found, metrics) for name, found in policies.items()},
         baseline=baseline,
-        replicate=_replicate(runs, metrics),
-        differences=_differences(runs, evaluations, baseline, compared_metrics(metrics)),
-        from_start={arm: one for arm in runs.arms if (one := _changes(evaluations, START, arm))},
-        from_baseline={
-            arm: one
-            for arm in runs.arms
-            if baseline in runs.arms and arm != baseline and (one := _changes(evaluations, baseline, arm))
-        },
+        replicate=_replicated(policies[REPLICATE].values())[0].settings.label if REPLICATE in policies else None,
+        noise=_noise(policies.get(REPLICATE, {}), metrics),
+        differences=_differences(runs, baseline, compared_metrics(metrics)),
+        from_start=_changes(policies, START),
+        from_baseline=_changes(policies, baseline) if baseline in runs.arms else {},
         matched=_matched(runs, baseline),
-        problems=len(next(iter(first.values())).problems),
     )
 
 
@@ -220,7 +196,7 @@ def _baseline(runs: RunSet, wanted: str | None) -> str | None:
             raise UserError(f"--baseline: there is no arm {wanted!r}; the arms are {'; '.join(runs.labels.values())}")
         return named[0]
     if len(runs.arms) < 2:
-        return START if runs.starts and runs.arms else None
+        return START if START in runs.policies and runs.arms else None
     if runs.is_one:
         own = runs.records[0].summary["baseline"]
         if own is not None and own not in runs.arms:
@@ -241,115 +217,104 @@ def _over_problems(runs: RunSet) -> dict[str, Any]:
     }
 
 
-def _values(by_seed: BySeed, metric: str) -> dict[int, float]:
-    return {seed: found.mean(metric) for seed, found in sorted(by_seed.items()) if found.has(metric)}
+def _values(found: BySeed, metric: str) -> dict[int, float]:
+    return {seed: one.evaluation.mean(metric) for seed, one in sorted(found.items()) if one.evaluation.has(metric)}
 
 
-def _estimates(runs: RunSet, by_seed: BySeed, metrics: Sequence[str]) -> dict[str, Estimate]:
+def _over_seeds(metric: str, values: Mapping[int, float], *, differences: bool = False) -> Estimate:
+    return Estimate(dict(values), seeds_interval(metric, list(values.values()), differences=differences))
+
+
+def _estimates(runs: RunSet, found: BySeed, metrics: Sequence[str]) -> dict[str, Estimate]:
     """Of the metrics that were measured."""
-    values = {metric: found for metric in metrics if (found := _values(by_seed, metric))}
+    values = {metric: by_seed for metric in metrics if (by_seed := _values(found, metric))}
     if not runs.is_one:
-        return {metric: Estimate.over_seeds(metric, found) for metric, found in values.items()}
-    [only] = by_seed.values()
-    intervals = only.intervals(**_over_problems(runs))
-    return {metric: Estimate(found, intervals[metric]) for metric, found in values.items()}
+        return {metric: _over_seeds(metric, by_seed) for metric, by_seed in values.items()}
+    [only] = found.values()
+    intervals = only.evaluation.intervals(**_over_problems(runs))
+    return {metric: Estimate(by_seed, intervals[metric]) for metric, by_seed in values.items()}
 
 
-def _differences(
-    runs: RunSet, evaluations: Mapping[str, BySeed], baseline: str | None, metrics: Sequence[str]
-) -> tuple[Difference, ...]:
-    found = [
-        difference
-        for arm in runs.arms
-        if baseline not in (None, arm)
-        for metric in metrics
-        if (difference := _difference(runs, arm, metric, evaluations[arm], evaluations[baseline]))
-    ]
+def _differences(runs: RunSet, baseline: str | None, metrics: Sequence[str]) -> tuple[Difference, ...]:
+    found, policies = [], runs.policies
+    for arm in runs.arms if baseline is not None else ():
+        for metric in metrics if arm != baseline else ():
+            ours, theirs = (_values(policies[name], metric) for name in (arm, baseline))
+            by_seed = {seed: value - theirs[seed] for seed, value in ours.items() if seed in theirs}
+            if not by_seed:
+                continue
+            pooled = [_pooled(policies[name], metric, by_seed) for name in (arm, baseline)]
+            over_problems = paired_interval(metric, *pooled, **_over_problems(runs))
+            interval = over_problems if runs.is_one else _over_seeds(metric, by_seed, differences=True).interval
+            p_value = mean_p_value(list(by_seed.values()))
+            found.append(Difference(by_seed, interval, arm, metric, over_problems, p_value))
     adjusted = iter(holm([one.p_value for one in found if not math.isnan(one.p_value)]))
     return tuple(one if math.isnan(one.p_value) else replace(one, p_adjusted=float(next(adjusted))) for one in found)
 
 
-def _difference(runs: RunSet, arm: str, metric: str, ours: BySeed, theirs: BySeed) -> Difference | None:
-    values, base = _values(ours, metric), _values(theirs, metric)
-    by_seed = {seed: value - base[seed] for seed, value in values.items() if seed in base}
-    if not by_seed:
-        return None
-    a, b = (_pooled(evaluations, metric, list(by_seed)) for evaluations in (ours, theirs))
-    over_problems = paired_interval(metric, a, b, **_over_problems(runs))
-    values = list(by_seed.values())
-    interval = over_problems if runs.is_one else seeds_interval(metric, values, differences=True)
-    return Difference(by_seed, interval, arm, metric, over_problems, mean_p_value(values), p_adjusted=math.nan)
-
-
-def _replicate(runs: RunSet, metrics: Sequence[str]) -> Replicate | None:
-    records = [record for record in runs.records if record.replicate is not None]
-    if not records:
-        return None
-    noise = {}
-    for metric in metrics:
-        pairs = [(record, record.replicate, record.evaluations[record.summary["baseline"]]) for record in records]
-        pairs = [pair for pair in pairs if all(one.has(metric) for one in pair[1:])]
-        if pairs:
-            apart = [again.mean(metric) - first.mean(metric) for _, again, first in pairs]
-            noise[metric] = math.sqrt(sum(gap**2 for gap in apart) / len(apart))
-    table = _estimates(runs, {record.seed: record.replicate for record in records}, metrics)
-    return Replicate(records[0].label(records[0].summary["baseline"]), table, noise)
-
-
-def _pooled(by_seed: BySeed, metric: str, seeds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _pooled(found: BySeed, metric: str, seeds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
     """(sums [P], counts [P]) of the seeds together."""
-    sums, counts = zip(*(by_seed[seed].metrics[metric] for seed in seeds), strict=True)
+    sums, counts = zip(*(found[seed].evaluation.metrics[metric] for seed in seeds), strict=True)
     return np.sum(sums, axis=0), np.sum(counts, axis=0)
 
 
-def _changes(evaluations: Mapping[str, BySeed], before: str, after: str) -> Changes | None:
-    old, new = evaluations.get(before, {}), evaluations[after]
-    seeds = [seed for seed in new if seed in old and old[seed].has(SOLVED_METRIC) and new[seed].has(SOLVED_METRIC)]
-    if not seeds:
-        return None
-    found = [newly_solved_and_lost(old[seed], new[seed]) for seed in seeds]
-    newly_solved, lost = (sum(change[key] for change in found) / len(seeds) for key in ("newly_solved", "lost"))
-    return Changes(newly_solved, lost, len(seeds))
+def _replicated(again: Iterable[Trained]) -> list[Trained]:
+    """The baselines that the replicates repeat."""
+    return [Trained(one.record, one.record.summary["baseline"]) for one in again]
+
+
+def _noise(again: BySeed, metrics: Sequence[str]) -> dict[str, float]:
+    pairs = list(zip(again.values(), _replicated(again.values()), strict=True))
+    noise = {}
+    for metric in metrics:
+        apart = [a.evaluation.mean(metric) - b.evaluation.mean(metric) for a, b in pairs]  # NaN where one lacks it
+        known = [gap for gap in apart if math.isfinite(gap)]
+        if known:
+            noise[metric] = math.sqrt(sum(gap**2 for gap in known) / len(known))
+    return noise
+
+
+def _changes(policies: Mapping[str, BySeed], before: str) -> dict[str, Changes]:
+    """Of every other arm, since ``before``; without those that have no seed where both were measured."""
+    found = {}
+    old = {seed: one.evaluation for seed, one in policies.get(before, {}).items() if one.evaluation.has(SOLVED_METRIC)}
+    for arm in (name for name in policies if name not in (START, REPLICATE, before)):
+        new = {seed: one.evaluation for seed, one in policies[arm].items() if one.evaluation.has(SOLVED_METRIC)}
+        changes = [newly_solved_and_lost(old[seed], new[seed]) for seed in new if seed in old]
+        if changes:
+            found[arm] = Changes(*(sum(one[key] for one in changes) / len(changes) for key in ("newly_solved", "lost")))
+    return found
 
 
 def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
     accuracies: dict[int, float] = {}
     left_out: dict[str, dict[int, str]] = {}
-    values, last = ({measure: {arm: {} for arm in runs.arms} for measure in MATCHED_MEASURES} for _ in range(2))
+    values, last = [], []
     for seed in runs.seeds:
-        curves = {arm: curve(found[seed].record, found[seed].name) for arm, found in runs.arms.items() if seed in found}
+        collections = {arm: found[seed].lines("collection") for arm, found in runs.arms.items() if seed in found}
+        curves = {arm: lines[["reward", *MATCHED_MEASURES]].to_numpy(float) for arm, lines in collections.items()}
         matched = match_accuracy(curves)
         for arm, reason in matched.reasons.items():
             left_out.setdefault(arm, {})[seed] = reason
-        _add(last, matched.last, seed)
         if matched.accuracy is not None:
             accuracies[seed] = matched.accuracy
-            _add(values, matched.values, seed)
-    differences = {
-        measure: {
-            arm: {seed: value - by_arm[baseline][seed] for seed, value in by_seed.items() if seed in by_arm[baseline]}
-            for arm, by_seed in by_arm.items()
-            if arm != baseline and baseline in by_arm
-        }
-        for measure, by_arm in values.items()
-    }
-    apart = _over_seeds(differences, differences=True)
-    return MatchedArms(accuracies, _over_seeds(values), apart, _over_seeds(last), left_out)
+        values += [(arm, seed, *found) for arm, found in matched.values.items()]
+        last += [(arm, seed, *curve[-1, 1:]) for arm, curve in curves.items() if len(curve) and len(curves) > 1]
+    matched, at_end = (pd.DataFrame(rows, columns=["arm", "seed", *MATCHED_MEASURES]) for rows in (values, last))
+    base = matched[matched["arm"] == baseline].set_index("seed")
+    apart = matched[(matched["arm"] != baseline) & matched["seed"].isin(base.index)].copy()
+    for measure in MATCHED_MEASURES:
+        apart[measure] -= apart["seed"].map(base[measure])
+    cells = _cells(runs, matched), _cells(runs, apart, differences=True), _cells(runs, at_end)
+    return MatchedArms(accuracies, *cells, left_out)
 
 
-def _add(values: Values, found: Mapping[str, Mapping[str, float]], seed: int) -> None:
-    for measure, by_arm in found.items():
-        for arm, value in by_arm.items():
-            if math.isfinite(value):
-                values[measure][arm][seed] = value
-
-
-def _over_seeds(values: Values, *, differences: bool = False) -> dict[str, dict[str, Estimate]]:
-    return {
-        measure: {
-            arm: found
-            for arm, by_seed in by_arm.items()
-            if (found := Estimate.over_seeds(measure, by_seed, differences=differences))
-        }
-        for measure, by_arm in values.items()
-    }
+def _cells(runs: RunSet, table: pd.DataFrame, *, differences: bool = False) -> Cells:
+    """Of each arm the measures that it has in some seed. table: columns arm, seed and the measures."""
+    cells: Cells = {measure: {} for measure in MATCHED_MEASURES}
+    for measure in MATCHED_MEASURES:
+        for arm in runs.arms:
+            by_seed = table[table["arm"] == arm].set_index("seed")[measure].dropna().to_dict()
+            if by_seed:
+                cells[measure][arm] = _over_seeds(measure, by_seed, differences=differences)
+    return cells

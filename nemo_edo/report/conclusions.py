@@ -6,21 +6,25 @@ and differences only, next to the distance between two trainings of the baseline
 
 from __future__ import annotations
 
+import io
 import json
-import textwrap
-from itertools import zip_longest
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name
-from nemo_edo.metrics.intervals import Interval
-from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate, Replicate
+from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate
 from nemo_edo.report.run_set import arm_settings
 
 MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
 MOST_NAMED = 3
 """Differences that the first sentence names."""
-LABEL_WIDTH, CELL_WIDTH = 20, 10
-"""Six cells and a label fit into the 80 columns of a terminal; a longer label takes several lines."""
+WIDTH, LABEL_WIDTH = 80, 19
+"""Columns of a terminal, and those of a label: a longer one takes several lines."""
+METHOD = f"t tests over seeds, Holm's correction, level {LEVEL:g}"
 _SHORT_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "distinct_4": "dist-4", "entropy": "entropy"}
 
 
@@ -28,9 +32,7 @@ def conclusions(comparison: Comparison) -> list[str]:
     """What the runs show and do not show, one paragraph per string: the result in one sentence first."""
     return [
         _result(comparison),
-        *_left_out(comparison),
-        *_one_seed(comparison),
-        *_breakdowns(comparison),
+        *_limits(comparison),
         *_by_arm(comparison),
         *_exploration(comparison),
         *_alpha(comparison),
@@ -39,13 +41,18 @@ def conclusions(comparison: Comparison) -> list[str]:
     ]
 
 
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
 def count(number: int, noun: str) -> str:
     """``1 run``, ``3 runs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def signed(interval: Interval) -> str:
-    return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+def signed(cell: Estimate) -> str:
+    """``+0.054 [+0.052, +0.057]``, without an interval where it has none."""
+    ends = f" [{cell.interval.low:+.3f}, {cell.interval.high:+.3f}]" if cell.known else ""
+    return f"{cell.interval.mean:+.3f}{ends}"
 
 
 def direction(difference: Difference) -> str:
@@ -57,239 +64,8 @@ def direction(difference: Difference) -> str:
     return above if difference.interval.mean > 0 else below
 
 
-def _result(comparison: Comparison) -> str:
-    """The result in one sentence, or two."""
-    if not comparison.differences:
-        means = [
-            f"{_word(metric)} {cell.interval.mean:.3f}"
-            for metric in main_metrics(comparison.metrics)
-            if (cell := list(comparison.table.values())[-1][metric])
-        ]
-        missing = "second arm to compare with" if len(comparison.labels) == 1 else "common metric with a baseline arm"
-        return f"{list(comparison.labels.values())[-1]}: {', '.join(means)}. There is no {missing}."
-    baseline, tested = comparison.labels[comparison.baseline], _tested(comparison)
-    if not tested:
-        return _result_of_one_seed(comparison, baseline)
-    seeds = count(max(len(difference.by_seed) for difference in tested), "seed")
-    shown = [f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in tested if d.shown]
-    method = f"t tests over seeds, Holm's correction, level {LEVEL:g}"
-    if not shown:
-        return f"Over {seeds}, none of the {count(len(tested), 'difference')} from {baseline} is shown ({method})."
-    verb = "is" if len(shown) == 1 else "are"
-    many = f"{len(shown)} of {len(tested)} differences from {baseline} {verb} shown ({method})"
-    rest = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
-    return f"Over {seeds}, {many}: {'; '.join(shown[:MOST_NAMED] + rest)}."
-
-
-def _result_of_one_seed(comparison: Comparison, baseline: str) -> str:
-    metrics = [difference.metric for difference in comparison.differences]
-    metric = largest(metrics, "vote@") or metrics[0]
-    gaps = sorted(d.interval.mean for d in comparison.differences if d.metric == metric)
-    span = f"{gaps[0]:+.3f}" if len(gaps) == 1 else f"{gaps[0]:+.3f} to {gaps[-1]:+.3f}"
-    who = comparison.labels[comparison.differences[0].arm] if len(gaps) == 1 else f"{len(gaps)} arms"
-    replicate = comparison.replicate
-    noise = (
-        f"{replicate.label}, trained again with other samples, differs from itself by {replicate.noise[metric]:.3f}"
-        if replicate and metric in replicate.noise
-        else "how much a second training would differ was not measured (replicate_baseline=true measures it)"
-    )
-    where = f"one seed ({comparison.seeds[0]})" if comparison.is_one else "one seed of each arm"
-    verb = "differs" if len(gaps) == 1 else "differ"
-    return f"On {where}, {who} {verb} from {baseline} in {_word(metric)} by {span}; {noise}. One seed gives no verdict."
-
-
-def _scope(comparison: Comparison) -> str:
-    if comparison.is_one:
-        return (
-            f"This is one seed ({comparison.seeds[0]}) on {comparison.problems} test problems. The 95 % intervals "
-            "cover the choice of test problems only, not the noise of training. A claim about an arm needs several "
-            "seeds."
-        )
-    seeds = ", ".join(map(str, comparison.seeds))
-    return (
-        f"{count(len(comparison.runs.records), 'run')} with {count(len(comparison.seeds), 'seed')} ({seeds}) and "
-        f"{count(len(comparison.arms), 'trained arm')}, on {comparison.problems} test problems. Intervals over seeds "
-        "are Student's t: with few seeds they are wide, but they cover the noise of training. Intervals over problems "
-        "cover the choice of test problems only."
-    )
-
-
-def _left_out(comparison: Comparison) -> list[str]:
-    named = "; ".join(f"{folder}: {reason}" for folder, reason in comparison.runs.left_out.items())
-    return [f"Left out, because incomplete: {named}."] if named else []
-
-
-def _one_seed(comparison: Comparison) -> list[str]:
-    single = [comparison.labels[arm] for arm, by_seed in comparison.arms.items() if len(by_seed) == 1]
-    if comparison.is_one or not single:
-        return []
-    has = "has" if len(single) == 1 else "have"
-    which = "Every arm has" if len(single) == len(comparison.arms) else f"{' and '.join(single)} {has}"
-    return [f"{which} one seed only, so nothing is claimed there: a difference may be the noise of training."]
-
-
-def _breakdowns(comparison: Comparison) -> list[str]:
-    """Arms whose answers lost their form; one whose start had none has not broken down."""
-    start = comparison.table.get(START, {}).get("well_formed")
-    if start and start.interval.mean < MALFORMED_BELOW:
-        return []
-    cells = {arm: comparison.table[arm].get("well_formed") for arm in comparison.arms}
-    return [
-        f"{comparison.labels[arm]} broke down: only {cell.interval.mean:.0%} of its answers are well-formed. Read its "
-        "entropy and diversity as noise, not as exploration."
-        for arm, cell in cells.items()
-        if cell and cell.interval.mean < MALFORMED_BELOW
-    ]
-
-
-def _by_arm(comparison: Comparison) -> list[str]:
-    paragraphs = []
-    for arm in comparison.arms:
-        found = [difference for difference in _tested(comparison) if difference.arm == arm]
-        if not found:
-            continue
-        shown = [_in_words(difference) for difference in found if difference.shown]
-        unclear = [f"{_word(d.metric)} ({d.interval.mean:+.3f})" for d in found if not d.shown]
-        rest = f"no difference shown in {', '.join(unclear)}" if unclear else ""
-        paragraphs.append(f"{_against(comparison, found[0])}: {'; '.join(filter(None, [', '.join(shown), rest]))}.")
-    return paragraphs
-
-
-def _exploration(comparison: Comparison) -> list[str]:
-    """Whether exploration paid off at test time, with the baselines that do not explore named alongside."""
-    if comparison.baseline in (None, START):
-        return []
-    baseline = comparison.labels[comparison.baseline]
-    metrics = [metric for family in ("vote@", "pass@") if (metric := largest(comparison.metrics, family))]
-    paragraphs = []
-    for arm in comparison.arms:
-        found = [d for d in _tested(comparison) if d.arm == arm and d.metric in metrics]
-        if not _explores(comparison, arm) or not found:
-            continue
-        label, gains = comparison.labels[arm], [d.metric for d in found if direction(d) == "better"]
-        if gains:
-            where = f"over {count(len(found[0].by_seed), 'seed')}"
-            names = " and ".join(metric_name(metric) for metric in gains)
-            plainer = _without_exploration(comparison, gains)
-            paragraphs.append(f"{label} exceeds {baseline} in {names} {where}. {plainer}")
-        else:
-            names = " or ".join(metric_name(d.metric) for d in found)
-            paragraphs.append(f"{label} shows no gain over {baseline} in {names}.")
-    return paragraphs
-
-
-def _without_exploration(comparison: Comparison, metrics: list[str]) -> str:
-    """What the arms that neither explore nor are the baseline reach."""
-    found = [
-        f"{comparison.labels[arm]} {_signed(difference)} in {metric_name(metric)}"
-        for arm in comparison.arms
-        if not _explores(comparison, arm) and arm != comparison.baseline
-        for metric in metrics
-        if (difference := comparison.difference(arm, metric))
-    ]
-    if not found:
-        return "No other arm without exploration was run, so it is open whether a plainer method does as well."
-    return f"The other arms without exploration, for comparison: {', '.join(found)}."
-
-
-def _explores(comparison: Comparison, arm: str) -> bool:
-    return next(iter(comparison.arms[arm].values())).settings.exploration_weight != 0
-
-
-def _alpha(comparison: Comparison) -> list[str]:
-    """For arms that differ only in alpha: whether several seeds show a difference from alpha = 0."""
-    paragraphs = []
-    for family in _alpha_families(comparison) if _tested(comparison) else []:
-        base = next((arm for alpha, arm in family if alpha == 0), None)
-        others = {arm: alpha for alpha, arm in family if alpha}
-        if base is None or base != comparison.baseline or not others:
-            continue
-        found = [d for d in _tested(comparison) if d.arm in others]
-        if not found:
-            continue
-        exceeding = [d for d in found if d.shown]
-        values = ", ".join(f"{alpha:g}" for alpha in others.values())
-        if exceeding:
-            names = "; ".join(f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in exceeding)
-            outcome = f"{len(exceeding)} of {len(found)} differences are shown ({names})"
-        else:
-            metrics = ", ".join(dict.fromkeys(_word(d.metric) for d in found))
-            outcome = f"no difference is shown in {metrics}"
-        paragraphs.append(f"Alpha {values} against 0: {outcome}.")
-    return paragraphs
-
-
-def _alpha_families(comparison: Comparison) -> list[list[tuple[float, str]]]:
-    """(alpha, arm) of the arms that share every setting but the strength of exploration, by rising alpha."""
-    families: dict[str, list[tuple[float, str]]] = {}
-    for arm, by_seed in comparison.arms.items():
-        trained = next(iter(by_seed.values()))
-        if trained.settings.alpha is None:
-            continue
-        settings = arm_settings(trained.record, trained.name)
-        rest = {key: value for key, value in settings.items() if key not in ("alpha", "exploration_coefficient")}
-        families.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append((trained.settings.alpha, arm))
-    return [sorted(family) for family in families.values() if len(family) > 1]
-
-
-def _matched(comparison: Comparison) -> list[str]:
-    matched = comparison.matched
-    if len(comparison.arms) < 2:
-        return []
-    left_out = []
-    for arm, reasons in matched.left_out.items():
-        seeds = "" if comparison.is_one else f" in {count(len(reasons), 'seed')}"
-        reason = next(iter(reasons.values()))
-        left_out.append(f"{comparison.labels[arm]} is left out of the matched comparison{seeds}: {reason}.")
-    if not matched.accuracies:
-        return ["No comparison at matched accuracy is possible.", *left_out]
-    levels = ", ".join(
-        f"{accuracy:.3f}" if comparison.is_one else f"{accuracy:.3f} (seed {seed})"
-        for seed, accuracy in matched.accuracies.items()
-    )
-    measures = [measure for measure, by_arm in matched.values.items() if by_arm]
-    readings = [f"{_word(measure)}: {_readings(comparison, measure)}." for measure in measures]
-    caution = " The values are of one run each and carry no interval: small differences between them are no evidence."
-    paragraph = (
-        f"At matched accuracy on the training problems, around {levels} (the middle of a range that the compared arms "
-        f"all passed): {' '.join(readings) or 'nothing was measured.'} Arms learn at different speeds, so this is the "
-        f"fairer view of diversity.{caution if comparison.is_one else ''}"
-    )
-    return [paragraph, *left_out]
-
-
-def _readings(comparison: Comparison, measure: str) -> str:
-    """Each arm's matched value, with its difference from the baseline there."""
-    matched, readings = comparison.matched, []
-    for arm in comparison.arms:
-        value, apart = matched.values[measure].get(arm), matched.differences[measure].get(arm)
-        if value is not None:
-            distance = f" ({_signed(apart)})" if apart else ""
-            readings.append(f"{comparison.labels[arm]} {value.interval.mean:.3f}{distance}")
-        elif len(matched.left_out.get(arm, ())) < len(comparison.seeds):
-            readings.append(f"{comparison.labels[arm]} not measured")
-    return "; ".join(readings)
-
-
-def _tested(comparison: Comparison) -> list[Difference]:
-    """The differences over several seeds."""
-    return [difference for difference in comparison.differences if len(difference.by_seed) > 1]
-
-
-def _against(comparison: Comparison, difference: Difference) -> str:
-    seeds = count(len(difference.by_seed), "seed")
-    return f"{comparison.labels[difference.arm]} against {comparison.labels[comparison.baseline]}, {seeds}"
-
-
-def _in_words(difference: Difference) -> str:
-    return f"{direction(difference)} {_word(difference.metric)} ({signed(difference.interval)})"
-
-
-def _signed(estimate: Estimate) -> str:
-    return signed(estimate.interval) if estimate.known else f"{estimate.interval.mean:+.3f}"
-
-
-def _word(metric: str) -> str:
+def plain(metric: str) -> str:
+    """The metric's name without its unit."""
     return metric_name(metric).removesuffix(" (nats)")
 
 
@@ -298,39 +74,243 @@ def short_name(metric: str) -> str:
     return _SHORT_NAMES.get(metric, metric_name(metric))
 
 
+def _in_words(difference: Difference) -> str:
+    return f"{direction(difference)} {plain(difference.metric)} ({signed(difference)})"
+
+
+def _outcome(differences: Sequence[Difference]) -> str:
+    """What seeds show of an arm's differences, and in which metrics they show nothing."""
+    unclear = [f"{plain(d.metric)} ({d.interval.mean:+.3f})" for d in differences if not d.shown]
+    shown = ", ".join(_in_words(d) for d in differences if d.shown)
+    return "; ".join(filter(None, [shown, unclear and f"no difference shown in {', '.join(unclear)}"]))
+
+
+def _tested(comparison: Comparison, arm: str | None = None) -> list[Difference]:
+    """The differences over several seeds, of one arm or of all."""
+    return [d for d in comparison.differences if len(d.by_seed) > 1 and arm in (None, d.arm)]
+
+
+# --- paragraphs -------------------------------------------------------------------------------------------------------
+
+
+def _result(comparison: Comparison) -> str:
+    """The result in one sentence, or two."""
+    labels, tested = comparison.labels, _tested(comparison)
+    if not comparison.differences:
+        last = list(labels)[-1]
+        found = [(metric, comparison.cell(last, metric)) for metric in main_metrics(comparison.metrics)]
+        means = ", ".join(f"{plain(metric)} {cell.interval.mean:.3f}" for metric, cell in found if cell)
+        missing = "second arm to compare with" if len(labels) == 1 else "common metric with a baseline arm"
+        return f"{labels[last]}: {means}. There is no {missing}."
+    if not tested:
+        return _result_of_one_seed(comparison)
+    over = f"Over {count(max(len(d.by_seed) for d in tested), 'seed')}"
+    shown = [f"{labels[d.arm]}: {_in_words(d)}" for d in tested if d.shown]
+    those = f"{count(len(tested), 'difference')} from {labels[comparison.baseline]}"
+    if not shown:
+        return f"{over}, none of the {those} is shown ({METHOD})."
+    more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
+    verb = "is" if len(shown) == 1 else "are"
+    return f"{over}, {len(shown)} of {those} {verb} shown ({METHOD}): {'; '.join(shown[:MOST_NAMED] + more)}."
+
+
+def _result_of_one_seed(comparison: Comparison) -> str:
+    metrics = [difference.metric for difference in comparison.differences]
+    metric = largest(metrics, "vote@") or metrics[0]
+    gaps = sorted((d for d in comparison.differences if d.metric == metric), key=lambda d: d.interval.mean)
+    span = " to ".join(dict.fromkeys(f"{d.interval.mean:+.3f}" for d in (gaps[0], gaps[-1])))
+    who = f"{comparison.labels[gaps[0].arm]} differs" if len(gaps) == 1 else f"{len(gaps)} arms differ"
+    noise = "how much a second training would differ was not measured (replicate_baseline=true measures it)"
+    if metric in comparison.noise:
+        apart = f"{comparison.noise[metric]:.3f}"
+        noise = f"{comparison.replicate}, trained again with other samples, differs from itself by {apart}"
+    where = f"one seed ({comparison.seeds[0]})" if comparison.is_one else "one seed of each arm"
+    against = f"{comparison.labels[comparison.baseline]} in {plain(metric)} by {span}"
+    return f"On {where}, {who} from {against}; {noise}. One seed gives no verdict."
+
+
+def _limits(comparison: Comparison) -> list[str]:
+    """Runs that were left out, arms with one seed, and arms whose answers lost their form."""
+    said, labels = [], comparison.labels
+    if comparison.runs.left_out:
+        named = "; ".join(f"{folder}: {reason}" for folder, reason in comparison.runs.left_out.items())
+        said.append(f"Left out, because incomplete: {named}.")
+    single = [labels[arm] for arm, by_seed in comparison.arms.items() if len(by_seed) == 1]
+    if single and not comparison.is_one:
+        has = "has" if len(single) == 1 else "have"
+        which = "Every arm has" if len(single) == len(comparison.arms) else f"{' and '.join(single)} {has}"
+        said.append(f"{which} one seed only, so nothing is claimed there: a difference may be the noise of training.")
+    shares = {
+        name: cells["well_formed"].interval.mean for name, cells in comparison.table.items() if "well_formed" in cells
+    }
+    if shares.get(START, 1.0) >= MALFORMED_BELOW:  # otherwise an arm as bad has not broken down
+        said += [
+            f"{labels[arm]} broke down: only {shares[arm]:.0%} of its answers are well-formed. Read its entropy and "
+            "diversity as noise, not as exploration."
+            for arm in comparison.arms
+            if shares.get(arm, 1.0) < MALFORMED_BELOW
+        ]
+    return said
+
+
+def _scope(comparison: Comparison) -> str:
+    problems, seeds = f"{comparison.problems} test problems", ", ".join(map(str, comparison.seeds))
+    if comparison.is_one:
+        return (
+            f"This is one seed ({seeds}) on {problems}. The 95 % intervals cover the choice of test problems only, not "
+            "the noise of training. A claim about an arm needs several seeds."
+        )
+    return (
+        f"{count(len(comparison.runs.records), 'run')} with {count(len(comparison.seeds), 'seed')} ({seeds}) and "
+        f"{count(len(comparison.arms), 'trained arm')}, on {problems}. Intervals over seeds are Student's t: with few "
+        "seeds they are wide, but they cover the noise of training. Intervals over problems cover the choice of test "
+        "problems only."
+    )
+
+
+def _by_arm(comparison: Comparison) -> list[str]:
+    tested = {arm: found for arm in comparison.arms if (found := _tested(comparison, arm))}
+    return [
+        f"{comparison.labels[arm]} against {comparison.labels[comparison.baseline]}, "
+        f"{count(len(found[0].by_seed), 'seed')}: {_outcome(found)}."
+        for arm, found in tested.items()
+    ]
+
+
+def _exploration(comparison: Comparison) -> list[str]:
+    """Whether exploration paid off at test time, with the baselines that do not explore named alongside."""
+    if comparison.baseline in (None, START):
+        return []
+    labels, said = comparison.labels, []
+    explores = {
+        arm: next(iter(by_seed.values())).settings.exploration_weight != 0 for arm, by_seed in comparison.arms.items()
+    }
+    metrics = [metric for family in ("vote@", "pass@") if (metric := largest(comparison.metrics, family))]
+    for arm in (arm for arm in comparison.arms if explores[arm]):
+        found = [d for d in _tested(comparison, arm) if d.metric in metrics]
+        gains = [d for d in found if direction(d) == "better"]
+        names = [metric_name(d.metric) for d in gains or found]
+        if gains:
+            plainer = [
+                f"{labels[other]} {signed(difference)} in {metric_name(d.metric)}"
+                for other in comparison.arms
+                for d in gains
+                if not explores[other] and (difference := comparison.difference(other, d.metric))
+            ]
+            others = (
+                f"The other arms without exploration, for comparison: {', '.join(plainer)}."
+                if plainer
+                else "No other arm without exploration was run, so it is open whether a plainer method does as well."
+            )
+            over = f"over {count(len(found[0].by_seed), 'seed')}"
+            said.append(
+                f"{labels[arm]} exceeds {labels[comparison.baseline]} in {' and '.join(names)} {over}. {others}"
+            )
+        elif found:
+            said.append(f"{labels[arm]} shows no gain over {labels[comparison.baseline]} in {' or '.join(names)}.")
+    return said
+
+
+def _alpha(comparison: Comparison) -> list[str]:
+    """For arms that share every setting but the strength of exploration: what the seeds show against alpha = 0."""
+    families: dict[str, dict[str, float]] = {}
+    for arm, by_seed in comparison.arms.items():
+        trained = next(iter(by_seed.values()))
+        settings = arm_settings(trained.record, trained.name)
+        alpha = settings.pop("alpha")
+        settings.pop("exploration_coefficient")
+        if alpha is not None:
+            families.setdefault(json.dumps(settings, sort_keys=True, default=str), {})[arm] = alpha
+    said = []
+    for alphas in families.values():
+        others = sorted((arm for arm, alpha in alphas.items() if alpha), key=alphas.__getitem__)
+        found = [d for arm in others for d in _tested(comparison, arm)]
+        if alphas.get(comparison.baseline) != 0 or not found:
+            continue
+        values = ", ".join(f"{alphas[arm]:g}" for arm in others)
+        shown = "; ".join(f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in found if d.shown)
+        outcome = f"no difference is shown in {', '.join(dict.fromkeys(plain(d.metric) for d in found))}"
+        if shown:
+            outcome = f"{sum(d.shown for d in found)} of {len(found)} differences are shown ({shown})"
+        said.append(f"Alpha {values} against 0: {outcome}.")
+    return said
+
+
+def _matched(comparison: Comparison) -> list[str]:
+    matched, labels = comparison.matched, comparison.labels
+    if len(comparison.arms) < 2:
+        return []
+    left_out = []
+    for arm, reasons in matched.left_out.items():
+        seeds = "" if comparison.is_one else f" in {count(len(reasons), 'seed')}"
+        reason = next(iter(reasons.values()))
+        left_out.append(f"{labels[arm]} is left out of the matched comparison{seeds}: {reason}.")
+    if not matched.accuracies:
+        return ["No comparison at matched accuracy is possible.", *left_out]
+    levels = ", ".join(
+        f"{accuracy:.3f}" + ("" if comparison.is_one else f" (seed {seed})")
+        for seed, accuracy in matched.accuracies.items()
+    )
+    readings = [
+        f"{plain(measure)}: {_readings(comparison, measure)}." for measure, found in matched.values.items() if found
+    ]
+    caution = " The values are of one run each and carry no interval: small differences between them are no evidence."
+    return [
+        f"At matched accuracy on the training problems, around {levels} (the middle of a range that the compared arms "
+        f"all passed): {' '.join(readings) or 'nothing was measured.'} Arms learn at different speeds, so this is the "
+        f"fairer view of diversity.{caution if comparison.is_one else ''}",
+        *left_out,
+    ]
+
+
+def _readings(comparison: Comparison, measure: str) -> str:
+    """Each arm's matched value, with its difference from the baseline there."""
+    matched, readings = comparison.matched, []
+    for arm in comparison.arms:
+        value, apart = matched.values[measure].get(arm), matched.differences[measure].get(arm)
+        if value is not None:
+            distance = f" ({signed(apart)})" if apart else ""
+            readings.append(f"{comparison.labels[arm]} {value.interval.mean:.3f}{distance}")
+        elif len(matched.left_out.get(arm, ())) < len(comparison.seeds):
+            readings.append(f"{comparison.labels[arm]} not measured")
+    return "; ".join(readings)
+
+
+# --- the table of a terminal ------------------------------------------------------------------------------------------
+
+
 def terminal_table(comparison: Comparison) -> str:
-    """The main metrics in 80 columns: a line of means for each arm, and its 95 % intervals under it. Labels are whole.
+    """The main metrics in 80 columns: each arm's means, and its 95 % intervals under them. Labels are whole.
 
     A star marks a mean whose difference from the baseline several seeds show.
     """
     metrics = [metric for metric in main_metrics(comparison.metrics) if metric != POOLED]
-    lines = [_line("arm", [short_name(metric) for metric in metrics]), "-" * (LABEL_WIDTH + CELL_WIDTH * len(metrics))]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
+    table.add_column("arm", width=LABEL_WIDTH)
+    for metric in metrics:
+        table.add_column(short_name(metric), justify="right", width=9)
     for arm, label in comparison.labels.items():
-        cells = [comparison.table[arm][metric] for metric in metrics]
-        found = [comparison.difference(arm, metric) for metric in metrics]
-        stars = ["*" if difference and difference.shown else " " for difference in found]
-        means = ["-" if c is None else f"{c.interval.mean:.3f}{star}" for c, star in zip(cells, stars, strict=True)]
-        bounds = [f"{_short(c.interval.low)}-{_short(c.interval.high)}" if c and c.known else "" for c in cells]
-        parts = textwrap.wrap(label, LABEL_WIDTH - 1)
-        lines += [_line(*row) for row in zip_longest(parts, [means, bounds], fillvalue="")]
+        table.add_row(label, *(_two_lines(comparison, arm, metric) for metric in metrics))
+    if comparison.noise:
+        noise = [f"±{comparison.noise[metric]:.3f} " if metric in comparison.noise else "" for metric in metrics]
+        table.add_row("noise of training", *noise)
     seeds = f"one seed ({comparison.seeds[0]})" if comparison.is_one else count(len(comparison.seeds), "seed")
     over = "" if comparison.is_one else "seeds; "
-    lines.append(f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
+    console.print(table, f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
     if any(difference.shown for difference in comparison.differences):
-        baseline = comparison.labels[comparison.baseline]
-        lines += textwrap.wrap(f"* differs from {baseline} (t test over seeds, Holm's correction).", 80)
-    if comparison.replicate:
-        apart = [_noise(comparison.replicate, metric) for metric in metrics]
-        lines.insert(-1, _line("noise of training", apart))
-    return "\n".join(lines)
+        console.print(
+            f"* differs from {comparison.labels[comparison.baseline]} (t test over seeds, Holm's correction)."
+        )
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _noise(replicate: Replicate, metric: str) -> str:
-    return f"±{replicate.noise[metric]:.3f} " if metric in replicate.noise else ""
-
-
-def _line(label: str, cells: list[str]) -> str:
-    return (f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)).rstrip()
+def _two_lines(comparison: Comparison, arm: str, metric: str) -> str:
+    cell, difference = comparison.cell(arm, metric), comparison.difference(arm, metric)
+    if cell is None:
+        return "-"
+    ends = f"{_short(cell.interval.low)}-{_short(cell.interval.high)}" if cell.known else ""
+    return f"{cell.interval.mean:.3f}{'*' if difference and difference.shown else ' '}\n{ends}"
 
 
 def _short(value: float) -> str:

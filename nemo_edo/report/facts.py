@@ -18,20 +18,19 @@ SHOWN_S = 0.1
 
 def headline(comparison: Comparison) -> list[str]:
     """The facts under the page's name: seeds, date, commit, machine, duration, size. Older runs lack some."""
-    records, seeds = comparison.runs.records, ", ".join(map(str, comparison.seeds))
+    records, seeds = comparison.runs.records, comparison.seeds
     dates = sorted(record.summary["date"][:16].replace("T", " ") for record in records if "date" in record.summary)
-    runs = [] if comparison.is_one else [f"{len(records)} runs"]
-    runs += [f"{len(comparison.runs.left_out)} left out"] if comparison.runs.left_out else []
-    commit, machine = (_different(record.summary.get(key) for record in records) for key in ("commit", "machine"))
-    return [
-        *runs,
-        f"seed {seeds}" if len(comparison.seeds) == 1 else f"seeds {seeds}",
-        *([f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))} UTC"] if dates else []),
-        *([f"commit {commit}"] if commit else []),
-        *([machine] if machine else []),
+    said = [
+        "" if comparison.is_one else f"{len(records)} runs",
+        f"{len(comparison.runs.left_out)} left out" if comparison.runs.left_out else "",
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}",
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))} UTC" if dates else "",
+        *(f"{prefix}{found}" for key, prefix in (("commit", "commit "), ("machine", ""))
+          if (found := _different(record.summary.get(key) for record in records))),
         duration(sum(record.summary["time"]["total_s"] for record in records)),
         f"{comparison.problems} test problems",
-    ]
+    ]  # fmt: skip
+    return [fact for fact in said if fact]
 
 
 def _different(values: Iterable[str | None]) -> str:
@@ -40,28 +39,24 @@ def _different(values: Iterable[str | None]) -> str:
 
 def facts(comparison: Comparison) -> dict[str, str]:
     """What was run, and on how much data. Comparable runs share their data, model, warm-up and evaluation."""
-    record = comparison.runs.records[0]
-    samples, rollouts = setting(record, "evaluation.samples"), setting(record, "evaluation.rollouts")
-    versions = (one.summary["versions"].items() for one in comparison.runs.records)
+    records = comparison.runs.records
+    samples, rollouts = (setting(records[0], f"evaluation.{key}") for key in ("samples", "rollouts"))
+    versions = (one.summary["versions"].items() for one in records)
+    stopped = [
+        f"{about['label']}{'' if comparison.is_one else f' (seed {record.seed})'} {about['stopped_early']}"
+        for record in records
+        for about in record.summary["arms"].values()
+        if "stopped_early" in about
+    ]
     return {
         "Baseline": comparison.labels.get(comparison.baseline, "none"),
-        "Model": _model(record),
-        **_training(record),
-        **_stopped_early(comparison),
+        "Model": _model(records[0]),
+        **_training(records[0]),
+        **({"Stopped early": "; ".join(stopped)} if stopped else {}),
         "Test": f"{comparison.problems} problems, greedy and {rollouts} x {samples} responses each at temperature "
         f"{comparison.temperature:g}",
         "Versions": _different(", ".join(f"{name} {version}" for name, version in found) for found in versions),
     }
-
-
-def _stopped_early(comparison: Comparison) -> dict[str, str]:
-    """Arms whose training ended before their last iteration (``early_stop``), and why."""
-    said = []
-    for record in comparison.runs.records:
-        seed = "" if comparison.is_one else f" (seed {record.seed})"
-        arms = (about for about in record.summary["arms"].values() if "stopped_early" in about)
-        said += [f"{about['label']}{seed} {about['stopped_early']}" for about in arms]
-    return {"Stopped early": "; ".join(said)} if said else {}
 
 
 def _model(record: RunRecord) -> str:
@@ -75,9 +70,9 @@ def _training(record: RunRecord) -> dict[str, str]:
     if record.config.get("algorithm") == "none":
         return {}
     data = setting(record, "data")
-    built_in = setting(record, "data.test") is None and not data.get("source")
-    own = data.get("source") or data["train"]
-    training = f"{data['arithmetic']['train_problems']} problems of the built-in task" if built_in else own
+    training = data.get("source") or data["train"]
+    if setting(record, "data.test") is None and not data.get("source"):
+        training = f"{data['arithmetic']['train_problems']} problems of the built-in task"
     prompts, each = setting(record, "grpo.problems_per_iteration"), setting(record, "sampling.samples_per_prompt")
     return {
         "Training": f"{training}, {prompts or 'all'} prompts x {each} responses per iteration",
@@ -85,19 +80,21 @@ def _training(record: RunRecord) -> dict[str, str]:
     }
 
 
-def differing_settings(runs: RunSet) -> dict[str, dict[str, str]]:
-    """Setting -> arm -> its value, of the settings in which arms differ; "" where an arm's algorithm lacks it."""
-    trained = {arm: by_seed[min(by_seed)] for arm, by_seed in runs.arms.items()}
-    of_arms = {arm: arm_settings(one.record, one.name) for arm, one in trained.items()}
-    keys = dict.fromkeys(key for settings in of_arms.values() for key in settings)
-    values = {key: {arm: _text(found[key]) if key in found else "" for arm, found in of_arms.items()} for key in keys}
-    return {key: by_arm for key, by_arm in values.items() if len(set(by_arm.values())) > 1}
+def differing_settings(runs: RunSet) -> dict[str, list[str]]:
+    """Setting -> its value in each arm, of the settings in which arms differ; "" where an arm's algorithm lacks it."""
+    trained = (by_seed[min(by_seed)] for by_seed in runs.arms.values())
+    of_arms = [arm_settings(one.record, one.name) for one in trained]
+    values = {
+        key: [_text(settings[key]) if key in settings else "" for settings in of_arms]
+        for key in dict.fromkeys(key for settings in of_arms for key in settings)
+    }
+    return {key: by_arm for key, by_arm in values.items() if len(set(by_arm)) > 1}
 
 
 def phases(runs: RunSet) -> list[tuple[str, float]]:
     """(phase, seconds) of all runs together, the longest first; nothing of runs whose lines have no phases."""
     seconds: Counter[str] = Counter()
-    for clocks in (line["time"] for record in runs.records for line in record.lines if line["kind"] == "phases"):
+    for clocks in (clocks for record in runs.records for clocks in record.lines.query("kind == 'phases'")["time"]):
         named = {phase: clocks.get(f"{phase}_s", 0.0) for phase in PHASES}
         seconds.update({**named, "without a name": clocks["wall_s"] - sum(named.values())})
     return [(phase.replace("_", " "), spent) for phase, spent in seconds.most_common() if spent >= SHOWN_S]
@@ -107,22 +104,20 @@ def markdown_table(comparison: Comparison, metrics: list[str]) -> str:
     """The first screen's table for a README or an issue."""
     rows = [["arm", *map(metric_name, metrics)], ["---"] * (len(metrics) + 1)]
     for arm, label in comparison.labels.items():
-        cells = [comparison.table[arm][metric] for metric in metrics]
-        rows.append([_plain(label), *("" if cell is None else _cell(cell.interval, cell.known) for cell in cells)])
+        plain = " ".join(label.split()).replace("|", "\\|").replace("<", "&lt;")  # no markup of Markdown
+        rows.append([plain, *(_cell(comparison, arm, metric) for metric in metrics)])
     if comparison.replicate:
-        noise = comparison.replicate.noise
-        row = [f"±{noise[metric]:.3f}" if metric in noise else "" for metric in metrics]
-        rows.append(["noise of training", *row])
+        noise = comparison.noise
+        rows.append(["noise of training", *(f"±{noise[m]:.3f}" if m in noise else "" for m in metrics)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _cell(interval: Any, known: bool) -> str:
-    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]" if known else f"{interval.mean:.3f}"
-
-
-def _plain(text: str) -> str:
-    """Without what Markdown would read as markup."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+def _cell(comparison: Comparison, arm: str, metric: str) -> str:
+    cell = comparison.cell(arm, metric)
+    if cell is None:
+        return ""
+    ends = f" [{cell.interval.low:.3f}, {cell.interval.high:.3f}]" if cell.known else ""
+    return f"{cell.interval.mean:.3f}{ends}"
 
 
 def _text(value: Any) -> str:

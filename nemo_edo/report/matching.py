@@ -8,17 +8,17 @@ above a level, reads the slower arm too early: it has more collections near the 
 is fitted instead, by isotonic regression (Barlow et al. 1972): collections that fall below an earlier one are averaged
 with it, their measures as their accuracies, whatever chance made of each. The reading is the mean over a range of
 levels, away from both ends of the fits, where they follow the noise.
+
+Dimensions: C collections of an arm, M measures.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-
-from nemo_edo.report.run_record import RunRecord, number
+from scipy.optimize import isotonic_regression
 
 MATCHED_MEASURES = ("entropy", "distinct_4")
 LEVELS = (0.3, 0.8)
@@ -34,37 +34,22 @@ failed would pull the common level down to the start, where all arms are alike a
 
 
 @dataclass(frozen=True)
-class CurvePoint:
-    """One collection: the frozen policy's sampled accuracy on the training problems, and what else it measured."""
-
-    accuracy: float
-    measures: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Matched:
     """Every arm of one seed, read over one range of sampled training accuracies."""
 
     accuracy: float | None
     """The middle of the range."""
-    values: dict[str, dict[str, float]]
-    """measure -> arm -> its mean over the range."""
-    last: dict[str, dict[str, float]]
-    """measure -> arm -> value at the arm's last collection, at whatever accuracy that had."""
+    values: dict[str, np.ndarray]
+    """arm -> [M] the mean of each measure over the range."""
     reasons: dict[str, str]
     """arm -> why it has no value there."""
 
 
-def curve(record: RunRecord, arm: str) -> list[CurvePoint]:
-    """The arm's collections, in order."""
-    return [
-        CurvePoint(number(line.get("reward")), {m: number(line.get(m)) for m in MATCHED_MEASURES})
-        for line in record.of("collection", arm)
-    ]
+def match_accuracy(curves: Mapping[str, np.ndarray]) -> Matched:
+    """Read the measures of every arm over one range of sampled training accuracies.
 
-
-def match_accuracy(curves: Mapping[str, Sequence[CurvePoint]]) -> Matched:
-    """Read entropy and Distinct-4 of every arm over one range of sampled training accuracies.
+    curves: arm -> [C, 1 + M], of each collection, in order, the frozen policy's sampled accuracy on the training
+    problems and the measures; NaN where a value is missing.
 
     The rule: each arm's collections up to its best one are fitted by a curve whose accuracy never falls. An arm takes
     part if its fit rises by at least ``MIN_GAIN`` and ``MIN_SHARE_OF_BEST_GAIN`` of the best arm's rise. The range is
@@ -72,62 +57,41 @@ def match_accuracy(curves: Mapping[str, Sequence[CurvePoint]]) -> Matched:
     ``NUM_LEVELS`` levels a measure is interpolated linearly in accuracy, and their mean is the value.
     """
     if len(curves) < 2:
-        return Matched(None, {}, {}, {arm: "it is the only arm" for arm in curves})
-    fits = {arm: _fitted(points) for arm, points in curves.items()}
-    gains = {arm: fit[-1].accuracy - fit[0].accuracy if fit else 0.0 for arm, fit in fits.items()}
-    needed = max(MIN_GAIN, MIN_SHARE_OF_BEST_GAIN * max(gains.values()))
+        return Matched(None, {}, {arm: "it is the only arm" for arm in curves})
+    fits = {arm: _fitted(curve) for arm, curve in curves.items()}
+    rises = {arm: fit[-1, 0] - fit[0, 0] if len(fit) else 0.0 for arm, fit in fits.items()}
+    needed = max(MIN_GAIN, MIN_SHARE_OF_BEST_GAIN * max(rises.values()))
     reasons = {
-        arm: f"it never left the start: its training accuracy rose by {gain:.3f}, less than {needed:.3f}"
-        if fits[arm]
+        arm: f"it never left the start: its training accuracy rose by {rise:.3f}, less than {needed:.3f}"
+        if len(fits[arm])
         else "it has no collection with an accuracy"
-        for arm, gain in gains.items()
-        if gain < needed
+        for arm, rise in rises.items()
+        if rise < needed
     }
-    last = {
-        measure: {arm: points[-1].measures.get(measure, math.nan) for arm, points in curves.items() if points}
-        for measure in MATCHED_MEASURES
-    }
-    top = min((fit[-1].accuracy for arm, fit in fits.items() if arm not in reasons), default=math.nan)
+    learned = {arm: fit for arm, fit in fits.items() if arm not in reasons}
+    top = min((fit[-1, 0] for fit in learned.values()), default=np.nan)
     reasons |= {
-        arm: "its first collection is above the common accuracy"
-        for arm, fit in fits.items()
-        if arm not in reasons and fit[0].accuracy >= top
+        arm: "its first collection is above the common accuracy" for arm, fit in learned.items() if fit[0, 0] >= top
     }
-    matched = [arm for arm in curves if arm not in reasons]
+    matched = {arm: fit for arm, fit in learned.items() if arm not in reasons}
     if len(matched) < 2:
-        return Matched(None, {}, last, reasons | {arm: "no other arm to match it with" for arm in matched})
-    start = max(fits[arm][0].accuracy for arm in matched)
+        return Matched(None, {}, reasons | {arm: "no other arm to match it with" for arm in matched})
+    start = max(fit[0, 0] for fit in matched.values())
     levels = start + np.linspace(*LEVELS, NUM_LEVELS) * (top - start)
-    values = {measure: {arm: _mean_over(fits[arm], measure, levels) for arm in matched} for measure in MATCHED_MEASURES}
-    return Matched(float(levels.mean()), values, last, reasons)
-
-
-def _fitted(points: Sequence[CurvePoint]) -> list[CurvePoint]:
-    """The points up to the highest, those that fall pooled with the ones before until accuracies rise (the algorithm of
-    pool adjacent violators): isotonic regression of accuracy on the collections' order, with means of the measures."""
-    known = [point for point in points if math.isfinite(point.accuracy)]
-    highest = max(range(len(known)), key=lambda place: known[place].accuracy, default=-1)
-    blocks: list[list[CurvePoint]] = []
-    for point in known[: highest + 1]:
-        blocks.append([point])
-        while len(blocks) > 1 and _accuracy(blocks[-2]) >= _accuracy(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    return [CurvePoint(_accuracy(block), _measures(block)) for block in blocks]
-
-
-def _accuracy(block: Sequence[CurvePoint]) -> float:
-    return math.fsum(point.accuracy for point in block) / len(block)
-
-
-def _measures(block: Sequence[CurvePoint]) -> dict[str, float]:
-    """NaN where one point lacks the measure."""
-    return {
-        measure: sum(point.measures.get(measure, math.nan) for point in block) / len(block)
-        for measure in MATCHED_MEASURES
+    values = {
+        arm: np.array([np.interp(levels, fit[:, 0], measure).mean() for measure in fit[:, 1:].T])
+        for arm, fit in matched.items()
     }
+    return Matched(float(levels.mean()), values, reasons)
 
 
-def _mean_over(fit: Sequence[CurvePoint], measure: str, levels: np.ndarray) -> float:
-    """NaN where a point on either side of a level lacks the measure."""
-    accuracies = [point.accuracy for point in fit]
-    return float(np.interp(levels, accuracies, [point.measures[measure] for point in fit]).mean())
+def _fitted(curve: np.ndarray) -> np.ndarray:
+    """The collections up to the highest, pooled where accuracy falls or stays, with means of the measures: NaN where
+    one lacks the measure."""
+    known = curve[np.isfinite(curve[:, 0])]
+    if not len(known):
+        return known
+    risen = known[: np.argmax(known[:, 0]) + 1]
+    accuracies, block = np.unique(isotonic_regression(risen[:, 0]).x, return_inverse=True)
+    sums = [np.bincount(block, weights=measure) for measure in risen[:, 1:].T]
+    return np.column_stack([accuracies, *(total / np.bincount(block) for total in sums)])

@@ -28,6 +28,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 PLOTLY = Path(__file__).parent / "vendor" / "plotly-basic.min.js"
 """Plotly's partial bundle of scatter, bar and pie charts (npm's plotly.js-basic-dist-min 4.1.1): a quarter of the whole
 that the Python package has."""
+FILTERS = {"metric_name": metric_name, "duration": duration, "direction": direction, "short_name": short_name}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def write_report(found: RunSet, out: Path | None = None, baseline: str | None = 
     baseline: see ``compare``. Raises UserError for an unknown baseline, for a file not named ``.html`` or that cannot
     be written, and naming the file, and the line or key, where an input is missing or malformed.
     """
-    path = html_path(out or found.folder / "report.html")
+    path = out or found.folder / "report.html"
+    if path.suffix != ".html":
+        raise UserError(f"{path}: a report's file ends in .html")
     comparison = compare(found, baseline)
     said = conclusions(comparison)
     texts = {".html": render(comparison, said, title=path.parent.name or "runs"), **numbers(comparison, said)}
@@ -64,27 +67,12 @@ def write_report(found: RunSet, out: Path | None = None, baseline: str | None = 
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Raises UserError where the file cannot be written."""
+    """Writes a file, its folder made. Raises UserError where it cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
-
-
-def html_path(out: Path) -> Path:
-    """The report's path, its folder made. Raises UserError where it cannot be one."""
-    if out.suffix != ".html":
-        raise UserError(f"{out}: a report's file ends in .html")
-    make_folder(out.parent)
-    return out
-
-
-def make_folder(folder: Path) -> None:
-    """Raises UserError where it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be made ({error.strerror})") from error
 
 
 def render(comparison: Comparison, said: list[str], title: str) -> str:
@@ -93,7 +81,7 @@ def render(comparison: Comparison, said: list[str], title: str) -> str:
     main = main_metrics(comparison.metrics)
     first = [metric for metric in main if metric not in ("accuracy", POOLED)]
     records = comparison.runs.records
-    [run] = records if comparison.is_one else [None]
+    run = records[0] if comparison.is_one else None
     return render_page(
         "report.html.j2",
         title=run.summary["name"] if run else title,
@@ -118,17 +106,8 @@ def render(comparison: Comparison, said: list[str], title: str) -> str:
 
 def render_page(template: str, **values: Any) -> str:
     """A page of ``templates/``; whatever text is put into it is escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "metric_name": metric_name,
-        "duration": duration,
-        "direction": direction,
-        "short_name": short_name,
-    }
+    loader = FileSystemLoader(TEMPLATES)
+    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, **options)
+    environment.filters |= FILTERS
     return environment.get_template(template).render(Markup=Markup, **values)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from nemo_edo.evaluation.results import START
@@ -31,8 +33,6 @@ SYMBOLS = {
 """plotly's name -> an SVG path in a box of 34 x 12, for the legend."""
 MOST_MARKERS = 40
 """Longer lines are drawn without markers."""
-Point = tuple[float, float]
-"""(x, y) of a curve."""
 HEIGHT = 268
 """Pixels of a chart: two next to each other fit on a first screen of 800 under the table."""
 FONT = {"family": "system-ui, sans-serif", "size": 12}
@@ -68,20 +68,9 @@ class Chart:
     html: str
 
 
-@dataclass(frozen=True)
-class Series:
-    """One arm's line; x and y of equal length, NaN where there is no value."""
-
-    x: Sequence[float]
-    y: Sequence[float]
-    band: tuple[Sequence[float], Sequence[float]] | None = None
-    """Lower and upper bounds of y."""
-    notes: Sequence[str] = ()
-    """What pointing at each point says as well."""
-
-    @property
-    def empty(self) -> bool:
-        return not any(math.isfinite(a) and math.isfinite(b) for a, b in zip(self.x, self.y, strict=True))
+Line = pd.DataFrame
+"""One arm's line: its index has x; the columns are y, for a band ``low`` and ``high``, and ``note``, what pointing at
+a point says as well."""
 
 
 def arm_styles(labels: Mapping[str, str]) -> dict[str, ArmStyle]:
@@ -99,7 +88,7 @@ def line_chart(
     key: str,
     title: str,
     caption: str,
-    series: Mapping[str, Series],
+    lines: Mapping[str, Line],
     styles: Mapping[str, ArmStyle],
     *,
     x_title: str,
@@ -110,14 +99,28 @@ def line_chart(
 ) -> Chart | None:
     """One line for each arm that has values; None if none has. ``level`` draws a vertical line at that x. ``ticks``:
     the words at x = 0, 1, 2, ... where x is not a number."""
-    drawn = {arm: line for arm, line in series.items() if not line.empty}
+    drawn = {arm: line for arm, line in lines.items() if (np.isfinite(line["y"]) & line.index.notna()).any()}
     if not drawn:
         return None
-    figure = go.Figure()
+    figure, known = go.Figure(), set()
     for arm, line in drawn.items():
-        if line.band:
-            figure.add_traces(_band(line, styles[arm]))
-        figure.add_trace(_line(line, styles[arm], x_title, y_title))
+        style, label, x = styles[arm], html.escape(styles[arm].label), _gaps(line.index)
+        bands = [_gaps(line[end]) for end in ("low", "high") if end in line]
+        for place, y in enumerate(bands):
+            fill = {"fill": "tonexty", "fillcolor": style.faded(0.13)} if place else {}
+            figure.add_scatter(x=x, y=y, mode="lines", line={"width": 0}, hoverinfo="skip", **fill)
+        figure.add_scatter(
+            x=x,
+            y=_gaps(line["y"]),
+            name=label,
+            mode="lines+markers" if len(line) <= MOST_MARKERS else "lines",
+            line={"color": style.color, "dash": style.dash, "width": 2},
+            marker={"symbol": style.symbol, "size": 6},
+            text=line["note"].tolist() if "note" in line else [],
+            hovertemplate=f"<b>{label}</b><br>{html.escape(x_title)} %{{x:.4g}}<br>{html.escape(y_title)} %{{y:.4g}}"
+            "<br>%{text}<extra></extra>",
+        )
+        known.update(value for values in (*bands, _gaps(line["y"])) for value in values if value is not None)
     figure.add_traces(list(marks))
     if level is not None:
         figure.add_vline(level, line={"color": START_COLOR, "width": 1, "dash": "dash"})
@@ -125,62 +128,37 @@ def line_chart(
     if ticks:
         figure.update_xaxes(tickvals=list(range(len(ticks))), ticktext=list(ticks))
     figure.update_yaxes(title_text=y_title)
-    curves = [curve for line in drawn.values() for curve in (line.y, *(line.band or ()))]
-    values = {value for curve in curves for value in _gaps(curve) if value is not None}
-    if len(values) == 1:  # around which plotly would show one more and one less: a share of -0.5
-        [value] = values
+    if len(known) == 1:  # around which plotly would show one more and one less: a share of -0.5
+        [value] = known
         figure.update_yaxes(range=sorted((0.0, 2 * value or 1.0)))
-    return Chart(key, title, caption, tuple(styles[arm] for arm in drawn), chart_html(figure, key))
+    return chart(key, title, caption, figure, [styles[arm] for arm in drawn])
 
 
-def _line(line: Series, style: ArmStyle, x_title: str, y_title: str) -> go.Scatter:
-    mode = "lines+markers" if len(line.x) <= MOST_MARKERS else "lines"
-    return go.Scatter(
-        x=_gaps(line.x),
-        y=_gaps(line.y),
-        name=html.escape(style.label),
-        mode=mode,
-        line={"color": style.color, "dash": style.dash, "width": 2},
-        marker={"symbol": style.symbol, "size": 6},
-        text=list(line.notes),
-        hovertemplate=f"<b>{html.escape(style.label)}</b><br>{html.escape(x_title)} %{{x:.4g}}<br>"
-        f"{html.escape(y_title)} %{{y:.4g}}<br>%{{text}}<extra></extra>",
-    )
-
-
-def _band(line: Series, style: ArmStyle) -> list[go.Scatter]:
-    low, high = line.band
-    common = {"x": _gaps(line.x), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-    return [
-        go.Scatter(y=_gaps(low), **common),
-        go.Scatter(y=_gaps(high), fill="tonexty", fillcolor=style.faded(0.13), **common),
-    ]
-
-
-def _gaps(values: Iterable[float]) -> list[float | None]:
+def _gaps(values: pd.Series | pd.Index) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def interval_series(x: Sequence[float], cells: Sequence[Interval | None]) -> Series:
+def interval_line(x: Sequence[float], cells: Sequence[Interval | None]) -> Line:
     """A line of the means with a band of the intervals; without a band where no interval has ends."""
-    known = [cell or Interval(math.nan, math.nan, math.nan) for cell in cells]
-    band = ([c.low for c in known], [c.high for c in known])
-    return Series(x, [c.mean for c in known], band if any(map(math.isfinite, band[0])) else None)
+    known = [(math.nan,) * 3 if cell is None else (cell.mean, cell.low, cell.high) for cell in cells]
+    line = pd.DataFrame(known, x, ["y", "low", "high"], dtype=float)
+    return line if line["low"].notna().any() else line[["y"]]
 
 
-def over_seeds(curves: Sequence[Sequence[Point]]) -> Series:
+def over_seeds(curves: Sequence[pd.Series]) -> Line:
     """The mean of the seeds' curves, with the band between the lowest and the highest seed where there are several.
 
-    It has the x that all of them have, in order; NaN where a seed has no finite value there. Of two points of one
-    curve with the same x the later counts, such as an evaluation that was repeated.
+    It has the x that all of them have, in order; NaN where a seed has no finite value there.
     """
-    by_x = [{x: y for x, y in points if math.isfinite(x)} for points in curves]
-    shared = sorted(set.intersection(*map(set, by_x))) if by_x else []
-    values = [[found[x] for found in by_x] for x in shared]
-    known = [found if all(map(math.isfinite, found)) else [math.nan] for found in values]
-    mean = [sum(found) / len(found) for found in known]
-    band = ([min(found) for found in known], [max(found) for found in known]) if len(curves) > 1 else None
-    return Series(shared, mean, band)
+    table = pd.concat(curves, axis=1, join="inner").sort_index() if curves else pd.DataFrame(dtype=float)
+    line = pd.DataFrame({"y": table.mean(axis=1, skipna=False)})
+    if len(curves) > 1:
+        line["low"], line["high"] = table.min(axis=1, skipna=False), table.max(axis=1, skipna=False)
+    return line
+
+
+def chart(key: str, title: str, caption: str, figure: go.Figure, legend: Sequence[ArmStyle]) -> Chart:
+    return Chart(key, title, caption, tuple(legend), chart_html(figure, key))
 
 
 def chart_html(figure: go.Figure, key: str) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import xxhash
-import yaml
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
-from nemo_edo.utils.files import read_json, read_object, read_text
+from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text
 
 RESTORE = "restore it from a copy"
 REQUIRED_KEYS = {
@@ -27,15 +26,7 @@ REQUIRED_KEYS = {
 }
 """Required keys by kind of line in metrics.jsonl; the report ignores lines of other kinds."""
 NUMERIC_KEYS = (
-    "step",
-    "iteration",
-    "loss",
-    "reward",
-    "entropy",
-    "kl",
-    "distinct_4",
-    "well_formed",
-    "exploration",
+    *("step", "iteration", "loss", "reward", "entropy", "kl", "distinct_4", "well_formed", "exploration"),
     "floor_fraction",
 )
 
@@ -63,7 +54,7 @@ class ArmSettings:
     iterations: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     """A run folder in memory."""
 
@@ -72,8 +63,8 @@ class RunRecord:
     config_text: str
     summary: dict[str, Any]
     arms: dict[str, ArmSettings]
-    lines: tuple[dict[str, Any], ...]
-    """metrics.jsonl in order, the kinds of ``REQUIRED_KEYS`` only."""
+    lines: pd.DataFrame
+    """metrics.jsonl, a row for each line of the kinds of ``REQUIRED_KEYS``, in order; NaN where a line lacks a key."""
     evaluations: dict[str, Evaluation]
     replicate: Evaluation | None
     """Of the baseline, trained again with other samples (``replicate_baseline``). It is none of the arms."""
@@ -91,14 +82,9 @@ class RunRecord:
             return START_LABEL
         return UNTRAINED_LABEL if self.config.get("algorithm") == "none" else ALONE_LABEL
 
-    def of(self, kind: str, arm: str) -> list[dict[str, Any]]:
+    def of(self, kind: str, arm: str) -> pd.DataFrame:
         """The arm's lines of one kind, in order."""
-        return [line for line in self.lines if line["kind"] == kind and line["arm"] == arm]
-
-
-def number(value: float | None) -> float:
-    """The value, or NaN where it is null or not finite."""
-    return float(value) if value is not None and math.isfinite(value) else math.nan
+        return self.lines[(self.lines["kind"] == kind) & (self.lines["arm"] == arm)]
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -106,15 +92,7 @@ def read_run(folder: Path) -> RunRecord:
     summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
     named = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
     arms = {arm: settings for arm, settings in named.items() if arm != REPLICATE}
-    config_path = folder / "config.yaml"
-    config_text = read_text(config_path)
-    try:
-        config = yaml.safe_load(config_text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
-        said = " ".join(str(error).split())  # YAML's has several lines
-        raise UserError(f"{config_path}: not YAML: {said}; {RESTORE}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{config_path}: expected a mapping of settings, got {type(config).__name__}; {RESTORE}")
+    config = read_mapping(folder / "config.yaml")
     if not arms and config.get("algorithm") not in ("sft", "none"):
         raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
@@ -124,10 +102,10 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder,
         config,
-        config_text,
+        read_text(folder / "config.yaml"),
         summary,
         arms,
-        tuple(_read_lines(folder / "metrics.jsonl")),
+        lines_table(_read_lines(folder / "metrics.jsonl")),
         evaluations,
         load_evaluation(folder / "evaluations" / f"{REPLICATE}.json") if REPLICATE in named else None,
         _read_samples(folder / "samples.json"),
@@ -173,31 +151,39 @@ def _arm_settings(path: Path, arm: str, settings: dict[str, Any]) -> ArmSettings
     return ArmSettings(**{name: settings[name] for name in names})
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    content = read_text(path)
+def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
+    """``RunRecord.lines`` of the parsed lines."""
+    frame = pd.DataFrame(lines)
+    columns = dict.fromkeys(("kind", "arm", *NUMERIC_KEYS, "metrics", "final", "time", *frame.columns))
+    frame = frame.reindex(columns=list(columns))
+    frame[[*NUMERIC_KEYS]] = frame[[*NUMERIC_KEYS]].astype(float).replace([np.inf, -np.inf], np.nan)
+    return frame
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    content, lines = read_text(path), []
     _require_logged(path, content.encode())
     for place, text in enumerate(content.split("\n"), start=1):
         if not text:
             continue  # as after the last newline
-        where = f"{path}:{place}"
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{where}: not valid JSON: {error.msg} (a line that a kill cut off may go; otherwise {RESTORE})"
+                f"{path}:{place}: not valid JSON: {error.msg} (a line that a kill cut off may go; otherwise {RESTORE})"
             ) from error
         if not isinstance(line, dict) or "kind" not in line:
-            raise UserError(f"{where}: expected an object with a kind; {RESTORE}")
+            raise UserError(f"{path}:{place}: expected an object with a kind; {RESTORE}")
         if line["kind"] not in REQUIRED_KEYS:
             continue
         for key in REQUIRED_KEYS[line["kind"]]:
             if key not in line:
-                raise UserError(f"{where}: a {line['kind']} line without {key}; {RESTORE}")
+                raise UserError(f"{path}:{place}: a {line['kind']} line without {key}; {RESTORE}")
         for key in NUMERIC_KEYS:
-            value = line.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise UserError(f"{where}: {key} is {value!r}, expected a number or null; {RESTORE}")
-        yield line
+            if not isinstance(line.get(key), int | float | None) or isinstance(line.get(key), bool):
+                raise UserError(f"{path}:{place}: {key} is {line[key]!r}, expected a number or null; {RESTORE}")
+        lines.append(line)
+    return lines
 
 
 def _require_logged(path: Path, content: bytes) -> None:
@@ -216,15 +202,10 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: expected a list of problems, got {type(samples).__name__}")
     for place, sample in enumerate(samples):
         try:
-            responses = [response for found in sample["responses"].values() for response in found]
-            well_typed = (
-                isinstance(sample["question"], str)
-                and sample["answer"] is not None
-                and all(
-                    isinstance(response["text"], str) and isinstance(response["reward"], int | float)
-                    for response in responses
-                )
-            )
+            texts = [sample["question"], *(one["text"] for each in sample["responses"].values() for one in each)]
+            rewards = [one["reward"] for each in sample["responses"].values() for one in each]
+            well_typed = all(isinstance(text, str) for text in texts) and sample["answer"] is not None
+            well_typed &= all(isinstance(reward, int | float) for reward in rewards)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: entry {place}: missing or malformed ({error!r})") from error
         if not well_typed:

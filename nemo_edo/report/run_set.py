@@ -15,32 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import pandas as pd
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, require_same_problems
 from nemo_edo.report.run_record import ArmSettings, RunRecord, read_run
+from nemo_edo.utils.files import read_mapping
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
 WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement")
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
-    *(
-        "name",
-        "experiment",
-        "output_dir",
-        "replicate_baseline",
-        "seed",
-        "threads",
-        "parallelism",
-        "generation",
-        "exp_manager",
-        "checkpoint",
-        "profile",
-        "cluster",
-    ),
+    *("name", "experiment", "output_dir", "replicate_baseline", "seed", "threads", "parallelism", "generation"),
+    *("exp_manager", "checkpoint", "profile", "cluster"),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
     *("sft.packing", "sft.share_prompts", "model.attention", "model.loss_head", "model.seq_length"),
     # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.
@@ -65,11 +54,11 @@ class FoundRuns:
 
 @dataclass(frozen=True)
 class Trained:
-    """An arm in one run."""
+    """A policy in one run: an arm, the start or the baseline's replicate."""
 
     record: RunRecord
     name: str
-    """The arm's name in that run."""
+    """The policy's name in that run."""
 
     @property
     def settings(self) -> ArmSettings:
@@ -77,7 +66,12 @@ class Trained:
 
     @property
     def evaluation(self) -> Evaluation:
-        return self.record.evaluations[self.name]
+        replicate = self.record.replicate
+        return replicate if self.name == REPLICATE and replicate else self.record.evaluations[self.name]
+
+    def lines(self, kind: str) -> pd.DataFrame:
+        """The policy's lines of metrics.jsonl of one kind, in order."""
+        return self.record.of(kind, self.name)
 
 
 @dataclass(frozen=True)
@@ -104,9 +98,12 @@ class RunSet:
         return sorted({record.seed for record in self.records})
 
     @property
-    def starts(self) -> dict[int, Evaluation]:
-        """By seed, the policy that the arms start from, where it was evaluated."""
-        return {record.seed: record.evaluations[START] for record in self.records if START in record.evaluations}
+    def policies(self) -> dict[str, dict[int, Trained]]:
+        """Everything that was evaluated, by seed: the start, the arms and the replicate."""
+        starts = {record.seed: Trained(record, START) for record in self.records if START in record.evaluations}
+        again = {record.seed: Trained(record, REPLICATE) for record in self.records if record.replicate is not None}
+        found = {START: starts, **self.arms, REPLICATE: again}
+        return {name: by_seed for name, by_seed in found.items() if by_seed}
 
 
 def find_runs(arguments: Sequence[str]) -> FoundRuns:
@@ -177,12 +174,9 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def sweep_members(folder: Path) -> dict[str, list[str]]:
     """The overrides of each member by name, from a sweep's folder. Raises UserError for a ``sweep.yaml`` of others."""
     path = folder / "sweep.yaml"
-    try:
-        members = yaml.safe_load(path.read_text(encoding="utf-8"))["members"]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the list of a sweep's members ({error!r})") from error
+    members = read_mapping(path).get("members")
     if not isinstance(members, dict):
-        raise UserError(f"{path}: members is a {type(members).__name__}, expected a mapping from names to overrides")
+        raise UserError(f"{path}: members is {members!r:.40}, expected a mapping from names to overrides")
     return members
 
 

@@ -30,9 +30,9 @@ Response = list
 
 
 @dataclass(frozen=True)
-class Samples:
-    policies: dict[str, RunRecord]
-    """Label -> the run that its responses are from: the one of its first seed."""
+class BrowsedSamples:
+    policies: list[str]
+    """Their labels."""
     packed: str
     """gzip as base64 of JSON: ``policies``, each with its label and whether it was ``trained``, and ``problems``, each
     with ``id``, ``question``, ``answer`` and the ``responses`` of each policy."""
@@ -44,35 +44,32 @@ class Samples:
     """Whether that is all of them."""
 
 
-def sample_browser(comparison: Comparison) -> Samples | None:
-    """None where no policy's responses are stored. A policy with damaged ones is left out, with a warning."""
-    found = {label: _responses(record, arm) for label, (record, arm) in _policies(comparison).items()}
-    found = {label: responses for label, responses in found.items() if responses}
+def sample_browser(comparison: Comparison) -> BrowsedSamples | None:
+    """The responses of each policy's first seed; None where none are stored. A policy with damaged ones is left out,
+    with a warning."""
+    runs, first = comparison.runs, comparison.runs.records[0]
+    trained = {name: runs.policies[name] for name in comparison.labels}
+    found = {
+        name: _responses(first if name == START else by_seed[min(by_seed)].record, by_seed[min(by_seed)].name)
+        for name, by_seed in trained.items()
+    }
+    found = {name: responses for name, responses in found.items() if responses}
     if not found:
         return None
-    records = {label: record for label, (record, _) in _policies(comparison).items() if label in found}
-    trained = {label: label != comparison.labels.get(START) for label in found}
-    known = comparison.runs.records[0]
-    ids = next(iter(known.evaluations.values())).problems
-    questions = {name: (one["question"], str(one["answer"])) for name, one in zip(ids, known.samples, strict=False)}
+    ids = next(iter(first.evaluations.values())).problems
     problems = [
-        {"id": name, "question": question, "answer": answer, "responses": [by[name] for by in found.values()]}
-        for name, (question, answer) in questions.items()
-        if all(name in by for by in found.values())
+        {
+            **{"id": name, "question": sample["question"], "answer": str(sample["answer"])},
+            "responses": [by_problem[name] for by_problem in found.values()],
+        }
+        for name, sample in zip(ids, first.samples, strict=False)
+        if all(name in by_problem for by_problem in found.values())
     ]
-    policies = [{"label": label, "trained": trained[label]} for label in found]
+    policies = [{"label": comparison.labels[name], "trained": name != START} for name in found]
     most = max((sum(not r[0] for r in one) for problem in problems for one in problem["responses"]), default=0)
     packed, shown, each = _packed(policies, problems, most)
-    return Samples(records, packed, shown, each, complete=(shown, each) == (len(ids), most))
-
-
-def _policies(comparison: Comparison) -> dict[str, tuple[RunRecord, str]]:
-    """Label -> the run of the first seed, and the policy's name in it."""
-    found = {comparison.labels[START]: (comparison.runs.records[0], START)} if START in comparison.labels else {}
-    for arm, by_seed in comparison.arms.items():
-        trained = by_seed[min(by_seed)]
-        found[comparison.labels[arm]] = (trained.record, trained.name)
-    return found
+    complete = (shown, each) == (len(ids), most)
+    return BrowsedSamples([policy["label"] for policy in policies], packed, shown, each, complete)
 
 
 def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:

@@ -16,9 +16,10 @@ SHOWN = 6
 COLUMN, ROW, MARGIN = 96, 24, 16
 """Pixels from a node to its child, between leaves, and around the tree."""
 _NUMBERS = ("reward", "width", "value")
+_STORED = ("parent", "finished", "samples", *_NUMBERS, "made_at", "expanded_at")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TreeNode:
     parent: int | None
     step: str
@@ -29,10 +30,10 @@ class TreeNode:
     value: float
     made_at: int
     expanded_at: int | None
-    x: int
+    x: int = 0
     """Pixels."""
-    y: int
-    chosen: bool
+    y: int = 0
+    chosen: bool = False
     """Whether it is on the path to the answer."""
 
     @property
@@ -49,9 +50,15 @@ class SearchTree:
     name: str
     question: str
     nodes: tuple[TreeNode, ...]
-    width: int
-    """Pixels of the drawing."""
-    height: int
+
+    @property
+    def width(self) -> int:
+        """Pixels of the drawing."""
+        return max(node.x for node in self.nodes) + COLUMN
+
+    @property
+    def height(self) -> int:
+        return max(node.y for node in self.nodes) + MARGIN
 
     @property
     def edges(self) -> list[tuple[TreeNode, TreeNode]]:
@@ -67,28 +74,12 @@ class SearchTree:
 
 def tree_record(result: SearchResult) -> dict[str, Any]:
     """The content of ``search/NAME.json``, a question's search."""
-    return {
-        "question": result.nodes[0].path.question,
-        "best": result.best,
-        "finished": result.finished,
-        "iterations": result.iterations,
-        "samples": result.samples,
-        "tokens": result.tokens,
-        "nodes": [
-            {
-                "parent": node.parent,
-                "step": node.path.steps[-1] if node.path.steps else "",
-                "finished": node.finished,
-                "samples": node.samples,
-                "reward": node.reward,
-                "width": node.width,
-                "value": node.value,
-                "made_at": node.made_at,
-                "expanded_at": node.expanded_at,
-            }
-            for node in result.nodes
-        ],
-    }
+    totals = {name: getattr(result, name) for name in ("best", "finished", "iterations", "samples", "tokens")}
+    nodes = [
+        {"step": node.path.steps[-1] if node.path.steps else "", **{name: getattr(node, name) for name in _STORED}}
+        for node in result.nodes
+    ]
+    return {"question": result.nodes[0].path.question, **totals, "nodes": nodes}
 
 
 def read_trees(run_folder: Path) -> list[SearchTree]:
@@ -106,7 +97,10 @@ def _read(path: Path) -> SearchTree:
             raise ValueError(
                 f"best is {best!r}, expected the place of one of {len(nodes)} nodes, and a question's text"
             )
-        return laid_out(path.stem, question, best, nodes)
+        fields = [name for name in (*_STORED, "step") if name != "samples"]
+        tree = SearchTree(path.stem, question, tuple(TreeNode(**{name: n[name] for name in fields}) for n in nodes))
+        _lay_out(tree.nodes, best)
+        return tree
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not the record of a search ({error})") from error
 
@@ -114,8 +108,7 @@ def _read(path: Path) -> SearchTree:
 def _check(node: dict[str, Any], place: int) -> None:
     """Raises ValueError where a node is malformed, or comes before its parent."""
     parent = node["parent"]
-    is_root = parent is None
-    if is_root != (place == 0) or not (is_root or (isinstance(parent, int) and 0 <= parent < place)):
+    if (parent is None) != (place == 0) or not (parent is None or (isinstance(parent, int) and 0 <= parent < place)):
         raise ValueError(f"node {place} has the parent {parent!r}, expected one before it, and none for node 0")
     for name in _NUMBERS:
         if isinstance(node[name], bool) or not isinstance(node[name], int | float):
@@ -124,49 +117,27 @@ def _check(node: dict[str, Any], place: int) -> None:
         raise ValueError(f"node {place}: step is {node['step']!r}, expected a text")
 
 
-def laid_out(name: str, question: str, best: int, nodes: Sequence[dict[str, Any]]) -> SearchTree:
-    """The tree with a place for each node: to the right by depth, leaves one below the other, a parent in the middle
-    of its children."""
-    children: list[list[int]] = [[] for _ in nodes]
-    depth = [0] * len(nodes)
-    for place, node in enumerate(nodes):
-        if node["parent"] is not None:
-            children[node["parent"]].append(place)
-            depth[place] = depth[node["parent"]] + 1
-    row = _rows(children)
-    chosen, place = set(), best
+def _lay_out(nodes: Sequence[TreeNode], best: int) -> None:
+    """Gives each node its place: to the right by depth, leaves one below the other, a parent in the middle of its
+    children. Parents come before their children."""
+    place: int | None = best
     while place is not None:
-        chosen.add(place)
-        place = nodes[place]["parent"]
-    drawn = tuple(
-        TreeNode(
-            node["parent"],
-            node["step"],
-            bool(node["finished"]),
-            *(float(node[key]) for key in _NUMBERS),
-            node["made_at"],
-            node["expanded_at"],
-            round(MARGIN + depth[place] * COLUMN),
-            round(MARGIN + row[place] * ROW),
-            place in chosen,
-        )
-        for place, node in enumerate(nodes)
-    )
-    right, bottom = max(node.x for node in drawn), max(node.y for node in drawn)
-    return SearchTree(name, question, drawn, right + COLUMN, bottom + MARGIN)
-
-
-def _rows(children: Sequence[Sequence[int]]) -> list[float]:
-    """Each node's row: a leaf's is the next one free, a parent's the mean of its first and its last child's."""
-    rows, free = [0.0] * len(children), 0
-    waiting: list[tuple[int, bool]] = [(0, False)]
-    while waiting:  # children before their parents, in their order
-        place, visited = waiting.pop()
-        if not children[place]:
-            rows[place], free = float(free), free + 1
-        elif visited:
+        nodes[place].chosen = True
+        place = nodes[place].parent
+    children: list[list[int]] = [[] for _ in nodes]
+    leaves = [0] * len(nodes)
+    for place in reversed(range(len(nodes))):
+        leaves[place] = leaves[place] or 1
+        if (parent := nodes[place].parent) is not None:
+            leaves[parent] += leaves[place]
+            children[parent].insert(0, place)
+    rows, depths = [0.0] * len(nodes), [0] * len(nodes)  # rows: first that of a node's first leaf
+    for place, own in enumerate(children):
+        row = rows[place]
+        for child in own:
+            rows[child], depths[child] = row, depths[place] + 1
+            row += leaves[child]
+    for place in reversed(range(len(nodes))):
+        if children[place]:
             rows[place] = (rows[children[place][0]] + rows[children[place][-1]]) / 2
-        else:
-            waiting.append((place, True))
-            waiting.extend((child, False) for child in reversed(children[place]))
-    return rows
+        nodes[place].x, nodes[place].y = round(MARGIN + depths[place] * COLUMN), round(MARGIN + rows[place] * ROW)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
+
 from nemo_edo.metrics import Interval
-from nemo_edo.report.comparison import Comparison, Estimate
+from nemo_edo.report.comparison import Cells, Comparison
 
 COLUMNS = (
     *("arm", "metric", "seeds", "mean", "low", "high"),
@@ -24,71 +23,50 @@ p_holm corrected for all of them; noise is the distance between the baseline and
 
 def numbers(comparison: Comparison, conclusions: list[str]) -> dict[str, str]:
     """The text of the CSV and of the JSON file, by suffix."""
-    rows, file = table_rows(comparison), io.StringIO(newline="")
-    writer = csv.DictWriter(file, COLUMNS)
-    writer.writeheader()
-    writer.writerows(row for _, _, row in rows)
-    text = json.dumps(_record(comparison, conclusions, rows), indent=1, ensure_ascii=False, allow_nan=False)
-    return {".csv": file.getvalue(), ".json": text + "\n"}
-
-
-def table_rows(comparison: Comparison) -> list[tuple[str, str, dict[str, Any]]]:
-    """(arm, metric, row of ``COLUMNS``); None in a row that was not measured."""
-    return [
-        (arm, metric, dict.fromkeys(COLUMNS) | _row(comparison, arm, metric, cell))
-        for arm, by_metric in comparison.table.items()
-        for metric, cell in by_metric.items()
-        if cell is not None
-    ]
-
-
-def _row(comparison: Comparison, arm: str, metric: str, cell: Estimate) -> dict[str, Any]:
-    row = {"arm": comparison.labels[arm], "metric": metric, "seeds": len(cell.by_seed), **_ends(cell.interval)}
-    difference = comparison.difference(arm, metric)
-    if difference is None:
-        return row
-    apart = _ends(difference.interval)
-    return row | {
-        "difference": apart["mean"],
-        "difference_low": apart["low"],
-        "difference_high": apart["high"],
-        "common_seeds": len(difference.by_seed),
-        "problems_low": difference.over_problems.low,
-        "problems_high": difference.over_problems.high,
-        "p_value": _finite(difference.p_value),
-        "p_holm": _finite(difference.p_adjusted),
-        "noise": comparison.replicate.noise.get(metric) if comparison.replicate else None,
-        "baseline": comparison.labels[comparison.baseline],
-    }
-
-
-def _record(
-    comparison: Comparison, conclusions: list[str], rows: list[tuple[str, str, dict[str, Any]]]
-) -> dict[str, Any]:
-    """The table's rows with the value of each seed, and the comparison at matched accuracy."""
     matched, labels = comparison.matched, comparison.labels
-    return {
+    rows = {(arm, metric): _row(comparison, arm, metric) for arm in labels for metric in comparison.table[arm]}
+    record = {
         "runs": [{"folder": str(record.folder), "seed": record.seed} for record in comparison.runs.records],
         "left_out": {str(folder): reason for folder, reason in comparison.runs.left_out.items()},
         "seeds": comparison.seeds,
         "problems": comparison.problems,
         "baseline": labels.get(comparison.baseline),
         "arms": {labels[arm]: sorted(by_seed) for arm, by_seed in comparison.arms.items()},
-        "table": [{**row, "by_seed": comparison.table[arm][metric].by_seed} for arm, metric, row in rows],
+        "table": [{**row, "by_seed": comparison.table[arm][metric].by_seed} for (arm, metric), row in rows.items()],
         "matched": {
             "accuracies": matched.accuracies,
-            "values": _matched(matched.values, labels),
-            "differences": _matched(matched.differences, labels),
+            "values": _matched(comparison, matched.values),
+            "differences": _matched(comparison, matched.differences),
             "left_out": {labels[arm]: reasons for arm, reasons in matched.left_out.items()},
         },
         "conclusions": conclusions,
     }
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    table = pd.DataFrame(list(rows.values()), columns=COLUMNS, dtype=object)
+    return {".csv": table.to_csv(index=False, lineterminator="\r\n"), ".json": text + "\n"}
 
 
-def _matched(values: Mapping[str, Mapping[str, Estimate]], labels: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def _row(comparison: Comparison, arm: str, metric: str) -> dict[str, Any]:
+    """The row of ``COLUMNS``; None in what was not measured."""
+    cell, difference = comparison.table[arm][metric], comparison.difference(arm, metric)
+    row = {"arm": comparison.labels[arm], "metric": metric, "seeds": len(cell.by_seed), **_ends(cell.interval)}
+    if difference is not None:
+        apart, problems = _ends(difference.interval), difference.over_problems
+        row |= {
+            **{"difference": apart["mean"], "difference_low": apart["low"], "difference_high": apart["high"]},
+            **{"common_seeds": len(difference.by_seed), "problems_low": problems.low, "problems_high": problems.high},
+            **{"p_value": _finite(difference.p_value), "p_holm": _finite(difference.p_adjusted)},
+            **{"noise": comparison.noise.get(metric), "baseline": comparison.labels[comparison.baseline]},
+        }
+    return dict.fromkeys(COLUMNS) | row
+
+
+def _matched(comparison: Comparison, cells: Cells) -> dict[str, dict[str, Any]]:
     return {
-        measure: {labels[arm]: {**_ends(cell.interval), "by_seed": cell.by_seed} for arm, cell in by_arm.items()}
-        for measure, by_arm in values.items()
+        measure: {
+            comparison.labels[arm]: {**_ends(cell.interval), "by_seed": cell.by_seed} for arm, cell in by_arm.items()
+        }
+        for measure, by_arm in cells.items()
     }
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation
-from nemo_edo.utils.files import json_text, read_json, read_object, temporary_name, write_text
+from nemo_edo.utils.files import json_text, read_json, read_mapping, read_object, temporary_name, write_text
 
 MAY_CHANGE = (
     *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
@@ -271,18 +271,6 @@ def check_arm_names(arms: Iterable[str]) -> None:
             raise UserError(f"arms.{arm!r}: an arm's name has no / and no line break, and no . at its beginning")
         if BEST in arm:
             raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """A run's config.yaml. Raises UserError where it is damaged."""
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
-        said = " ".join(str(error).split())  # YAML's has several lines
-        raise UserError(f"{path} is damaged: it is not YAML ({said}); {RESTORE}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a config of a run: it is not a mapping; {RESTORE}")
-    return config
 
 
 def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder, read_mapping
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import ScoredRollout
+from nemo_edo.utils.files import read_mapping
 
 _ITERATION = re.compile(r"iter_(\d+)")
 

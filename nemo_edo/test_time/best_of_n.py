@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
+
+import numpy as np
 
 STEP_AGGREGATIONS = ("last", "min", "product", "mean")
 
@@ -31,24 +33,16 @@ def best_of_n(
         raise ValueError("candidates is empty, expected at least one")
     if len(scores) != len(candidates):
         raise ValueError(f"{len(scores)} scores for {len(candidates)} candidates, expected one for each")
-    totals = [_total(index, score, aggregation) for index, score in enumerate(scores)]
-    return candidates[max(range(len(totals)), key=totals.__getitem__)]
-
-
-def _total(index: int, score: float | Sequence[float], aggregation: str | None) -> float:
-    is_number = getattr(score, "ndim", 1 if isinstance(score, Sequence) else 0) == 0
-    if is_number != (aggregation is None):
-        expected = "a number, or an aggregation of step scores" if aggregation is None else "the scores of its steps"
-        raise ValueError(f"scores[{index}] is {score!r}, expected {expected}")
-    if aggregation is not None:
-        try:
-            return aggregate_steps(cast("Sequence[float]", score), aggregation)
+    totals = []
+    for index, score in enumerate(scores):
+        if (np.ndim(score) == 0) != (aggregation is None):
+            expected = "a number, or an aggregation of step scores" if aggregation is None else "its steps' scores"
+            raise ValueError(f"scores[{index}] is {score!r}, expected {expected}")
+        try:  # a number is the score of an only step
+            totals.append(aggregate_steps(np.atleast_1d(score).tolist(), aggregation or "last"))
         except ValueError as error:
             raise ValueError(f"scores[{index}]: {error}") from error
-    number = cast(float, score)
-    if not math.isfinite(number):
-        raise ValueError(f"scores[{index}] is {number}, expected a finite number")
-    return number
+    return candidates[max(range(len(totals)), key=totals.__getitem__)]
 
 
 def aggregate_steps(step_scores: Sequence[float], how: str) -> float:

@@ -81,7 +81,7 @@ class PosteriorVariance:
         else:
             target_N = torch.as_tensor(target, dtype=torch.float64, device=self.device).detach()
             if target_N.shape != phi.shape[:-1] or not torch.isfinite(target_N).all():
-                raise ValueError(f"target is {target}, expected one finite number for each of {len(phi_ND)} embeddings")
+                raise ValueError(f"target is {target!r}, expected a finite number for each of {len(phi_ND)} embeddings")
         for phi_D, target_ in zip(phi_ND, target_N.reshape(-1), strict=True):
             self._update(phi_D / math.sqrt(self.noise_variance), target_ / math.sqrt(self.noise_variance))
             self.count += 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
+import yaml
 
 from nemo_edo.errors import UserError
 
@@ -113,6 +114,19 @@ def read_object(path: Path, required: Collection[str]) -> dict[str, Any]:
         if key not in record:
             raise UserError(f"{path}: {key} is missing")
     return record
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file, such as a run's config.yaml. Raises UserError as ``read_text`` does, and where it is no mapping."""
+    text = read_text(path)
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
+        said = " ".join(str(error).split())  # YAML's has several lines
+        raise UserError(f"{path}: not YAML: {said}; restore it from a copy") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected a mapping, got {type(values).__name__}; restore it from a copy")
+    return values
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

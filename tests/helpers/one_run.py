@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_edo.evaluation.results import Evaluation
-from nemo_edo.report.run_record import ArmSettings, RunRecord
+from nemo_edo.report.run_record import ArmSettings, RunRecord, lines_table
 from nemo_edo.report.run_set import RunSet, Trained
 
 Curve = Sequence[tuple[float, float]]
@@ -35,18 +35,18 @@ def one_run(
     bootstrap: int = 200,
     replicate: Evaluation | None = None,
 ) -> RunSet:
-    lines = tuple(
+    lines = [
         {"kind": "collection", "arm": arm, "iteration": place, "reward": accuracy, "entropy": entropy}
         for arm, curve in (curves or {}).items()
         for place, (accuracy, entropy) in enumerate(curve)
-    )
+    ]
     record = RunRecord(
         folder=Path("run"),
         config={"evaluation": {"bootstrap": bootstrap}},
         config_text="",
         summary={"seed": seed, "baseline": baseline},
         arms=dict(arms),
-        lines=lines,
+        lines=lines_table(lines),
         evaluations={one.arm: one for one in evaluations},
         replicate=replicate,
         samples=[],

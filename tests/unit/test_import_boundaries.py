@@ -116,11 +116,11 @@ def test_a_room_imports_these_rooms_only(name: str, rooms: set[str]):
     assert {room(target) for module in inside for target in own_imports(module)} - {name} <= rooms
 
 
-def test_losses_metrics_and_test_time_need_torch_and_numpy_alone():
+def test_losses_metrics_and_test_time_need_torch_numpy_and_scipy_alone():
     """They serve any trainer; BLEU names the package that it needs. What they load of the package is in ``CHAINS``."""
     found = {target.partition(".")[0] for module in MODULES if is_in(module, *FOR_ANY_TRAINER)
              for target, _, only_types in IMPORTS[module] if not only_types}  # fmt: skip
-    assert found - set(sys.stdlib_module_names) == {"nemo_edo", "numpy", "torch", "nltk"}
+    assert found - set(sys.stdlib_module_names) == {"nemo_edo", "numpy", "scipy", "torch", "nltk"}
 
 
 def test_no_private_name_of_a_library_is_imported_but_with_a_reason():
@@ -141,7 +141,7 @@ CHAINS = {  # the places of a chain share an interpreter, so their rules go from
     ],
     "inside a server": [(["generation.inside_server"], WITHOUT_TORCH | {"numpy", "transformers", "starlette"})],
     "torch": [
-        (FOR_ANY_TRAINER, HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "scipy", "nltk"}),
+        (FOR_ANY_TRAINER, HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "nltk"}),
         (["types", "interfaces", "parallel", "algorithms"], HEAVY | {"transformers"}),
         (["data", "run.folder", "run.inputs", "run.build", "evaluation", "megatron.platform"], HEAVY),
         (["run.evaluate_stored"], HEAVY - {"hydra"}),

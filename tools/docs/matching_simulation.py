@@ -16,7 +16,7 @@ import numpy as np
 from report_tables import markdown
 
 from nemo_edo.metrics import mean_p_value
-from nemo_edo.report.matching import CurvePoint, match_accuracy
+from nemo_edo.report.matching import match_accuracy
 
 RESPONSES = 128 * 10
 FRONTIERS = {
@@ -37,13 +37,14 @@ def simulated_curve(
     iterations: int = 30,
     gain: float = 0.5,
     noise: float = 0.0,
-) -> list[CurvePoint]:
-    """An arm that closes the gap to accuracy 0.3 + ``gain`` with the time constant ``speed`` (iterations). noise: of a
-    collection's accuracy beyond that of its responses, as of the choice of its problems."""
+) -> np.ndarray:
+    """[C, 2] accuracy and entropy of an arm that closes the gap to accuracy 0.3 + ``gain`` with the time constant
+    ``speed`` (iterations). noise: of a collection's accuracy beyond that of its responses, as of the choice of its
+    problems."""
     accuracy = 0.3 + gain * (1 - np.exp(-np.arange(iterations) / speed))
     entropy = FRONTIERS[frontier](accuracy) + shift + ENTROPY_NOISE * rng.standard_normal(iterations)
     found = rng.binomial(RESPONSES, accuracy) / RESPONSES + noise * rng.standard_normal(iterations)
-    return [CurvePoint(float(a), {"entropy": float(e)}) for a, e in zip(found, entropy, strict=True)]
+    return np.column_stack([found, entropy])
 
 
 def shown(
@@ -65,8 +66,8 @@ def shown(
                 simulated_curve(rng, frontier, speed, shift=by, **settings)
                 for speed, by in zip(speeds, (0.0, shift), strict=True)
             )
-            values = match_accuracy({"first": first, "second": second}).values["entropy"]
-            gaps.append(values["second"] - values["first"])
+            values = match_accuracy({"first": first, "second": second}).values
+            gaps.append(values["second"][0] - values["first"][0])
         found += mean_p_value(gaps) < 0.05
     return found / studies
 

@@ -32,15 +32,12 @@ def tables(records: list[RunRecord]) -> list[str]:
 
 
 def by_seed(records: list[RunRecord], metrics: list[str]) -> list[list[str]]:
-    return [
-        [
-            label(record, arm),
-            str(record.seed),
-            *(cell(record.evaluations[arm].interval(m, resamples=BOOTSTRAP, seed=record.seed)) for m in metrics),
-        ]
-        for arm in records[0].evaluations
-        for record in records
-    ]
+    rows = []
+    for arm in records[0].evaluations:
+        for record in records:
+            found = record.evaluations[arm].intervals(resamples=BOOTSTRAP, seed=record.seed)
+            rows.append([label(record, arm), str(record.seed), *(cell(found[metric]) for metric in metrics)])
+    return rows
 
 
 def over_seeds(records: list[RunRecord], metrics: list[str]) -> list[list[str]]:

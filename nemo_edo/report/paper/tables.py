@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Pair, ratio_intervals
 from nemo_edo.metrics import Interval, mean_interval
 from nemo_edo.metrics.shares import mean_of_shares
-from nemo_edo.report.page import make_folder, render_page, write_whole
+from nemo_edo.report.page import render_page, write_whole
 from nemo_edo.report.paper.published import (
     OUT_OF_DISTRIBUTION,
     OVERALL,
@@ -29,23 +28,16 @@ from nemo_edo.report.paper.published import (
     read_csv,
 )
 from nemo_edo.report.paper.settings import departures, tested_on
-from nemo_edo.report.run_record import RunRecord, number, read_run, read_test_time, setting
-from nemo_edo.report.run_set import FoundRuns
+from nemo_edo.report.run_record import RunRecord, read_run, read_test_time, setting
+from nemo_edo.report.run_set import FoundRuns, Trained
 
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 SEARCHED = {"searchllm": "cot"}
 """The search is with the policy of another row."""
 
 
-class Policy(NamedTuple):
-    """An evaluated policy that measures a row."""
-
-    record: RunRecord
-    arm: str
-
-
 class Line(NamedTuple):
-    """A number of the paper with the measured one, in the column's unit. A line of the CSV file has its fields."""
+    """A number of the paper with the measured one, in the column's unit."""
 
     paper: Published
     measured: Interval | None
@@ -55,19 +47,6 @@ class Line(NamedTuple):
     seeds: tuple[int, ...]
     state: str
     """Why nothing is measured, or empty."""
-
-    def fields(self) -> dict[str, object]:
-        """The line of the CSV file."""
-        interval = self.measured or Interval(*[None] * 3)
-        return {
-            **self.paper.row._asdict(),
-            "column": self.paper.column.title,
-            "paper": self.paper.value,
-            "paper_deviation": self.paper.deviation,
-            **{"mean": interval.mean, "low": interval.low, "high": interval.high, "deviation": self.deviation},
-            "seeds": " ".join(map(str, self.seeds)),
-            "state": self.state,
-        }
 
 
 @dataclass(frozen=True)
@@ -80,21 +59,12 @@ class Table:
     """Runs and arms that measure none, with the reason."""
 
 
-@dataclass
-class Section:
-    """The rows of one backbone and benchmark, as texts."""
-
-    title: str
-    heads: list[str]
-    rows: dict[str, list[str]] = field(default_factory=dict)
-
-
 def build_table(name: str, records: Sequence[RunRecord], left_out: Mapping[Path, str] | None = None) -> Table:
     """The table of that name (a key of ``TABLES``) with what the runs measured.
 
     Raises UserError where two runs measured the same row with one seed.
     """
-    found: dict[Row, dict[int, Policy]] = {}
+    found: dict[Row, dict[int, Trained]] = {}
     runs: dict[str, None] = {}
     unused = [f"{folder}: {reason}" for folder, reason in (left_out or {}).items()]
     for record in records:
@@ -103,7 +73,14 @@ def build_table(name: str, records: Sequence[RunRecord], left_out: Mapping[Path,
             if row is None:
                 unused += [f"{record.folder}, {record.label(arm)}: {', '.join(reasons)}"]
                 continue
-            _add(found.setdefault(row, {}), Policy(record, arm), row)
+            first = found.setdefault(row, {}).setdefault(record.seed, Trained(record, arm))
+            # Only the start of runs with arms may be there twice: they share it, and the first counts.
+            again = first.record is not record or first.name != arm
+            if again and not (arm == START and record.arms):
+                raise UserError(
+                    f"{first.record.folder} and {record.folder} both measured {row.method} on {row.evaluated_on} with "
+                    f"seed {record.seed}: a seed counts once, so name one of them only"
+                )
             model = setting(record, "model.path") or "built-in model"
             runs[f"{record.folder} (seed {record.seed}, {model})"] = None
     return Table(name, [_line(paper, found) for paper in published(name)], list(runs), unused)
@@ -120,18 +97,7 @@ def _measured_row(name: str, record: RunRecord, arm: str) -> tuple[Row | None, l
     return measures.row._replace(evaluated_on=evaluated_on(tested_on(record), measures.row.trained_on)), []
 
 
-def _add(by_seed: dict[int, Policy], policy: Policy, row: Row) -> None:
-    """Raises UserError where a seed is there twice. Only the start of runs with arms may be: they share it, and the
-    first counts."""
-    known = by_seed.setdefault(policy.record.seed, policy)
-    if known is not policy and not (policy.arm == START and policy.record.arms):
-        raise UserError(
-            f"{known.record.folder} and {policy.record.folder} both measured {row.method} on {row.evaluated_on} with "
-            f"seed {policy.record.seed}: a seed counts once, so name one of them only"
-        )
-
-
-def _line(paper: Published, found: Mapping[Row, Mapping[int, Policy]]) -> Line:
+def _line(paper: Published, found: Mapping[Row, Mapping[int, Trained]]) -> Line:
     row = paper.row._replace(method=SEARCHED.get(paper.row.method, paper.row.method))
     benchmarks = OUT_OF_DISTRIBUTION if row.evaluated_on == OVERALL else (row.evaluated_on,)
     parts = [found.get(row._replace(evaluated_on=benchmark), {}) for benchmark in benchmarks]
@@ -150,12 +116,13 @@ def _line(paper: Published, found: Mapping[Row, Mapping[int, Policy]]) -> Line:
     return Line(paper, None, None, (), state)
 
 
-def _of_one_seed(column: Column, policies: Sequence[Policy]) -> Interval | None:
-    record, arm = policies[0]
+def _of_one_seed(column: Column, policies: Sequence[Trained]) -> Interval | None:
+    record = policies[0].record
     if column.iteration is not None:  # an evaluation made anew replaces the one before
-        lines = [line["metrics"] for line in record.of("evaluation", arm) if line["iteration"] == column.iteration]
+        lines = policies[0].lines("evaluation").query("iteration == @column.iteration")["metrics"]
         values = [metrics[name] for metrics in lines for name in column.metrics if name in metrics]
-        return Interval(*(number(values[-1].get(key)) for key in ("mean", "low", "high"))) if values else None
+        ends = [values[-1].get(key) for key in ("mean", "low", "high")] if values else []
+        return Interval(*(np.nan if end is None else end for end in ends)) if ends else None
     found = [_measured(column, policy) for policy in policies]
     known = [one for one in found if one is not None]
     if len(known) < len(found):
@@ -167,10 +134,10 @@ def _of_one_seed(column: Column, policies: Sequence[Policy]) -> Interval | None:
     return mean_of_shares([ratio for _, ratio in known], resamples=resamples, seed=record.seed)
 
 
-def _measured(column: Column, policy: Policy) -> tuple[str, Pair] | None:
+def _measured(column: Column, policy: Trained) -> tuple[str, Pair] | None:
     """The column's first metric that was measured: the evaluation's own first."""
-    at_test_time = read_test_time(policy.record).get(policy.arm)
-    ratios = {**(at_test_time.metrics if at_test_time else {}), **policy.record.evaluations[policy.arm].metrics}
+    at_test_time = read_test_time(policy.record).get(policy.name)
+    ratios = {**(at_test_time.metrics if at_test_time else {}), **policy.evaluation.metrics}
     found = (name for name in column.metrics if name in ratios and ratios[name][1].sum() > 0)
     return next(((name, ratios[name]) for name in found), None)
 
@@ -186,43 +153,42 @@ def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[st
     table = build_table(name, [read_run(folder) for folder in found.folders], found.left_out)
     if out is None:
         return [markdown(table)]
-    make_folder(out.parent)
     write_whole(out, render[out.suffix](table))
     return [f"table: {out}"]
 
 
-def sections(table: Table) -> Iterable[Section]:
-    """The table's lines as a reader wants them: a column for each quantity, the paper's before the measured."""
+def sections(table: Table) -> list[dict[str, Any]]:
+    """The rows of each backbone and benchmark as a reader wants them: title, heads and the texts of each method, a
+    column for each quantity, the paper's before the measured."""
     found: dict[tuple[str, ...], list[Line]] = {}
     for line in table.lines:
         found.setdefault(line.paper.row[:3], []).append(line)
+    made = []
     for (backbone, trained_on, tested), lines in found.items():
         titles = list(dict.fromkeys(line.paper.column.title for line in lines))
+        cells = {(line.paper.row.method, line.paper.column.title): line for line in lines}
+        rows = {}
+        for method in dict.fromkeys(line.paper.row.method for line in lines):
+            of_method = [cells.get((method, title)) for title in titles]
+            rows[method] = [text for one in of_method for text in (("", "") if one is None else _texts(one))]
         heads = ["method", *(f"{title}, {source}" for title in titles for source in ("paper", "measured"))]
-        section = Section(f"{backbone}, trained on {trained_on}, evaluated on {tested}", heads)
-        for line in lines:
-            texts = section.rows.setdefault(line.paper.row.method, [""] * (2 * len(titles)))
-            place = 2 * titles.index(line.paper.column.title)
-            texts[place : place + 2] = _paper_text(line.paper), _measured_text(line)
-        yield section
+        title = f"{backbone}, trained on {trained_on}, evaluated on {tested}"
+        made.append({"title": title, "heads": heads, "rows": rows})
+    return made
 
 
-def _paper_text(paper: Published) -> str:
-    if paper.value is None:
-        return ""
+def _texts(line: Line) -> tuple[str, str]:
+    """The paper's number and the measured one: ``79.1 [77.0, 81.3]``, and of several seeds
+    ``79.1 ± 0.3 [78.3, 79.8], 3 seeds``."""
+    paper, measured, form = line.paper, line.measured, ".1f" if line.paper.column.percent else ".4f"
+    said = "" if paper.value is None else f"{paper.value:.1f}" if paper.column.percent else f"{paper.value:g}"
     if paper.deviation is not None:
-        return f"{paper.value:g} ± {paper.deviation:g}"
-    return f"{paper.value:.1f}" if paper.column.percent else f"{paper.value:g}"
-
-
-def _measured_text(line: Line) -> str:
-    """``79.1 [77.0, 81.3]``, and of several seeds ``79.1 ± 0.3 [78.3, 79.8], 3 seeds``."""
-    if line.measured is None:
-        return line.state
-    form = ".1f" if line.paper.column.percent else ".4f"
+        said = f"{paper.value:g} ± {paper.deviation:g}"
+    if measured is None:
+        return said, line.state
     deviation = "" if line.deviation is None else f" ± {line.deviation:{form}}"
     seeds = f", {len(line.seeds)} seeds" if len(line.seeds) > 1 else ""
-    return f"{line.measured.mean:{form}}{deviation} [{line.measured.low:{form}}, {line.measured.high:{form}}]{seeds}"
+    return said, f"{measured.mean:{form}}{deviation} [{measured.low:{form}}, {measured.high:{form}}]{seeds}"
 
 
 def notes(table: Table) -> list[str]:
@@ -237,22 +203,27 @@ def markdown(table: Table) -> str:
     """The table for a terminal or a page of text."""
     lines = [f"# {TABLES[table.name]}", ""]
     for section in sections(table):
-        lines += [f"## {section.title}", "", f"| {' | '.join(section.heads)} |", f"|{' --- |' * len(section.heads)}"]
-        lines += [f"| {' | '.join((method, *texts))} |" for method, texts in section.rows.items()] + [""]
+        heads = section["heads"]
+        lines += [f"## {section['title']}", "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+        lines += [f"| {' | '.join((method, *texts))} |" for method, texts in section["rows"].items()] + [""]
     plain = (" ".join(note.split()).replace("|", "\\|").replace("<", "&lt;") for note in notes(table))
     return "\n".join([*lines, *(f"- {note}" for note in plain)]) + "\n"
 
 
 def csv_text(table: Table) -> str:
     """A line for each number of the paper."""
-    file = io.StringIO(newline="")
-    lines = [{"table": table.name, **line.fields()} for line in table.lines]
-    writer = csv.DictWriter(file, lines[0])
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
+    rows = []
+    for line in table.lines:
+        paper, measured = line.paper, line.measured or Interval(None, None, None)
+        found = {"mean": measured.mean, "low": measured.low, "high": measured.high, "deviation": line.deviation}
+        rows.append({
+            **{"table": table.name, **paper.row._asdict(), "column": paper.column.title},
+            **{"paper": paper.value, "paper_deviation": paper.deviation, **found},
+            **{"seeds": " ".join(map(str, line.seeds)), "state": line.state},
+        })  # fmt: skip
+    return pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\r\n")
 
 
 def html(table: Table) -> str:
     """The page. Everything in it is escaped."""
-    return render_page("table.html.j2", title=TABLES[table.name], sections=list(sections(table)), notes=notes(table))
+    return render_page("table.html.j2", title=TABLES[table.name], sections=sections(table), notes=notes(table))

@@ -69,7 +69,7 @@ def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_
     after = evaluation("grpo", "dcba", greedy_accuracy=[1.0, 1.0, 0.9, 1.0])
     assert newly_solved_and_lost(before, after) == {"newly_solved": 2.0, "lost": 1.0}
     assert newly_solved_and_lost(after, before) == {"newly_solved": 1.0, "lost": 2.0}
-    with pytest.raises(ValueError, match="1 problems that after lacks: 'd'"):
+    with pytest.raises(ValueError, match="2 problems .*'d', 'e'"):
         newly_solved_and_lost(before, evaluation("other", "abce", greedy_accuracy=[1.0] * 4))
 
 

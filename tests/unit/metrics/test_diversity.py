@@ -39,11 +39,6 @@ def test_pooled_distinct_is_that_of_all_samples_and_a_groups_part_what_goes_with
     assert [values.tolist() for values in pooled_distinct([[[1, 2]], []], n=3)] == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_the_default_order_is_four():
-    assert distinct_counts(["1 2 3 4 5", "1 2 3 4"]) == (2, 3)
-    assert distinct_n(["1 2 3 4 5", "1 2 3 4"]) == pytest.approx(2 / 3)
-
-
 @few
 @given(data=st.data(), n=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 20]))
 def test_counts_agree_with_sets_of_tuples_for_ids_of_any_width(data, n):

@@ -29,12 +29,6 @@ def test_where_problems_are_right_or_wrong_as_a_whole_the_share_is_a_proportion(
     assert share_interval(right, counts, resamples=10, seed=0) == proportion_interval(2, 5)
 
 
-def test_the_weighted_means_of_wrong_and_right_are_those_of_clopper_and_pearson():
-    right, ones = np.array([1.0, 1, 1] + [0] * 17), np.ones(20)
-    exact, weighted = proportion_interval(3, 20), mean_of_shares([(right, ones)], resamples=40_000, seed=0)
-    assert (weighted.low, weighted.high) == (pytest.approx(exact.low, abs=2e-3), pytest.approx(exact.high, abs=4e-3))
-
-
 def test_all_wrong_and_all_right_leave_room_for_the_problems_that_were_not_asked():
     zero, ones = np.zeros(30), np.ones(30)
     graded = share_intervals([(zero, ones), (0.999 * ones, ones)], resamples=2000, seed=0)

@@ -3,63 +3,61 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.metrics import share_interval
-from nemo_edo.report.charts import all_charts, averaged, pareto_front
+from nemo_edo.report.charts import MOST_POINTS, all_charts, pareto_front, thinned
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.plotting import COLORS, DASHES, MOST_MARKERS, START_COLOR, Series, arm_styles, line_chart
+from nemo_edo.report.plotting import COLORS, DASHES, MOST_MARKERS, START_COLOR, arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
-from nemo_edo.report.scaling_charts import MOST_POINTS, scaling_charts, thinned
 
 STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
 
 
-def traces(chart):
-    """The traces that plotly wrote into the fragment."""
-    start = chart.html.index("[{", chart.html.index("Plotly.newPlot"))
-    return json.JSONDecoder().raw_decode(chart.html[start:])[0]
+def drawing(chart) -> tuple[list[dict], dict]:
+    """The traces that plotly wrote into the fragment, and the layout that follows them."""
+    text = chart.html[chart.html.index("[{", chart.html.index("Plotly.newPlot")):]
+    found, end = json.JSONDecoder().raw_decode(text)
+    return found, json.JSONDecoder().raw_decode(text[end:].lstrip(", \n"))[0]
 
 
-def layout(chart) -> dict:
-    """What follows them: axes and the rest."""
-    start = chart.html.index("[{", chart.html.index("Plotly.newPlot"))
-    end = json.JSONDecoder().raw_decode(chart.html[start:])[1]
-    return json.JSONDecoder().raw_decode(chart.html[start + end :].lstrip(", \n"))[0]
-
-
-def shapes(chart) -> list[dict]:
-    """What plotly draws besides the traces."""
-    start = chart.html.index('"shapes":') + len('"shapes":')
-    return json.JSONDecoder().raw_decode(chart.html[start:])[0]
+def traces(chart) -> list[dict]:
+    return drawing(chart)[0]
 
 
 def labels(chart) -> list[str]:
     return [style.label for style in chart.legend]
 
 
-def draw(**series):
-    return line_chart("key", "Title", "Caption", series, STYLES, x_title="x", y_title="y")
+def line(x, y, low=None, high=None) -> pd.DataFrame:
+    columns = {"y": y} if low is None else {"y": y, "low": low, "high": high}
+    return pd.DataFrame(columns, x, dtype=float)
+
+
+def draw(**lines):
+    return line_chart("key", "Title", "Caption", lines, STYLES, x_title="x", y_title="y")
 
 
 def test_missing_and_non_finite_values_are_gaps_and_what_has_no_value_is_not_drawn():
-    (trace,) = traces(draw(b=Series([1, 2, 3, 4], [0.5, math.nan, math.inf, 0.7])))
+    (trace,) = traces(draw(b=line([1, 2, 3, 4], [0.5, math.nan, math.inf, 0.7])))
     assert trace["y"] == [0.5, None, None, 0.7]
     assert trace["name"] == "&lt;b&gt;&amp;&lt;/b&gt;"  # plotly reads a label as markup
-    assert draw(a=Series([], []), b=Series([1.0], [math.nan])) is None
-    assert labels(draw(a=Series([1], [1]), b=Series([], []))) == ["Arm A"]
+    assert draw(a=line([], []), b=line([1.0], [math.nan])) is None
+    assert labels(draw(a=line([1], [1]), b=line([], []))) == ["Arm A"]
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.02, [0, 0.04]), (0, [0, 1]), (-1, [-2, 0])])
 def test_a_constant_curve_has_an_axis_from_zero_and_any_other_plotlys(value: float, shown: list):
-    constant = draw(a=Series([0, 1, 2], [value, math.nan, value]), b=Series([0], [value], ([value], [value])))
-    assert layout(constant)["yaxis"]["range"] == shown
-    other = draw(a=Series([0, 1], [value, value], ([value, value], [value, value + 1])))
-    assert "range" not in layout(other)["yaxis"]
+    constant = draw(a=line([0, 1, 2], [value, math.nan, value]), b=line([0], [value], [value], [value]))
+    assert drawing(constant)[1]["yaxis"]["range"] == shown
+    other = draw(a=line([0, 1], [value, value], [value, value], [value, value + 1]))
+    assert "range" not in drawing(other)[1]["yaxis"]
 
 
 def test_no_two_of_thirty_arms_share_colour_and_dash_and_a_start_changes_none():
@@ -121,8 +119,8 @@ def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_s
         assert trace["x"] == [one.interval.mean for one in found]
         assert trace["error_x"]["array"] == pytest.approx([one.interval.high - one.interval.mean for one in found])
         assert [round(y) for y in trace["y"]] == [0, 1, 2] and "one seed" in trace["text"][0]
-    bands = {round(shape["y0"] + 0.45): shape["x1"] for shape in shapes(chart) if shape["type"] == "rect"}
-    assert bands == {place: comparison.replicate.noise[metric] for place, metric in enumerate(METRICS)}
+    bands = {round(shape["y0"] + 0.45): shape["x1"] for shape in drawing(chart)[1]["shapes"] if shape["type"] == "rect"}
+    assert bands == {place: comparison.noise[metric] for place, metric in enumerate(METRICS)}
 
 
 def test_curves_of_training_have_the_replicate_in_grey_and_the_arms_keep_their_style(compared):
@@ -133,21 +131,19 @@ def test_curves_of_training_have_the_replicate_in_grey_and_the_arms_keep_their_s
 
 def test_values_of_steps_are_averaged_over_their_iteration(compared):
     comparison = compared(arms=("grpo",))
-    lines = comparison.runs.records[0].of("train_step", "grpo")
+    means = comparison.runs.records[0].of("train_step", "grpo").groupby("iteration")["exploration"].mean()
     [line] = traces(by_key(comparison)["exploration"])
-    means = [np.mean([one["exploration"] for one in lines if one["iteration"] == t]) for t in range(4)]
-    assert line["x"] == list(range(4)) and line["y"] == pytest.approx(means)
+    assert line["x"] == list(range(4)) and line["y"] == pytest.approx(means.tolist())
     assert "<b>GRPO</b><br>iteration %{x" in line["hovertemplate"]
     [warm_up] = traces(by_key(comparison)["warm-up"])  # 100 steps
     assert len(warm_up["x"]) <= MOST_MARKERS and warm_up["x"][-1] >= 100
-    assert averaged([(1, 2.0), (1, math.nan), (1, 4.0), (2, math.nan)])[0] == (1, 3.0)
 
 
 def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(compared):
     comparison = compared(arms=("grpo",), start=False)
     charts = by_key(comparison)
     low, high, mean = traces(charts["pass"])
-    cells = [comparison.table["grpo"][f"pass@{k}"].interval for k in range(1, 11)]
+    cells = [comparison.cell("grpo", f"pass@{k}").interval for k in range(1, 11)]
     assert mean["x"] == list(range(1, 11))
     assert [low["y"], mean["y"], high["y"]] == [[getattr(c, end) for c in cells] for end in ("low", "mean", "high")]
     low, high, _ = (trace["y"] for trace in traces(charts["test-greedy_accuracy"]))
@@ -187,27 +183,25 @@ def curves(arm: str, largest: int, *, names=("mine",), problems: int = 12):
     return evaluation(arm, problems, **metrics)
 
 
-def scaling(stored, resamples: int = 20):
-    return scaling_charts(stored, STYLES, bands="", resamples=resamples, seed=5)
+def store_curves(folder, *found) -> None:
+    (folder / "test_time").mkdir()
+    for one in found:
+        (folder / "test_time" / f"{one.arm}.json").write_text(json.dumps(one.record()))
 
 
-def test_each_family_has_the_means_with_the_bootstrap_of_each_k_and_says_its_tokens():
-    found = curves("a", 4)
-    charts = scaling({"a": [found]}, resamples=80)
-    assert keys(charts) == ["samples-majority-", "samples-pass-", "samples-best_of--mine"]
-    low, high, line = traces(charts[0])
-    expected = [share_interval(*found.metrics[f"majority@{k}"], resamples=80, seed=5) for k in (1, 2, 3, 4)]
+def test_each_family_has_the_means_with_the_interval_of_each_k_and_says_its_tokens(tmp_path):
+    folder = write_run_folder(tmp_path / "run", arms=("grpo", "edo_floor"), start=False, problems=12, seed=5)
+    found = curves("grpo", 4)
+    store_curves(folder, found, curves("edo_floor", 5, names=("other",)))
+    charts = by_key(compare(one_run(folder)))
+    low, high, line = traces(charts["samples-majority-"])[:3]
+    expected = [share_interval(*found.metrics[f"majority@{k}"], resamples=200, seed=5) for k in (1, 2, 3, 4)]
     assert (line["x"], line["text"]) == ([1, 2, 3, 4], [f"{tokens} tokens" for tokens in (7, 14, 21, 28)])
-    assert line["y"] == pytest.approx([cell.mean for cell in expected])
-    assert low["y"] == pytest.approx([cell.low for cell in expected])
-    assert high["y"] == pytest.approx([cell.high for cell in expected])
-
-
-def test_arms_with_other_scores_each_have_their_own_curve():
-    charts = scaling({"a": [curves("a", 3, names=("x",))], "b": [curves("bb", 5, names=("y",))]})
-    legends = {chart.key: labels(chart) for chart in charts}
-    assert (legends["samples-best_of--x"], legends["samples-best_of--y"]) == (["Arm A"], ["<b>&</b>"])
-    assert len(legends["samples-majority-"]) == 2
+    for trace, end in ((line, "mean"), (low, "low"), (high, "high")):
+        assert trace["y"] == pytest.approx([getattr(cell, end) for cell in expected])
+    assert [labels(charts[f"samples-{key}"]) for key in ("best_of--mine", "best_of--other")] == [
+        ["GRPO"], ["ED-GRPO 0.3, floor -0.1"]]
+    assert len(labels(charts["samples-pass-"])) == 2 and "samples-best_of--oracle" not in charts
 
 
 def test_long_curves_are_thinned_to_their_ends_and_points_between():
@@ -224,8 +218,7 @@ def test_several_runs_have_the_charts_of_one_with_means_and_the_range_of_their_s
     for seed, largest in ((1, 4), (2, 6)):
         folder = write_run_folder(tmp_path / f"seed_{seed}", arms=("grpo",), iterations=2, problems=12, seed=seed)
         found = curves("g" * seed, largest)
-        (folder / "test_time").mkdir()
-        (folder / "test_time" / "grpo.json").write_text(json.dumps(found.record()))
+        store_curves(folder, replace(found, arm="grpo"))
         majority.append([found.mean(f"majority@{k}") for k in (1, 2, 3, 4)])
     comparison = compare(read_runs(find_runs([str(tmp_path)])))
     drawn = by_key(comparison)

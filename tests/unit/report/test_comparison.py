@@ -13,7 +13,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.metrics import holm, mean_interval, paired_share_interval, share_interval
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.matching import curve, match_accuracy
+from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
 from nemo_edo.report.run_set import find_runs, read_runs
 from nemo_edo.report.run_set import one_run as read_one_run
 
@@ -40,7 +40,7 @@ def test_only_the_main_metrics_that_both_arms_have_are_compared_and_one_without_
     result = compared([evaluation("a", **rows, entropy=np.ones(50)), evaluation("b", **rows)])
     assert [(d.arm, d.metric) for d in result.differences] == [("b", "accuracy"), ("b", "vote@16")]
     empty = Evaluation("a", ("x",), {"entropy": (np.zeros(1), np.zeros(1))})
-    assert compared([empty], names=("a",)).table["a"]["entropy"] is None
+    assert compared([empty], names=("a",)).cell("a", "entropy") is None
 
 
 def test_a_single_arm_is_compared_with_its_start_in_one_run_and_over_seeds(tmp_path):
@@ -58,14 +58,14 @@ def test_a_replicate_is_no_arm_and_its_distance_from_the_baseline_is_the_noise(t
     again = evaluation("replicate", accuracy=BASE / 2)
     found = compare(one_run(ours, {name: settings(name) for name in "ab"}, baseline="a", replicate=again))
     assert (list(found.labels), [d.arm for d in found.differences]) == (["a", "b"], ["b"])
-    assert found.replicate.noise == {"accuracy": pytest.approx(0.25)}
+    assert found.noise == {"accuracy": pytest.approx(0.25)}
     for seed in SEEDS:
         write_run_folder(tmp_path / f"{seed}", seed=seed, arms=("grpo", "edo_floor"), problems=30, iterations=3,
                          replicate=True)
     several = compare(read_runs(find_runs([str(tmp_path)])))
     assert list(several.arms) == ["GRPO", FLOOR]
     apart = [r.replicate.mean("entropy") - r.evaluations["grpo"].mean("entropy") for r in several.runs.records]
-    assert several.replicate.noise["entropy"] == pytest.approx(math.sqrt(sum(gap**2 for gap in apart) / 3))
+    assert several.noise["entropy"] == pytest.approx(math.sqrt(sum(gap**2 for gap in apart) / 3))
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +119,16 @@ def test_over_problems_the_seeds_are_pooled_and_pairs_kept(runs, comparison: Com
 
 
 def test_matched_values_are_those_of_each_seed_alone(runs, comparison: Comparison):
+    matched = comparison.matched
     for seed in SEEDS[1:]:
-        curves = {arm: curve(by[seed].record, by[seed].name) for arm, by in runs.arms.items() if seed in by}
-        alone, matched = match_accuracy(curves), comparison.matched
+        curves = {arm: by[seed].lines("collection")[["reward", *MATCHED_MEASURES]].to_numpy()
+                  for arm, by in runs.arms.items() if seed in by}
+        alone = match_accuracy(curves)
         assert matched.accuracies[seed] == alone.accuracy
-        for measure, by_arm in alone.values.items():
-            assert matched.values[measure][FLOOR].by_seed[seed] == by_arm[FLOOR]
-            assert matched.last[measure][FLOOR].by_seed[seed] == alone.last[measure][FLOOR]
-            gap = by_arm[FLOOR] - by_arm["GRPO"]
+        for place, measure in enumerate(MATCHED_MEASURES):
+            assert matched.values[measure][FLOOR].by_seed[seed] == alone.values[FLOOR][place]
+            assert matched.last[measure][FLOOR].by_seed[seed] == curves[FLOOR][-1, 1 + place]
+            gap = alone.values[FLOOR][place] - alone.values["GRPO"][place]
             assert matched.differences[measure][FLOOR].by_seed[seed] == pytest.approx(gap, abs=1e-15)
 
 
@@ -134,13 +136,13 @@ def test_changes_count_problems_against_the_start_and_the_baseline(runs, compari
     def solved(evaluation) -> set[int]:
         return {place for place, value in enumerate(evaluation.metrics["greedy_accuracy"][0]) if value == 1}
 
-    for before, found in (("start", comparison.from_start), ("GRPO", comparison.from_baseline)):
+    for before, found in ((START, comparison.from_start), ("GRPO", comparison.from_baseline)):
         gained = lost = 0
         for seed in SEEDS:
             new = solved(runs.arms[FLOOR][seed].evaluation)
-            old = solved(runs.starts[seed] if before == "start" else runs.arms["GRPO"][seed].evaluation)
+            old = solved(runs.policies[before][seed].evaluation)
             gained, lost = gained + len(new - old), lost + len(old - new)
-        assert (found[FLOOR].newly_solved, found[FLOOR].lost, found[FLOOR].seeds) == (gained / 3, lost / 3, 3)
+        assert found[FLOOR] == (gained / 3, lost / 3)
 
 
 def test_a_baseline_can_be_chosen_and_has_to_exist(runs, study: Path):

@@ -6,7 +6,6 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.experiment_run import write_evaluation, write_experiment_run
 
@@ -15,7 +14,6 @@ from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.metrics import mean_interval, share_interval
-from nemo_edo.metrics.shares import mean_of_shares
 from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, TABLES, evaluated_on, published
 from nemo_edo.report.paper.settings import departures
 from nemo_edo.report.paper.tables import (
@@ -133,15 +131,6 @@ def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_
         of.setdefault((paper.row[0], paper.row.method, paper.column), {})[paper.row.evaluated_on] = paper.value
     off = sorted(abs(found[OVERALL] - sum(found[name] for name in OUT_OF_DISTRIBUTION) / 5) for found in of.values())
     assert len(of) == 24 and off[-2] < 0.06 and off[-1] < 0.5  # rounding, and one cell that does not add up
-
-
-def test_the_interval_of_a_mean_over_benchmarks_is_that_of_independent_ones():
-    rng = np.random.default_rng(0)
-    ratios = [((rng.random(400) < p).astype(float), np.ones(400)) for p in (0.3, 0.5, 0.8)]
-    found = mean_of_shares(ratios, resamples=4000, seed=1)
-    deviation = np.sqrt(sum(x.mean() * (1 - x.mean()) / 400 for x, _ in ratios)) / 3
-    assert found.mean == pytest.approx(np.mean([x.mean() for x, _ in ratios]))
-    assert (found.high - found.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
 
 
 def test_math500_is_math_for_a_policy_trained_on_math_alone():

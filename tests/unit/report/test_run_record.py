@@ -24,7 +24,7 @@ def test_a_run_folder_reads_back_with_its_arms_lines_evaluations_baseline_and_se
     record = read_run(folder)
     assert list(record.arms) == ["grpo", "edo_floor"]
     assert list(record.evaluations) == ["warmup", "grpo", "edo_floor"]
-    assert [line["iteration"] for line in record.of("collection", "edo_floor")] == [0, 1, 2]
+    assert record.of("collection", "edo_floor")["iteration"].tolist() == [0, 1, 2]
     comparison = compare(one_run(folder))
     assert (comparison.baseline, comparison.seeds, comparison.problems) == ("grpo", [42], 20)
     assert {d.arm for d in comparison.differences} == {"edo_floor"}

@@ -138,7 +138,7 @@ def test_a_folder_of_another_config_is_refused_with_the_first_key_and_both_value
 
 
 @pytest.mark.parametrize(("name", "content", "told"), [
-    *[("a/config.yaml", content, "a/config.yaml is ")
+    *[("a/config.yaml", content, "a/config.yaml: ")
       for content in (b"just a text", b"- a\n- list\n", b"a: [", b"\xff\xfe", b"")],
     ("a/thesis.tex", b"do not lose me", "a.* has no config.yaml"),
     ("a", b"a file", "a is a file"),

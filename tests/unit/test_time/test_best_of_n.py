@@ -54,7 +54,7 @@ def test_a_score_that_is_not_finite_is_an_error_that_names_its_index(score):
 @pytest.mark.parametrize(("candidates", "scores", "aggregation", "message"), [
     ("", [], None, "candidates is empty"), ("ab", [1.0], None, "1 scores for 2 candidates"),
     ("a", [1.0, 2.0], None, "2 scores for 1 candidates"), ("ab", [[1.0], [2.0]], None, r"scores\[0\].*a number"),
-    ("ab", torch.ones(2, 2), None, r"scores\[0\].*a number"), ("ab", [[1.0], 2.0], "min", r"scores\[1\].*its steps"),
+    ("ab", torch.ones(2, 2), None, r"scores\[0\].*a number"), ("ab", [[1.0], 2.0], "min", r"scores\[1\].*steps"),
     ("ab", [[1.0], []], "min", r"scores\[1\]: step_scores"), ("a", [[1.0]], "max", "'max'"),
     ("a", [[1.5]], "product", r"\[0, 1\]"), ("a", [[-0.5, -0.5]], "product", r"\[0, 1\]"),
 ])
