@@ -7,12 +7,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from nemo_edo.checks import machine, workload
+from nemo_edo.checks.advice import check_possible, fullest, is_possible
 from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.model_shape import FAMILIES, ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
 from nemo_edo.data.source import load_source
-from nemo_edo.doctor import machine, workload
-from nemo_edo.doctor.advice import check_possible, fullest, is_possible
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.rewards.scorers import check_functions

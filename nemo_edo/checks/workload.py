@@ -1,4 +1,4 @@
-"""What in a run's config decides how much memory it needs: each of its trainings as a ``memory.Workload``, or where it
+"""What in a run's config decides how much memory it needs: each of its trainings as a ``Workload``, or where it
 trains nothing, its evaluation."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from nemo_edo.checks.estimates import Memory, Workload, all_stages
 from nemo_edo.config import FUSED_FROM_LOGITS, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape, check_convertible, check_expected
 from nemo_edo.data.model_folder import read_fields
 from nemo_edo.data.packs import COPIES
-from nemo_edo.doctor.memory import Memory, Workload, all_stages
 from nemo_edo.errors import UserError
 from nemo_edo.generation.batch_size import MOST_ON_CPU
 

@@ -1,6 +1,6 @@
 """The fused Triton kernels of the loss against fp64. Without a GPU, in Triton's interpreter,
 
-    TRITON_INTERPRET=1 python -m nemo_edo.selftest.loss_kernels
+    TRITON_INTERPRET=1 python -m nemo_edo.checks.loss_kernels
 
 prints, as JSON, each case's largest error and its bound, both relative to the largest element.
 """
@@ -14,39 +14,11 @@ import torch
 from torch import Tensor
 
 from nemo_edo.parallel.softmax import ResultGradients, RunningSoftmax
-from nemo_edo.selftest.isolated import CheckError
-from nemo_edo.selftest.outcome import Outcome, failed, impossible, passed
-from nemo_edo.selftest.this_machine import Machine
 
-LIMIT_S = 90.0
 ROWS, COLUMNS, SPLIT = 5, 70, 40
 """Two blocks of columns, neither a power of two."""
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 """Results are fp32 whatever the logits' type; gradients are rounded to it, and bf16 is cut off by the interpreter."""
-
-
-def against_fp64(machine: Machine, number: int) -> Outcome:
-    """On rank 0's device alone."""
-    if not machine.gpus:
-        return impossible("they are for GPUs: on a CPU the fused loss head has torch's operations")
-    if machine.rank > 0:
-        return passed("on rank 0")
-    remedy = "update triton and the driver; until it passes, set model.loss_head=logits and report the versions"
-    try:
-        found, nan_shows = machine.isolation.run(number, _on_gpu, world=False, limit_s=LIMIT_S)
-    except CheckError as error:
-        return failed(str(error), remedy)
-    too_far = [f"{case}: {error:.1e}, at most {bound:.1e}" for case, (error, bound) in found.items()
-               if not error <= bound]  # NaN is too far  # fmt: skip
-    largest = max(error for error, _ in found.values())
-    if too_far or not nan_shows:
-        wrong = too_far[:1] or ["a NaN logit is hidden"]
-        return failed(f"{len(too_far)} of {len(found)} cases deviate; {wrong[0]}", remedy, largest_error=largest)
-    return passed(f"largest relative error of {len(found)} cases {largest:.1e}", largest_error=largest)
-
-
-def _on_gpu() -> tuple[dict[str, tuple[float, float]], bool]:
-    return errors("cuda"), nan_is_not_hidden("cuda")
 
 
 def dense(logits: Tensor, targets: Tensor, temperature: float, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Which parts of the package are installed: the functions, the trainer, and what goes with them.
 
-Reads the package's own metadata with the standard library alone, so that an installation without the trainer can say
-what it lacks.
+Reads package metadata with the standard library alone, so that an installation without the trainer can say what it
+lacks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import nemo_edo
 
 TRAINER, BRIDGE = "trainer", "bridge"
-FUNCTIONS = "losses, metrics, test_time, adapters"
 TRAINER_PYTHONS = ((3, 11), (3, 12))
+WITHOUT_DEPENDENCIES = "megatron-bridge"
+"""Its declared dependencies need a GPU machine's compilers."""
+ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transformers")
+"""Packages whose versions every report of a machine has."""
 ADAPTED = ("trl", "verl", "nemo-rl", "slime", "prime-rl")
 """Trainers that ``adapters`` is for, as pip knows them."""
 
@@ -31,29 +34,14 @@ class Part:
     @property
     def remedy(self) -> str:
         """The command that installs what is missing."""
-        if self.extra == BRIDGE:  # its declared dependencies need a GPU machine's compilers
+        if self.extra == BRIDGE:
             return " ".join(["pip install --no-deps", *(f"'{need}'" for need in self.missing)])
-        return f'pip install "nemo-edo[{self.extra}]"' if self.extra else 'pip install "nemo-edo"'
+        return f'pip install "nemo-edo[{self.extra}]"'
 
     @property
     def lacks(self) -> str:
-        """In words, for a part that lacks something."""
-        first, *others = (re.split(r"[^\w.-]", need)[0] for need in self.missing)
+        first, *others = map(_name, self.missing)
         return f"{first} and {len(others)} more are missing" if others else f"{first} is missing"
-
-
-def parts(distribution: str = "nemo-edo") -> list[Part]:
-    """What the package declares: first what it needs without an extra, then the trainer. None of a package that is run
-    from its sources without having been installed."""
-    missing: dict[str, list[str]] = {}
-    for line in _requirements(distribution):
-        need, _, marker = (part.strip() for part in line.partition(";"))
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
-        lacking = missing.setdefault(extra[1] if extra else "", [])
-        if installed(re.split(r"[^\w.-]", need)[0]) is None:
-            lacking.append(need)
-    order = sorted(missing, key=lambda extra: (("", TRAINER, BRIDGE, extra).index(extra), extra))
-    return [Part(extra, tuple(missing[extra])) for extra in order]
 
 
 def installed(name: str) -> str | None:
@@ -62,6 +50,32 @@ def installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str]:
+    found = {name: installed(name) or "absent" for name in ABOUT}
+    return {"python": sys.version.split()[0], **found}
+
+
+def requirements(distribution: str = "nemo-edo") -> list[str]:
+    """The package's declared requirements; none where it runs from its sources without having been installed."""
+    try:
+        return requires(distribution) or []
+    except PackageNotFoundError:
+        return []
+
+
+def parts() -> list[Part]:
+    """The extras, the trainer first, after what the package needs without one."""
+    missing: dict[str, list[str]] = {}
+    for line in requirements():
+        need, _, marker = (part.strip() for part in line.partition(";"))
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
+        lacking = missing.setdefault(extra[1] if extra else "", [])
+        if installed(_name(need)) is None:
+            lacking.append(need)
+    order = sorted(missing, key=lambda extra: (("", TRAINER, BRIDGE, extra).index(extra), extra))
+    return [Part(extra, tuple(missing[extra])) for extra in order]
 
 
 def what_trainer_lacks() -> str | None:
@@ -73,25 +87,23 @@ def what_trainer_lacks() -> str | None:
     return f"the trainer is not installed here ({lacking[0].lacks}): {remedies}{_on_its_python()}"
 
 
-def light_report() -> str:
-    """What ``nemo-edo doctor`` prints where the trainer is missing."""
-    return "\n".join([f"nemo-edo     {nemo_edo.__version__}, Python {sys.version.split()[0]}", *part_lines()])
-
-
-def part_lines() -> list[str]:
-    """Lines that say which parts are installed, and what installs the others."""
-    versions = f"torch {installed('torch') or 'absent'}, numpy {installed('numpy') or 'absent'}"
-    lines = [f"functions    {FUNCTIONS}: {versions}"]
+def about() -> dict[str, str]:
+    """What is installed of the package and of the trainers that it adapts, by the names that the doctor prints."""
+    found = {
+        "nemo-edo": f"{nemo_edo.__version__}, Python {sys.version.split()[0]}",
+        "functions": "losses, metrics, test_time, adapters: "
+        f"torch {installed('torch') or 'absent'}, numpy {installed('numpy') or 'absent'}",
+    }
     for part in parts():
         if part.extra:
             state = f"not installed ({part.lacks}): {part.remedy}" if part.missing else "installed"
-            lines.append(f"{part.extra:12} {state}{_on_its_python() if part.extra == TRAINER else ''}")
-    return [*lines, f"adapted      {', '.join(adapted()) or 'none installed'} (of {', '.join(ADAPTED)})"]
+            found[part.extra] = state + (_on_its_python() if part.extra == TRAINER else "")
+    adapted = [f"{name} {installed(name)}" for name in ADAPTED if installed(name) is not None]
+    return {**found, "adapted": f"{', '.join(adapted) or 'none installed'} (of {', '.join(ADAPTED)})"}
 
 
-def adapted() -> list[str]:
-    """The installed trainers that have an adapter, with their versions."""
-    return [f"{name} {found}" for name in ADAPTED if (found := installed(name)) is not None]
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
 
 
 def _on_its_python() -> str:
@@ -99,10 +111,3 @@ def _on_its_python() -> str:
         return ""
     pythons = " or ".join(".".join(map(str, python)) for python in TRAINER_PYTHONS)
     return f" on Python {pythons}"
-
-
-def _requirements(distribution: str) -> list[str]:
-    try:
-        return requires(distribution) or []
-    except PackageNotFoundError:
-        return []

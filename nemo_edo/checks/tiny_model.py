@@ -1,14 +1,15 @@
-"""Tiny models with random weights, and what they compute in a given layout and precision."""
+"""Tiny models with random weights, and what they compute in a given layout and precision. Torch is imported by the
+functions: the doctor reads the list of checks without it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from nemo_edo.checks.machine import Machine
 from nemo_edo.types import TrainingBatch
 
 SHAPE = {
@@ -34,16 +35,44 @@ OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-3}
 """With Adam's usual eps a first step is the gradient's sign, which rounding flips where it is near zero."""
 
 
+FP8 = {"dtype": "bf16", "fp8": "hybrid"}
+PRECISIONS = {
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    **{f"fp8 {recipe}": {**FP8, "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8")},
+}
+FASTEST = "bf16 on GPUs, fp32 on CPUs"
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What a model computes with. ``algorithm``: grpo or idpo."""
+    """What a model computes with."""
 
+    precision: str = "fp32"
+    """One of PRECISIONS, or FASTEST."""
+    split: str = ""
+    """What the ranks share, if they do: tensor, pipeline, context or expert; the largest power of two of them, and the
+    others are data-parallel."""
+    at_most: int = 8
+    """Ranks that share it."""
     parallelism: dict[str, Any] = field(default_factory=dict)
-    precision: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     attention: str = "auto"
     loss_head: str = "logits"
     algorithm: str = "grpo"
+    """grpo or idpo."""
+
+    def on(self, machine: Machine) -> Setting:
+        """With what the machine decides."""
+        precision = self.precision
+        if precision == FASTEST:
+            precision = "bf16" if machine.gpus else "fp32"
+        size = 1
+        while size * 2 <= self.at_most and machine.world % (size * 2) == 0:
+            size *= 2
+        name = "context_parallel_size" if self.split == "context" else f"{self.split}_model_parallel_size"
+        split = {name: size} if self.split else {}
+        return replace(self, precision=precision, parallelism={**split, **self.parallelism})
 
 
 @dataclass(frozen=True)
@@ -59,6 +88,7 @@ class Measured:
 
 def write_model(folder: Path, *, mixture: bool = False) -> Path:
     """A Hugging Face folder with random weights, the same wherever it is written: Llama, or a Qwen3 mixture."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     more = {"model_type": "qwen3_moe", **MIXTURE} if mixture else {"model_type": "llama"}
@@ -71,6 +101,8 @@ def write_model(folder: Path, *, mixture: bool = False) -> Path:
 
 def batch() -> TrainingBatch:
     """Responses of many lengths, groups of which share a prompt; made-up log-probabilities of two other policies."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, SHAPE["vocab_size"], (ROWS, LENGTH), generator=generator)
     groups = torch.arange(ROWS) // GROUP
@@ -95,6 +127,8 @@ def batch() -> TrainingBatch:
 def measure(folder: Path, setting: Setting, save: Path | None = None, load: Path | None = None) -> Measured:
     """A step of ED-GRPO or ED-iDPO from the folder's weights. save: a checkpoint folder for the weights after the
     step; load: one that they are read from before it."""
+    import torch
+
     from nemo_edo.megatron import checkpoint
 
     model = build(folder, setting)
@@ -124,7 +158,7 @@ def build(folder: Path, setting: Setting):
         model_config(
             folder,
             parallelism=ParallelismConfig(**setting.parallelism),
-            precision=PrecisionConfig(**{"dtype": "fp32", **setting.precision}),
+            precision=PrecisionConfig(**PRECISIONS[setting.precision]),
             seed=0,
             training=config(**{**settings, "micro_batch_size": 4, **setting.training}),
             temperature=TEMPERATURE,
@@ -134,13 +168,15 @@ def build(folder: Path, setting: Setting):
     )
 
 
-def generated(folder: Path, precision: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def generated(folder: Path, setting: Setting) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of generated tokens, all responses in a row: as they were sampled, token by token, and by a
     pass over the whole sequences."""
+    import torch
+
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.types import GenerationRequest, SamplingParams
 
-    model = build(folder, Setting(precision=precision))
+    model = build(folder, setting)
     built = model.policy.built
     engine = MegatronEngine(built, stop_ids=[1], decode=str, max_batch_size=ROWS, device=model.platform_device)
     prompts = [tuple(range(20, 20 + length)) for length in (3, 1, 17)]
@@ -157,6 +193,7 @@ def generated(folder: Path, precision: dict[str, Any]) -> tuple[np.ndarray, np.n
 
 def of_transformers(folder: Path) -> np.ndarray:
     """[2, B, T] as in ``Measured.values``, in fp32 on the CPU."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from nemo_edo.selftest.isolated import CheckError
-from nemo_edo.selftest.outcome import Outcome, failed, passed
-from nemo_edo.selftest.this_machine import Machine
+from nemo_edo.checks.estimates import TRAINING_EFFICIENCY, matrix_parameters
+from nemo_edo.checks.findings import Finding, passed
+from nemo_edo.checks.machine import Machine
+from nemo_edo.config.model_shape import ModelShape
 
 LIMIT_S = 120.0
 ROUNDS = 3
@@ -17,19 +18,9 @@ CPU_SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads
              "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 4096}  # fmt: skip
 
 
-def training(machine: Machine, number: int) -> Outcome:
-    """On rank 0's device alone, compared with the share of the peak that the doctor's estimates assume."""
-    from nemo_edo.doctor.throughput import TRAINING_EFFICIENCY
-
-    if machine.rank > 0:
-        return passed("on rank 0")
-    gpu = bool(machine.gpus)
-    try:
-        per_s, flops_per_token, peak = machine.isolation.run(
-            number, _measure, machine.scratch, gpu, world=False, limit_s=LIMIT_S
-        )
-    except CheckError as error:
-        return failed(str(error), "the other checks say what does not work; without any, memory may be short")
+def training(machine: Machine) -> Finding:
+    """On the first rank's device alone, compared with the share of the peak that the doctor's estimates assume."""
+    per_s, flops_per_token, peak = machine.run(_measure, machine.scratch, bool(machine.gpus), limit_s=LIMIT_S)
     share = per_s * flops_per_token / peak
     return passed(
         f"{per_s:,.0f} tokens/s, {share:.2f} of a plain product's {peak / 1e12:,.2f} TFLOP/s; the doctor's estimates "
@@ -43,17 +34,15 @@ def _measure(scratch, gpu: bool) -> tuple[float, float, float]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from nemo_edo.config.model_shape import ModelShape
-    from nemo_edo.doctor.throughput import matrix_parameters
-    from nemo_edo.selftest.tiny_model import Setting, build
+    from nemo_edo.checks.tiny_model import Setting, build
     from nemo_edo.types import TrainingBatch
 
     shape, rows, length = (GPU_SHAPE, 8, 2048) if gpu else (CPU_SHAPE, 4, 256)
     config = LlamaConfig(**shape, max_position_embeddings=length, tie_word_embeddings=False)
     folder = scratch / "speed"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    precision = {"dtype": "bf16"} if gpu else {}
-    model = build(folder, Setting(precision=precision, loss_head="auto", training={"micro_batch_size": rows // 4}))
+    precision = "bf16" if gpu else "fp32"
+    model = build(folder, Setting(precision, loss_head="auto", training={"micro_batch_size": rows // 4}))
     tokens = torch.randint(2, shape["vocab_size"], (rows, length))
     ones = torch.ones(rows, length - 1)
     batch = TrainingBatch(tokens, ones, advantages=torch.ones(rows), old_logprobs=-5 * ones, ref_logprobs=-5 * ones)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_edo.generation.server_process import starts_in
-from nemo_edo.selftest.isolated import CheckError
-from nemo_edo.selftest.outcome import Outcome, failed, impossible, passed
-from nemo_edo.selftest.this_machine import OTHER_FOLDER, Machine
+from nemo_edo.checks.findings import Finding, failed, impossible, passed
+from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.numbers import FOLDER_REMEDY
+from nemo_edo.checks.ranks import CheckError
+from nemo_edo.checks.software import no_server
 
 LIMIT_S = 240.0
 SMALL = [
@@ -27,44 +28,43 @@ GAP = {"fp32": 1e-2, "bf16": 0.2}
 
 @dataclass(frozen=True)
 class Server:
-    """Responses of a vLLM server whose weights are replaced between two iterations."""
+    """A check: responses of a vLLM server whose weights are replaced between two iterations."""
 
-    settings: Sequence[str]
-    why_not: Callable[[Machine], str | None] = lambda machine: None
+    settings: Sequence[str] = ()
 
-    def __call__(self, machine: Machine, number: int) -> Outcome:
-        if why := self.why_not(machine):
+    def __call__(self, machine: Machine) -> Finding:
+        # The first rank starts servers; all ranks must decide alike.
+        if why := machine.exchange("no_server", no_server() if machine.rank == 0 else None)[0]:
             return impossible(why)
-        if machine.no_server is not None:
-            return impossible(machine.no_server)
-        if why := machine.no_folder(number):
-            return failed(why, OTHER_FOLDER)
+        if why := machine.folder_error():
+            return failed(why, FOLDER_REMEDY)
         precision = "bf16" if machine.gpus else "fp32"
-        folder = machine.folder / f"server_{number}"
+        folder = machine.folder / machine.check.replace(" ", "_").replace(",", "")
         settings = [*SMALL, f"precision={precision}", f"output_dir={folder}", "name=run", *self.settings]
         if machine.rank == 0:  # an earlier selftest's; the other ranks begin after this
             shutil.rmtree(folder, ignore_errors=True)
         log = folder / "run" / "servers" / "server_0.log"
         remedy = f"read {log}; docs/servers.md has what a server needs"
         try:
-            machine.isolation.run(number, _train, settings, world=True, limit_s=LIMIT_S)
+            machine.run(_train, settings, world=True, limit_s=LIMIT_S)
         except CheckError as error:
             return failed("; ".join([str(error), *_deaths(log)]), remedy)
         if machine.rank > 0:
             return passed("")
         if deaths := _deaths(log):
             return failed(*deaths, remedy)
-        gaps = [line["sampler_gap"] for line in _lines(folder / "run" / "metrics.jsonl") if "sampler_gap" in line]
-        said = f"log-probabilities are {max(gaps):.1e} nats from the trainer's, in 2 iterations"
-        if not max(gaps) <= GAP[precision]:  # NaN is too far
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+        gap = max(line["sampler_gap"] for line in lines if "sampler_gap" in line)
+        said = f"log-probabilities are {gap:.1e} nats from the trainer's, in 2 iterations"
+        if not gap <= GAP[precision]:  # NaN is too far
             remedy = "the server computes with other weights, or in another precision: docs/servers.md"
-            return failed(f"{said}; expected at most {GAP[precision]:.0e}", remedy, sampler_gap=max(gaps))
-        return passed(said, sampler_gap=max(gaps))
+            return failed(f"{said}; expected at most {GAP[precision]:.0e}", remedy, sampler_gap=gap)
+        return passed(said, sampler_gap=gap)
 
 
 def _train(settings: list[str]) -> None:
+    from nemo_edo.checks.preflight import preflight
     from nemo_edo.config.compose import compose_run
-    from nemo_edo.doctor.preflight import preflight
     from nemo_edo.run import jobs
 
     jobs.train(preflight(compose_run("quickstart", settings)))
@@ -72,9 +72,7 @@ def _train(settings: list[str]) -> None:
 
 def _deaths(log: Path) -> list[str]:
     """What to say of a server that a refit has restarted: nothing where it was started once."""
+    from nemo_edo.generation.server_process import starts_in
+
     starts = starts_in(log) if log.is_file() else 0
     return [f"its server died and was restarted at a refit ({starts} starts)"] if starts > 1 else []
-
-
-def _lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
