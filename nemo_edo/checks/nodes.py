@@ -170,7 +170,10 @@ def _all_reduce(num_bytes: int) -> tuple[bool, float]:
 
     from nemo_edo.megatron import platform
 
-    device = platform.enter()
+    device = torch.device("cpu")  # without Megatron, whose imports take longer than all else here
+    if torch.cuda.is_available():
+        device = platform.local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     platform.init_process_group(device)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     tensor = torch.full((num_bytes // 4,), float(rank + 1), device=device)

@@ -12,7 +12,7 @@ import pytest
 @pytest.fixture(scope="module")
 def found() -> dict:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "nemo_edo.selftest.loss_kernels"]
+    command = [sys.executable, "-W", "ignore", "-m", "nemo_edo.checks.loss_kernels"]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)

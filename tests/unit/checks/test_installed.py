@@ -5,8 +5,8 @@ import sys
 import pytest
 
 import nemo_edo
+from nemo_edo.checks import installed as parts
 from nemo_edo.cli import entry, main
-from nemo_edo.doctor import parts
 
 DECLARED = [
     "numpy>=1.24", "torch>=2.6", "megatron-bridge<0.4,>=0.3.1; extra == 'bridge'",
@@ -63,7 +63,7 @@ def test_a_command_that_needs_the_trainer_says_in_one_sentence_what_installs_it(
 
 def test_doctor_of_an_installation_of_the_functions_alone_lists_the_parts(with_packages, monkeypatch, capsys):
     with_packages(*FUNCTIONS, "trl")
-    monkeypatch.setitem(sys.modules, "nemo_edo.doctor.report", None)  # its import fails as without Hydra
+    monkeypatch.setitem(sys.modules, "nemo_edo.checks.doctor", None)  # its import fails as without Hydra
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "functions    losses, metrics, test_time, adapters: torch 1, numpy 1",

@@ -8,8 +8,8 @@ import pytest
 from helpers.problem_files import ROWS, write_rows
 from helpers.tiny_models import write_tiny_model
 
+from nemo_edo.checks import config_checks, installed, machine
 from nemo_edo.cli import main
-from nemo_edo.doctor import machine, report
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0\n"
 FITS = ["--config-name=grpo_gsm8k", "model=qwen2_5_7b", "parallelism=tp2_sharded", "grpo.micro_batch_tokens=8192",
@@ -31,7 +31,7 @@ def doctor(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def eight_gpus(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: machine.parse_gpus(8 * H100))
+    monkeypatch.setattr(machine, "gpus", lambda: 8 * [machine.Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, "9.0")])
 
 
 def test_this_environment_is_sound_and_the_quickstart_fits_in_it(doctor):
@@ -48,36 +48,26 @@ def test_the_doctor_takes_the_option_that_it_recommends_for_bad_rows(doctor, tmp
     assert "bad rows" not in doctor(*command, "--on-bad-rows=skip")[1]
 
 
+@pytest.mark.parametrize(("chosen", "asked"), [
+    (None, None), ("2,3", "--id=2,3"), ("GPU-c3", "--id=GPU-c3"), ("MIG-77", None), ("", "none"), ("-1", "none")])
 @pytest.mark.parametrize(("answer", "status", "message"), [
-    (SimpleNamespace(returncode=0, stdout=H100, stderr=""), 0, "NVIDIA H100 80GB HBM3, 85.5 GB"),
-    (SimpleNamespace(returncode=9, stdout="", stderr="Driver/library version mismatch"), 2, "nvidia-smi fails: Driver"),
+    (SimpleNamespace(returncode=0, stdout=2 * H100, stderr=""), 0, "NVIDIA H100 80GB HBM3, 85.5 GB"),
+    (SimpleNamespace(returncode=9, stdout="", stderr="Driver/library version mismatch"), 2, "nvidia-smi fails"),
 ])
-def test_gpus_are_those_that_the_driver_lists_and_a_driver_that_fails_is_a_problem(
-        doctor, monkeypatch, answer, status, message):
-    assert machine.parse_gpus(2 * H100) == 2 * [machine.Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, "9.0")]
-    assert machine.parse_gpus("\n") == []
+def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use_and_a_driver_that_fails_is_a_problem(
+        doctor, monkeypatch, answer, status, message, chosen, asked):
+    queries = []
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: answer)
-    assert doctor()[0] == status
-    assert message in doctor()[1]
-
-
-@pytest.mark.parametrize(("names", "places"), [
-    (None, [0, 1, 2, 3]), ("2,3", [2, 3]), (" 3, 0 ", [3, 0]), ("", []), ("-1", []), ("1,9,2", [1]),
-    ("GPU-c3,GPU-a1", [2, 0]), ("GPU-", []), ("MIG-77", [0, 1, 2, 3])])  # fmt: skip
-def test_gpus_are_those_that_the_process_may_use(monkeypatch, names, places):
-    listed = [machine.Gpu(f"H{place}", 2**20, "9.0") for place in range(4)]
-    answers = {"name": "\n".join(f"{gpu.name}, 1, 9.0" for gpu in listed), "uuid": "GPU-a1b\nGPU-b2\nGPU-c3\nGPU-d4\n"}
-
-    def run(command, **_):
-        return SimpleNamespace(returncode=0, stdout=answers[command[1].partition("=")[2].partition(",")[0]], stderr="")
-
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(machine.subprocess, "run", run)
+    monkeypatch.setattr(machine.subprocess, "run", lambda query, **_: queries.append(query) or answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if names is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
-    assert machine.gpus() == [listed[place] for place in places]
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    told = doctor()
+    if asked == "none":
+        assert told[0] == 0 and not queries and "computed on the CPU" in told[1]
+    else:
+        assert told[0] == status and message in told[1]
+        assert [option for option in queries[0] if option.startswith("--id")] == ([asked] if asked else [])
 
 
 @pytest.mark.parametrize(("needed", "message"), [
@@ -87,7 +77,7 @@ def test_gpus_are_those_that_the_process_may_use(monkeypatch, names, places):
     ("no-such-package>=2; python_version < '3'", "ok"),
 ])
 def test_packages_that_do_not_satisfy_are_told_with_what_installs_them(doctor, monkeypatch, needed, message):
-    monkeypatch.setattr(machine, "requires", lambda name: [needed])
+    monkeypatch.setattr(installed, "requires", lambda name: [needed])
     status, text = doctor()
     assert message in text
     assert status == (0 if message == "ok" else 2)
@@ -115,12 +105,12 @@ def test_the_rows_of_auto_are_told_and_are_fewer_where_there_is_less_memory(doct
 def test_where_nothing_is_trained_the_weights_and_generation_alone_are_counted(doctor, eight_gpus):
     evaluation = ("--config-name", "experiment/ood/s1k_llama_cot")
     status, told = doctor(*evaluation)
-    rows = dict(re.findall(r"^(\w[\w ]*\w) {2,}([0-9.]+)$", told, re.MULTILINE))
-    assert status == 0 and "fullest in   evaluation\n" in told
+    rows = dict(re.findall(r"^ *(\w[\w ]*\w) {2,}([0-9.]+)$", told, re.MULTILINE))
+    assert status == 0 and "fullest in   evaluation" in told
     assert [float(rows[part]) for part in ("gradients", "optimizer", "activations", "loss layer")] == [0, 0, 0, 0]
     assert float(rows["weights"]) > 1 and float(rows["generation"]) > 1
     status, told = doctor(*evaluation, "generation=vllm", "generation.servers.urls=[http://node:8000]")
-    assert status == 0 and "only servers load it" in told and "fullest" not in told
+    assert status == 0 and "fullest in   nothing is trained: only servers load it" in told
 
 
 def test_the_time_of_an_iteration_is_told_for_gpus_and_follows_their_number(doctor, eight_gpus):
@@ -184,7 +174,7 @@ def test_end_tokens_are_told_and_a_disagreement_of_the_models_files(doctor, tmp_
 
 
 def test_a_disk_without_room_is_a_problem_of_this_machine_only(doctor, monkeypatch, eight_gpus):
-    monkeypatch.setattr(report, "free_bytes", lambda folder: 10**9)
+    monkeypatch.setattr(config_checks, "free_bytes", lambda folder: 10**9)
     status, text = doctor(*FITS)
     assert (status, "set output_dir to another file system" in text) == (2, True)
     assert doctor(*FITS, "--gpus=8")[0] == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import scale_table
 
-from nemo_edo.doctor.throughput import estimate, forward_flops, generation_seconds, refit_seconds
+from nemo_edo.checks.estimates import GPU_BANDWIDTH, forward_flops, generation_seconds, iteration_times, refit_seconds
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,30 +35,30 @@ def test_the_page_is_current():
 
 
 def test_twice_the_gpus_train_in_half_the_time_and_generate_in_more_than_half(plan):
-    once, twice = estimate(plan), estimate(replace(plan, gpus=2 * plan.gpus, server_gpus=2 * plan.server_gpus))
+    once, twice = iteration_times(plan), iteration_times(replace(plan, gpus=2 * plan.gpus, server_gpus=2 * plan.server_gpus))
     assert twice.training == pytest.approx(once.training / 2)
     assert once.generation / 2 < twice.generation < once.generation
     assert refit_seconds(replace(plan, server_tensor_parallel=4)) == pytest.approx(refit_seconds(plan) / 4)
     with pytest.raises(ValueError, match="16 GPUs make no servers of 3 GPUs each"):
-        estimate(replace(plan, server_tensor_parallel=3))
+        iteration_times(replace(plan, server_tensor_parallel=3))
 
 
 def test_the_longest_response_bounds_generation_from_below(plan):
     """With a single response on each server, its steps read the weights, and hardly anything else."""
     alone = replace(plan, samples=plan.server_gpus)
     weights = 2 * plan.shape.parameters
-    steps = plan.longest * weights / (plan.gpu.memory_bandwidth * 0.45)
+    steps = plan.longest * weights / (GPU_BANDWIDTH * 0.45)
     assert generation_seconds(alone) == pytest.approx(steps, rel=0.05)
 
 
 def test_recomputation_and_the_reference_cost_a_forward_pass_each_and_overlapped_parts_the_longer_of_them(plan):
-    once = estimate(plan)
-    assert estimate(replace(plan, recomputation=True)).training == pytest.approx(4 / 3 * once.training)
-    assert estimate(replace(plan, reference=False)).logprobs == pytest.approx(once.training / 3)
+    once = iteration_times(plan)
+    assert iteration_times(replace(plan, recomputation=True)).training == pytest.approx(4 / 3 * once.training)
+    assert iteration_times(replace(plan, reference=False)).logprobs == pytest.approx(once.training / 3)
     longer = max(once.generation, once.logprobs + once.training)
-    assert estimate(replace(plan, overlapped=True)).total == pytest.approx(longer + once.refit)
+    assert iteration_times(replace(plan, overlapped=True)).total == pytest.approx(longer + once.refit)
 
 
 def test_a_model_that_leaves_no_room_for_a_response_never_ends(plan):
     large = replace(plan, shape=scale_table.shape("llama3_1_70b"))
-    assert estimate(large).generation == float("inf")
+    assert iteration_times(large).generation == float("inf")

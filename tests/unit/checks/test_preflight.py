@@ -12,11 +12,11 @@ from helpers.problem_files import ROWS, write_rows
 from helpers.tiny_models import write_tiny_model
 from huggingface_hub import constants
 
+from nemo_edo.checks.preflight import preflight, with_fitted_parallelism
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model
-from nemo_edo.doctor.preflight import preflight, with_fitted_parallelism
 from nemo_edo.errors import UserError
 
 GB = 10**9

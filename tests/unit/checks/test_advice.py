@@ -4,11 +4,8 @@ import math
 
 import pytest
 
-from nemo_edo.config import RunConfig
-from nemo_edo.config.compose import compose_incomplete
-from nemo_edo.config.model_shape import ModelShape
-from nemo_edo.doctor.advice import advise, fullest
-from nemo_edo.doctor.workload import (
+from nemo_edo.checks.advice import advise, fullest
+from nemo_edo.checks.workload import (
     for_estimate,
     largest,
     micro_batch_tokens,
@@ -17,6 +14,9 @@ from nemo_edo.doctor.workload import (
     with_rows_that_fit,
     workloads,
 )
+from nemo_edo.config import RunConfig
+from nemo_edo.config.compose import compose_incomplete
+from nemo_edo.config.model_shape import ModelShape
 
 GB = 10**9
 
