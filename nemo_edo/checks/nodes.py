@@ -115,6 +115,8 @@ def shared_folder(machine: Machine) -> Finding:
     probe = _probe(machine, machine.rank)
     begin, error = time.perf_counter(), None
     try:
+        if not machine.nodes:  # a job's folder is there, or the node does not see it
+            machine.folder.mkdir(parents=True, exist_ok=True)
         with probe.open("wb") as file:
             file.write(os.urandom(PROBE_BYTES))
             file.flush()

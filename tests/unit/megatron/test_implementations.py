@@ -1,6 +1,6 @@
 import sys
 
-from nemo_edo.megatron.implementations import kernels
+from nemo_edo.megatron.implementations import FUSED, fused_kernels, kernels
 
 
 def test_a_cpu_model_runs_on_torch_and_megatron_alone(policy):
@@ -9,7 +9,14 @@ def test_a_cpu_model_runs_on_torch_and_megatron_alone(policy):
     assert found["matrix products"] == "megatron.core.tensor_parallel.layers.RowParallelLinear"
     assert found["optimizer"] == "torch.optim.adamw.AdamW"
     assert found["rotary embedding"] == "torch"
+    assert {found[part] for part in FUSED} == {"not used: the device is a CPU"}
     assert not [what for what in found.values() if "transformer_engine" in what or "apex" in what]
+
+
+def test_what_is_not_installed_is_absent_with_the_reason(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = fused_kernels()
+    assert found.keys() == FUSED.keys() and "fused_weight_gradient_mlp_cuda" in found["fused weight gradients"]
 
 
 def test_stand_ins_never_make_megatron_core_believe_in_transformer_engine(policy):
