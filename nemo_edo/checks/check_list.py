@@ -56,7 +56,7 @@ CHECKS = [
     Check("attention", "shared prompts",
           SameNumbers(Setting(FASTEST, attention="sdpa", training={**PACKED, "share_prompts": True}))),
     Check("attention", "fused loss head", SameNumbers(Setting(loss_head="fused"))),
-    Check("attention", "fused loss kernels", numbers.loss_kernels, needs=a_gpu),
+    Check("attention", "fused loss kernels", SameNumbers(Setting(loss_head="fused", tile=128)), needs=a_gpu),
     Check("attention", "token by token", numbers.token_by_token),
     Check("split", "data",
           SameNumbers(Setting(parallelism={"use_distributed_optimizer": True}), world=True), **SPLIT),

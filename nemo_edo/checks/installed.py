@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import nemo_edo
@@ -21,27 +20,6 @@ ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transf
 """Packages whose versions every report of a machine has."""
 ADAPTED = ("trl", "verl", "nemo-rl", "slime", "prime-rl")
 """Trainers that ``adapters`` is for, as pip knows them."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """An extra of the package (pyproject.toml); "" for what it needs without any."""
-
-    extra: str
-    missing: tuple[str, ...]
-    """Requirements that are not installed in any version, as pip takes them."""
-
-    @property
-    def remedy(self) -> str:
-        """The command that installs what is missing."""
-        if self.extra == BRIDGE:
-            return " ".join(["pip install --no-deps", *(f"'{need}'" for need in self.missing)])
-        return f'pip install "nemo-edo[{self.extra}]"'
-
-    @property
-    def lacks(self) -> str:
-        first, *others = map(_name, self.missing)
-        return f"{first} and {len(others)} more are missing" if others else f"{first} is missing"
 
 
 def installed(name: str) -> str | None:
@@ -65,26 +43,39 @@ def requirements(distribution: str = "nemo-edo") -> list[str]:
         return []
 
 
-def parts() -> list[Part]:
-    """The extras, the trainer first, after what the package needs without one."""
-    missing: dict[str, list[str]] = {}
+def missing() -> dict[str, list[str]]:
+    """By extra of the package (pyproject.toml), the trainer first, the requirements that are not installed in any
+    version; by "" of what it needs without an extra."""
+    found: dict[str, list[str]] = {"": [], TRAINER: [], BRIDGE: []}
     for line in requirements():
         need, _, marker = (part.strip() for part in line.partition(";"))
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
-        lacking = missing.setdefault(extra[1] if extra else "", [])
+        lacking = found.setdefault(extra[1] if extra else "", [])
         if installed(_name(need)) is None:
             lacking.append(need)
-    order = sorted(missing, key=lambda extra: (("", TRAINER, BRIDGE, extra).index(extra), extra))
-    return [Part(extra, tuple(missing[extra])) for extra in order]
+    return found
+
+
+def _lacks(needs: list[str]) -> str:
+    first, *others = map(_name, needs)
+    return f"{first} and {len(others)} more are missing" if others else f"{first} is missing"
+
+
+def _remedy(extra: str, needs: list[str]) -> str:
+    """The command that installs what is missing."""
+    if extra == BRIDGE:
+        return " ".join(["pip install --no-deps", *(f"'{need}'" for need in needs)])
+    return f'pip install "nemo-edo[{extra}]"'
 
 
 def what_trainer_lacks() -> str | None:
     """One sentence with the commands that install it; None where nothing is missing."""
-    lacking = [part for part in parts() if part.extra in (TRAINER, BRIDGE) and part.missing]
+    lacking = {extra: needs for extra, needs in missing().items() if extra in (TRAINER, BRIDGE) and needs}
     if not lacking:
         return None
-    remedies = " and ".join(part.remedy for part in lacking)
-    return f"the trainer is not installed here ({lacking[0].lacks}): {remedies}{_on_its_python()}"
+    remedies = " and ".join(_remedy(extra, needs) for extra, needs in lacking.items())
+    first = next(iter(lacking.values()))
+    return f"the trainer is not installed here ({_lacks(first)}): {remedies}{_on_its_python()}"
 
 
 def about() -> dict[str, str]:
@@ -94,10 +85,10 @@ def about() -> dict[str, str]:
         "functions": "losses, metrics, test_time, adapters: "
         f"torch {installed('torch') or 'absent'}, numpy {installed('numpy') or 'absent'}",
     }
-    for part in parts():
-        if part.extra:
-            state = f"not installed ({part.lacks}): {part.remedy}" if part.missing else "installed"
-            found[part.extra] = state + (_on_its_python() if part.extra == TRAINER else "")
+    for extra, needs in missing().items():
+        if extra:
+            state = f"not installed ({_lacks(needs)}): {_remedy(extra, needs)}" if needs else "installed"
+            found[extra] = state + (_on_its_python() if extra == TRAINER else "")
     adapted = [f"{name} {installed(name)}" for name in ADAPTED if installed(name) is not None]
     return {**found, "adapted": f"{', '.join(adapted) or 'none installed'} (of {', '.join(ADAPTED)})"}
 

@@ -125,24 +125,6 @@ def checkpoint_at_another_layout(machine: Machine) -> Finding:
     return _close(f"log-probabilities differ by {far:.1e}", far, BOUNDS["fp32"].values)
 
 
-def loss_kernels(machine: Machine) -> Finding:
-    """The fused Triton kernels of the loss against fp64."""
-    found, nan_shows = machine.run(_loss_kernels)
-    too_far = [f"{case}: {error:.1e}, at most {bound:.1e}" for case, (error, bound) in found.items()
-               if not error <= bound]  # NaN is too far  # fmt: skip
-    largest = max(error for error, _ in found.values())
-    if too_far or not nan_shows:
-        wrong = too_far[:1] or ["a NaN logit is hidden"]
-        return failed(f"{len(too_far)} of {len(found)} cases deviate; {wrong[0]}", largest_error=largest)
-    return passed(f"largest relative error of {len(found)} cases {largest:.1e}", largest_error=largest)
-
-
-def _loss_kernels() -> tuple[dict[str, tuple[float, float]], bool]:
-    from nemo_edo.checks.loss_kernels import errors, nan_is_not_hidden
-
-    return errors("cuda"), nan_is_not_hidden("cuda")
-
-
 # --- why a machine cannot do it ---------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,8 @@ class Setting:
     training: dict[str, Any] = field(default_factory=dict)
     attention: str = "auto"
     loss_head: str = "logits"
+    tile: int | None = None
+    """Columns that the fused loss kernels take at a time; None: theirs, which are more than this model has."""
     algorithm: str = "grpo"
     """grpo or idpo."""
 
@@ -86,7 +88,7 @@ class Measured:
     after: np.ndarray
 
 
-def write_model(folder: Path, *, mixture: bool = False) -> Path:
+def write_model(folder: Path, *, mixture: bool = False) -> None:
     """A Hugging Face folder with random weights, the same wherever it is written: Llama, or a Qwen3 mixture."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -96,7 +98,6 @@ def write_model(folder: Path, *, mixture: bool = False) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 def batch() -> TrainingBatch:
@@ -150,6 +151,10 @@ def build(folder: Path, setting: Setting):
     from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel
     from nemo_edo.models.megatron_gpt_model import model_config
 
+    if setting.tile is not None:
+        from nemo_edo.parallel import kernels  # imports Triton
+
+        kernels.TILE = setting.tile
     settings = {"beta": 0.04, "exploration_coefficient": 0.1, "optimizer": OptimizerConfig(**OPTIMIZER)}
     kind, config = (MegatronGPTGRPOModel, GRPOConfig) if setting.algorithm == "grpo" else (
         MegatronGPTDPOModel, IDPOConfig

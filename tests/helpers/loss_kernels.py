@@ -1,6 +1,6 @@
 """The fused Triton kernels of the loss against fp64. Without a GPU, in Triton's interpreter,
 
-    TRITON_INTERPRET=1 python -m nemo_edo.checks.loss_kernels
+    TRITON_INTERPRET=1 python -m helpers.loss_kernels
 
 prints, as JSON, each case's largest error and its bound, both relative to the largest element.
 """
