@@ -7,12 +7,12 @@ from nemo_edo.checks.findings import CONFIG, DOCTOR, NODES, SELFTEST, Check
 from nemo_edo.checks.nodes import several
 from nemo_edo.checks.numbers import PACKED, SameNumbers, a_gpu, a_spare_gpu, te_on
 from nemo_edo.checks.server_check import Server
-from nemo_edo.checks.tiny_model import FASTEST, Setting
+from nemo_edo.checks.tiny_model import FASTEST, MIXTURE, Setting
 
 BOTH = (DOCTOR, SELFTEST)
 RANKS = {"runs_in": (SELFTEST, NODES), "needs": several, "every_rank": True}
 SPLIT = {"needs": several, "every_rank": True}
-HOPPER, BLACKWELL = te_on((9, 0)), te_on((10, 0))
+HOPPER, BLACKWELL = te_on(9.0), te_on(10.0)
 EAGER = "generation.servers.arguments=[--enforce-eager]"
 """The first server has captured graphs: that takes most of its start."""
 TO_NCCL = ("generation.refit.transport=nccl", "generation.placement=apart", EAGER)
@@ -36,7 +36,6 @@ CHECKS = [
     Check("machine", "same on all ranks", nodes.same_on_all_ranks, **RANKS),
     Check("machine", "GPUs", software.gpus, (SELFTEST, NODES), every_rank=True),
     Check("machine", "Transformer Engine", software.transformer_engine),
-    Check("machine", "fused kernels", software.fused_kernels),
     Check("machine", "NCCL of trainer and servers", software.nccl),
     Check("machine", "connections", nodes.connections, **RANKS),
     Check("machine", "clocks", nodes.clocks, **RANKS),
@@ -66,7 +65,7 @@ CHECKS = [
     Check("split", "pipeline", SameNumbers(Setting(split="pipeline", at_most=4), world=True), **SPLIT),
     Check("split", "context", SameNumbers(Setting("bf16", split="context"), world=True),
           needs=lambda machine: several(machine) or te_on()(machine), every_rank=True),
-    Check("split", "experts", SameNumbers(Setting(split="expert"), world=True, mixture=True), **SPLIT),
+    Check("split", "experts", SameNumbers(Setting(split="expert"), world=True, model=MIXTURE), **SPLIT),
     Check("training", "ED-GRPO step", SameNumbers(Setting(), world=True), every_rank=True),
     Check("training", "ED-iDPO step", SameNumbers(Setting(algorithm="idpo"), world=True), every_rank=True),
     Check("training", "checkpoint at another layout", numbers.checkpoint_at_another_layout, every_rank=True),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nemo_edo.checks.check_list import CHECKS
-from nemo_edo.checks.config_checks import Case, Devices, case
-from nemo_edo.checks.findings import CONFIG, DOCTOR, FAIL, Check, Finding, failed, passed
+from nemo_edo.checks.config_checks import Devices, case
+from nemo_edo.checks.findings import CONFIG, DOCTOR, FAIL, Finding, failed, passed
 from nemo_edo.checks.installed import about
 from nemo_edo.checks.machine import Gpu, Machine
 from nemo_edo.config import RunConfig
@@ -54,14 +54,14 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> list[tuple[
         subject = case(cfg, missing, found)
     except UserError as error:
         return [("to be given", passed(", ".join(missing))), ("config", failed(str(error)))]
-    return [(check.name, _of_case(check, subject)) for check in CHECKS if CONFIG in check.runs_in]
-
-
-def _of_case(check: Check, subject: Case) -> Finding:
-    try:
-        return check.run(subject)
-    except UserError as error:
-        return failed(str(error))
+    findings = []
+    for check in CHECKS:
+        if CONFIG in check.runs_in:
+            try:
+                findings.append((check.name, check.run(subject)))
+            except UserError as error:
+                findings.append((check.name, failed(str(error))))
+    return findings
 
 
 def _problem_lines(finding: Finding) -> list[str]:

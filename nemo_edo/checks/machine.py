@@ -86,22 +86,6 @@ class Machine:
     def has_te(self) -> bool:
         return all(facts["versions"].get(TE) is not None for facts in self.facts if facts)
 
-    @property
-    def capability(self) -> tuple[int, int] | None:
-        """The first GPU's, such as (9, 0); None without GPUs."""
-        if not self.gpus:
-            return None
-        major, _, minor = self.gpus[0].capability.partition(".")
-        return int(major), int(minor)
-
-    @property
-    def llama(self) -> Path:
-        return self.scratch / "llama"
-
-    @property
-    def mixture(self) -> Path:
-        return self.scratch / "mixture"
-
     def named(self, rank: int) -> str:
         """A rank with its node: Slurm's name of it, otherwise its own."""
         facts = self.facts[rank]

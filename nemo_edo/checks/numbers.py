@@ -12,7 +12,7 @@ import numpy as np
 from nemo_edo.checks import tiny_model
 from nemo_edo.checks.findings import Finding, failed, passed
 from nemo_edo.checks.machine import Machine
-from nemo_edo.checks.tiny_model import FASTEST, Measured, Setting
+from nemo_edo.checks.tiny_model import FASTEST, LLAMA, Measured, Setting
 
 PACKED = {"packing": True, "micro_batch_tokens": 1024}
 FOLDER_REMEDY = "name a folder that every node can write to: --folder"
@@ -44,10 +44,10 @@ class SameNumbers:
     setting: Setting
     world: bool = False
     """Whether the step is that of all ranks."""
-    mixture: bool = False
+    model: str = LLAMA
 
     def __call__(self, machine: Machine) -> Finding:
-        folder, setting = machine.mixture if self.mixture else machine.llama, self.setting.on(machine)
+        folder, setting = machine.scratch / self.model, self.setting.on(machine)
         found = step(machine, folder, setting, world=self.world)
         if machine.rank > 0:
             return passed("")
@@ -96,15 +96,15 @@ def _close(said: str, far: float, bound: float) -> Finding:
 
 def against_transformers(machine: Machine) -> Finding:
     """The reference of the other checks."""
-    found = reference(machine, machine.llama, "grpo")
-    expected = machine.run(tiny_model.of_transformers, machine.llama)
+    found = reference(machine, machine.scratch / LLAMA, "grpo")
+    expected = machine.run(tiny_model.of_transformers, machine.scratch / LLAMA)
     return compared(found, replace(found, values=expected), BOUNDS["fp32"])
 
 
 def token_by_token(machine: Machine) -> Finding:
     """What is sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
     setting = Setting(FASTEST).on(machine)
-    sampled, whole = machine.run(tiny_model.generated, machine.llama, setting)
+    sampled, whole = machine.run(tiny_model.generated, machine.scratch / LLAMA, setting)
     far = float(np.abs(sampled - whole).max())
     return _close(
         f"log-probabilities of {len(sampled)} tokens differ by {far:.1e}", far, BOUNDS[setting.precision].values
@@ -117,10 +117,10 @@ def checkpoint_at_another_layout(machine: Machine) -> Finding:
     if why := machine.folder_error():
         return failed(why, FOLDER_REMEDY)
     folder = machine.folder / "checkpoint"
-    before = step(machine, machine.llama, Setting(split="tensor").on(machine), world=True, save=folder)
+    before = step(machine, machine.scratch / LLAMA, Setting(split="tensor").on(machine), world=True, save=folder)
     if machine.rank > 0:
         return passed("")
-    after = step(machine, machine.llama, Setting(), world=False, load=folder)
+    after = step(machine, machine.scratch / LLAMA, Setting(), world=False, load=folder)
     far = float(np.abs(after.values[0] - before.after).max())
     return _close(f"log-probabilities differ by {far:.1e}", far, BOUNDS["fp32"].values)
 
@@ -136,7 +136,7 @@ def a_spare_gpu(machine: Machine) -> str | None:
     return None if len(machine.gpus) > machine.world else "it needs one GPU more than the trainer has"
 
 
-def te_on(capability: tuple[int, int] = (8, 0)) -> Callable[[Machine], str | None]:
+def te_on(capability: float = 8.0) -> Callable[[Machine], str | None]:
     """Transformer Engine, on GPUs of a capability."""
 
     def why_not(machine: Machine) -> str | None:
@@ -144,9 +144,7 @@ def te_on(capability: tuple[int, int] = (8, 0)) -> Callable[[Machine], str | Non
             return "it needs a GPU and Transformer Engine"
         if not machine.has_te:
             return "Transformer Engine is not installed"
-        if machine.capability < capability:
-            needed, here = ("{}.{}".format(*found) for found in (capability, machine.capability))
-            return f"it needs a GPU of capability {needed}; this is {here}"
-        return None
+        here = float(machine.gpus[0].capability)
+        return None if here >= capability else f"it needs a GPU of capability {capability}; this is {here}"
 
     return why_not

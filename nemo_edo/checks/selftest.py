@@ -78,8 +78,8 @@ def prepared(machine: Machine, chosen: Sequence[Check]) -> Machine:
         import nemo_edo.models  # noqa: F401
     from nemo_edo.checks import tiny_model
 
-    tiny_model.write_model(machine.llama)
-    tiny_model.write_model(machine.mixture, mixture=True)
+    for name in (tiny_model.LLAMA, tiny_model.MIXTURE):
+        tiny_model.write_model(machine.scratch / name)
     return machine
 
 

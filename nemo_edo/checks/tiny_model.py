@@ -25,7 +25,9 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 """Divides over eight ranks in every direction but the layers; heads of 64, which flash attention has kernels for."""
-MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LLAMA, MIXTURE = "llama", "mixture"
+"""Models, and the names of their folders."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 ROWS, LENGTH, PROMPT = 16, 128, 40
 """Of a batch; lengths suit every split and FP8's multiples."""
 GROUP = 4
@@ -88,12 +90,13 @@ class Measured:
     after: np.ndarray
 
 
-def write_model(folder: Path, *, mixture: bool = False) -> None:
-    """A Hugging Face folder with random weights, the same wherever it is written: Llama, or a Qwen3 mixture."""
+def write_model(folder: Path) -> None:
+    """A Hugging Face folder with random weights, the same wherever it is written: Llama, or a Qwen3 mixture by that
+    name."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    more = {"model_type": "qwen3_moe", **MIXTURE} if mixture else {"model_type": "llama"}
+    more = {"model_type": "qwen3_moe", **EXPERTS} if folder.name == MIXTURE else {"model_type": "llama"}
     config = AutoConfig.for_model(**more, **SHAPE, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -49,46 +49,38 @@ FUSED = {
 
 
 def fused_kernels() -> dict[str, str]:
-    """Of ``FUSED``, the version of each that can be imported, or why it is absent. Megatron needs apex's fused weight
-    gradients for its own layers only: Transformer Engine's have theirs."""
-    return {name: _available(name) or f"absent: {_why_absent(name)}" for name in FUSED}
+    """The version of each of ``FUSED``, or why it is absent."""
+    return {name: _state(*names) for name, names in FUSED.items()}
 
 
-def _fused(weight_gradients: bool, linear: str, core: str) -> dict[str, str]:
-    """Of ``FUSED``, whether a model with these layers uses it, and why not."""
-    of_te = {"linear": "transformer_engine" in linear, "core": "transformer_engine" in core}
-    use = dict.fromkeys(FUSED, "")
-    if any(of_te.values()):
-        use["Transformer Engine"] = (
-            f"{_available('Transformer Engine')}, in {' and '.join(k for k in of_te if of_te[k])}"
-        )
-    if weight_gradients:
-        use["fused weight gradients"] = "transformer engine's" if of_te["linear"] else "apex's"
-    if of_te["core"] and os.environ.get("NVTE_FLASH_ATTN", "1") != "0" and _available("flash attention"):
-        use["flash attention"] = f"{_available('flash attention')}, where Transformer Engine chooses it"
-    return {name: found or f"not used: {_why_absent(name)}" for name, found in use.items()}
-
-
-def _available(name: str) -> str | None:
-    """Its version, where it can be imported."""
-    module, package = FUSED[name]
+def _state(module: str, package: str) -> str:
+    if not torch.cuda.is_available():
+        return "absent: the device is a CPU"
     try:
         importlib.import_module(module)
+    except (ImportError, OSError) as error:  # OSError: a library that its compiled part needs
+        return f"absent: {error}"
+    try:
         return version(package)
     except PackageNotFoundError:
         return "of unknown version"
-    except (ImportError, OSError):  # OSError: a library that its compiled part needs
-        return None
 
 
-def _why_absent(name: str) -> str:
-    if not torch.cuda.is_available():
-        return "the device is a CPU"
-    try:
-        importlib.import_module(FUSED[name][0])
-    except (ImportError, OSError) as error:
-        return str(error)
-    return "the model has other layers, or the environment turns it off"
+def _fused(weight_gradients: bool, linear: str, core: str) -> dict[str, str]:
+    """The same of a model with these layers, which may not use what is there."""
+    te_linear, te_core = "transformer_engine" in linear, "transformer_engine" in core
+    used = {
+        "Transformer Engine": te_linear or te_core,
+        "fused weight gradients": weight_gradients,
+        "flash attention": te_core and os.environ.get("NVTE_FLASH_ATTN") != "0",
+    }
+    found = fused_kernels()
+    if weight_gradients and te_linear:  # apex's are for Megatron's own layers
+        found["fused weight gradients"] = "Transformer Engine's own"
+    return {
+        name: state if used[name] or state.startswith("absent") else f"not used by this model's layers ({state})"
+        for name, state in found.items()
+    }
 
 
 def _name(module: object) -> str:

@@ -81,7 +81,8 @@ def test_a_check_alone_does_not_see_the_ranks_of_torchrun(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("of_ranks", "detail"), [
-    ([passed("a"), failed("b", "do"), failed("c")], "rank 1: b\nrank 2: c"), ([passed("a"), None], "rank 1: has stopped answering"),
+    ([passed("a"), failed("b", "do"), failed("c")], "rank 1: b\nrank 2: c"),
+    ([passed("a"), None], "rank 1: has stopped answering"),
     ([failed("a", "do"), failed("a", "do")], "a"), ([passed("a"), passed("")], "a")])
 def test_of_several_ranks_the_failures_count_and_what_all_say_is_said_once(of_ranks, detail):
     assert together(of_ranks, lambda rank: f"rank {rank}").detail == detail

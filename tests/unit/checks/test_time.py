@@ -35,7 +35,8 @@ def test_the_page_is_current():
 
 
 def test_twice_the_gpus_train_in_half_the_time_and_generate_in_more_than_half(plan):
-    once, twice = iteration_times(plan), iteration_times(replace(plan, gpus=2 * plan.gpus, server_gpus=2 * plan.server_gpus))
+    doubled = replace(plan, gpus=2 * plan.gpus, server_gpus=2 * plan.server_gpus)
+    once, twice = iteration_times(plan), iteration_times(doubled)
     assert twice.training == pytest.approx(once.training / 2)
     assert once.generation / 2 < twice.generation < once.generation
     assert refit_seconds(replace(plan, server_tensor_parallel=4)) == pytest.approx(refit_seconds(plan) / 4)
