@@ -85,7 +85,7 @@ REMEDIES = {
     "NCCL of trainer and servers": "reinstall nvidia-nccl in the servers' environment; docs/servers.md",
     "connections": "open all ports between the nodes",
     "clocks": "synchronise them (NTP): the times of files and log lines mislead",
-    "shared folder": numbers.FOLDER_REMEDY,
+    "shared folder": "name a folder that every node can write to: --folder",
     "all-reduce": "run with NCCL_DEBUG=INFO (GPUs) and see which interface is taken; NCCL_SOCKET_IFNAME, "
     "GLOO_SOCKET_IFNAME",
     "fp32, as transformers": "compare the versions with those that nemo-edo doctor expects: nothing below can be "

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Machine:
         facts = ranks.exchange("facts", facts_here(with_torch=ranks.world > 1))
         scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_checks_"))
         machine = cls(facts, ranks, folder, scratch, nodes)
-        return cls(facts, ranks, folder, scratch, nodes, forks=not machine.gpus)
+        return replace(machine, forks=not machine.gpus)
 
     @classmethod
     def alone(cls) -> Machine:
@@ -111,16 +111,6 @@ class Machine:
             fork=self.forks,
             limit_s=limit_s,
         )
-
-    def folder_error(self) -> str | None:
-        """Why some rank cannot write to the shared folder, the same on all ranks, each of which calls this."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                own = None
-        except OSError as error:
-            own = f"{self.named(self.rank)} cannot write to {self.folder}: {error.strerror}"
-        return next(filter(None, self.exchange("folder", own)), None)
 
 
 def facts_here(*, with_torch: bool) -> dict[str, Any]:

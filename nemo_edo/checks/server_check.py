@@ -10,7 +10,6 @@ from pathlib import Path
 
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
 from nemo_edo.checks.machine import Machine
-from nemo_edo.checks.numbers import FOLDER_REMEDY
 from nemo_edo.checks.ranks import CheckError
 from nemo_edo.checks.software import no_server
 
@@ -36,8 +35,6 @@ class Server:
         # The first rank starts servers; all ranks must decide alike.
         if why := machine.exchange("no_server", no_server() if machine.rank == 0 else None)[0]:
             return impossible(why)
-        if why := machine.folder_error():
-            return failed(why, FOLDER_REMEDY)
         precision = "bf16" if machine.gpus else "fp32"
         folder = machine.folder / machine.check.replace(" ", "_").replace(",", "")
         settings = [*SMALL, f"precision={precision}", f"output_dir={folder}", "name=run", *self.settings]
