@@ -46,9 +46,10 @@ def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] =
         count = f"{len(chosen)} checks, {machine.world} processes"
         print(f"nemo-edo selftest: {count}, GPUs: {len(machine.gpus) or 'none'}")
     for check in chosen:
-        findings.append(carried_out(check, machine))
+        finding = carried_out(check, machine)
+        findings.append(finding)
         if machine.rank == 0:
-            print(line(check, findings[-1]), flush=True)
+            print(line(check, finding), flush=True)
         if None in machine.facts:  # the first check has named the ranks; without them the others would wait
             break
     machine.ranks.leave()
