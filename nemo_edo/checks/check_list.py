@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from nemo_edo.checks import config_checks, nodes, numbers, software, speed
-from nemo_edo.checks.findings import CONFIG, DOCTOR, NODES, SELFTEST, Check
+from nemo_edo.checks.findings import Check, RunsIn
 from nemo_edo.checks.nodes import several
 from nemo_edo.checks.numbers import PACKED, SameNumbers, a_gpu, a_spare_gpu, te_on
 from nemo_edo.checks.server_check import Server
 from nemo_edo.checks.tiny_model import FASTEST, MIXTURE, Setting
 
-BOTH = (DOCTOR, SELFTEST)
-RANKS = {"runs_in": (SELFTEST, NODES), "needs": several, "every_rank": True}
+DOCTOR, CONFIG, SELFTEST, NODES = RunsIn
+RANKS = {"runs_in": SELFTEST | NODES, "needs": several, "every_rank": True}
 SPLIT = {"needs": several, "every_rank": True}
 HOPPER, BLACKWELL = te_on(9.0), te_on(10.0)
 EAGER = "generation.servers.arguments=[--enforce-eager]"
@@ -20,7 +20,7 @@ ASLEEP = ("generation.placement=shared", "generation.servers.memory_share=0.4", 
 
 CHECKS = [
     Check("machine", "versions", software.versions, DOCTOR),
-    Check("machine", "packages", software.packages, BOTH),
+    Check("machine", "packages", software.packages, DOCTOR | SELFTEST),
     Check("machine", "GPU", software.driver, DOCTOR),
     Check("machine", "memory", software.memory, DOCTOR),
     Check("config", "to be given", config_checks.to_be_given, CONFIG),
@@ -34,12 +34,12 @@ CHECKS = [
     Check("config", "end tokens", config_checks.end_tokens, CONFIG),
     Check("config", "disk", config_checks.disk, CONFIG),
     Check("machine", "same on all ranks", nodes.same_on_all_ranks, **RANKS),
-    Check("machine", "GPUs", software.gpus, (SELFTEST, NODES), every_rank=True),
+    Check("machine", "GPUs", software.gpus, SELFTEST | NODES, every_rank=True),
     Check("machine", "Transformer Engine", software.transformer_engine),
     Check("machine", "NCCL of trainer and servers", software.nccl),
     Check("machine", "connections", nodes.connections, **RANKS),
     Check("machine", "clocks", nodes.clocks, **RANKS),
-    Check("machine", "shared folder", nodes.shared_folder, (SELFTEST, NODES), every_rank=True),
+    Check("machine", "shared folder", nodes.shared_folder, SELFTEST | NODES, every_rank=True),
     Check("machine", "all-reduce", nodes.all_reduce, **RANKS),
     Check("precision", "fp32, as transformers", numbers.against_transformers),
     Check("precision", "bf16", SameNumbers(Setting("bf16"))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_edo.checks.check_list import CHECKS
 from nemo_edo.checks.config_checks import Devices, case
-from nemo_edo.checks.findings import CONFIG, DOCTOR, FAIL, Finding, failed, passed
+from nemo_edo.checks.findings import FAIL, Finding, RunsIn, failed, passed
 from nemo_edo.checks.installed import about
 from nemo_edo.checks.machine import Gpu, Machine
 from nemo_edo.config import RunConfig
@@ -27,7 +27,7 @@ def diagnose(
     """
     composed = None if config_name is None else compose_incomplete(config_name, overrides, config_path)
     machine = Machine.alone()
-    findings = [(check.name, check.run(machine)) for check in CHECKS if DOCTOR in check.runs_in]
+    findings = [(check.name, check.run(machine)) for check in CHECKS if RunsIn.DOCTOR in check.runs_in]
     if composed is not None:
         findings += of_config(*composed, devices(machine.gpus, count, memory))
     lines = [f"{name:{INDENT - 1}} {said}" for name, said in about().items()]
@@ -56,7 +56,7 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> list[tuple[
         return [("to be given", passed(", ".join(missing))), ("config", failed(str(error)))]
     findings = []
     for check in CHECKS:
-        if CONFIG in check.runs_in:
+        if RunsIn.CONFIG in check.runs_in:
             try:
                 findings.append((check.name, check.run(subject)))
             except UserError as error:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Flag, auto
 from typing import Any
 
 PASS, FAIL, IMPOSSIBLE = "pass", "fail", "not possible"
-DOCTOR, CONFIG, SELFTEST, NODES = "doctor", "config", "selftest", "nodes"
-"""Who runs a check: ``nemo-edo doctor``, the same where it is given a config, ``nemo-edo selftest``, and a Slurm job
-before its training. The doctor starts no process and takes seconds; the selftest tries things."""
+
+
+class RunsIn(Flag):
+    """Who runs a check. The doctor starts no process and takes seconds; the selftest tries things."""
+
+    DOCTOR = auto()
+    CONFIG = auto()
+    """The doctor, of a config."""
+    SELFTEST = auto()
+    NODES = auto()
+    """A Slurm job, before its training."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Check:
     name: str
     run: Callable[..., Finding]
     """Takes a ``Machine``; a check of CONFIG takes a ``Case``."""
-    runs_in: str | tuple[str, ...] = SELFTEST
+    runs_in: RunsIn = RunsIn.SELFTEST
     needs: Callable[..., str | None] = lambda machine: None
     """Says why this machine cannot do it; None where it can."""
     every_rank: bool = False

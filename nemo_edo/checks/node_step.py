@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from nemo_edo.checks.check_list import CHECKS
-from nemo_edo.checks.findings import FAIL, NODES, PASS
+from nemo_edo.checks.findings import FAIL, PASS, RunsIn
 from nemo_edo.checks.machine import Machine
 from nemo_edo.checks.selftest import carried_out
 from nemo_edo.utils.slurm_tasks import variables_of_torchrun
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def first_faults(machine: Machine) -> list[str]:
     """Of the first check that fails; those after it would wait for the ranks at fault."""
     for check in CHECKS:
-        if NODES not in check.runs_in:
+        if RunsIn.NODES not in check.runs_in:
             continue
         finding = carried_out(check, machine)
         if finding.status == FAIL:

@@ -17,9 +17,9 @@ from nemo_edo.checks.findings import (
     FAIL,
     IMPOSSIBLE,
     PASS,
-    SELFTEST,
     Check,
     Finding,
+    RunsIn,
     failed,
     impossible,
     passed,
@@ -39,7 +39,7 @@ IMPORTS_LIMIT_S = 120.0
 def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> bool:
     """Whether no check has failed on any rank. Every rank of a torchrun calls this; the first one prints and writes
     ``folder/selftest.json``. groups: those of ``Check.group`` to run; none: all."""
-    chosen = [check for check in checks if SELFTEST in check.runs_in and (not groups or check.group in groups)]
+    chosen = [check for check in checks if RunsIn.SELFTEST in check.runs_in and (not groups or check.group in groups)]
     machine, begin, findings = Machine.of_ranks(folder.absolute(), limit_s=WAIT_S), time.monotonic(), []
     machine = prepared(machine, chosen)
     if machine.rank == 0:

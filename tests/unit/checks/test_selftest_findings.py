@@ -13,7 +13,7 @@ import pytest
 
 from nemo_edo.checks import nodes, selftest, tiny_model
 from nemo_edo.checks.check_list import CHECKS, REMEDIES
-from nemo_edo.checks.findings import SELFTEST, Check, failed, passed, together
+from nemo_edo.checks.findings import Check, RunsIn, failed, passed, together
 from nemo_edo.checks.machine import Machine
 from nemo_edo.checks.numbers import BOUNDS, SameNumbers, compared
 from nemo_edo.checks.ranks import CheckError, Ranks, forks_use_gpus
@@ -138,4 +138,4 @@ def test_a_failure_without_a_remedy_of_its_own_gets_the_checks_or_its_groups(tmp
 
 
 def test_the_command_offers_the_groups_that_there_are():
-    assert dict.fromkeys(check.group for check in CHECKS if SELFTEST in check.runs_in) == dict.fromkeys(GROUPS)
+    assert dict.fromkeys(check.group for check in CHECKS if RunsIn.SELFTEST in check.runs_in) == dict.fromkeys(GROUPS)
