@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module("nemo_edo.run.python_api"), name)
     except ModuleNotFoundError as error:
-        lacking = importlib.import_module("nemo_edo.doctor.parts").what_trainer_lacks()
+        lacking = importlib.import_module("nemo_edo.checks.installed").what_trainer_lacks()
         if lacking is None:  # not for want of an installation
             raise
         raise ImportError(f"nemo_edo.{name} needs {error.name}, and {lacking}") from error

@@ -38,7 +38,7 @@ def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
 
         train_reward_model(cfg)
         return 0
-    from nemo_edo.doctor.preflight import preflight
+    from nemo_edo.checks.preflight import preflight
     from nemo_edo.utils.processes import process_began
 
     cfg = preflight(require_run(cfg, args.config_name))
@@ -58,8 +58,8 @@ def _overrides(args: argparse.Namespace, more_overrides: list[str]) -> list[str]
 
 def _named_config(args: argparse.Namespace, more_overrides: list[str]) -> RunConfig:
     """Checked before torch and Megatron are imported."""
+    from nemo_edo.checks.preflight import preflight
     from nemo_edo.config.compose import compose_run
-    from nemo_edo.doctor.preflight import preflight
 
     return preflight(compose_run(args.config_name, _overrides(args, more_overrides), args.config_path))
 
@@ -193,15 +193,15 @@ def _score(args: argparse.Namespace, more_overrides: list[str]) -> None:
 
 
 def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
-    from nemo_edo.doctor.parts import light_report, what_trainer_lacks
+    from nemo_edo.checks.installed import about, what_trainer_lacks
 
     try:
-        from nemo_edo.doctor.report import diagnose
+        from nemo_edo.checks.doctor import diagnose
         from nemo_edo.utils.files import parse_size
     except ModuleNotFoundError:
         if args.config_name is not None or what_trainer_lacks() is None:
             raise
-        say(light_report())  # of an installation of the functions alone
+        say_all(f"{name:12} {said}" for name, said in about().items())  # of an installation of the functions alone
         return 0
 
     overrides = _overrides(args, more_overrides)
@@ -215,7 +215,7 @@ def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
 
 def _selftest(args: argparse.Namespace, _: list[str]) -> int:
     _quiet()
-    from nemo_edo.selftest import selftest
+    from nemo_edo.checks.selftest import selftest
 
     return 0 if selftest(args.folder, args.only) else 1
 

@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 
+from nemo_edo.checks.installed import what_trainer_lacks
 from nemo_edo.cli.arguments import parse
 from nemo_edo.cli.commands import RUN, say
-from nemo_edo.doctor.parts import what_trainer_lacks
 from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError
 from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun

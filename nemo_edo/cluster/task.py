@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nemo_edo.cluster.serve import overrides_of_servers, serve
 from nemo_edo.errors import UserError
+from nemo_edo.utils.slurm_tasks import variables_of_torchrun
 
 
 def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str]) -> list[str]:
@@ -32,16 +33,6 @@ def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str
         *("--redirects=3", "--tee=3"),
         *("-m", "nemo_edo", *arguments),
     ]
-
-
-def one_process(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would set for torch.distributed."""
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_WORLD_SIZE": environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0],
-    }
 
 
 def _served(config_name: str, config_dir: str) -> int:
@@ -63,7 +54,7 @@ def main() -> None:
     if kind == "torchrun":
         command, added = torchrun(arguments, int(processes[0]), os.environ), {}
     else:
-        command, added = [sys.executable, "-m", "nemo_edo", *arguments], one_process(os.environ)
+        command, added = [sys.executable, "-m", "nemo_edo", *arguments], variables_of_torchrun(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execve(command[0], command, {**os.environ, **added})
 

@@ -5,6 +5,11 @@ Megatron chooses by what is installed. A run that is slower than it should be of
 
 from __future__ import annotations
 
+import importlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
 from megatron.core import optimizer
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,6 +36,50 @@ def kernels(chunks: list[MegatronModule]) -> dict[str, str]:
         "rotary embedding": "fused" if config.apply_rope_fusion else "torch",
         "optimizer": _qualified(optimizer.Adam),
         "gradient norm": _qualified(clip_grads.l2_norm_impl),
+        **_fused(config.gradient_accumulation_fusion, _name(attention.linear_proj), _name(attention.core_attention)),
+    }
+
+
+FUSED = {
+    "Transformer Engine": ("transformer_engine.pytorch", "transformer-engine"),
+    "fused weight gradients": ("fused_weight_gradient_mlp_cuda", "apex"),
+    "flash attention": ("flash_attn", "flash-attn"),
+}
+"""Module and package of what Megatron computes with on GPUs where it is installed, and does without otherwise."""
+
+
+def fused_kernels() -> dict[str, str]:
+    """The version of each of ``FUSED``, or why it is absent."""
+    return {name: _state(*names) for name, names in FUSED.items()}
+
+
+def _state(module: str, package: str) -> str:
+    if not torch.cuda.is_available():
+        return "absent: the device is a CPU"
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:  # OSError: a library that its compiled part needs
+        return f"absent: {error}"
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _fused(weight_gradients: bool, linear: str, core: str) -> dict[str, str]:
+    """The same of a model with these layers, which may not use what is there."""
+    te_linear, te_core = "transformer_engine" in linear, "transformer_engine" in core
+    used = {
+        "Transformer Engine": te_linear or te_core,
+        "fused weight gradients": weight_gradients,
+        "flash attention": te_core and os.environ.get("NVTE_FLASH_ATTN") != "0",
+    }
+    found = fused_kernels()
+    if weight_gradients and te_linear:  # apex's are for Megatron's own layers
+        found["fused weight gradients"] = "Transformer Engine's own"
+    return {
+        name: state if used[name] or state.startswith("absent") else f"not used by this model's layers ({state})"
+        for name, state in found.items()
     }
 
 

@@ -104,6 +104,25 @@ class Library:
             raise NCCLError(f"{what}: {said} (status {status}); NCCL_DEBUG=WARN says more. This process has {self}")
 
 
+def common_library(path: str | Path) -> Library:
+    """The library of a refit, for both of its ends: the file of the servers' environment.
+
+    NCCL compares versions within a communicator and refuses ranks that differ (``src/init.cc``: "Mismatched NCCL
+    version detected"); two communicators of a process may belong to two versions of the library. torch's has the
+    trainer's ranks alone, and a refit's has the first of them and the servers' workers, who all load this file (vLLM by
+    VLLM_NCCL_SO_PATH). So torch may have any version, and what must be the same is the same by construction.
+
+    Raises NCCLError where the file cannot serve.
+    """
+    return Library(path)
+
+
+def in_words(library: Library) -> str:
+    """Which NCCL is used for what."""
+    own = ".".join(map(str, torch.cuda.nccl.version()[:3])) if hasattr(torch._C, "_nccl_version") else "none"
+    return f"{library.version} sends weights, in trainer and servers ({library.path}); torch's own is {own}"
+
+
 class Communicator:
     """One rank of a group of GPUs. Whatever a call raises, the communicator is aborted: all ranks need a new one."""
 

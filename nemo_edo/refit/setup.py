@@ -20,7 +20,7 @@ from nemo_edo.parallel.free_memory import free_gpu_memory
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders, require_room
-from nemo_edo.refit.libnccl import Library
+from nemo_edo.refit.libnccl import common_library
 from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
 from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
@@ -45,7 +45,7 @@ def check_refit(cfg: RunConfig, run: Path) -> None:
     if refit.transport == "nccl" and not on_gpu:
         raise UserError("generation.refit.transport is nccl, which needs GPUs, and there is none here; set it to disk")
     if refit.transport == "nccl":
-        Library(nccl_library(cfg))
+        common_library(nccl_library(cfg))
     if refit.lora == "adapter" and not cfg.lora.rank:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
     if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
@@ -64,7 +64,7 @@ def build_server_sync(
 
         def new_link() -> NCCLLink:
             gpu = torch.device("cuda", torch.cuda.current_device())
-            return NCCLLink(Library(nccl_library(cfg)), gpu, torch.cuda.current_stream, settings.limit_s)
+            return NCCLLink(common_library(nccl_library(cfg)), gpu, torch.cuda.current_stream, settings.limit_s)
 
         return NCCLSync(engine, exported(model.built), new_link, name=name, **common)
     adapters = settings.lora == "adapter"

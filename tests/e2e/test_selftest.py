@@ -21,7 +21,7 @@ def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):
     report = json.loads((tmp_path / "selftest.json").read_text())
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert report["processes"] == 2
-    absent = ("context", "GPUs", "Transformer Engine", "NCCL versions")
+    absent = ("context", "GPUs", "Transformer Engine", "NCCL of trainer and servers")
     assert {found.pop(name) for name in absent} == {"not possible"}
     assert set(found.values()) == {"pass"} and {"all-reduce", "tensor", "pipeline", "experts"} <= set(found)
 
@@ -53,21 +53,18 @@ def test_a_folder_that_cannot_be_written_to_fails_what_needs_it_and_nothing_else
     assert found["precision: fp8, mxfp8"][0] == "not possible"
 
 
-def test_another_nccl_and_a_server_that_dies_fail_with_what_to_do_and_the_rest_still_runs(tmp_path: Path, nemo_edo):
+def test_a_server_that_dies_fails_with_what_to_do_and_the_rest_still_runs(tmp_path: Path, nemo_edo):
+    """Another NCCL than torch's is none of its faults."""
     server = "import sys; sys.exit('no kernel image is available')"
     broken_machine.environment(tmp_path / ".venv-vllm", nccl=22907, server=server)
-    trainer = broken_machine.environment(tmp_path / "trainer", nccl=22703)
-    before = [("helpers.broken_machine:use_python", str(trainer))]
-    done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path, before=before)
+    done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path)
     found = rows(done.stdout)
     assert done.returncode == 1, done.stderr
-    assert {name for name, (status, _) in found.items() if status == "fail"} == {
-        "machine: NCCL versions", "server: vLLM, refit by disk"}  # fmt: skip
-    for part in ("2.27.3", "2.29.7", str(tmp_path / ".venv-vllm"), "do: install the same version of nvidia-nccl"):
-        assert part in found["machine: NCCL versions"][1]
+    assert {name for name, (status, _) in found.items() if status == "fail"} == {"server: vLLM, refit by disk"}
+    status, said = found["machine: NCCL of trainer and servers"]
+    assert status == "pass" and "2.29.7" in said and str(tmp_path / ".venv-vllm") in said
     said = found["server: vLLM, refit by disk"][1]
     assert "no kernel image is available" in said and "server_0.log" in said
-    assert found["machine: shared folder"][0] == "pass"
     report = json.loads((tmp_path / "runs" / "selftest" / "selftest.json").read_text())
     assert [check["status"] for check in report["checks"]] == [status for status, _ in found.values()]
 

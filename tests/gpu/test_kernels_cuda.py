@@ -1,4 +1,4 @@
-"""The loss layer on a GPU: both heads with their compiled kernels (which test_selftest_checks.py tries by themselves).
+"""The loss layer on a GPU: its compiled kernels by themselves, and both heads with them.
 
 Needs torch and Triton alone. Written on a machine without CUDA, where it is skipped and the kernels run in Triton's
 interpreter (tests/unit/parallel/test_kernels.py): until it has been run on one, take its tolerances as estimates.
@@ -7,12 +7,18 @@ interpreter (tests/unit/parallel/test_kernels.py): until it has been run on one,
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import loss_kernels
 
 from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 
 pytestmark = pytest.mark.gpu
 TOKENS, VOCABULARY, HIDDEN = 300, 50_000, 64
 UNSPLIT = {"vocab_start": 0, "group": None}
+
+
+def test_the_kernels_give_the_numbers_of_fp64_and_hide_no_nan():
+    too_far = {case: pair for case, pair in loss_kernels.errors("cuda").items() if not pair[0] <= pair[1]}
+    assert not too_far and loss_kernels.nan_is_not_hidden("cuda")
 
 
 @pytest.fixture(autouse=True)

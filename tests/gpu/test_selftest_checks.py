@@ -2,24 +2,23 @@
 
 import pytest
 
-from nemo_edo.selftest import CHECKS, Check
-from nemo_edo.selftest.outcome import IMPOSSIBLE, PASS
-from nemo_edo.selftest.runner import prepare
-from nemo_edo.selftest.this_machine import Machine, machine
+from nemo_edo.checks.check_list import CHECKS
+from nemo_edo.checks.findings import IMPOSSIBLE, PASS, Check, RunsIn
+from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.selftest import carried_out, prepared
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory) -> Machine:
-    scratch = tmp_path_factory.mktemp("scratch")
-    found = machine(tmp_path_factory.mktemp("shared"), scratch)
-    return prepare(found, CHECKS)
+def machine(tmp_path_factory) -> Machine:
+    return prepared(Machine.of_ranks(tmp_path_factory.mktemp("shared"), limit_s=60.0), CHECKS)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.group}: {check.name}")
-def test_the_check_passes(here: Machine, check: Check):
-    outcome = check.run(here, CHECKS.index(check))
-    if outcome.status == IMPOSSIBLE:
-        pytest.skip(outcome.detail)
-    assert outcome.status == PASS, f"{outcome.detail}; do: {outcome.remedy}"
+@pytest.mark.parametrize("check", [check for check in CHECKS if RunsIn.SELFTEST in check.runs_in],
+                         ids=lambda check: f"{check.group}: {check.name}")
+def test_the_check_passes(machine: Machine, check: Check):
+    finding = carried_out(check, machine)
+    if finding.status == IMPOSSIBLE:
+        pytest.skip(finding.detail)
+    assert finding.status == PASS, f"{finding.detail}; do: {finding.remedy}"

@@ -1,5 +1,4 @@
-"""Parts of a machine that are broken on purpose, for ``nemo-edo selftest``. The first two are for ``Cli``'s ``before``:
-they change one command's process."""
+"""Parts of a machine that are broken on purpose, for ``nemo-edo selftest``."""
 
 import ctypes
 import os
@@ -13,17 +12,12 @@ _CLONE_NEWNS, _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 1, 32
 
 
 def make_read_only(folder: str) -> None:
-    """For this process and its children."""
+    """For this process and its children: ``Cli``'s ``before``."""
     libc = ctypes.CDLL(None, use_errno=True)
     path = os.fsencode(folder)
     mounts = [(b"/", _RECURSIVE | _PRIVATE), (path, _BIND), (path, _REMOUNT | _BIND | _READ_ONLY)]
     if libc.unshare(_CLONE_NEWNS) or any([libc.mount(place, place, None, flags, None) for place, flags in mounts]):
         raise OSError(ctypes.get_errno(), "unshare or mount")
-
-
-def use_python(python: str) -> None:
-    """Has the trainer take another environment's packages for its own."""
-    sys.executable = python
 
 
 def environment(folder: Path, *, nccl: int | None = None, server: str | None = None) -> Path:

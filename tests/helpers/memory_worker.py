@@ -1,13 +1,13 @@
-"""Megatron models' real tensors, and ``nemo_edo.doctor.memory``'s estimates of them. Run by a WorkerPool."""
+"""Megatron models' real tensors, and ``nemo_edo.checks.estimates``'s estimates of them. Run by a WorkerPool."""
 
 import json
 from pathlib import Path
 
 from helpers import tiny_models
 
+from nemo_edo.checks import estimates as memory
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
-from nemo_edo.doctor import memory
 
 PARTS = ("weights", "gradients", "optimizer")
 

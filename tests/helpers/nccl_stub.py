@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_suffix(".c").with_name("stub_nccl.c")
 def build(folder: Path, version: int = 22907) -> Path:
     """Compiles the stub."""
     library = folder / "libnccl.so.2"
-    command = ["gcc", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread"]
+    command = ["gcc", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libnccl.so.2"]
     subprocess.run([*command, f"-DDEFAULT_VERSION={version}", "-o", str(library), str(SOURCE)], check=True)
     return library
 

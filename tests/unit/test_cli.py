@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 import nemo_edo
 import nemo_edo.run
 import nemo_edo.search
+from nemo_edo.checks import preflight
 from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS, HELP_WIDTH
 from nemo_edo.cli.commands import RUN
 from nemo_edo.cli.completion import settings
 from nemo_edo.config.compose import compose_run
-from nemo_edo.doctor import preflight
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.utils.files import replacing
 

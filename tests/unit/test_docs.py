@@ -15,9 +15,9 @@ import site_hooks
 import study_charts
 import yaml
 
+import nemo_edo.checks.selftest
 import nemo_edo.run
 import nemo_edo.search
-import nemo_edo.selftest
 from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS as DECLARED
 from nemo_edo.config import RunConfig
@@ -138,8 +138,8 @@ def folder_of_the_docs(quickstart_yaml: str, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("page", "arguments"), each_config_once())
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: tuple):
+    from nemo_edo.checks import preflight
     from nemo_edo.cluster import slurm
-    from nemo_edo.doctor import preflight
     from nemo_edo.report import page, run_set
     from nemo_edo.report.paper import tables
     from nemo_edo.reward_models import score_run
@@ -155,7 +155,7 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(score_run, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
     monkeypatch.setattr(study, "run_study", lambda study, jobs: 0)
-    monkeypatch.setattr(nemo_edo.selftest, "selftest", lambda folder, groups: True)
+    monkeypatch.setattr(nemo_edo.checks.selftest, "selftest", lambda folder, groups: True)
     monkeypatch.setattr(page, "write_report", lambda found, out, baseline: SimpleNamespace(lines=[]))
     monkeypatch.setattr(tables, "write_table", lambda found, name, out: [])
     monkeypatch.setattr(run_set, "read_runs", lambda found: found)

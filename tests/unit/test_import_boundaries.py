@@ -96,7 +96,8 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     assert users_of("cluster") <= {"nemo_edo.cli.commands"}
     assert users_of("adapters") == set()
     assert users_of("megatron.cpu") <= {"nemo_edo.megatron.layer_spec", "nemo_edo.megatron.platform"}
-    for place, forbidden in (("run.folder", "report"), ("evaluation", "algorithms")):
+    for place, forbidden in (("run.folder", "report"), ("evaluation", "algorithms"), ("run", "checks"),
+                             ("data", "checks"), ("algorithms", "checks")):
         assert [module for module in users_of(forbidden) if is_in(module, place)] == []
 
 
@@ -136,7 +137,8 @@ CHAINS = {  # the places of a chain share an interpreter, so their rules go from
     "no torch": [
         (["errors", "utils.files", "utils.processes"], WITHOUT_TORCH | {"numpy"}),
         (["config", "cli"], WITHOUT_TORCH),
-        (["config.compose", "config.hydra", "doctor", "types", "data.problems"], WITHOUT_TORCH - {"hydra"}),
+        (["config.compose", "config.hydra", "checks.doctor", "checks.preflight", "types", "data.problems"],
+         WITHOUT_TORCH - {"hydra"}),
         (["utils.http"], {"torch"}),
     ],
     "inside a server": [(["generation.inside_server"], WITHOUT_TORCH | {"numpy", "transformers", "starlette"})],

@@ -12,12 +12,12 @@ from pathlib import Path
 import yaml
 from generated import between_markers, model_section
 
+from nemo_edo.checks.estimates import Memory, Workload, host_bytes
+from nemo_edo.checks.workload import largest, workloads
 from nemo_edo.config import ModelConfig, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.config.shipped import shipped_config_dir
-from nemo_edo.doctor.memory import Memory, Workload, host_bytes
-from nemo_edo.doctor.workload import largest, workloads
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_splits, check_world
 

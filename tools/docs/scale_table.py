@@ -9,10 +9,10 @@ from pathlib import Path
 
 from generated import between_markers, model_section
 
+from nemo_edo.checks.estimates import Iteration, generation_seconds, iteration_times
+from nemo_edo.checks.workload import largest, workloads
 from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
-from nemo_edo.doctor.throughput import Plan, estimate, generation_seconds
-from nemo_edo.doctor.workload import largest, workloads
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PUBLISHED = ("<!-- published: written by tools/docs/scale_table.py -->", "<!-- end of published -->")
@@ -25,11 +25,11 @@ def shape(model: str) -> ModelShape:
     return ModelShape.from_hf(model_section(model)["architecture"], model)
 
 
-def nemo_rl(model: str, gpus: int, server: int, length: int, *, overlapped: bool = False) -> Plan:
+def nemo_rl(model: str, gpus: int, server: int, length: int, *, overlapped: bool = False) -> Iteration:
     """A GRPO step of 2,048 responses; one step off policy, half of the GPUs are the servers'."""
     share = gpus // 2 if overlapped else gpus
     sizes = {"samples": 2048, "prompt": PROMPT, "response": length - PROMPT, "longest": 4096 - PROMPT}
-    return Plan(shape(model), share, share, server, overlapped=overlapped, **sizes)
+    return Iteration(shape(model), share, share, server, overlapped=overlapped, **sizes)
 
 
 # (what, plan, seconds of a step): NeMo RL 0.4's performance summary, DGX H100, BF16, GRPO on OpenMathInstruct-2.
@@ -45,12 +45,12 @@ STEPS = [
 DECODING = [
     (
         "Llama 3.3 70B FP8, TP 2, 1,000 in and 1,000 out",
-        Plan(shape("llama3_1_70b"), 2, 2, 2, 3000, 1000, 1000, 1000, fp8=True),
+        Iteration(shape("llama3_1_70b"), 2, 2, 2, 3000, 1000, 1000, 1000, fp8=True),
         2209.0,
     ),
     (
         "Llama 3.3 70B FP8, TP 2, 8,192 in and 1,024 out",
-        Plan(shape("llama3_1_70b"), 2, 2, 2, 1500, 8192, 1024, 1024, fp8=True),
+        Iteration(shape("llama3_1_70b"), 2, 2, 2, 1500, 8192, 1024, 1024, fp8=True),
         398.0,
     ),
 ]
@@ -58,7 +58,7 @@ DECODING = [
 
 def published() -> list[tuple[str, str, float, float]]:
     """(What, unit, published, estimated)."""
-    rows = [(what, "s a step", seconds, estimate(plan).total) for what, plan, seconds in STEPS]
+    rows = [(what, "s a step", seconds, iteration_times(plan).total) for what, plan, seconds in STEPS]
     for what, plan, speed in DECODING:
         tokens = plan.samples * plan.response / plan.server_gpus
         rows.append((what, "tokens/s for each GPU", speed, tokens / generation_seconds(plan)))
@@ -101,7 +101,7 @@ def estimates() -> list[list[str]]:
         loads = workloads(cfg, shape(model), gpus)
         memory = max(stage.total for stage in largest(loads)[1])
         for job, sizes in JOBS.items():
-            times = estimate(Plan(shape(model), gpus, gpus, server, **sizes))
+            times = iteration_times(Iteration(shape(model), gpus, gpus, server, **sizes))
             parts = (times.generation, times.logprobs, times.training, times.refit, times.total)
             numbers = [f"{seconds:,.1f}" for seconds in parts]
             cells = [f"`{model}`", f"{gpus}", f"`{parallelism}`", f"TP {server}", job, f"{memory / 1e9:.0f}", *numbers]

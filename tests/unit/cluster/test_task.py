@@ -7,6 +7,7 @@ import pytest
 from nemo_edo.cluster import serve, task
 from nemo_edo.errors import UserError
 from nemo_edo.run import control
+from nemo_edo.utils.slurm_tasks import variables_of_torchrun
 
 SLURM = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
          "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "n1", "MASTER_PORT": "20001",
@@ -22,7 +23,7 @@ def test_one_task_a_node_becomes_torchrun_of_all_its_processes():
 
 
 def test_one_task_a_process_finds_the_others_as_torchrun_would_have_it():
-    assert task.one_process(SLURM) == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert variables_of_torchrun(SLURM) == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
 
 def test_the_trainer_gets_the_servers_of_all_nodes_once_they_are_ready(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,9 @@ import pytest
 @pytest.fixture(scope="module")
 def found() -> dict:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "nemo_edo.selftest.loss_kernels"]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-W", "ignore", "-m", "helpers.loss_kernels"]
+    tests = Path(__file__).parents[2]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tests)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 

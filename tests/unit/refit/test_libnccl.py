@@ -13,7 +13,7 @@ from helpers import nccl_stub
 from helpers.scripted_server import ScriptedReplica, assert_two_versions_arrive, engine_of
 
 from nemo_edo.refit import nccl
-from nemo_edo.refit.libnccl import Library, NCCLError
+from nemo_edo.refit.libnccl import Library, NCCLError, common_library, in_words
 from nemo_edo.refit.nccl import NCCLSync, exported
 from nemo_edo.utils.http import ServerError
 from nemo_edo.utils.processes import package_file
@@ -25,6 +25,17 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compil
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Library:
     return Library(nccl_stub.build(tmp_path_factory.mktemp("nccl")))
+
+
+def test_two_versions_are_loaded_side_by_side_and_a_refit_uses_the_servers(tmp_path):
+    """NCCL compares versions within a communicator alone: torch may have another."""
+    paths = {version: nccl_stub.build((tmp_path / str(version)).mkdir() or tmp_path / str(version), version)
+             for version in (22809, 22907)}
+    of_trainer, of_servers = (common_library(path) for path in paths.values())
+    assert [of_trainer.version, of_servers.version] == ["2.28.9", "2.29.7"]
+    assert in_words(of_servers).startswith(f"2.29.7 sends weights, in trainer and servers ({paths[22907]}); torch's")
+    with pytest.raises(NCCLError, match="older than 2.14"):
+        common_library(nccl_stub.build(tmp_path, 21000))
 
 
 @pytest.fixture

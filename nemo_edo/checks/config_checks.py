@@ -1,0 +1,305 @@
+"""Checks of a config against devices, as the doctor makes them: the model and its split, its memory on each GPU, the
+time of an iteration, servers, the end of a response, and the disk. No weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_edo.checks import advice, machine, workload
+from nemo_edo.checks.estimates import (
+    FP32,
+    Iteration,
+    Memory,
+    Workload,
+    adapter_parameters,
+    host_bytes,
+    iteration_times,
+)  # fmt: skip
+from nemo_edo.checks.findings import Finding, failed, impossible, passed
+from nemo_edo.checks.preflight import with_fitted_parallelism
+from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
+from nemo_edo.config.compose import NOT_GIVEN
+from nemo_edo.config.generation import AUTO
+from nemo_edo.config.model_shape import ModelShape
+from nemo_edo.data.model_folder import find_model
+from nemo_edo.errors import UserError
+from nemo_edo.rollouts.disk_space import estimate_bytes, free_bytes
+from nemo_edo.utils.files import check_folder
+
+SHOWN_STAGES = 8
+ASSUMED_PROBLEMS = 1000
+"""For estimates of time: problems of an iteration over the whole training set."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    here: bool
+    """Whether they are this machine's."""
+    count: int
+    bytes: int
+    """Memory of each."""
+    cpu: bool = False
+    """Whether it is the CPU, as one device."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the problems say of a run's size."""
+
+    longest: int | None
+    """Tokens of the longest sequence; None where they are not known."""
+    train: float
+    """Number of problems; infinite where it is not known."""
+    test: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config on devices."""
+
+    given: RunConfig
+    missing: list[str]
+    """Settings that a run would need."""
+    devices: Devices
+    shape: ModelShape
+    sizes: Sizes
+    cfg: RunConfig
+    """With numbers in place of what the config leaves open."""
+    loads: dict[str, Workload]
+
+    @property
+    def fullest(self) -> tuple[str, list[Memory]]:
+        return workload.largest(self.loads)
+
+    @property
+    def load(self) -> Workload:
+        """That needs most."""
+        return self.loads[self.fullest[0]]
+
+
+def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
+    """Raises UserError for a model that is not known or does not go with the config, splits that are not possible, and
+    problems that could not be used."""
+    cfg = _with_model_at_hand(cfg)
+    shape = workload.model_shape(cfg)
+    node = min(devices.count, advice.GPUS_OF_A_NODE)
+    given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
+    advice.check_possible(given, shape, devices.count)
+    sizes = _sizes(given, missing)
+    ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": sizes.test}
+    cfg = workload.for_estimate(given, ranks, longest=sizes.longest, train=sizes.train, test=sizes.test)
+    if given.generation.max_batch_size == AUTO:
+        rows = workload.counted_rows(cfg)
+        cfg = workload.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
+    loads = workload.workloads(cfg, shape, devices.count, **known)
+    return Case(given, missing, devices, shape, sizes, cfg, loads)
+
+
+def _with_model_at_hand(cfg: RunConfig) -> RunConfig:
+    """With the folder of a hub's model that is in the cache: nothing is downloaded."""
+    if cfg.model.path in (None, NOT_GIVEN):
+        return cfg
+    try:
+        folder = find_model(cfg.model.path, download=False)
+    except UserError:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(folder)))
+
+
+def _sizes(cfg: RunConfig, missing: list[str]) -> Sizes:
+    """Of the problems and the tokenizer that are at hand."""
+    data = cfg.data
+    files = [cfg.model.path, *([] if data.source is not None else [data.train or data.test, data.test])]
+    given = not any(key.startswith("data.") for key in missing)
+    if not given or not all(path is not None and Path(path).exists() for path in files):
+        return Sizes(None, workload.problems(cfg, "train"), workload.problems(cfg, "test"))
+    from nemo_edo.run.inputs import read_sizes
+
+    return Sizes(*read_sizes(cfg))
+
+
+# --- the model and its memory -----------------------------------------------------------------------------------------
+
+
+def to_be_given(case: Case) -> Finding:
+    return passed(", ".join(case.missing))
+
+
+def model(case: Case) -> Finding:
+    splits, number = case.given.parallelism, case.shape.parameters
+    sizes = {
+        "tensor": splits.tensor_model_parallel_size,
+        "pipeline": splits.pipeline_model_parallel_size,
+        "context": splits.context_parallel_size,
+        "data": case.load.data_parallel,
+    }
+    split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    if splits.expert_model_parallel_size > 1:
+        split += f", experts over {splits.expert_model_parallel_size}"
+    count = f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
+    return passed(f"{count} parameters, {case.cfg.precision.dtype}, {split}")
+
+
+def sequences(case: Case) -> Finding:
+    why = "the longest prompt and sampling.max_new_tokens"
+    if case.given.model.seq_length is not None:
+        why = "model.seq_length"
+    elif case.sizes.longest is None:
+        why = f"prompts of {workload.ASSUMED_PROMPT} tokens are assumed: the model or the problems are not here"
+    return passed(f"of {case.cfg.model.seq_length:,} tokens at most ({why})")
+
+
+def generation(case: Case) -> Finding:
+    if case.cfg.generation.is_served:
+        return passed("by servers")
+    how = f"generation.max_batch_size={case.given.generation.max_batch_size}"
+    return passed(f"{workload.counted_rows(case.cfg):,} rows at a time are counted ({how})")
+
+
+def needs(case: Case) -> Finding:
+    """A table of GB (10^9 bytes) for a GPU of each pipeline stage; of many stages, the first and the last ones."""
+    load, (training, stages) = case.load, case.fullest
+    if not load.trains and case.cfg.generation.is_served:
+        return impossible("nothing is trained: only servers load it")
+    half, places = SHOWN_STAGES // 2, list(range(len(stages)))
+    shown = places if len(places) <= SHOWN_STAGES else [*places[:half], *places[-half:]]
+    rows = [dict(stages[place].items()) for place in shown]
+    table = {"GB": [f"stage {place}" if len(stages) > 1 else "each" for place in shown]}
+    table |= {name: [_gb(row[name]) for row in rows] for name in rows[0]}
+    table |= {"at its highest": [_gb(stages[place].total) for place in shown], "there are": [_gb(case.devices.bytes)]}
+    micro_batches = f", with micro-batches of {load.tokens:,} tokens at most" if load.trains else ""
+    lines = [f"{training}{micro_batches}", ""]
+    lines += [f"{name:16}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in table.items()]
+    if not case.devices.cpu:
+        lines.append(f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process")
+    return passed("\n".join([*lines, ""]))
+
+
+def fits(case: Case) -> Finding:
+    highest, there = max(memory.total for memory in case.fullest[1]), case.devices.bytes
+    if highest <= there or (not case.load.trains and case.cfg.generation.is_served):
+        return passed("")
+    known = {"cpu": case.devices.cpu, "tested": case.sizes.test}
+    found = advice.advise(case.cfg, case.shape, case.devices.count, there, **known)
+    lines = [f"  {' '.join(change.overrides)} (cost: {change.cost})" for change in found.changes]
+    enough = "" if found.bytes <= there else ": more or larger GPUs are needed"
+    said = ["What to change:", *lines, f"with all of it: {_gb(found.bytes)} GB{enough}"]
+    return failed(f"does not fit: {_gb(highest)} GB of {_gb(there)}", "\n".join(said))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def time(case: Case) -> Finding:
+    """An iteration of the first arm that explores by GRPO, on H100s."""
+    cfg = case.cfg
+    arms = {name: arm for name, arm in workload.trainings(cfg).items() if isinstance(arm, GRPOConfig)}
+    if case.devices.cpu or not arms:
+        return passed("")
+    name, arm = next(iter(arms.items()))
+    problems, longest = arm.problems_per_iteration or ASSUMED_PROBLEMS, cfg.sampling.max_new_tokens
+    servers, gpus = cfg.generation.servers, case.devices.count
+    size = servers.tensor_parallel_size
+    apart = cfg.generation.is_served and cfg.generation.placement == "apart"
+    iteration = Iteration(
+        shape=case.shape,
+        gpus=gpus,
+        server_gpus=servers.replicas * size if apart else max(1, gpus // size) * size,
+        server_tensor_parallel=size,
+        samples=problems * cfg.sampling.samples_per_prompt,
+        prompt=max(1, min(workload.ASSUMED_PROMPT, cfg.model.seq_length - longest)),
+        response=longest // 2,
+        longest=longest,
+        epochs=arm.epochs,
+        reference=arm.beta > 0,
+        recomputation=cfg.parallelism.recompute_granularity == "full",
+        fp8=cfg.precision.fp8 is not None,
+        overlapped=cfg.generation.one_step_off,
+    )
+    times = iteration_times(iteration)
+    parts = {
+        "generation": times.generation,
+        "log-probabilities": times.logprobs,
+        "training": times.training,
+        "refit": times.refit,
+    }
+    shown = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in parts.items())
+    return passed(
+        f"an iteration of {name} on H100s: about {times.total:,.0f} s ({shown})\n"
+        f"for {problems:,} problems, responses of {iteration.response:,} tokens on average and {longest:,} at most, "
+        "generated by servers (docs/models.md)\n"
+    )
+
+
+# --- servers, the end of a response, disk -----------------------------------------------------------------------------
+
+
+def servers(case: Case) -> Finding:
+    """What keeps this machine from starting the servers that responses come from."""
+    cfg = case.cfg
+    if not cfg.generation.is_served or not case.devices.here:
+        return passed("")
+    from nemo_edo.generation.servers import check_servers, placed
+
+    gpus = len(machine.gpus())
+    trainers = 1 if gpus and cfg.algorithm != NONE else 0  # at least
+    check_servers(placed(cfg, trainers), gpus)
+    return passed("")
+
+
+def end_tokens(case: Case) -> Finding:
+    """What ends a response, where the model's folder is at hand."""
+    path = case.cfg.model.path
+    if path is None or not (Path(path) / "tokenizer_config.json").is_file():
+        return passed("")
+    from nemo_edo.data.stop_tokens import read_stop_tokens
+    from nemo_edo.data.tokenizer import load_tokenizer
+
+    found = read_stop_tokens(Path(path), load_tokenizer(Path(path)), case.cfg.sampling.stop_token_ids)
+    return passed("\n".join(found.lines()))
+
+
+def disk(case: Case) -> Finding:
+    cfg = case.cfg
+    rollouts, checkpoints = _rollout_bytes(cfg, case.sizes.train), _checkpoint_bytes(cfg, case.shape)
+    of_rollouts = "rollouts (no data.train here)" if rollouts is None else f"{_gb(rollouts)} GB of rollouts"
+    need = f"{of_rollouts}, {_gb(checkpoints)} GB of checkpoints at most"
+    needed, free = checkpoints + (rollouts or 0), free_bytes(cfg.output_dir)
+    if not case.devices.here or free >= needed:
+        return passed(f"{need}; {_gb(free)} GB are free here in {cfg.output_dir}")
+    check_folder(Path(cfg.output_dir))
+    return failed(
+        f"{need}; {cfg.output_dir} has {_gb(free)} GB free of {_gb(needed)}", "set output_dir to another file system"
+    )
+
+
+def _rollout_bytes(cfg: RunConfig, problems: float) -> int | None:
+    """Upper bound of a run's rollouts on so many training problems; None where their number is not known."""
+    loops = [training for training in workload.trainings(cfg).values() if isinstance(training, LoopConfig)]
+    if loops and math.isinf(problems):
+        return None
+    longest = cfg.model.seq_length - cfg.sampling.max_new_tokens
+    total = 0
+    for arm in loops:
+        sampled = min(arm.problems_per_iteration or problems, problems) * cfg.sampling.samples_per_prompt
+        total += arm.iterations * estimate_bytes(sampled, longest, cfg.sampling.max_new_tokens)
+    return total
+
+
+def _checkpoint_bytes(cfg: RunConfig, shape: ModelShape) -> int:
+    """The start, each arm's last and best policies, and the checkpoints with optimizer state of the arm in training."""
+    load = next(iter(workload.workloads(replace(cfg, parallelism=ParallelismConfig()), shape, 1).values()))
+    if not load.trains:
+        return 0
+    adapters = adapter_parameters(load)
+    weights = load.bytes_per_number * (shape.parameters + adapters)
+    optimizer = (3 if cfg.precision.dtype == "bf16" else 2) * FP32 * (adapters if cfg.lora.rank else shape.parameters)
+    arms = sum(isinstance(training, LoopConfig) for training in workload.trainings(cfg).values())
+    kept = 1 + arms * (1 + (cfg.checkpoint.best_count if cfg.checkpoint.best else 0))
+    return kept * weights + (cfg.checkpoint.keep + 1) * (weights + optimizer)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f}"

@@ -1,0 +1,74 @@
+"""The check of a Slurm job's nodes before its training, as a step of the job:
+
+    srun ... python -m nemo_edo.checks.node_step --folder SHARED --limit 60 --nodes n1,n2
+
+Exits with status 0 if all nodes are healthy, otherwise with 4. The first process prints a line that begins with
+"nemo-edo:" for each fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import DistError
+
+from nemo_edo.checks.check_list import CHECKS
+from nemo_edo.checks.findings import FAIL, PASS, RunsIn
+from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.selftest import carried_out
+from nemo_edo.utils.slurm_tasks import variables_of_torchrun
+
+UNHEALTHY = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="shared by all nodes")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for all of it")
+    parser.add_argument("--nodes", default="", help="the nodes' names in the order of their ranks")
+    args = parser.parse_args(argv)
+    os.environ.update(variables_of_torchrun(os.environ))
+    nodes, begin = tuple(filter(None, args.nodes.split(","))), time.monotonic()
+    try:
+        # Half of it for a rank that does not come: the check ends with that.
+        machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes)
+        faults = first_faults(machine)
+        machine.ranks.leave()
+    except DistError as error:
+        rank, place = os.environ["RANK"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        what = "cannot listen on" if rank == "0" else "cannot reach the first process at"
+        print(f"nemo-edo: rank {rank} {what} {place}: {str(error).splitlines()[0][:200]}")
+        return UNHEALTHY
+    if machine.rank == 0:
+        for fault in faults:
+            print(f"nemo-edo: {fault}")
+        verdict = f"{len(faults)} faults" if faults else "all healthy"
+        print(f"nemo-edo: {machine.world} processes checked in {time.monotonic() - begin:.1f} s: {verdict}")
+    sys.stdout.flush()
+    if faults:
+        return UNHEALTHY
+    shutil.rmtree(machine.scratch)
+    return 0
+
+
+def first_faults(machine: Machine) -> list[str]:
+    """Of the first check that fails; those after it would wait for the ranks at fault."""
+    for check in CHECKS:
+        if RunsIn.NODES not in check.runs_in:
+            continue
+        finding = carried_out(check, machine)
+        if finding.status == FAIL:
+            return finding.detail.splitlines()
+        if machine.rank == 0 and finding.status == PASS:
+            print(f"nemo-edo: {check.name}: {finding.detail}")
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What ``train``, ``collect``, ``evaluate`` and ``search`` check first: what takes a part of a second, before torch and
+Megatron are imported and before a folder is made. What the config leaves to the number of processes is found here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_edo.checks import machine, workload
+from nemo_edo.checks.advice import check_possible, fullest, is_possible
+from nemo_edo.config import NONE, RunConfig
+from nemo_edo.config.model_shape import FAMILIES, ModelShape, check_expected
+from nemo_edo.data.model_folder import check_context, check_files, find_model
+from nemo_edo.data.source import load_source
+from nemo_edo.errors import UserError
+from nemo_edo.megatron.splits import check_world
+from nemo_edo.rewards.scorers import check_functions
+from nemo_edo.run.own_advantages import check_advantages
+from nemo_edo.run.tracking import check_names
+from nemo_edo.utils import host_memory
+from nemo_edo.utils.files import check_folder
+
+
+def preflight(cfg: RunConfig) -> RunConfig:
+    """The config with the parallelism of this process's world (torchrun's, or one process).
+
+    Raises UserError for a number of processes that the config's splits do not divide, for a key that NeMo's exp_manager
+    does not have, for files of problems or of the model that are missing or damaged, for a function of the user's that
+    cannot be called, and where the run's folder cannot be made.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if os.environ.get("RANK", "0") == "0":
+        check_folder(Path(cfg.output_dir) / cfg.name)
+    check_world(_alone(cfg).parallelism, world)
+    check_names(cfg.exp_manager)
+    _check_problem_files(cfg)
+    shape = _check_model(cfg)
+    _check_own_code(cfg)
+    return _fitted(cfg, shape, world)
+
+
+def _check_problem_files(cfg: RunConfig) -> None:
+    for name in ("train", "test", *(["warmup"] if cfg.sft.steps else [])):
+        path = getattr(cfg.data, name)
+        if path is not None and not Path(path).exists():
+            raise UserError(f"data.{name} is {path!r}: there is no such file or folder; expected a file of problems")
+
+
+def _check_own_code(cfg: RunConfig) -> None:
+    """What such a module imports takes the time that it takes."""
+    if cfg.data.source is not None:
+        load_source(cfg.data.source, cfg.data.source_args)
+    check_advantages(cfg)
+    if os.environ.get("RANK", "0") == "0":
+        check_functions(cfg)
+
+
+def _check_model(cfg: RunConfig) -> ModelShape | None:
+    """The model's sizes; None where they are not known."""
+    if cfg.model.path is None:
+        return workload.model_shape(cfg)
+    folder = find_model(cfg.model.path)
+    served_elsewhere = cfg.algorithm == NONE and cfg.generation.is_served and bool(cfg.generation.servers.urls)
+    fields = check_files(folder, weights=not served_elsewhere)
+    check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
+    if cfg.model.seq_length is not None:
+        check_context(folder, fields, cfg.model.seq_length, given=True)
+    known = fields.get("model_type") in FAMILIES
+    return ModelShape.from_hf(fields, str(folder / "config.json")) if known else None
+
+
+# --- parallelism=auto -----------------------------------------------------------------------------------------------
+
+
+def _fitted(cfg: RunConfig, shape: ModelShape | None, world: int) -> RunConfig:
+    """For this machine: a process has a GPU, or its share of the host's memory."""
+    if world == 1 or shape is None:
+        return _alone(cfg)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    gpus = machine.gpus()
+    each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
+    return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
+
+
+def with_fitted_parallelism(
+    cfg: RunConfig, shape: ModelShape, world: int, local: int, each: int, *, cpu: bool = False
+) -> RunConfig:
+    """The config with a tensor-parallel size in place of null: the smallest that divides the processes and the model
+    and with which a process has enough memory by the doctor's estimate; where none has, the largest possible one.
+
+    local: processes of a node, across which no layer is split. each: bytes for one process. Raises UserError where no
+    size is possible.
+    """
+    if cfg.parallelism.tensor_model_parallel_size is not None:
+        return cfg
+    sizes = [_shared_by(cfg, size) for size in range(1, min(world, local) + 1) if world % size == 0]
+    possible = [one for one in sizes if is_possible(one, shape, world)]
+    if not possible:
+        check_possible(sizes[0], shape, world)
+
+    def fits(one: RunConfig) -> bool:
+        ranks, known = world // one.parallelism.model_ranks, {s: workload.problems(one, s) for s in ("train", "test")}
+        one = workload.for_estimate(one, ranks, **known)
+        return fullest(one, shape, world, cpu=cpu, tested=known["test"]).total <= each
+
+    return next(filter(fits, possible), possible[-1])
+
+
+def _alone(cfg: RunConfig) -> RunConfig:
+    return cfg if cfg.parallelism.tensor_model_parallel_size is not None else _shared_by(cfg, 1)
+
+
+def _shared_by(cfg: RunConfig, processes: int) -> RunConfig:
+    split = {"tensor_model_parallel_size": processes, "sequence_parallel": processes > 1}
+    return replace(cfg, parallelism=replace(cfg.parallelism, **split))

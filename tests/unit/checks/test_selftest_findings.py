@@ -1,0 +1,141 @@
+"""How checks end: a check's process may fail in any way, and the selftest goes on; what ranks find is one finding."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from nemo_edo.checks import nodes, selftest, tiny_model
+from nemo_edo.checks.check_list import CHECKS, REMEDIES
+from nemo_edo.checks.findings import Check, RunsIn, failed, passed, together
+from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.numbers import BOUNDS, SameNumbers, compared
+from nemo_edo.checks.ranks import CheckError, Ranks, forks_use_gpus
+from nemo_edo.checks.tiny_model import Measured, Setting
+from nemo_edo.cli.arguments import GROUPS
+from nemo_edo.errors import UserError
+
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang():
+    time.sleep(1000)
+
+
+def refuse():
+    raise UserError("no such folder")
+
+
+def break_down():
+    raise ZeroDivisionError("of ranks")
+
+
+def facts(host: str = "n1", gpus: int = 0, te: str | None = "2.20") -> dict:
+    return {"host": host, "gpus": [{"name": "H100", "bytes": 80, "capability": "9.0"}] * gpus, "driver_error": None,
+            "versions": {"torch": "2.13", "transformer-engine": te}}
+
+
+def machine_of(folder: Path, *of_ranks: dict | None, rank: int = 0) -> Machine:
+    return Machine(list(of_ranks) or [facts()], Ranks(rank), folder, folder, check="a, b")
+
+
+@pytest.mark.parametrize(("call", "limit_s", "said"), [
+    (crash, 60, "ended with status -11"), (hang, 0.5, "did not end within 0 s"), (refuse, 60, "no such folder"),
+    (break_down, 60, "ZeroDivisionError: of ranks")])
+def test_a_failure_is_one_line_with_the_place_of_the_output(tmp_path, call, limit_s, said):
+    with pytest.raises(CheckError, match=said) as failure:
+        machine_of(tmp_path).run(call, limit_s=limit_s)
+    assert str(tmp_path / "a__b_rank_0.log") in str(failure.value)
+
+
+@pytest.mark.parametrize(("probe", "forks"), [(True, True), (False, False), (CheckError("a crash"), False)])
+def test_checks_are_forked_where_a_fork_can_use_the_gpu_and_started_anew_otherwise(tmp_path, monkeypatch, probe, forks):
+    def run(self, call, **how):
+        assert call is forks_use_gpus and "world" not in how and not self.forks
+        if isinstance(probe, CheckError):
+            raise probe
+        return probe
+
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_DEVICE_MAX_CONNECTIONS"):  # as they were, afterwards
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setitem(sys.modules, "nemo_edo.models", ModuleType("nemo_edo.models") if forks else None)
+    monkeypatch.setattr(Machine, "run", run)
+    monkeypatch.setattr(tiny_model, "write_model", lambda *_, **__: None)
+    found = replace(machine_of(tmp_path, facts(gpus=1)), forks=False)
+    assert selftest.prepared(found, CHECKS).forks == forks
+    assert selftest.prepared(found, [check for check in CHECKS if check.group == "machine"]) is found
+
+
+def test_a_check_alone_does_not_see_the_ranks_of_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert machine_of(tmp_path).run(os.environ.get, "RANK") is None
+    assert os.environ["RANK"] == "1"
+
+
+@pytest.mark.parametrize(("of_ranks", "detail"), [
+    ([passed("a"), failed("b", "do"), failed("c")], "rank 1: b\nrank 2: c"),
+    ([passed("a"), None], "rank 1: has stopped answering"),
+    ([failed("a", "do"), failed("a", "do")], "a"), ([passed("a"), passed("")], "a")])
+def test_of_several_ranks_the_failures_count_and_what_all_say_is_said_once(of_ranks, detail):
+    assert together(of_ranks, lambda rank: f"rank {rank}").detail == detail
+
+
+@pytest.mark.parametrize("field", ["values", "loss", "grad_norm", "after"])
+@pytest.mark.parametrize("off", [10.0, float("nan")])
+def test_a_number_that_is_off_or_none_fails(field, off):
+    right = {"values": np.zeros((2, 1, 3)), "loss": 0.0, "grad_norm": 1.0, "after": np.zeros((1, 3))}
+    expected = Measured(**right)
+    assert compared(expected, expected, BOUNDS["bf16"]).status == "pass"
+    found = compared(Measured(**{**right, field: right[field] + off}), expected, BOUNDS["bf16"])
+    assert found.status == "fail" and field.replace("_", " ") in found.detail.partition("expected")[2]
+
+
+def test_ranks_that_differ_or_are_missing_are_named_and_all_decide_by_the_least(tmp_path: Path):
+    found = machine_of(tmp_path, facts("n1", 4), facts("n1", 4), facts("n2", 3, None), None, rank=1)
+    assert nodes.same_on_all_ranks(found).detail.splitlines() == [
+        "rank 3 has not reported: it did not start, or cannot connect to the first node",
+        "rank 2 (node n2) has GPUs 3 H100, most have 4 H100",
+        "rank 2 (node n2) has transformer-engine absent, most have 2.20"]
+    assert not found.has_te and len(found.gpus) == 3 and found.world == 4
+    assert nodes.same_on_all_ranks(machine_of(tmp_path, facts("n1", 4), facts("n2", 4))).status == "pass"
+
+
+def test_clocks_that_differ_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Machine, "exchange", lambda self, name, value: [100.0, 101.0, 230.0])
+    assert nodes.clocks(machine_of(tmp_path, facts("n1"), facts("n2"), facts("n3"))).detail == (
+        "the clock of rank 2 (node n3) is +129.0 s off")
+
+
+def test_rank_0_meets_the_others_also_where_it_cannot_compute_its_reference(tmp_path: Path, monkeypatch):
+    """They would wait for it until the store's limit."""
+    met = []
+
+    def run(self, call, *arguments, world, **how):
+        if not world:
+            raise CheckError("out of memory")
+        met.append(self.check)
+
+    monkeypatch.setattr(Machine, "run", run)
+    with pytest.raises(CheckError, match="out of memory"):
+        SameNumbers(Setting(), world=True)(machine_of(tmp_path, facts(), facts()))
+    assert met == ["a, b"]
+
+
+def test_a_failure_without_a_remedy_of_its_own_gets_the_checks_or_its_groups(tmp_path):
+    def remedy(name: str, finding) -> str:
+        return selftest.carried_out(Check("split", name, lambda machine: finding), machine_of(tmp_path)).remedy
+
+    assert remedy("x", failed("a", "own")) == "own" and remedy("x", passed("a")) == ""
+    assert remedy("x", failed("a")) == REMEDIES["split"] and remedy("bf16", failed("a")) == REMEDIES["bf16"]
+
+
+def test_the_command_offers_the_groups_that_there_are():
+    assert dict.fromkeys(check.group for check in CHECKS if RunsIn.SELFTEST in check.runs_in) == dict.fromkeys(GROUPS)

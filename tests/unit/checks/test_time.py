@@ -1,0 +1,65 @@
+"""The estimated times: against published runs, and against what must hold of any."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import scale_table
+
+from nemo_edo.checks.estimates import GPU_BANDWIDTH, forward_flops, generation_seconds, iteration_times, refit_seconds
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """Llama 3.1 8B on 16 GPUs."""
+    return scale_table.STEPS[0][1]
+
+
+@pytest.mark.parametrize(("model", "published"), [("llama3_1_8b", 744e12 / 14451), ("llama3_1_70b", 719e12 / 1602)])
+def test_operations_of_a_token_are_those_that_megatron_bridge_publishes(model: str, published: float):
+    """At a length of 8,192: its TFLOP/s for each GPU over its tokens/s."""
+    assert 3 * forward_flops(scale_table.shape(model), 8192) == pytest.approx(published, rel=2e-3)
+
+
+def test_dense_models_come_out_within_a_fifth_of_what_others_measured():
+    for what, _, there, here in scale_table.published():
+        if "A3B" not in what:
+            assert here == pytest.approx(there, rel=0.2), what
+
+
+def test_the_page_is_current():
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert scale_table.updated(page) == page, "run: python tools/docs/scale_table.py"
+
+
+def test_twice_the_gpus_train_in_half_the_time_and_generate_in_more_than_half(plan):
+    doubled = replace(plan, gpus=2 * plan.gpus, server_gpus=2 * plan.server_gpus)
+    once, twice = iteration_times(plan), iteration_times(doubled)
+    assert twice.training == pytest.approx(once.training / 2)
+    assert once.generation / 2 < twice.generation < once.generation
+    assert refit_seconds(replace(plan, server_tensor_parallel=4)) == pytest.approx(refit_seconds(plan) / 4)
+    with pytest.raises(ValueError, match="16 GPUs make no servers of 3 GPUs each"):
+        iteration_times(replace(plan, server_tensor_parallel=3))
+
+
+def test_the_longest_response_bounds_generation_from_below(plan):
+    """With a single response on each server, its steps read the weights, and hardly anything else."""
+    alone = replace(plan, samples=plan.server_gpus)
+    weights = 2 * plan.shape.parameters
+    steps = plan.longest * weights / (GPU_BANDWIDTH * 0.45)
+    assert generation_seconds(alone) == pytest.approx(steps, rel=0.05)
+
+
+def test_recomputation_and_the_reference_cost_a_forward_pass_each_and_overlapped_parts_the_longer_of_them(plan):
+    once = iteration_times(plan)
+    assert iteration_times(replace(plan, recomputation=True)).training == pytest.approx(4 / 3 * once.training)
+    assert iteration_times(replace(plan, reference=False)).logprobs == pytest.approx(once.training / 3)
+    longer = max(once.generation, once.logprobs + once.training)
+    assert iteration_times(replace(plan, overlapped=True)).total == pytest.approx(longer + once.refit)
+
+
+def test_a_model_that_leaves_no_room_for_a_response_never_ends(plan):
+    large = replace(plan, shape=scale_table.shape("llama3_1_70b"))
+    assert iteration_times(large).generation == float("inf")
