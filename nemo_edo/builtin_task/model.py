@@ -115,7 +115,8 @@ def _check_fields(fields: dict[str, Any], default: PretrainedConfig) -> None:
     """transformers silently keeps unknown fields: a misspelled one would leave its default in force."""
     declared = inspect.signature(type(default).__init__).parameters
     # head_dim is read by models whose config class does not declare it, such as Qwen2.
-    known = {*default.to_dict(), *default.attribute_map, *declared, "head_dim"}
+    # transformers 5 also takes the two names that rope_parameters had in version 4.
+    known = {*default.to_dict(), *default.attribute_map, *declared, "head_dim", "rope_theta", "rope_scaling"}
     for name in fields:
         if name in _FILLED_IN:
             raise UserError(f"model.architecture.{name} is filled in from the built-in tokenizer; leave it out")

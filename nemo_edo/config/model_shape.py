@@ -24,6 +24,9 @@ SHAPE_FIELDS = (
     "moe_intermediate_size",
 )
 
+NAMES_IN_FILES = {"num_local_experts": "num_experts"}
+"""Fields that transformers 5 writes under another name than version 4, which also reads it."""
+
 FAMILIES = {
     "llama": (False, False),
     "qwen2": (True, False),
@@ -40,7 +43,7 @@ BRIDGES = {
     "decoder_sparse_step": (1, 1, WITH_EXPERTS),
     "mlp_only_layers": ([], [], WITH_EXPERTS),
 }
-"""Fields that Megatron-Bridge 0.3 does not read: what it takes each for, what transformers takes it for where it is
+"""Fields that Megatron-Bridge 0.6 does not read: what it takes each for, what transformers takes it for where it is
 absent, and the model types that have it."""
 
 MEGATRONS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -83,6 +86,7 @@ class ModelShape:
 
         Raises UserError for another family and for a size that is missing.
         """
+        fields = with_usual_names(fields)
         family = fields.get("model_type")
         if family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -173,8 +177,14 @@ class ModelShape:
         return layers + self.hidden_size + self.embedding_parameters * (1 if self.tied else 2)
 
 
+def with_usual_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json of either transformers version, by the names of version 4."""
+    return {NAMES_IN_FILES.get(name, name): value for name, value in fields.items()}
+
+
 def check_expected(expected: Mapping[str, Any] | None, found: Mapping[str, Any], source: str) -> None:
     """Raises UserError where a config.json's fields ``found`` have other sizes than those of model.architecture."""
+    found = with_usual_names(found)
     for name in SHAPE_FIELDS:
         if name in (expected or {}) and name in found and expected[name] != found[name]:
             raise UserError(
@@ -198,17 +208,18 @@ def check_convertible(fields: Mapping[str, Any], source: str) -> None:
 def check_positions(fields: Mapping[str, Any], source: str) -> None:
     """Raises UserError for scaled rotary positions that Megatron would silently compute in another way.
 
-    Megatron-Bridge 0.3 reads the factor of Llama 3's scaling and nothing of other kinds; megatron-core 0.16 has fixed
-    values for the rest. Other model types are left to Bridge. fields: of the config.json ``source``.
+    Megatron-Bridge 0.6 reads the factor of Llama 3's scaling; megatron-core 0.19 has fixed values for the rest. Other
+    model types are left to Bridge. fields: of the config.json ``source``, as transformers 4 (``rope_scaling``) or 5
+    (``rope_parameters``) writes it.
     """
-    scaling = fields.get("rope_scaling") or {}
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     kind, family = scaling.get("rope_type", scaling.get("type", "default")), fields.get("model_type")
     if kind == "default" or family not in FAMILIES:
         return
     if family != "llama" or kind != "llama3":
         raise UserError(
             f"{source}: rope_scaling of type {kind!r} would be lost for model_type {family!r}; "
-            "train with positions as they are: take rope_scaling out of the file"
+            "to train with unscaled positions, remove it from the file"
         )
     for name, value in MEGATRONS_LLAMA3.items():
         if scaling.get(name, value) != value:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.errors import UserError
@@ -30,7 +26,6 @@ from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.processes import end_with
 
 _KILLED = "a process that writes its files was killed, as the system does where memory is short"
-_LOOKS_EVERY_S = 0.1
 
 
 class Writing:
@@ -49,13 +44,17 @@ class Writing:
         self._folder = folder
         # Megatron's own queue lives in a third process, which would survive a trainer that is killed.
         filesystem_async._results_queue = _Mailbox()
-        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _CommonForAll("torch", 1))
         request = dist_checkpointing.save(
-            state, str(folder), async_sharded_save=True, content_metadata=content_metadata
+            state,
+            str(folder),
+            async_sharded_save=True,
+            content_metadata=content_metadata,
+            async_strategy="mcore",  # the default needs a package that is not on PyPI in the version it asks for
         )
         checksums = _Mailbox()
         if request.async_fn is not None:  # this rank has something to write
-            request = request._replace(async_fn=partial(_write, request.async_fn, os.getpid(), checksums))
+            transforms, _ = request.async_fn.args  # of write_preloaded_data_multithread
+            request = request._replace(async_fn=partial(_write, transforms, os.getpid(), checksums))
         request.add_finalize_fn(lambda: finish(checksums.get(default={})))
         self._calls = AsyncCallsQueue()
         self._calls.schedule_async_request(request)
@@ -69,61 +68,32 @@ class Writing:
             except CheckpointException as error:  # on all ranks; the first alone knows of what
                 failures = error.failures
                 rank, why = on_main(lambda: next((rank, str(why)) for rank, (why, _) in failures.items()))
-                raise _unwritten(self._folder, f" by rank {rank}", why) from error
+                raise UserError(
+                    f"{self._folder} could not be written by rank {rank}: {why}; earlier checkpoints are kept: remove "
+                    "the cause, and rerun the command to resume from the last"
+                ) from error
         return not self._calls.get_num_unfinalized_calls()
 
 
-class _CommonForAll(TorchCommonSaveStrategy):
-    """Megatron's writer of what is the same on all ranks (``common.pt``): rank 0 writes, and fails on all of them."""
+def _write(
+    transforms: list, trainer: int, checksums: _Mailbox, rank: int, buckets: Sequence[tuple], results: _Mailbox
+) -> None:
+    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory.
 
-    def save_common(self, common_state_dict: dict, checkpoint_dir: str | Path) -> None:
-        save = super().save_common
-
-        def write() -> None:
-            try:
-                save(common_state_dict, checkpoint_dir)
-            except RuntimeError as error:  # torch's words for what the system says of a file
-                why = f"torch.save failed, as it does on a full disk ({error})"
-                raise _unwritten(Path(checkpoint_dir), "", why) from error
-
-        on_main(write)
-
-
-def _unwritten(folder: Path, whose: str, why: str) -> UserError:
-    return UserError(
-        f"{folder} could not be written{whose}: {why}; checkpoints before it stay: see to the cause, and "
-        "rerun the command to resume from the last"
-    )
-
-
-def _write(write: Callable, trainer: int, checksums: _Mailbox, *arguments: Any) -> None:
-    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory."""
+    Each bucket is a file. Megatron's loop over them would report a failed one by the class of its error alone.
+    """
     end_with(trainer)
-    os.register_at_fork(after_in_child=partial(end_with, os.getpid()))  # the writer starts processes too
-    _end_with_the_first_killed(arguments[2])
-    write(*arguments)
-    paths = [Path(path) for path, *_ in arguments[1]]
+    written = {}
+    for place, bucket in enumerate(buckets):
+        _, written[place] = FileSystemWriterAsync.write_preloaded_data(
+            transforms, place, write_bucket=bucket, results_queue=None, count_queue=None, use_fsync=True
+        )
+        if isinstance(written[place], Exception):
+            results.put(written[place])
+            return
+    results.put(written)
+    paths = [Path(path) for path, *_ in buckets]
     checksums.put({path.name: checksum(path) for path in paths if path.is_file()})
-
-
-def _end_with_the_first_killed(results: _Mailbox) -> None:
-    """Ends this process once one that it has started was killed (the system does, short of memory), and leaves word of
-    it among the results: Megatron would wait for that process for ever."""
-    started: list[ForkProcess] = []
-
-    class Watched(ForkProcess):
-        def start(self) -> None:
-            super().start()
-            started.append(self)
-
-    def watch() -> None:
-        while not any(process.exitcode for process in started):
-            time.sleep(_LOOKS_EVERY_S)
-        results.put(RuntimeError(_KILLED))
-        os._exit(1)
-
-    ForkContext.Process = Watched  # in this process only
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class _Mailbox:

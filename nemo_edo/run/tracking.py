@@ -37,6 +37,9 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
     if not is_main:
         warnings.simplefilter("ignore")  # the first process says the same
+    # It deprecates its own writer for NVIDIA's resiliency extension, and the format of 2025.
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine with nvcc and without a GPU
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
     os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")  # Bridge names a missing CUDA kernel for each model
@@ -44,6 +47,10 @@ def quiet_libraries() -> None:
     # libraries deprecate of each other.
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # Megatron's sources, as they are compiled
+    # Megatron reads a checkpoint's common part in each process by itself.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+    warnings.filterwarnings("ignore", "The argument order of load has been changed")
     warnings.filterwarnings("ignore", "The `srun` command is available")  # Lightning trains nothing here
     logging.raiseExceptions = False  # a traceback for each line that a log file on a full disk cannot take
     threading.excepthook = _one_line_for_a_failed_write
