@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional
 
@@ -17,6 +17,7 @@ from nemo_edo.config.checks import (
     Rule,
     Section,
     one_of,
+    require,
 )
 
 _TIME_LIMIT = re.compile(r"(\d+-)?\d{1,3}:\d\d(:\d\d)?|\d+(-\d+)?")
@@ -93,10 +94,10 @@ class ClusterConfig(Section):
     shared_folder: Optional[str] = None
     """The folder that the health check writes to from every node; null: the launch's folder."""
 
-    def rules(self) -> Iterator[Rule]:
-        known = all(
-            re.fullmatch(r"[a-z][a-z-]*", key) and str(value).isprintable() for key, value in self.options.items()
-        )
-        yield known, "options", "options of sbatch without their dashes, each on one line"
-        named = all(re.fullmatch(r"[A-Za-z_]\w*", key) for key in self.environment)
-        yield named, "environment", "names of variables with their values"
+    def rules(self) -> Iterable[Rule]:
+        for key, value in self.options.items():
+            fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
+            require(fits, "cluster.options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
+        for key in self.environment:
+            require(re.fullmatch(r"[A-Za-z_]\w*", key) is not None, "cluster.environment", key, "a variable's name")
+        return ()
