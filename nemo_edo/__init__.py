@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module("nemo_edo.run.python_api"), name)
+        return getattr(importlib.import_module("nemo_edo.api"), name)
     except ModuleNotFoundError as error:
         lacking = importlib.import_module("nemo_edo.checks.installed").what_trainer_lacks()
         if lacking is None:  # not for want of an installation

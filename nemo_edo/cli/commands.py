@@ -15,6 +15,7 @@ from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_edo.config import RunConfig
+    from nemo_edo.experiments.grid import Failure
 
 
 def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
@@ -85,18 +86,22 @@ def _collect(args: argparse.Namespace, more_overrides: list[str]) -> None:
 
 
 def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
-    from nemo_edo.run.sweep import plan_sweep, run_sweep
+    from nemo_edo.experiments.sweep import plan_sweep, run_sweep
 
     if "RANK" in os.environ:
         raise UserError("a sweep starts its runs' processes itself: use --processes N instead of torchrun")
     sweep = plan_sweep(args.config_name, overrides, args.config_path)
     failures = run_sweep(sweep, jobs=args.jobs or 1, processes=args.processes or 1)
-    for failure in failures:
-        message = f"nemo-edo: {failure.member.name} failed with status {failure.status}: see {failure.log}"
-        print(message, file=sys.stderr)
-    print(f"{len(sweep.members) - len(failures)} of {len(sweep.members)} runs have finished.")
+    _tell_failures(failures)
+    print(f"{len(sweep.cells) - len(failures)} of {len(sweep.cells)} runs have finished.")
     print(f"To write their report: nemo-edo report {shlex.quote(str(sweep.folder))}")
     return 1 if failures else 0
+
+
+def _tell_failures(failures: list[Failure]) -> None:
+    for failure in failures:
+        message = f"nemo-edo: {failure.cell.name} failed with status {failure.status}: see {failure.log}"
+        print(message, file=sys.stderr)
 
 
 def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
@@ -163,18 +168,15 @@ def _table(args: argparse.Namespace) -> None:
 
 
 def _study(args: argparse.Namespace, _: list[str]) -> int:
-    from nemo_edo.run.study_file import read_study, study_file
+    _quiet()
+    from nemo_edo.experiments.study import read_study, run_study, status_lines, study_file, verdict_lines
 
     study = read_study(study_file(args.file))
-    _quiet()
-    from nemo_edo.run.study_status import status_lines, verdict_lines
-
     if args.action == "status":
         say_all(status_lines(study))
         return 0
-    from nemo_edo.run.study import run_study
-
-    left = run_study(study, jobs=args.jobs)
+    _tell_failures(run_study(study, jobs=args.jobs))
+    left = len(study.unfinished())
     print(f"{len(study.cells) - left} of {len(study.cells)} cells are in {study.table}")
     say_all(verdict_lines(study))
     return 1 if left else 0

@@ -11,8 +11,9 @@ from nemo_edo.cluster.slurm import Launch, Member
 from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.errors import UserError
+from nemo_edo.experiments.grid import quoted
+from nemo_edo.experiments.sweep import plan_sweep, write_members
 from nemo_edo.run.folder import LAUNCH, RunFolder
-from nemo_edo.run.sweep import plan_sweep, quoted, write_members
 from nemo_edo.utils.files import check_folder
 
 SELFTEST_LIMIT = "00:30:00"
@@ -73,9 +74,10 @@ def _run(config_name: str, overrides: list[str], config_dir: str | None) -> Laun
 
 def _sweep(config_name: str, overrides: list[str], config_dir: str | None) -> Launch:
     sweep = plan_sweep(config_name, overrides, config_dir)
-    members = tuple(Member(member.name, member.config, sweep.folder / member.name) for member in sweep.members)
-    waiting = tuple(place for place, member in enumerate(sweep.members) if not sweep.finished(member))
-    first = compose_run(config_name, list(sweep.members[0].overrides), config_dir)
+    members = tuple(Member(cell.name, cell.config, sweep.folder / cell.name) for cell in sweep.cells)
+    left = sweep.left()
+    waiting = tuple(place for place, cell in enumerate(sweep.cells) if cell in left)
+    first = sweep.cells[0].cfg
     _require_servers(first)
     limit = first.generation.servers.start_limit_s
     launch = Launch(sweep.folder.name, sweep.folder / LAUNCH, members, waiting, first.cluster, limit, sweep.folder)

@@ -1,10 +1,25 @@
-"""Checks that name the key as a user writes it. No files, weights or devices: they run while a config is composed."""
+"""What a setting may be: constraints in its type, rules of its section; both are checked where the section is made.
+
+    lr: Positive = 1e-6
+    schedule: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
+
+Errors name the key as a user writes it. No check reads files, weights or devices: they run while a config is composed.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from nemo_edo.utils.import_path import is_import_path
+
+Rule = tuple[bool, str, str]
+"""(whether it is kept, the setting, what would be right)"""
 
 
 def require(condition: bool, key: str, value: object, expected: str) -> None:
@@ -12,16 +27,107 @@ def require(condition: bool, key: str, value: object, expected: str) -> None:
         raise ValueError(f"{key} is {value!r}, expected {expected}")
 
 
-def folder_name(key: str, value: str) -> None:
-    """A folder's name that shells, Slurm and people read as it is."""
-    plain = value.isprintable() and value.strip() == value and not set("/\\") & set(value)
-    fits = bool(value) and plain and not value.startswith(".")
-    require(fits, key, value, "a folder name: on one line, without / and \\, and no . at its beginning")
+@dataclass(frozen=True)
+class Constraint:
+    """On a value that is not null."""
+
+    holds: Callable[[Any], bool]
+    expected: str
 
 
-def one_line(key: str, value: object) -> None:
-    """What becomes a line of a job's script."""
-    require(value is None or str(value).isprintable(), key, value, "printable characters on one line")
+def above(bound: float) -> Constraint:
+    return Constraint(lambda value: bound < value < math.inf, f"a number above {bound:g}")
+
+
+def at_least(bound: float, why: str = "") -> Constraint:
+    return Constraint(lambda value: bound <= value < math.inf, f"a number of at least {bound:g}{why}")
+
+
+def below(bound: float) -> Constraint:
+    return Constraint(lambda value: -math.inf < value < bound, f"a number below {bound:g}")
+
+
+def within(low: float, high: float, ends: str = "[]") -> Constraint:
+    """ends: brackets of the interval; a round one leaves out its end."""
+
+    def holds(value: float) -> bool:
+        return low <= value <= high and (ends[0] == "[" or value > low) and (ends[1] == "]" or value < high)
+
+    return Constraint(holds, f"a number in {ends[0]}{low:g}, {high:g}{ends[1]}")
+
+
+def one_of(*allowed: str) -> Constraint:
+    return Constraint(lambda value: value in allowed, "one of " + ", ".join(allowed))
+
+
+def _is_folder_name(text: str) -> bool:
+    plain = text.isprintable() and text.strip() == text and not set("/\\") & set(text)
+    return bool(text) and plain and not text.startswith(".")
+
+
+Positive = Annotated[float, above(0)]
+PositiveInt = Annotated[int, above(0)]
+NonNegative = Annotated[float, at_least(0)]
+NonNegativeInt = Annotated[int, at_least(0)]
+Finite = Annotated[float, Constraint(math.isfinite, "a finite number")]
+Share = Annotated[float, within(0, 1)]
+NotEmpty = Annotated[str, Constraint(bool, "a text")]
+FolderName = Annotated[
+    str, Constraint(_is_folder_name, "a folder name: on one line, without / and \\, and no . at its beginning")
+]
+"""Shells, Slurm and people read it as it is."""
+OneLine = Annotated[str, Constraint(str.isprintable, "printable characters on one line")]
+"""It becomes a line of a job's script."""
+IMPORT_PATH = "an import path such as my_package.my_module:my_function"
+ImportPath = Annotated[str, Constraint(is_import_path, IMPORT_PATH)]
+"""Of a user's function."""
+
+
+class Section:
+    """A section of the config, checked when it is made: constraints in its fields' types, then the rules of its
+    class and of those that it is derived from. Raises ValueError."""
+
+    SECTION = ""
+    """Its key; without one where several sections have the class."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _types(type(self)).items():
+            value = getattr(self, name)
+            expected = _expected(hint, value)
+            require(expected is None, self._key(name), value, expected or "")
+        for schema in reversed(type(self).__mro__):
+            for fits, name, expected in vars(schema).get("rules", _no_rules)(self):
+                require(fits, self._key(name), attrgetter(name)(self), expected)
+
+    def rules(self) -> Iterable[Rule]:
+        """What settings ask of each other."""
+        return ()
+
+    def _key(self, name: str) -> str:
+        return f"{self.SECTION}.{name}".lstrip(".")
+
+
+def _no_rules(_: Section) -> Iterable[Rule]:
+    return ()
+
+
+@cache
+def _types(schema: type) -> dict[str, Any]:
+    hints = get_type_hints(schema, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(schema)}
+
+
+def _expected(hint: Any, value: Any) -> str | None:
+    """What would be right in place of the value; None where it fits."""
+    parts = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return next((one.expected for one in parts[1:] if not one.holds(value)), None)
+    if get_origin(hint) is Union:
+        broken = None if value is None else next(filter(None, (_expected(part, value) for part in parts)), None)
+        return broken and f"null or {broken}"
+    if get_origin(hint) is list:
+        return next(filter(None, (_expected(parts[0], one) for one in value)), None)
+    return None
 
 
 def server_url(key: str, value: str, example: str) -> None:
@@ -36,25 +142,3 @@ def server_url(key: str, value: str, example: str) -> None:
     if secretive:
         raise ValueError(f"{key} has a {', a '.join(sorted(secretive))}, expected {expected}")
     require(fits and value.isprintable() and " " not in value, key, value, expected)
-
-
-def import_path(key: str, value: str | None) -> None:
-    """Of a user's function."""
-    fits = value is None or is_import_path(value)
-    require(fits, key, value, "an import path such as my_package.my_module:my_function")
-
-
-def one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    require(value in allowed, key, value, "one of " + ", ".join(allowed))
-
-
-def positive(owner: object, section: str, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        require(value > 0, f"{section}.{name}", value, "a number above 0")
-
-
-def share(owner: object, section: str, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        require(0 <= value <= 1, f"{section}.{name}", value, "a number in [0, 1]")

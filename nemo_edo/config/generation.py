@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import Annotated, Optional, Union
 
-from nemo_edo.config.checks import one_of, positive, require, server_url
+from nemo_edo.config.checks import (
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Rule,
+    Section,
+    one_of,
+    server_url,
+    within,
+)
 
 IN_PROCESS = "megatron"
 AUTO = "auto"
 BACKENDS = (IN_PROCESS, "vllm", "trtllm")
 TRANSPORTS = ("disk", "nccl")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-RELAUNCHED = "none with generation.backend trtllm: its servers take new weights by a restart, so the run starts them"
 
 
 @dataclass
-class ServersConfig:
+class ServersConfig(Section):
     """The servers that responses come from with ``generation.backend`` vllm or trtllm."""
+
+    SECTION = "generation.servers"
 
     urls: list[str] = field(default_factory=list)
     """Running servers, such as http://node7:8000. Empty: the run starts its own on this machine."""
@@ -27,7 +38,7 @@ class ServersConfig:
     """Whether ``nemo-edo launch`` started the servers at ``urls``; launch sets this. They then renew a tied output
     layer
     with the other weights, which vLLM by itself does not on a CPU."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Servers that the run starts, each with the whole model."""
     python: Optional[str] = None
     """The interpreter that has the server; null: .venv-vllm/bin/python (of ``make vllm-env``) or /opt/vllm/bin/python
@@ -35,66 +46,55 @@ class ServersConfig:
     host: str = "127.0.0.1"
     """The address that the run's own servers listen on. Other machines can reach them unless it is a loopback
     address."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """GPUs of each replica."""
-    first_gpu: Optional[int] = None
+    first_gpu: Optional[NonNegativeInt] = None
     """The first GPU of the replicas. null: with placement apart the first after the GPUs of the trainer's processes on
     this machine, otherwise 0."""
-    dtype: Optional[str] = None
+    dtype: Optional[Annotated[str, one_of("float32", "bfloat16", "float16")]] = None
     """float32, bfloat16 or float16; null: as the trainer computes (bfloat16 with FP8)."""
-    memory_share: float = 0.85
+    memory_share: Annotated[float, within(0, 1, "()")] = 0.85
     """Share of a GPU's memory that a replica takes."""
-    cpu_cache_gb: int = 1
+    cpu_cache_gb: PositiveInt = 1
     """GiB of a replica's KV cache on a machine without GPUs."""
-    threads: Optional[int] = None
+    threads: Optional[PositiveInt] = None
     """CPU threads of a replica on a machine without GPUs; null: its share of the machine's cores."""
     arguments: list[str] = field(default_factory=list)
     """Further command-line arguments of the server."""
-    max_in_flight: int = 256
+    max_in_flight: PositiveInt = 256
     """Requests in flight on a replica at a time."""
-    start_limit_s: float = 900.0
+    start_limit_s: Positive = 900.0
     """Seconds that a server may take until it is ready: a large model loads for minutes."""
-    request_limit_s: float = 600.0
+    request_limit_s: Positive = 600.0
     """Seconds that an answer may take; then the request goes to another replica, or to the same one again."""
-    health_limit_s: float = 30.0
+    health_limit_s: Positive = 30.0
     """Seconds without an answer to a health check after which a server counts as hanging."""
-    attempts: int = 20
+    attempts: PositiveInt = 20
     """Times that one request is tried before the run gives up."""
-    restarts: int = 5
+    restarts: NonNegativeInt = 5
     """Consecutive restarts (or waits), without an answer in between, before a server is left out."""
-    backoff_s: float = 0.25
+    backoff_s: Positive = 0.25
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
-    backoff_limit_s: float = 20.0
+    backoff_limit_s: Positive = 20.0
     """Upper bound of the wait."""
-    retry_after_limit_s: float = 60.0
+    retry_after_limit_s: Positive = 60.0
     """The longest that a server which answers with Retry-After is left without requests."""
 
-    def __post_init__(self) -> None:
-        section = "generation.servers"
-        positive(self, section, "replicas", "tensor_parallel_size", "max_in_flight", "cpu_cache_gb")
-        positive(self, section, "start_limit_s", "request_limit_s", "health_limit_s", "attempts")
-        positive(self, section, "backoff_s", "backoff_limit_s", "retry_after_limit_s")
-        for name in ("restarts", "first_gpu"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"{section}.{name}", value, "a number of at least 0")
-        require(0 < self.memory_share < 1, f"{section}.memory_share", self.memory_share, "a number in (0, 1)")
-        if self.threads is not None:
-            positive(self, section, "threads")
-        if self.dtype is not None:
-            one_of(f"{section}.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+    def rules(self) -> Iterator[Rule]:
         for url in self.urls:
-            server_url(f"{section}.urls", url, "http://node7:8000")
-        repeated = len(self.urls) != len({url.rstrip("/") for url in self.urls})
-        require(not repeated, f"{section}.urls", list(self.urls), "each server once")
-        if self.api_key_variable is not None and not self.urls:
-            raise ValueError(f"{section}.api_key_variable is for servers at urls; a run's own servers get a new key")
+            server_url("generation.servers.urls", url, "http://node7:8000")
+        yield len(self.urls) == len({url.rstrip("/") for url in self.urls}), "urls", "each server once"
+        own = self.api_key_variable is None or bool(self.urls)
+        yield own, "api_key_variable", "null without urls: a run's own servers get a new key"
 
 
 @dataclass
-class RefitConfig:
+class RefitConfig(Section):
     """The refit of servers. In process there is none: engine and trainer share the weights."""
 
-    transport: str = "disk"
+    SECTION = "generation.refit"
+
+    transport: Annotated[str, one_of(*TRANSPORTS)] = "disk"
     """disk: a folder of safetensors files that the servers read again; nccl: from GPU to GPU, through vLLM's weight
     transfer."""
     folder: Optional[str] = None
@@ -104,78 +104,68 @@ class RefitConfig:
     nccl_library: Optional[str] = None
     """With nccl: the libnccl.so.2 that trainer and servers load, as NCCL refuses ranks of different versions. null:
     that of the servers' environment (servers.python)."""
-    lora: str = "merged"
+    lora: Annotated[str, one_of("merged", "adapter")] = "merged"
     """With lora.rank above 0. merged: the whole model with its adapters merged, each time; adapter: only the adapters,
     after the base weights were sent once."""
-    attempts: int = 3
+    attempts: PositiveInt = 3
     """Attempts to send a replica the weights before it counts as failed: a replica that the run started is then
     restarted with them, any other is left out."""
-    limit_s: float = 600.0
+    limit_s: Positive = 600.0
     """Seconds that a replica may take to load them."""
 
-    def __post_init__(self) -> None:
-        section = "generation.refit"
-        one_of(f"{section}.transport", self.transport, TRANSPORTS)
-        one_of(f"{section}.lora", self.lora, ("merged", "adapter"))
-        positive(self, section, "attempts", "limit_s")
-        if self.transport == "nccl" and self.lora == "adapter":
-            raise ValueError(f"{section}.lora is 'adapter', expected merged with {section}.transport nccl")
+    def rules(self) -> Iterator[Rule]:
+        yield self.transport != "nccl" or self.lora == "merged", "lora", "merged with generation.refit.transport nccl"
 
 
 @dataclass
-class GenerationConfig:
-    backend: str = IN_PROCESS
+class GenerationConfig(Section):
+    SECTION = "generation"
+    backend: Annotated[str, one_of(*BACKENDS)] = IN_PROCESS
     """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``)."""
     max_batch_size: Union[int, str] = AUTO
     """Sequences decoded at a time at most on one data-parallel rank, in process; with torch's attention waiting ones
     take the places of those that have ended. auto: as many as the memory that is free when generation begins has room
     for, on a CPU 512 at most."""
-    part_size: int = 2048
+    part_size: PositiveInt = 2048
     """Responses of a collection that are generated, scored and written to disk at a time: what a killed run loses, at
     most."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
-    placement: str = "apart"
+    placement: Annotated[str, one_of("apart", "shared")] = "apart"
     """apart: servers have separate GPUs; shared: the trainer's, which they give back while it trains (vLLM's sleep
     mode)."""
     one_step_off: bool = False
     """Generate the next iteration's responses while this one trains, from the policy that this one began with. Needs
     servers, and importance correction (grpo.sampler_correction)."""
-    stale: str = "refuse"
+    stale: Annotated[str, one_of("refuse", "correct")] = "refuse"
     """Responses of an earlier policy than the iteration asks for. refuse: an error; correct: they are trained on with
     importance correction (grpo.sampler_correction)."""
 
-    def __post_init__(self) -> None:
-        one_of("generation.backend", self.backend, BACKENDS)
-        positive(self, "generation", "part_size")
-        rows = self.max_batch_size
+    def rules(self) -> Iterator[Rule]:
+        rows, apart, ahead = self.max_batch_size, self.placement == "apart", self.one_step_off
         fits = rows == AUTO or (isinstance(rows, int) and rows > 0)
-        require(fits, "generation.max_batch_size", rows, f"a number above 0 or {AUTO}")
-        self._check_layout()
-
-    def _check_layout(self) -> None:
-        one_of("generation.placement", self.placement, ("apart", "shared"))
-        one_of("generation.stale", self.stale, ("refuse", "correct"))
+        yield fits, "max_batch_size", f"a number above 0 or {AUTO}"
         one_process = f"with generation.backend {IN_PROCESS}: trainer and engine are one process, on the same weights"
-        ahead, placement = self.one_step_off, self.placement
-        require(self.is_served or not ahead, "generation.one_step_off", ahead, f"false {one_process}")
-        require(self.is_served or placement == "apart", "generation.placement", placement, f"apart {one_process}")
+        yield self.is_served or not ahead, "one_step_off", f"false {one_process}"
+        yield self.is_served or apart, "placement", f"apart {one_process}"
         asleep = "false with generation.placement shared: the servers sleep while the trainer trains"
-        require(not ahead or placement == "apart", "generation.one_step_off", ahead, asleep)
+        yield apart or not ahead, "one_step_off", asleep
         own = "disk with generation.placement shared: NCCL refuses two processes on one GPU"
-        disk = placement == "apart" or self.refit.transport == "disk"
-        require(disk, "generation.refit.transport", self.refit.transport, own)
+        yield apart or self.refit.transport == "disk", "refit.transport", own
         if self.backend == "trtllm":
-            refit, servers = self.refit, self.servers
-            local = "a loopback address with generation.backend trtllm: its server asks for no key"
-            require(servers.host in LOOPBACK, "generation.servers.host", servers.host, local)
-            of_folder = "null with generation.backend trtllm: it computes in the model folder's data type"
-            require(servers.dtype is None, "generation.servers.dtype", servers.dtype, of_folder)
-            require(placement == "apart", "generation.placement", placement, "apart with generation.backend trtllm")
-            for name, only in (("transport", "disk"), ("lora", "merged")):
-                value = getattr(refit, name)
-                require(value == only, f"generation.refit.{name}", value, f"{only} with generation.backend trtllm")
-            require(not self.servers.urls, "generation.servers.urls", self.servers.urls, RELAUNCHED)
+            with_it = "with generation.backend trtllm"
+            yield (
+                self.servers.host in LOOPBACK,
+                "servers.host",
+                f"a loopback address {with_it}: its server asks for no key",
+            )
+            of_folder = f"null {with_it}: it computes in the model folder's data type"
+            yield self.servers.dtype is None, "servers.dtype", of_folder
+            yield apart, "placement", f"apart {with_it}"
+            yield self.refit.transport == "disk", "refit.transport", f"disk {with_it}"
+            yield self.refit.lora == "merged", "refit.lora", f"merged {with_it}"
+            relaunched = f"none {with_it}: its servers take new weights by a restart, so the run starts them"
+            yield not self.servers.urls, "servers.urls", relaunched
 
     @property
     def is_served(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional
+from typing import Annotated, Optional
 
-from nemo_edo.config.checks import one_of, positive, require, server_url, share
+from nemo_edo.config.checks import NonNegative, Positive, PositiveInt, Rule, Section, Share, one_of, server_url
 
 PROMPT = """You compare a given answer to a mathematics problem with its reference answer.
 
@@ -33,8 +34,10 @@ PLACEHOLDERS = ("{question}", "{reference}", "{answer}", "{response}")
 
 
 @dataclass
-class JudgeConfig:
+class JudgeConfig(Section):
     """The judge of ``rewards.verifier`` judge. Other verifiers ignore it."""
+
+    SECTION = "rewards.judge"
 
     url: Optional[str] = None
     """Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1."""
@@ -46,56 +49,47 @@ class JudgeConfig:
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key; null: the server asks for none. The key is written
     nowhere."""
-    temperature: float = 0.0
+    temperature: NonNegative = 0.0
     """Temperature of the judge's replies."""
-    max_tokens: int = 1024
+    max_tokens: PositiveInt = 1024
     """Most tokens of a reply; a reply that was cut has no verdict."""
     prompt: str = PROMPT
     """What the judge is asked. {question}, {reference} (the problem's answer), {answer} (the response's final answer)
     and {response} (all of its text) are replaced."""
-    structured_output: str = "none"
+    structured_output: Annotated[str, one_of("none", "choice", "json_schema")] = "none"
     """none: the verdict is the last line of the reply. choice: the server restricts the model to a verdict (vLLM's
     structured_outputs). json_schema: the reply is JSON with a verdict (OpenAI's response_format)."""
-    max_in_flight: int = 16
+    max_in_flight: PositiveInt = 16
     """Concurrent requests."""
-    request_limit_s: float = 120.0
+    request_limit_s: Positive = 120.0
     """Seconds that a reply may take."""
-    attempts: int = 6
+    attempts: PositiveInt = 6
     """Attempts at a failing request before the judge counts as abstaining on it."""
-    verdict_attempts: int = 2
+    verdict_attempts: PositiveInt = 2
     """Attempts at a request whose reply has no verdict."""
-    backoff_s: float = 1.0
+    backoff_s: Positive = 1.0
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
-    backoff_limit_s: float = 60.0
+    backoff_limit_s: Positive = 60.0
     """Upper bound of the wait."""
-    retry_after_limit_s: float = 300.0
+    retry_after_limit_s: Positive = 300.0
     """The longest wait that a server's Retry-After is obeyed for; a request that it puts off for longer has no verdict.
     """
-    max_abstained: float = 0.1
+    max_abstained: Share = 0.1
     """Share of the responses generated at a time (``generation.part_size``) that may be without a verdict; above it
     the run stops, and keeps the verdicts."""
     compare_with_rules: bool = True
     """Have the rules (``rewards.verifier`` math) compare the same answers, and report how often the two agree."""
     cache: Optional[str] = None
     """The file of verdicts, which all runs can share; null: ``judge.sqlite`` in ``output_dir``."""
-    prompt_price: Optional[float] = None
+    prompt_price: Optional[NonNegative] = None
     """Price of a million prompt tokens, in any currency; null: costs are not reported."""
-    completion_price: Optional[float] = None
+    completion_price: Optional[NonNegative] = None
     """Price of a million reply tokens."""
 
-    def __post_init__(self) -> None:
-        section = "rewards.judge"
-        positive(self, section, "max_tokens", "max_in_flight", "request_limit_s", "attempts", "verdict_attempts")
-        positive(self, section, "backoff_s", "backoff_limit_s", "retry_after_limit_s")
-        share(self, section, "max_abstained")
-        require(self.temperature >= 0, f"{section}.temperature", self.temperature, "a number of at least 0")
-        one_of(f"{section}.structured_output", self.structured_output, ("none", "choice", "json_schema"))
+    def rules(self) -> Iterator[Rule]:
         if self.url is not None:
-            server_url(f"{section}.url", self.url, "http://node7:8000/v1")
+            server_url("rewards.judge.url", self.url, "http://node7:8000/v1")
         asks = "{reference}" in self.prompt and ("{answer}" in self.prompt or "{response}" in self.prompt)
-        require(asks, f"{section}.prompt", self.prompt, "a text with {reference}, and with {answer} or {response}")
-        if (self.prompt_price is None) != (self.completion_price is None):
-            raise ValueError(f"{section}.prompt_price and {section}.completion_price: give both, or neither")
-        for name in ("prompt_price", "completion_price"):
-            price = getattr(self, name)
-            require(price is None or price >= 0, f"{section}.{name}", price, "null or a number of at least 0")
+        yield asks, "prompt", "a text with {reference}, and with {answer} or {response}"
+        both = (self.prompt_price is None) == (self.completion_price is None)
+        yield both, "prompt_price", "a price for both prompt_price and completion_price, or for neither"

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Annotated, Any, Optional
 
-from nemo_edo.config.checks import folder_name, one_of, positive, require
+from nemo_edo.config.checks import (
+    FolderName,
+    NonNegative,
+    NonNegativeInt,
+    NotEmpty,
+    Positive,
+    PositiveInt,
+    Rule,
+    Section,
+    one_of,
+    within,
+)
 from nemo_edo.config.generation import ServersConfig
 
 REWARD_MODEL, SCORE = "reward_model", "score"
@@ -26,8 +38,10 @@ class RewardBaseConfig:
 
 
 @dataclass
-class RewardDataConfig:
+class RewardDataConfig(Section):
     """Right and wrong steps, from the responses that a run has stored."""
+
+    SECTION = "data"
 
     run: Optional[str] = None
     """The run's folder."""
@@ -36,132 +50,108 @@ class RewardDataConfig:
     test_arms: list[str] = field(default_factory=list)
     """Arms, ``warmup`` among them, whose responses to the run's test problems the model is tested on; empty: every one
     that was evaluated."""
-    steps: str = BY_ANSWER
+    steps: Annotated[str, one_of(BY_ANSWER, ARITHMETIC)] = BY_ANSWER
     """answer: steps of right solutions are right, those of wrong ones wrong, unless a right solution shares them.
     arithmetic: each step of the built-in task is checked."""
-    step_separator: str = "\n"
+    step_separator: NotEmpty = "\n"
     """What separates two steps of a response."""
-    positives: int = 4
+    positives: PositiveInt = 4
     """Right steps sampled for each question, at most."""
-    negatives: int = 3
+    negatives: PositiveInt = 3
     """Wrong steps that each of them is ranked against, at most (K - 1)."""
-    validation_share: float = 0.1
+    validation_share: Annotated[float, within(0, 1, "()")] = 0.1
     """Share of the questions that are not trained on."""
-    max_tokens: int = 1024
+    max_tokens: PositiveInt = 1024
     """Most tokens of question and steps together. Longer ones are left out, and counted."""
 
-    def __post_init__(self) -> None:
-        one_of("data.steps", self.steps, (BY_ANSWER, ARITHMETIC))
-        require(self.step_separator != "", "data.step_separator", self.step_separator, "a text, such as a line break")
-        positive(self, "data", "positives", "negatives", "max_tokens")
-        inside = 0 < self.validation_share < 1
-        require(inside, "data.validation_share", self.validation_share, "a number in (0, 1)")
-
 
 @dataclass
-class RewardTrainConfig:
+class RewardTrainConfig(Section):
     """Ranking NCE (``losses.ranking_nce_loss``), by transformers' Trainer."""
 
-    steps: int = 1000
+    SECTION = "train"
+
+    steps: PositiveInt = 1000
     """Optimizer steps."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Right steps, each with its wrong ones, per optimizer step."""
-    micro_batch_size: Optional[int] = None
+    micro_batch_size: Optional[PositiveInt] = None
     """Right steps per forward pass; null: all."""
-    lr: float = 1e-5
+    lr: Positive = 1e-5
     """The highest learning rate."""
-    warmup_steps: int = 20
+    warmup_steps: NonNegativeInt = 20
     """Steps over which the learning rate rises linearly from 0; a cosine to 0 follows."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     """AdamW's weight decay."""
-    clip_grad: float = 1.0
+    clip_grad: Positive = 1.0
     """The gradient is clipped to this norm."""
-    weighting: str = "softmax"
+    weighting: Annotated[str, one_of("softmax", "uniform")] = "softmax"
     """How the wrong steps' gradients are weighted. softmax: by the model's own probabilities, the paper's equation;
     uniform: equally, as in its source's published code."""
-    l2: float = 0.0
+    l2: NonNegative = 0.0
     """Weight of the penalty on the squares of the scores. uniform needs one above 0: it is unbounded without."""
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of(*DTYPES[1:])] = "float32"
     """float32; bfloat16: autocast, on weights kept in float32."""
-    evaluate_every: int = 250
+    evaluate_every: NonNegativeInt = 250
     """Steps between two validations; 0: only at the beginning and the end."""
-    checkpoint_every: int = 250
+    checkpoint_every: PositiveInt = 250
     """Steps between two checkpoints, which a killed training resumes from."""
 
-    def __post_init__(self) -> None:
-        positive(self, "train", "steps", "batch_size", "lr", "clip_grad", "checkpoint_every")
-        for name in ("warmup_steps", "weight_decay", "l2", "evaluate_every"):
-            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "a number of at least 0")
-        one_of("train.weighting", self.weighting, ("softmax", "uniform"))
-        one_of("train.dtype", self.dtype, DTYPES[1:])
+    def rules(self) -> Iterator[Rule]:
         bounded = self.weighting == "softmax" or self.l2 > 0
-        require(bounded, "train.l2", self.l2, "a number above 0 with train.weighting uniform")
-        micro, batch = self.micro_batch_size, self.batch_size
-        divides = micro is None or (micro > 0 and batch % micro == 0)
-        require(divides, "train.micro_batch_size", micro, f"null or a divisor of train.batch_size = {batch}")
+        yield bounded, "l2", "a number above 0 with train.weighting uniform"
+        divides = self.micro_batch_size is None or self.batch_size % self.micro_batch_size == 0
+        yield divides, "micro_batch_size", f"null or a divisor of train.batch_size = {self.batch_size}"
 
 
 @dataclass
-class RewardModelRunConfig:
+class RewardModelRunConfig(Section):
     """The training of a process reward model: ``nemo-edo train --config-name reward_model``."""
 
-    job: str = REWARD_MODEL
+    job: Annotated[str, one_of(REWARD_MODEL)] = REWARD_MODEL
     """Tells this kind of config from a run's."""
-    name: str = "reward_model"
+    name: FolderName = "reward_model"
     """The folder is ``output_dir/name``."""
     output_dir: str = "runs"
     """Parent folder of the runs."""
-    seed: int = 42
+    seed: NonNegativeInt = 42
     """Seed of the random weights, the sampled steps, their order, and which questions are held out."""
-    threads: Optional[int] = None
+    threads: Optional[PositiveInt] = None
     """CPU threads; null: torch's choice."""
     model: RewardBaseConfig = field(default_factory=RewardBaseConfig)
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
-    bootstrap: int = 2000
+    bootstrap: PositiveInt = 2000
     """Resamples of the questions for the 95 % intervals."""
 
-    def __post_init__(self) -> None:
-        one_of("job", self.job, (REWARD_MODEL,))
-        folder_name("name", self.name)
-        require(self.threads is None or self.threads > 0, "threads", self.threads, "null or a number above 0")
-        require(self.seed >= 0, "seed", self.seed, "a number of at least 0")
-        require(self.bootstrap > 0, "bootstrap", self.bootstrap, "a number above 0")
-        if (self.model.path is None) == (self.model.architecture is None):
-            raise ValueError("model.path and model.architecture: give one of them")
-        if self.data.run is None:
-            raise ValueError("data.run: give the folder of a run that has stored responses")
+    def rules(self) -> Iterator[Rule]:
+        either = (self.model.path is None) != (self.model.architecture is None)
+        yield either, "model.path", "a folder, or null and a model.architecture: give one of them"
+        yield self.data.run is not None, "data.run", "the folder of a run that has stored responses"
 
 
 @dataclass
-class ScoreConfig:
+class ScoreConfig(Section):
     """How ``nemo-edo score`` computes."""
 
-    job: str = SCORE
+    job: Annotated[str, one_of(SCORE)] = SCORE
     """Tells this kind of config from a run's."""
     device: str = "auto"
     """In process: cpu, cuda, cuda:1; auto: a GPU where there is one."""
-    dtype: str = "auto"
+    dtype: Annotated[str, one_of(*DTYPES)] = "auto"
     """float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32. The head computes in float32."""
-    batch_tokens: int = 16384
+    batch_tokens: PositiveInt = 16384
     """In process: tokens of a forward pass, padding included."""
-    part_size: int = 1024
+    part_size: PositiveInt = 1024
     """Responses that are scored and put on disk at a time: what a killed command loses, at most."""
-    step_separator: Optional[str] = None
+    step_separator: Optional[NotEmpty] = None
     """What separates two steps of a response; null: what the model was trained with."""
-    too_long: str = "error"
+    too_long: Annotated[str, one_of("error", "zero")] = "error"
     """Responses that do not fit the model's context. error: they end the command before anything is computed; zero:
     each of their steps has score 0, and they are counted."""
     serve: bool = False
     """Start vLLM servers with the model (``servers``) in place of computing in process."""
     servers: ServersConfig = field(default_factory=ServersConfig)
 
-    def __post_init__(self) -> None:
-        one_of("job", self.job, (SCORE,))
-        one_of("dtype", self.dtype, DTYPES)
-        one_of("too_long", self.too_long, ("error", "zero"))
-        for name in ("batch_tokens", "part_size"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
-        require(self.step_separator != "", "step_separator", self.step_separator, "null, or a text")
-        urls = self.servers.urls
-        require(not urls or not self.serve, "servers.urls", list(urls), "none with serve: it starts its own servers")
+    def rules(self) -> Iterator[Rule]:
+        yield not self.servers.urls or not self.serve, "servers.urls", "none with serve: it starts its own servers"

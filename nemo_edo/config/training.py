@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Annotated, Optional
 
-from nemo_edo.config.checks import import_path, one_of, positive, require, share
+from nemo_edo.config.checks import (
+    ImportPath,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Rule,
+    Section,
+    Share,
+    above,
+    one_of,
+)
 from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Megatron-core's Adam, with its learning-rate schedule."""
 
-    lr: float = 1e-6
+    SECTION = "optimizer"
+
+    lr: Positive = 1e-6
     """The highest learning rate."""
     min_lr: float = 0.0
     """The learning rate that the decay ends at."""
-    schedule: str = "constant"
+    schedule: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
     """constant, linear or cosine; the decay runs over the steps that the training announces, an upper bound where a
     collection may give fewer."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled from the gradient, as in AdamW."""
     adam_beta1: float = 0.9
     """Decay of the running mean of the gradient."""
     adam_beta2: float = 0.999
     """Decay of the running mean of its square."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Added to the denominator of the step."""
-    clip_grad: float = 1.0
+    clip_grad: NonNegative = 1.0
     """Global gradient norm; 0 switches clipping off."""
 
-    def __post_init__(self) -> None:
-        positive(self, "optimizer", "lr", "adam_eps")
-        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"a number in [0, lr = {self.lr}]")
-        for name in ("warmup_steps", "weight_decay", "clip_grad"):
-            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "a number of at least 0")
+    def rules(self) -> Iterator[Rule]:
+        yield 0 <= self.min_lr <= self.lr, "min_lr", f"a number in [0, lr = {self.lr}]"
 
 
 @dataclass
-class MicroBatchConfig:
+class MicroBatchConfig(Section):
     """How a batch is cut into forward passes: memory and speed, never the result."""
 
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Responses of one forward pass on one rank, at most. With packing, micro_batch_tokens alone bounds them."""
-    micro_batch_tokens: Optional[int] = None
+    micro_batch_tokens: Optional[PositiveInt] = None
     """Tokens of one forward pass on one rank, padding included, at most: responses of like length share a pass. null:
     no such bound, and responses stay in their order."""
     packing: bool = False
@@ -55,54 +65,47 @@ class MicroBatchConfig:
     share_prompts: bool = False
     """With packing: the responses to one prompt in a forward pass share it, and its tokens are computed once."""
 
-
-def _check_micro_batches(config: MicroBatchConfig, section: str) -> None:
-    positive(config, section, "micro_batch_size")
-    tokens = config.micro_batch_tokens
-    require(tokens is None or tokens > 0, f"{section}.micro_batch_tokens", tokens, "null or a number above 0")
-    fits = tokens is not None or not config.packing
-    require(fits, f"{section}.packing", config.packing, f"false, or a number of {section}.micro_batch_tokens to a pack")
-    packs, name = config.packing or not config.share_prompts, f"{section}.share_prompts"
-    require(packs, name, config.share_prompts, f"false, or {section}.packing=true: prompts are shared within packs")
+    def rules(self) -> Iterator[Rule]:
+        bounded = self.micro_batch_tokens is not None or not self.packing
+        yield bounded, "packing", f"false, or a number of {self.SECTION}.micro_batch_tokens to a pack"
+        shared = f"false, or {self.SECTION}.packing=true: prompts are shared within packs"
+        yield self.packing or not self.share_prompts, "share_prompts", shared
 
 
 @dataclass
 class SFTConfig(MicroBatchConfig):
     """The supervised warm-up. ``steps = 0`` leaves it out."""
 
-    steps: int = 0
+    SECTION = "sft"
+
+    steps: NonNegativeInt = 0
     """Optimizer steps; 0 leaves the warm-up out."""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """Solutions of one optimizer step, over all data-parallel ranks."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 0, "sft.steps", self.steps, "a number of at least 0")
-        positive(self, "sft", "batch_size")
-        _check_micro_batches(self, "sft")
 
 
 @dataclass
 class LoopConfig(MicroBatchConfig):
     """Algorithm 1 around an objective: what ED-GRPO and ED-iDPO share."""
 
-    iterations: int = 3
+    iterations: PositiveInt = 3
     """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
-    problems_per_iteration: Optional[int] = None
+    problems_per_iteration: Optional[PositiveInt] = None
     """null: every iteration samples for the whole prompt set, as in the paper. A number: for this many problems, each
     pass over the set in a new order."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over an iteration's samples."""
-    reference: str = "initial"
+    reference: Annotated[str, one_of("initial", "previous", "ema")] = "initial"
     """The centre of the trust region: initial, the policy that the arm starts from; previous, the policy that
     collected the iteration's samples; ema, an exponential moving average of those."""
-    ema_decay: float = 0.9
+    ema_decay: Share = 0.9
     """Share of the ema reference's weights that each iteration keeps."""
-    reference_placement: str = "host"
+    reference_placement: Annotated[str, one_of("host", "resident")] = "host"
     """Where the reference's copy of the weights is kept: host, in host memory, swapped with the policy's for each of
     its passes; resident, on the device as well, where no weight is copied. With LoRA and
     ``reference`` initial it is the policy with its adapters off, and there is no copy."""
-    old_logprobs: str = "auto"
+    old_logprobs: Annotated[str, one_of("auto", "trainer", "sampler")] = "auto"
     """pi_old's log-probabilities of the samples: trainer, recomputed by one more forward pass over all of them;
     sampler, as the engine gave them. Then the trainer computes those of every tenth prompt only, to measure the gap
     between both, and before the first step the ratio is 1 up to this gap. auto: the sampler's in each collection where
@@ -111,49 +114,39 @@ class LoopConfig(MicroBatchConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
+    def rules(self) -> Iterator[Rule]:
+        schedule, weight = self.schedule, self.exploration_weight
+        low, high = schedule.min_weight, schedule.max_weight
+        starts = schedule.kind not in CONTROLLERS or low <= weight <= high
+        outside = f"exploration weight {weight:g} is outside [min_weight, max_weight] = [{low:g}, {high:g}]"
+        yield starts, "schedule.kind", f"a kind that is no controller, as the {outside}"
+
     def explored_iteration(self, t: int) -> int:
         """The iteration whose samples the exploration term of iteration t runs over; below 0: there are none."""
         return t
-
-
-def _check_loop(config: LoopConfig, section: str) -> None:
-    positive(config, section, "iterations", "epochs")
-    _check_micro_batches(config, section)
-    one_of(f"{section}.reference", config.reference, ("initial", "previous", "ema"))
-    share(config, section, "ema_decay")
-    one_of(f"{section}.old_logprobs", config.old_logprobs, ("auto", "trainer", "sampler"))
-    one_of(f"{section}.reference_placement", config.reference_placement, ("host", "resident"))
-    schedule, weight = config.schedule, config.exploration_weight
-    if schedule.kind in CONTROLLERS and not schedule.min_weight <= weight <= schedule.max_weight:
-        raise ValueError(
-            f"{section}.schedule.kind {schedule.kind} starts from the exploration weight {weight:g}, expected one in "
-            f"[min_weight, max_weight] = [{schedule.min_weight:g}, {schedule.max_weight:g}]"
-        )
-    some = config.problems_per_iteration
-    require(some is None or some > 0, f"{section}.problems_per_iteration", some, "null or a number above 0")
 
 
 @dataclass
 class GRPOConfig(LoopConfig, GRPOLossConfig):
     """GRPO and ED-GRPO: the loss, the advantages and the loop around them."""
 
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: NonNegative = 0.0
     """Weight of an entropy bonus, the plain baseline of the exploration term."""
-    advantage_scale: str = "std"
+    advantage_scale: Annotated[str, one_of("std", "none")] = "std"
     """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
-    advantage_baseline: str = "mean"
+    advantage_baseline: Annotated[str, one_of("mean", "leave-one-out")] = "mean"
     """mean of the group's rewards, or leave-one-out: the mean of the others (RLOO)."""
-    advantage_deviation: str = "population"
+    advantage_deviation: Annotated[str, one_of("population", "sample")] = "population"
     """The deviation that ``std`` divides by: population, with the group's size n in its denominator, or sample, with
     n - 1 (TRL, verl)."""
-    advantage: Optional[str] = None
+    advantage: Optional[ImportPath] = None
     """Import path of a function that computes the advantages, such as my_advantages:ranks
     (docs/data_and_rewards.md), in place of the three above. null: none."""
-    pass_k: Optional[int] = None
+    pass_k: Optional[PositiveInt] = None
     """pass@k training: advantages of the best of k responses instead of the mean (rewards 0 or 1). null: off."""
-    novelty_strength: float = 0.0
+    novelty_strength: NonNegative = 0.0
     """lambda of the novelty advantage: credit moves from repeated to rare correct solutions of a group. 0: off."""
-    solution_paths: str = "arithmetic"
+    solution_paths: Annotated[str, one_of("arithmetic", "ngrams")] = "arithmetic"
     """How novelty and redundancy tell solutions apart: arithmetic, a parser of the built-in task; ngrams, clusters of
     texts that share word 4-grams."""
     redundancy_weighted: bool = False
@@ -163,111 +156,89 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     explore_solved_groups_only: bool = False
     """The exploration term runs only over groups whose responses all succeed, where nothing is left to learn. Ours, not
     the paper's."""
-    exploration_samples: str = "own"
+    exploration_samples: Annotated[str, one_of("own", "previous", "reference")] = "own"
     """The policy whose samples the exploration term runs over: own, the iteration's, as in the paper; previous, the one
     that the iteration before was sampled from (in the first one the term is 0); reference, the one that the arm starts
     from, all as sampled in training. Off-policy samples push in expectation, from the first step on. Ours, not the
     paper's."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped and other problems sampled in their place (DAPO)."""
-    max_extra_rounds: int = 3
+    max_extra_rounds: NonNegativeInt = 3
     """Rounds of sampling that dynamic_sampling may add to a collection."""
-    overlong_buffer: Optional[int] = None
+    overlong_buffer: Optional[PositiveInt] = None
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
-    minibatch_size: int = 512
+    minibatch_size: PositiveInt = 512
     """Responses of one optimizer step, over all data-parallel ranks."""
     keep_groups: bool = False
     """An epoch shuffles prompts, and the responses to one stay in one minibatch, as far as it has room, so that
     share_prompts saves most. False: it shuffles responses."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_loop(self, "grpo")
-        trusts, name = self.old_logprobs == "sampler", "grpo.sampler_correction"
-        fits = self.sampler_correction == "none" or not trusts
-        require(fits, name, self.sampler_correction, "none with old_logprobs=sampler, which leaves nothing to correct")
-        for name in ("entropy_coefficient", "novelty_strength", "max_extra_rounds"):
-            require(getattr(self, name) >= 0, f"grpo.{name}", getattr(self, name), "a number of at least 0")
-        one_of("grpo.advantage_scale", self.advantage_scale, ("std", "none"))
-        one_of("grpo.advantage_baseline", self.advantage_baseline, ("mean", "leave-one-out"))
-        one_of("grpo.advantage_deviation", self.advantage_deviation, ("population", "sample"))
-        one_of("grpo.solution_paths", self.solution_paths, ("arithmetic", "ngrams"))
-        positive(self, "grpo", "minibatch_size")
-        solved, expected = self.explore_solved_groups_only, "false with explore_uninformative_groups=false"
-        require(not solved or self.explore_uninformative_groups, "grpo.explore_solved_groups_only", solved, expected)
-        _check_exploration_samples(self)
-        for name in ("pass_k", "overlong_buffer"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"grpo.{name}", value, "null or a number above 0")
-        import_path("grpo.advantage", self.advantage)
+    def rules(self) -> Iterator[Rule]:
+        trusts = self.sampler_correction == "none" or self.old_logprobs != "sampler"
+        nothing = "none with old_logprobs=sampler, which leaves nothing to correct"
+        yield trusts, "sampler_correction", nothing
+        some = not self.explore_solved_groups_only or self.explore_uninformative_groups
+        yield some, "explore_solved_groups_only", "false with explore_uninformative_groups=false"
+        samples = self.exploration_samples
+        stays = samples != "reference" or self.reference == "initial"
+        yield stays, "exploration_samples", "own or previous with a grpo.reference that moves"
+        groups = {
+            "redundancy_weighted": False,
+            "explore_uninformative_groups": True,
+            "explore_solved_groups_only": False,
+        }
+        for name, default in groups.items():
+            expected = f"{default} with exploration_samples={samples}, which have no groups here"
+            yield samples == "own" or getattr(self, name) == default, name, expected
         kinds = {"advantage_scale": "std", "advantage_baseline": "mean", "advantage_deviation": "population"}
-        if self.advantage is not None:
-            unused = [name for name, default in {"pass_k": None, **kinds}.items() if getattr(self, name) != default]
-            require(not unused, "grpo.advantage", self.advantage, f"null with {' or '.join(unused)}, which it replaces")
-        if self.pass_k is not None:
-            for name, default in {"overlong_buffer": None, **kinds}.items():
-                value, only = getattr(self, name), "null" if default is None else default
-                require(value == default, f"grpo.{name}", value, f"{only} with pass_k, which takes no other")
+        unused = [name for name, default in {"pass_k": None, **kinds}.items() if getattr(self, name) != default]
+        replaces = f"null with {' or '.join(unused)}, which it replaces"
+        yield self.advantage is None or not unused, "advantage", replaces
+        for name, default in {"overlong_buffer": None, **kinds}.items():
+            expected = f"{'null' if default is None else default} with pass_k, which takes no other"
+            yield self.pass_k is None or getattr(self, name) == default, name, expected
 
     def explored_iteration(self, t: int) -> int:
         others = {"previous": t - 1, "reference": 0} if self.exploration_weight else {}
         return others.get(self.exploration_samples, t)
 
 
-def _check_exploration_samples(config: GRPOConfig) -> None:
-    samples = config.exploration_samples
-    one_of("grpo.exploration_samples", samples, ("own", "previous", "reference"))
-    moves, expected = config.reference != "initial", "own or previous with a grpo.reference that moves"
-    require(samples != "reference" or not moves, "grpo.exploration_samples", samples, expected)
-    by_group = {"redundancy_weighted": False, "explore_uninformative_groups": True, "explore_solved_groups_only": False}
-    for name, default in by_group.items():
-        value = getattr(config, name)
-        fits = samples == "own" or value == default
-        require(fits, f"grpo.{name}", value, f"{default} with exploration_samples={samples}, which have no groups here")
-
-
 @dataclass
 class IDPOConfig(LoopConfig, DPOLossConfig):
     """Iterative DPO and ED-iDPO: the loss, the pairs and the loop around them."""
 
-    pairs_per_prompt: int = 4
+    pairs_per_prompt: PositiveInt = 4
     """S: pairs for each prompt, at most, of a response with reward 1 and one with reward 0."""
     exploration_samples: str = "all"
     """The responses that the exploration term runs over: all that were sampled for a prompt, those in pairs only
     (paired), or a number of them."""
-    minibatch_size: int = 64
+    minibatch_size: PositiveInt = 64
     """Prompts of one optimizer step, over all data-parallel ranks: all their pairs and samples."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_loop(self, "idpo")
-        positive(self, "idpo", "pairs_per_prompt", "minibatch_size")
-        rows = self.micro_batch_size
-        require(rows % 2 == 0, "idpo.micro_batch_size", rows, "an even number: a pair is two responses of one pass")
+    def rules(self) -> Iterator[Rule]:
+        even = self.micro_batch_size % 2 == 0
+        yield even, "micro_batch_size", "an even number: a pair is two responses of one pass"
         samples = self.exploration_samples
         known = samples in ("all", "paired") or (samples.isdecimal() and int(samples) > 0)
-        require(known, "idpo.exploration_samples", samples, "all, paired or a number above 0")
+        yield known, "exploration_samples", "all, paired or a number above 0"
 
 
 @dataclass
-class BoundsConfig:
+class BoundsConfig(Section):
     """Bounds on one measurement, and what happens once it has reached one of them."""
 
     floor: Optional[float] = None
     """The guard fires at this value and below; null: no floor."""
     ceiling: Optional[float] = None
     """The guard fires at this value and above; null: no ceiling."""
-    in_a_row: int = 1
+    in_a_row: PositiveInt = 1
     """Measurements at or beyond a bound, one after another, before the guard fires."""
-    action: str = "warn"
+    action: Annotated[str, one_of("warn", "stop")] = "warn"
     """warn: log it and continue; stop: save a checkpoint and end the run."""
 
-    def check(self, section: str) -> None:
-        """Raises ValueError for settings that do not fit; ``section`` is what a user writes before their names."""
-        one_of(f"{section}.action", self.action, ("warn", "stop"))
-        positive(self, section, "in_a_row")
-        fits = self.floor is None or self.ceiling is None or self.floor < self.ceiling
-        require(fits, f"{section}.floor", self.floor, f"null or a number below {section}.ceiling = {self.ceiling}")
+    def rules(self) -> Iterator[Rule]:
+        apart = self.floor is None or self.ceiling is None or self.floor < self.ceiling
+        yield apart, "floor", f"null or a number below the ceiling = {self.ceiling}"
 
 
 @dataclass
@@ -277,23 +248,25 @@ class GapBoundsConfig(BoundsConfig):
     ceiling: Optional[float] = None
     """The guard fires at this value and above; null: a few times what rounding gives at the model's precision and depth
     (docs/reliability.md); inf: no ceiling."""
-    action: str = "stop"
+    action: Annotated[str, one_of("warn", "stop")] = "stop"
     """warn: log it and continue; stop: save a checkpoint and end the run."""
 
 
 @dataclass
-class GuardsConfig:
+class GuardsConfig(Section):
     """Guards of the numbers (steps that are skipped) and of the policy (bounds on what collections and steps measure).
 
     They may change between two starts of a run."""
 
-    max_skipped_steps: int = 3
+    SECTION = "guards"
+
+    max_skipped_steps: PositiveInt = 3
     """Optimizer steps in a row that may be skipped, because the loss or the gradient norm is not finite (or is a spike,
     with ``on_grad_norm_spike`` skip); the last of them stops the run, with its batch kept for ``nemo-edo replay``."""
-    grad_norm_spike: Optional[float] = 20.0
+    grad_norm_spike: Optional[Annotated[float, above(1)]] = 20.0
     """A gradient norm is a spike above so many times the median of the last 50 steps' (once there are 20). null: no
     spikes."""
-    on_grad_norm_spike: str = "warn"
+    on_grad_norm_spike: Annotated[str, one_of("warn", "skip", "stop")] = "warn"
     """warn: the step is taken; skip: it is not; stop: it is not, and the run ends with the batch kept for replay."""
     kl: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=10.0))
     """KL to the reference policy, nats per token: of a collection, and of a step if its loss has a KL."""
@@ -308,11 +281,3 @@ class GuardsConfig:
     trainer's."""
     stale_gap: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=1.0, action="stop"))
     """The same where some responses are of an earlier policy: then the gap includes the policy's change since."""
-
-    def __post_init__(self) -> None:
-        positive(self, "guards", "max_skipped_steps")
-        one_of("guards.on_grad_norm_spike", self.on_grad_norm_spike, ("warn", "skip", "stop"))
-        factor = self.grad_norm_spike
-        require(factor is None or factor > 1, "guards.grad_norm_spike", factor, "null or a number above 1")
-        for name in ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"):
-            getattr(self, name).check(f"guards.{name}")

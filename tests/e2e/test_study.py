@@ -82,7 +82,7 @@ def test_a_stop_of_a_study_with_processes_is_one_line_and_leaves_none_of_them(tm
     started = psutil.Process(study.pid).children(recursive=True)  # with servers of rewards, in groups apart
     (os.killpg if sent == signal.SIGINT else os.kill)(study.pid, sent)
     _, err = finish(study)
-    assert study.returncode != 0 and "was stopped" in err and "Traceback" not in err, err
+    assert study.returncode != 0 and "were stopped" in err and "Traceback" not in err, err
     wait_for(lambda: not is_there(study.pid), limit_s=20)
     assert psutil.wait_procs(started, timeout=20)[1] == []
 

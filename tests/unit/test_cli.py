@@ -146,13 +146,13 @@ def test_report_takes_runs_a_file_and_a_baseline_and_prints_on_the_first_rank_on
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch) -> dict:
     """The arguments of ``run_sweep``. Its first member fails where "fails" is set."""
-    from nemo_edo.run import sweep as sweeps
+    from nemo_edo.experiments import sweep as sweeps
 
     called = {"fails": False}
 
     def run_sweep(sweep, *, jobs: int, processes: int):
-        called.update(members=[member.name for member in sweep.members], jobs=jobs, processes=processes)
-        return [sweeps.Failure(sweep.members[0], 3, Path("its.log"))] if called["fails"] else []
+        called.update(members=[cell.name for cell in sweep.cells], jobs=jobs, processes=processes)
+        return [sweeps.Failure(sweep.cells[0], 3, Path("its.log"))] if called["fails"] else []
 
     monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
     monkeypatch.delenv("RANK", raising=False)

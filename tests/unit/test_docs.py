@@ -140,11 +140,12 @@ def folder_of_the_docs(quickstart_yaml: str, tmp_path: Path, monkeypatch: pytest
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: tuple):
     from nemo_edo.checks import preflight
     from nemo_edo.cluster import slurm
+    from nemo_edo.experiments import study, sweep
     from nemo_edo.report import page, run_set
     from nemo_edo.report.paper import tables
     from nemo_edo.reward_models import score_run
     from nemo_edo.reward_models import train as train_reward_model
-    from nemo_edo.run import evaluate_stored, study, sweep
+    from nemo_edo.run import evaluate_stored
 
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
@@ -154,7 +155,8 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)
     monkeypatch.setattr(score_run, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
-    monkeypatch.setattr(study, "run_study", lambda study, jobs: 0)
+    monkeypatch.setattr(study, "run_study", lambda study, jobs: [])
+    monkeypatch.setattr(study.Study, "unfinished", lambda self: [])
     monkeypatch.setattr(nemo_edo.checks.selftest, "selftest", lambda folder, groups: True)
     monkeypatch.setattr(page, "write_report", lambda found, out, baseline: SimpleNamespace(lines=[]))
     monkeypatch.setattr(tables, "write_table", lambda found, name, out: [])

@@ -7,10 +7,10 @@ import studies_table
 import study_charts
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
-from nemo_edo.report import gains
-from nemo_edo.run import study_status
-from nemo_edo.run.study_file import ArmEntry
-from nemo_edo.run.study_table import COLUMNS
+from nemo_edo.experiments import gains
+from nemo_edo.experiments import study as study_module
+from nemo_edo.experiments.study import ArmEntry
+from nemo_edo.experiments.study_table import COLUMNS
 
 
 def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
@@ -130,7 +130,7 @@ def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
     rows = [row(arm, seed, vote + seed / 100, task=task, dose=dose, temperature="best", cpu_seconds="1")
             for task in study.tasks for seed in (1, 2)
             for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.1", 0.6))]  # fmt: skip
-    for module in (studies_table, study_status):
+    for module in (studies_table, study_module):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     assert studies_table.tables(study)[-2:] == [
         "The claim is won by ed_grpo (at least 2 of 2 tasks): ed_grpo wins 2 of 2 (sums, chain).",

@@ -19,11 +19,10 @@ from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
+from nemo_edo.experiments.study import Study, cpu_hours_left, read_study, verdict_lines
+from nemo_edo.experiments.study_table import Row, cell_of, last_rows, read_rows
 from nemo_edo.report.claims import FAMILIES, METRIC, Finding, findings
 from nemo_edo.report.claims import markdown as claims_table
-from nemo_edo.run.study_file import Study, read_study
-from nemo_edo.run.study_status import cpu_hours_left, unfinished, verdict_lines
-from nemo_edo.run.study_table import Row, cell_of, read_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "study_tables.md"
@@ -130,7 +129,7 @@ def study_rows(study: Study) -> list[Row]:
 
 
 def state(study: Study, rows: list[Row]) -> str:
-    left, hours = unfinished(study), cpu_hours_left(study)
+    left, hours = study.unfinished(), cpu_hours_left(study)
     lines = []
     for task in study.tasks:
         cells = [cell for cell in study.cells if cell.task == task]
@@ -147,11 +146,9 @@ def state(study: Study, rows: list[Row]) -> str:
 def by_seed(rows: list[Row], temperature: str = "1") -> BySeed:
     """The last evaluation of each arm, dose and seed, at a temperature."""
     found: BySeed = defaultdict(dict)
-    for row in rows:
-        if row["temperature"] == temperature and not row["note"]:
-            earlier = found[row["arm"], row["dose"]].get(int(row["seed"]))
-            if earlier is None or int(earlier["iteration"]) <= int(row["iteration"]):
-                found[row["arm"], row["dose"]][int(row["seed"])] = row
+    for (_, arm, dose, seed), row in last_rows(rows, temperature).items():
+        if not row["note"]:
+            found[arm, dose][seed] = row
     return found
 
 

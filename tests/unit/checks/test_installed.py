@@ -77,8 +77,8 @@ def test_doctor_of_an_installation_of_the_functions_alone_lists_the_parts(with_p
 
 def test_runs_from_python_say_it_too(with_packages, monkeypatch):
     with_packages(*FUNCTIONS)
-    monkeypatch.setitem(sys.modules, "nemo_edo.run.python_api", None)
-    with pytest.raises(ImportError, match="^nemo_edo.train needs nemo_edo.run.python_api, and the trainer is "):
+    monkeypatch.setitem(sys.modules, "nemo_edo.api", None)
+    with pytest.raises(ImportError, match="^nemo_edo.train needs nemo_edo.api, and the trainer is "):
         _ = nemo_edo.train
 
 

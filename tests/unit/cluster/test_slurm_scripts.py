@@ -13,7 +13,7 @@ from nemo_edo.cluster import launch as launching
 from nemo_edo.cluster import slurm
 from nemo_edo.config.compose import ConfigError
 from nemo_edo.errors import UserError
-from nemo_edo.run.sweep import quoted
+from nemo_edo.experiments.grid import quoted
 
 CONTAINERS = {
     "none": [],

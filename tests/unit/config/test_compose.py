@@ -165,7 +165,7 @@ def test_a_bad_value_of_an_arm_is_told_with_the_arms_key_whatever_its_algorithm_
 @pytest.mark.parametrize(("overrides", "told"), [
     (["grpo.schedule.kind=gradient-share", "~arms", "+arms={a: {}, b: {alpha: 0}}"], "arms.b.schedule.kind"),
     (["grpo.alpha=0.5", "+arms.new.exploration_coefficient=0.1"],
-     "arms.new.alpha (0.5) and arms.new.exploration_coefficient (0.1)"),
+     "arms.new.alpha is 0.5, expected null with an exploration_coefficient"),
 ])
 def test_settings_of_an_arm_and_its_section_that_do_not_fit_are_told_with_the_arms_key(overrides, told: str):
     assert message_of("quickstart", overrides).startswith(told)

@@ -19,9 +19,9 @@ def test_a_model_is_evaluated_on_any_benchmarks_test_file_alone(benchmark: str):
 @pytest.mark.parametrize(("overrides", "message"), [
     ([*MODEL, "sft.steps=3"], "sft.steps is 3, expected 0 with algorithm none"),
     ([*MODEL, "+arms.a.alpha=1"], r"arms is \['a'\], expected none with algorithm none"),
-    ([*MODEL, "algorithm=grpo"], "data.train and data.test: give both"),
+    ([*MODEL, "algorithm=grpo"], "data.train is None, expected a file with data.test"),
     ([*MODEL, "generation=vllm", "generation.placement=shared"], "generation.placement is 'shared', expected apart"),
-    (["model.path=DIR", "data.test=null", "data.train=FILE"], "data.train and data.test: give both"),
+    (["model.path=DIR", "data.test=null", "data.train=FILE"], "data.test is None, expected a file with data.train"),
     ([*MODEL, "evaluation.temperature=[1.0,0]"], r"temperature is \[1.0, 0.0\], expected different numbers"),
     ([*MODEL, "evaluation.temperature=[]"], r"evaluation.temperature is \[\], expected different numbers"),
     ([*MODEL, "evaluation.temperature=0.6"], "evaluation.temperature"),

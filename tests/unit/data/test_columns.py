@@ -151,11 +151,11 @@ def test_a_source_that_fails_is_told_with_its_setting(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["data.source=my_data"], "data.source is 'my_data', expected an import path"),
+    (["data.source=my_data"], "data.source is 'my_data', expected null or an import path"),
     (["data.source=a:b", "data.test=x.jsonl"], "data.test is 'x.jsonl', expected null with data.source"),
     (["data.source_args.size=3"], "expected none without data.source"),
     (["data.columns.question=a", "data.train=x", "data.test=y", "data.benchmark=math"],
-     "data.columns and data.benchmark: give one of them"),
+     "expected null with data.columns"),
     (["data=reasoning_gym"], "a value is needed for data.source_args.name"),
 ])  # fmt: skip
 def test_settings_of_data_that_do_not_fit_are_refused(overrides, message):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from nemo_edo.experiments.study_table import COLUMNS
 from nemo_edo.report.claims import METRIC, Family, findings, markdown
-from nemo_edo.run.study_table import COLUMNS
 
 ED = Family("ED-GRPO", "ed_grpo", "grpo")
 DOSES = ("0.01", "0.1", "1")

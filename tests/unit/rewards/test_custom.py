@@ -170,7 +170,7 @@ def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_i
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["rewards.function=my_rewards"], "rewards.function is 'my_rewards', expected an import path"),
+    (["rewards.function=my_rewards"], "rewards.function is 'my_rewards', expected null or an import path"),
     (["rewards.function=a:b", "rewards.functions.c.path=a:c"], "give one of them"),
     (["rewards.functions.c.weight=2"], "rewards.functions.c.path is '', expected an import path"),
     (["rewards.functions.c={path: 'a:b', wieght: 1}"], "wieght"),

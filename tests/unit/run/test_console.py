@@ -2,9 +2,9 @@
 
 import pytest
 
+from nemo_edo.experiments.grid_console import GridConsole
 from nemo_edo.run import console as module
 from nemo_edo.run.console import RunConsole, clock_time, short
-from nemo_edo.run.sweep_console import SweepConsole
 from nemo_edo.utils.phases import PHASES
 
 NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
@@ -100,7 +100,7 @@ def test_numbers_are_short():
 
 def test_a_sweep_tells_each_members_last_numbers_and_the_time_left(tmp_path, clock, monkeypatch):
     said, drawn = [], []
-    sweep = SweepConsole(6, 1, jobs=2, say=said.append, clock=clock)
+    sweep = GridConsole(6, 1, jobs=2, say=said.append, clock=clock)
     for seed in (1, 2):
         sweep.started(f"seed={seed}", tmp_path / f"{seed}.log", donor="seed=0" if seed == 2 else None)
     (tmp_path / "1.log").write_text("resuming\n[2/3] a after 0: greedy .1\n[3/3] b 1/15 reward .2\n"
@@ -117,7 +117,7 @@ def test_a_sweep_tells_each_members_last_numbers_and_the_time_left(tmp_path, clo
     sweep.ended("seed=2", 3)
     log = tmp_path / "2.log"
     assert said == [
-        "1 of 6 members finished earlier", f"[2/6] seed=1: see {tmp_path / '1.log'}",
+        "1 of 6 runs finished earlier", f"[2/6] seed=1: see {tmp_path / '1.log'}",
         f"[3/6] seed=2, with the warm-up of seed=0: see {log}",
         "seed=1: finished after 1.0 min; b greedy .71 H .3; 4 left, ~2:00",  # 4 of a minute each, two at a time
         "seed=2: failed with status 3 after 2.0 min; 3 left, ~2:15",

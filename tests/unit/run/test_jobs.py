@@ -113,7 +113,7 @@ TRAIN = {
     "no stored rollouts": ("train.rollouts={}/none", "{}/none/iter_00000: has no rollouts"),
     "best by an unknown metric": ("evaluation.every=1 checkpoint.best=acuracy", "checkpoint.best is 'acuracy'"),
     "stop by an unknown metric": ("evaluation.every=1 early_stop.metric=pass@99", "early_stop.metric is 'pass@99'"),
-    "stop without evaluations": ("early_stop.metric=accuracy", "early_stop.metric needs evaluation.every"),
+    "stop without evaluations": ("early_stop.metric=accuracy", "set evaluation.every"),
     "stop in no direction": ("early_stop.mode=up", "early_stop.mode is 'up'"),
     "output in the kernel's files": (
         "output_dir=/proc/x", "/proc/x/a cannot be made in /proc (its file system takes no files); choose another"),

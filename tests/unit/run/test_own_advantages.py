@@ -69,7 +69,7 @@ def test_what_are_no_advantages_are_refused(function: str, message: str):
 @pytest.mark.parametrize(("overrides", "message"), [
     (["grpo.advantage=my_advantages:misspelled"], "grpo.advantage (my_advantages:misspelled) takes 'group_id'; did"),
     (["arms.grpo.advantage=my_advantages:shot"], "arms.grpo.advantage is 'my_advantages:shot', but my_advantages"),
-    (["grpo.advantage=ranks"], "grpo.advantage is 'ranks', expected an import path"),
+    (["grpo.advantage=ranks"], "grpo.advantage is 'ranks', expected null or an import path"),
     (["grpo.advantage=a:b", "grpo.pass_k=2"], "grpo.advantage is 'a:b', expected null with pass_k, which it replaces"),
     (["arms.grpo.advantage=a:b", "arms.grpo.advantage_scale=none"], "expected null with advantage_scale, which"),
 ])  # fmt: skip

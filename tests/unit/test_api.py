@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import nemo_edo as edo
+from nemo_edo import api
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
-from nemo_edo.run import python_api
 
 
 def test_the_package_has_its_functions_by_name_and_imports_nothing_for_them():
@@ -27,7 +27,7 @@ def test_the_package_has_its_functions_by_name_and_imports_nothing_for_them():
 
 def ends(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Trainings run this code instead."""
-    monkeypatch.setattr(python_api, "train_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(api, "train_command", lambda *_: [sys.executable, "-c", code])
 
 
 @pytest.mark.parametrize(("status", "line", "error", "told"), [
@@ -72,6 +72,6 @@ time.sleep(60)""")
     (lambda: edo.load("nowhere"), "nowhere is not the folder of a run"),
 ])
 def test_a_mistake_is_an_error_before_anything_is_started(monkeypatch, call, told: str):
-    monkeypatch.setattr(python_api, "_run", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(api, "_run", lambda *_: pytest.fail("it was started"))
     with pytest.raises(UserError, match=told):
         call()

@@ -6,7 +6,7 @@ differences, paired by seed, are at least the margin and stand out after Holm's 
 The best baseline is the one with the highest mean on the same responses, which favours the baselines. A training that a
 guard stopped has no policy to vote with, and counts 0.
 
-The data are rows as a study's CSV file has them (``run.study_table``).
+The data are rows as a study's CSV file has them (``experiments.study_table``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from nemo_edo.evaluation.results import AT_BEST, seeds_interval
+from nemo_edo.evaluation.results import AT_BEST, START, seeds_interval
+from nemo_edo.experiments.study_table import last_rows
 from nemo_edo.metrics import Interval, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
 
@@ -114,18 +115,14 @@ def markdown(found: Sequence[Gain]) -> str:
 
 def _cells(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[int, float]]:
     """(task, arm) -> seed -> value, of the trained arms; 0 where a guard stopped the training."""
-    last: dict[tuple[str, str, int], Row] = {}
     doses: dict[str, str] = {}
-    for row in rows:
-        if not row["note"] and (row["temperature"] != AT_BEST.removeprefix("/") or row["iteration"] == "0"):
-            continue
-        if doses.setdefault(row["arm"], row["dose"]) != row["dose"]:
-            raise ValueError(f"{row['arm']} has the doses {doses[row['arm']]} and {row['dose']}, expected one")
-        key = (row["task"], row["arm"], int(row["seed"]))
-        if key not in last or row["note"] or int(last[key]["iteration"]) <= int(row["iteration"]):
-            last[key] = row
     cells: dict[tuple[str, str], dict[int, float]] = {}
-    for (task, arm, seed), row in sorted(last.items(), key=lambda item: item[0][2]):
+    last = last_rows(rows, AT_BEST.removeprefix("/"))
+    for (task, arm, dose, seed), row in sorted(last.items(), key=lambda item: item[0][3]):
+        if arm == START:
+            continue
+        if doses.setdefault(arm, dose) != dose:
+            raise ValueError(f"{arm} has the doses {doses[arm]} and {dose}, expected one")
         cells.setdefault((task, arm), {})[seed] = 0.0 if row["note"] else float(row[metric])
     return cells
 

@@ -14,23 +14,21 @@ note                       why a guard ended the training, which then has no met
 from __future__ import annotations
 
 import csv
-import fcntl
 import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from nemo_edo.config import RunConfig
-from nemo_edo.config.compose import default_values, resolved_yaml
+from nemo_edo.config.compose import arm_configs, default_values, resolved_yaml
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import Evaluation, largest, load_evaluation
+from nemo_edo.evaluation.results import START, Evaluation, largest, load_evaluation
+from nemo_edo.experiments.grid import hold
 from nemo_edo.run.folder import RunFolder
-from nemo_edo.run.study_file import Cell
 
 METRICS = (
     *("greedy_accuracy", "accuracy", "vote", "pass", "distinct_4", "distinct_4_pooled", "distinct_answers"),
@@ -39,6 +37,8 @@ METRICS = (
 CELL = ("task", "arm", "dose", "seed")
 COLUMNS = (*CELL, "iteration", "temperature", *METRICS, "problems", "cpu_seconds", "config", "commit", "note")
 Row = dict[str, str]
+CellKey = tuple[str, str, str, int]
+"""(task, arm, dose, seed)"""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -56,15 +56,25 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def cell_of(row: Row) -> tuple[str, str, str, int]:
-    """``Cell.key``."""
+def cell_of(row: Mapping[str, str]) -> CellKey:
     return row["task"], row["arm"], row["dose"], int(row["seed"])
+
+
+def last_rows(rows: Iterable[Mapping[str, str]], temperature: str) -> dict[CellKey, Mapping[str, str]]:
+    """The last evaluation of each cell at a temperature; of a training that a guard stopped, its row."""
+    found: dict[CellKey, Mapping[str, str]] = {}
+    for row in rows:
+        if row["note"] or row["temperature"] == temperature:
+            earlier = found.get(cell_of(row))
+            if earlier is None or row["note"] or int(earlier["iteration"] or 0) <= int(row["iteration"]):
+                found[cell_of(row)] = row
+    return found
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Adds a cell's rows at once, whatever other processes add."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f".{path.name}.lock")), path.open("a", encoding="utf-8", newline="") as file:
+    with hold(path.with_name(f".{path.name}.lock"), wait=True), path.open("a", encoding="utf-8", newline="") as file:
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         if file.tell() == 0:
@@ -73,43 +83,27 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
         file.write(text.getvalue())
 
 
-@contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds the file's lock, which ends with the process, too. Yields whether it was had: always with ``wait``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
-def cell_rows(cell: Cell, folder: RunFolder, arm: str, cfg: RunConfig, cpu_seconds: float, commit: str) -> list[Row]:
-    """The rows of a finished cell from its run's folder. arm: its name there."""
-    shared = {"cpu_seconds": f"{cpu_seconds:.1f}", "config": config_digest(cfg), "commit": commit}
-    final = folder.evaluation(arm)
-    early = sorted((folder.path / "evaluations" / arm).glob("iter_*.json"))
-    places = {path: int(path.stem.removeprefix("iter_")) for path in early}
-    places[final] = 0 if cell.arm == arm and not cfg.has_arms else last_iteration(cfg)
+def cell_rows(key: CellKey, cfg: RunConfig, folder: RunFolder, cpu_seconds: float, commit: str) -> list[Row]:
+    """The rows of a finished cell from its run's folder."""
+    arms = arm_configs(cfg)
+    arm, iterations = next(((name, arms[name].iterations) for name in arms), (START, 0))
+    places = {iteration: folder.evaluation(arm, iteration) for iteration in folder.evaluated_iterations(arm)}
+    places[iterations] = folder.evaluation(arm)
     return [
-        {**_empty(cell), **shared, "iteration": str(iteration), **values}
-        for path, iteration in places.items()
+        {**_row(key, cfg, cpu_seconds, commit), "iteration": str(iteration), **values}
+        for iteration, path in places.items()
         for values in _by_temperature(load_evaluation(path))
     ]
 
 
-def stopped_row(cell: Cell, cfg: RunConfig, cpu_seconds: float, commit: str, why: str) -> Row:
-    """Of a cell that a guard ended."""
-    values = {"cpu_seconds": f"{cpu_seconds:.1f}", "config": config_digest(cfg), "commit": commit}
-    return {**_empty(cell), **values, "note": " ".join(why.split())}
+def stopped_row(key: CellKey, cfg: RunConfig, cpu_seconds: float, commit: str, why: str) -> Row:
+    """The row of a cell that a guard ended."""
+    return {**_row(key, cfg, cpu_seconds, commit), "note": " ".join(why.split())}
 
 
-def last_iteration(cfg: RunConfig) -> int:
-    from nemo_edo.config.compose import arm_configs
-
-    return next(iter(arm_configs(cfg).values())).iterations
+def _row(key: CellKey, cfg: RunConfig, cpu_seconds: float, commit: str) -> Row:
+    shared = {"cpu_seconds": f"{cpu_seconds:.1f}", "config": config_digest(cfg), "commit": commit}
+    return {**dict.fromkeys(COLUMNS, ""), **dict(zip(CELL, map(str, key), strict=True)), **shared}
 
 
 def config_digest(cfg: RunConfig) -> str:
@@ -131,10 +125,6 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
         elif value != default:
             found[key] = value
     return found
-
-
-def _empty(cell: Cell) -> Row:
-    return {**dict.fromkeys(COLUMNS, ""), **dict(zip(CELL, map(str, cell.key), strict=True))}
 
 
 def _by_temperature(evaluation: Evaluation) -> Iterator[Row]:

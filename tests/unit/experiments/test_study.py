@@ -1,6 +1,5 @@
 """A study's file, its cells, and its table."""
 
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +11,9 @@ from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
+from nemo_edo.experiments.study import changed_cells, cpu_hours_left, read_study, status_lines, study_file
+from nemo_edo.experiments.study_table import COLUMNS, append_rows, cell_of, config_digest, last_rows, read_rows
 from nemo_edo.run.folder import RunFolder
-from nemo_edo.run.study_file import read_study, study_file
-from nemo_edo.run.study_status import changed_cells, composed, cpu_hours_left, status_lines, unfinished
-from nemo_edo.run.study_table import (
-    COLUMNS,
-    append_rows,
-    cell_of,
-    cell_rows,
-    config_digest,
-    locked,
-    read_rows,
-    stopped_row,
-)
 
 SETTINGS = {
     "name": "two",
@@ -60,7 +49,7 @@ def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_do
         ("sums", "grpo", "", 1), ("sums", "clip_higher", "0.28", 1), ("sums", "clip_higher", "0.4", 1),
         ("sums", "target", "-0.2", 1), ("gcd", "grpo", "", 1)]
     assert len({cell.name for cell in study.cells}) == len(study.cells) == 2 * 2 * 4
-    by_key = {cell.key: composed(study, cell) for cell in study.cells if cell.seed == 2 and cell.task == "gcd"}
+    by_key = {cell.key: cell.cfg for cell in study.cells if cell.seed == 2 and cell.task == "gcd"}
     [clipped] = arm_configs(by_key["gcd", "clip_higher", "0.4", 2]).values()
     assert (clipped.clip_high, clipped.iterations, clipped.exploration_weight) == (0.4, 2, 0)
     assert by_key["gcd", "grpo", "", 2].seed == 2
@@ -70,13 +59,13 @@ def test_an_arms_settings_and_nested_doses_reach_it(written):
     settings = {"alpha": None, "exploration_coefficient": 0.1, "schedule.kind": "entropy"}
     study = written(arms={"target": {"arm": "ed_grpo_floor", "settings": settings,
                                      "dose": "schedule.entropy_target", "doses": [0.2]}})
-    [arm] = arm_configs(composed(study, study.cells[0])).values()
+    [arm] = arm_configs(study.cells[0].cfg).values()
     assert (arm.exploration_weight, arm.schedule.kind, arm.schedule.entropy_target) == (0.1, "entropy", 0.2)
 
 
 def test_the_start_trains_no_arm_and_has_the_warm_up_of_its_cells(written):
     study = written()
-    start, cell = composed(study, study.start("gcd", 2)), composed(study, study.cells[-1])
+    start, cell = study.start("gcd", 2).cfg, study.cells[-1].cfg
     assert not start.arms and start.algorithm == "sft"
     same = ("seed", "threads", "model", "precision", "parallelism", "lora", "data", "sft", "evaluation", "sampling")
     assert all(getattr(start, name) == getattr(cell, name) for name in same)
@@ -151,18 +140,18 @@ def test_development_and_held_out_tasks_differ():
 
 def test_a_finished_cell_is_one_that_the_table_has_whatever_folders_there_are(written):
     study = written()
-    assert len(unfinished(study)) == len(study.cells) and cpu_hours_left(study) is None
+    assert len(study.unfinished()) == len(study.cells) and cpu_hours_left(study) is None
     done = study.cells[:4]
     append_rows(study.table, [row(cell) for cell in done])
     append_rows(study.table, [row(study.start("sums", 1), cpu_seconds="72")])
-    assert unfinished(study) == study.cells[4:]
+    assert study.unfinished() == study.cells[4:]
     # 12 cells of 36 s, and the three warm-ups that are missing, of 72 s
     assert cpu_hours_left(study) == pytest.approx((12 * 36 + 3 * 72) / 3600)
 
 
 def test_cells_whose_settings_have_changed_since_are_named(written):
     study = written(seeds=[1], tasks={"sums": SETTINGS["tasks"]["sums"]}, arms={"grpo": {}})
-    rows = [row(cell, config=config_digest(composed(study, cell))) for cell in study.cells]
+    rows = [row(cell, config=config_digest(cell.cfg)) for cell in study.cells]
     append_rows(study.table, rows)
     assert changed_cells(study) == []
     other = replace(study, settings=["grpo.beta=0.02"])
@@ -173,7 +162,7 @@ def test_cells_whose_settings_have_changed_since_are_named(written):
 def test_a_held_out_studys_status_ends_with_its_verdict_once_every_cell_is_done(written):
     study = written(held_out=True, baselines=["grpo"], arms={"grpo": {}, "entropy_bonus": {}})
     cells = study.cells
-    rows = [row(cell, config=config_digest(composed(study, cell)), temperature="best", iteration="2",
+    rows = [row(cell, config=config_digest(cell.cfg), temperature="best", iteration="2",
                 vote=f"{0.5 + 0.1 * (cell.arm != 'grpo') + cell.seed / 100}") for cell in cells]  # fmt: skip
     append_rows(study.table, rows[:-1])
     assert not any("claim" in line for line in status_lines(study))
@@ -192,24 +181,50 @@ def test_the_digest_ignores_place_and_what_is_at_its_default_and_sees_all_else()
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-def test_rows_of_a_cell_have_each_evaluation_and_temperature(written, tmp_path: Path):
-    study = written()
+def test_a_finished_cell_gets_a_row_for_each_evaluation_and_temperature_and_only_what_is_kept_stays(written):
+    study = written(keep="results")
     cell = study.cells[1]
-    folder, two = RunFolder(tmp_path / "run"), (np.array([1.0, 0.0]), np.ones(2))
+    folder, two = study.run_folder(cell), (np.array([1.0, 0.0]), np.ones(2))
     metrics = {"accuracy": two, "vote@2": two, "vote@10": (np.ones(2), np.ones(2)), "vote@10/t0.6": two,
                "accuracy/best": (np.ones(2), np.ones(2)), "best_temperature": (np.full(2, 0.6), np.ones(2))}
     folder.write_evaluation(Evaluation("grpo", ("a", "b"), {"accuracy": two}), 3)
     folder.write_evaluation(Evaluation("grpo", ("a", "b"), metrics))
-    cfg = composed(study, cell)
-    rows = cell_rows(cell, folder, "grpo", cfg, 12.34, "abc+")
+    folder.write_json("summary.json", {"commit": "abc+"})
+    folder.checkpoint("grpo").mkdir(parents=True)
+    folder.evaluated("grpo", "sampled").mkdir(parents=True)
+    assert study.record(cell, 0, 12.34)
+    rows = read_rows(study.table)
     shown = [(one["iteration"], one["temperature"], one["accuracy"], one["vote"]) for one in rows]
     assert shown == [("3", "1", "0.50000", ""), ("15", "1", "0.50000", "1.00000"), ("15", "0.6", "", "0.50000"),
                      ("15", "best", "1.00000", "")]
     assert {(cell_of(one), one["cpu_seconds"], one["commit"], one["problems"]) for one in rows} == {
         (cell.key, "12.3", "abc+", "2")}
-    assert rows[1]["best_temperature"] == "0.60000" and rows[1]["config"] == config_digest(cfg)
-    append_rows(study.table, [*rows, stopped_row(cell, cfg, 1.0, "abc", "not\nfinite")])
-    assert read_rows(study.table)[:-1] == rows and read_rows(study.table)[-1]["note"] == "not finite"
+    assert rows[1]["best_temperature"] == "0.60000" and rows[1]["config"] == config_digest(cell.cfg)
+    assert last_rows(rows, "1") == {cell.key: rows[1]}
+    assert not (folder.path / "checkpoints").exists() and not folder.evaluated("grpo", "sampled").exists()
+    assert folder.evaluation("grpo").is_file() and cell not in study.left()
+
+
+def test_a_training_that_a_guard_stopped_has_a_row_that_says_why_and_any_other_failure_has_none(written):
+    study = written()
+    cell, other = study.cells[:2]
+    RunFolder(study.folder / study.start("sums", 1).name).write_json("summary.json", {"commit": "abc"})
+    study.log(cell).parent.mkdir()
+    study.log(cell).write_text("...\nnemo-edo: stopped by a guard: grpo, not finite\nnemo-edo: its state is saved\n")
+    assert study.record(cell, 3, 1.0) and not study.record(other, 1, 1.0)
+    [row] = read_rows(study.table)
+    assert (cell_of(row), row["note"], row["commit"]) == (cell.key, "grpo, not finite", "abc")
+    assert last_rows([row], "best") == {cell.key: row}
+
+
+def test_starts_are_run_before_the_first_of_their_cells_and_again_only_for_cells_that_are_left(written):
+    study = written(seeds=[1], arms={"grpo": {}})
+    names = [cell.name for cell in study.left()]
+    assert names == ["sums,warmup,seed=1", "sums,grpo,seed=1", "gcd,warmup,seed=1", "gcd,grpo,seed=1"]
+    append_rows(study.table, [row(study.start("sums", 1)), row(study.start("gcd", 1)), row(study.cells[0])])
+    assert [cell.name for cell in study.left()] == names[2:]
+    assert study.donors(study.cells[1]) == [study.start("gcd", 1)]
+    assert study.cells[1].warm_up == study.start("gcd", 1).warm_up != study.cells[0].warm_up
 
 
 HEADER = ",".join(COLUMNS)
@@ -220,23 +235,3 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tmp_path: Path, text: s
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UserError, match="t.csv"):
         read_rows(tmp_path / "t.csv")
-
-
-def hold(path: Path, held, let_go) -> None:
-    with locked(path):
-        held.set()
-        let_go.wait(30)
-
-
-def test_a_cell_is_one_processes_until_that_ends(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    held, let_go = context.Event(), context.Event()
-    other = context.Process(target=hold, args=(tmp_path / "lock", held, let_go))
-    other.start()
-    assert held.wait(30)
-    with locked(tmp_path / "lock", wait=False) as mine:
-        assert not mine
-    other.kill()  # a killed process holds nothing
-    other.join()
-    with locked(tmp_path / "lock", wait=False) as mine:
-        assert mine

@@ -1,5 +1,5 @@
-"""The lines that show a sweep's progress: one where a member starts and one where it ends, with its last numbers and
-the time left; on a terminal also the last line of each member in progress."""
+"""The lines that show a grid's progress: one where a cell starts and one where it ends, with its last numbers and
+the time left; on a terminal also the last line of each cell in progress."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nemo_edo.run.console import clock_time
 from nemo_edo.utils.status_line import StatusLine
 
 LAST_BYTES = 8192
-"""Of a member's log, in which its last line is looked for."""
+"""Of a cell's log, in which its last line is looked for."""
 LOOKED_AT_EVERY_S = 1.0
 _OF_A_RUN = re.compile(r"^\[\d+/\d+\] .*", re.MULTILINE)
 _OF_AN_EVALUATION = re.compile(r"^\[\d+/\d+\] (\S+) after \d+: (.*)", re.MULTILINE)
 
 
 @dataclass
-class SweepConsole:
-    """total: members; finished: those that an earlier sweep has finished; jobs: that run at a time."""
+class GridConsole:
+    """total: cells; finished: those that finished earlier; jobs: that run at a time."""
 
     total: int
     finished: int
@@ -31,17 +31,17 @@ class SweepConsole:
     clock: Callable[[], float] = time.monotonic
     _started: int = 0
     _running: dict[str, tuple[Path, float]] = field(default_factory=dict)
-    """Member -> its log, and when it started."""
+    """Cell -> its log, and when it started."""
     _durations: list[float] = field(default_factory=list)
     _line: StatusLine = field(default_factory=StatusLine)
     _looked: float = 0.0
 
     def __post_init__(self) -> None:
         if self.finished:
-            self.say(f"{self.finished} of {self.total} members finished earlier")
+            self.say(f"{self.finished} of {self.total} runs finished earlier")
 
     def started(self, name: str, log: Path, donor: str | None) -> None:
-        """donor: the member whose warm-up it has."""
+        """donor: the cell whose warm-up it has."""
         self._started += 1
         self._running[name] = log, self.clock()
         shared = f", with the warm-up of {donor}" if donor else ""
@@ -60,7 +60,7 @@ class SweepConsole:
         self.say("; ".join(parts))
 
     def look(self) -> None:
-        """Draws the last line of each member in progress; often called, it looks once a second."""
+        """Draws the last line of each cell in progress; often called, it looks once a second."""
         if self.clock() - self._looked < LOOKED_AT_EVERY_S or not self._line.is_possible:
             return
         self._looked = self.clock()

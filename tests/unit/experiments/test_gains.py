@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_edo.report.gains import ALL_TASKS, gains, markdown, tasks_won, verdict
+from nemo_edo.experiments.gains import ALL_TASKS, gains, markdown, tasks_won, verdict
 
 TASKS, SEEDS = ("a", "b"), (11, 12, 13)
 BASELINES = ("grpo", "bonus")

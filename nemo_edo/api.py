@@ -27,9 +27,10 @@ from nemo_edo.evaluation.results import (
     paired_interval,
     require_same_problems,
 )
+from nemo_edo.experiments.grid import train_command
+from nemo_edo.experiments.sweep import plan_sweep, run_sweep
 from nemo_edo.run.folder import METRICS
 from nemo_edo.run.stored_run import open_run
-from nemo_edo.run.sweep import plan_sweep, run_sweep, train_command
 from nemo_edo.utils.processes import end_with
 from nemo_edo.utils.wording import did_you_mean
 
@@ -96,9 +97,9 @@ def sweep(
     planned = plan_sweep(config_name, list(overrides), str(Path(config_dir).resolve()) if config_dir else None)
     failures = run_sweep(planned, jobs=jobs, processes=processes)
     if failures:
-        named = "; ".join(f"{one.member.name}: status {one.status}, see {one.log}" for one in failures)
-        raise RuntimeError(f"{len(failures)} of {len(planned.members)} runs failed: {named}")
-    return [Run(planned.folder / member.name) for member in planned.members]
+        named = "; ".join(f"{one.cell.name}: status {one.status}, see {one.log}" for one in failures)
+        raise RuntimeError(f"{len(failures)} of {len(planned.cells)} runs failed: {named}")
+    return [Run(planned.folder / cell.name) for cell in planned.cells]
 
 
 class Run:

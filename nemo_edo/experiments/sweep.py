@@ -1,0 +1,124 @@
+"""A sweep: one run for each combination of the values that overrides list.
+
+The same command resumes a stopped sweep: finished runs are left alone, the others resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import OverrideParseException
+
+from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.experiments.grid import Cell, Failure, Grid, quoted, run_grid
+from nemo_edo.report.run_set import sweep_members
+from nemo_edo.utils.files import check_folder
+
+LONGEST_NAME = 120
+"""Characters of a run's name: file systems take 255 bytes, and a run's own files come on top in some of them."""
+
+
+@dataclass(frozen=True)
+class Sweep(Grid):
+    """Runs that have all been composed and checked."""
+
+    config_name: str
+    folder: Path
+    """``output_dir/name`` of the config."""
+    cells: tuple[Cell, ...]
+
+
+def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
+    """The runs of a sweep: every combination of the values that overrides list, in Hydra's sweep syntax.
+
+    ``KEY=A,B``, ``KEY=choice(A,B)`` and ``KEY=range(START,STOP,STEP)``; the last key varies fastest. Raises
+    ``ConfigError`` where nothing is swept or any run's config is wrong, and ``UserError`` where a run's folder
+    belongs to another run: before the first one starts.
+    """
+    parsed = _parse(overrides)
+    choices = [_choices(override) for override in parsed]
+    swept = [place for place, override in enumerate(parsed) if override.is_sweep_override()]
+    if not swept:
+        raise ConfigError("nothing is swept: give a setting several values, as in seed=1,2,3")
+    combinations = list(product(*choices))
+    first = compose_run(config_name, list(combinations[0]), config_dir)
+    folder = Path(first.output_dir) / first.name
+    names = _names([[combination[place] for place in swept] for combination in combinations])
+    cells = []
+    for name, combination in zip(names, combinations, strict=True):
+        place = (f"output_dir={quoted(str(folder))}", f"name={quoted(name)}")
+        cells.append(Cell(name=name, config_name=config_name, overrides=(*combination, *place), config_dir=config_dir))
+    sweep = Sweep(config_name, folder, tuple(cells))
+    for cell in sweep.cells:
+        sweep.run_folder(cell).check_free(cell.config)
+    return sweep
+
+
+def run_sweep(sweep: Sweep, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print) -> list[Failure]:
+    """``run_grid``, with the sweep's list of its runs."""
+    write_members(sweep)
+    return run_grid(sweep, jobs=jobs, processes=processes, say=say)
+
+
+def write_members(sweep: Sweep) -> None:
+    """``sweep.yaml``: the runs with their overrides, those of earlier sweeps in the folder included."""
+    path = sweep.folder / "sweep.yaml"
+    check_folder(sweep.folder)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    members = sweep_members(sweep.folder) if path.exists() else {}
+    members |= {cell.name: list(cell.overrides) for cell in sweep.cells}
+    text = yaml.safe_dump({"config": sweep.config_name, "members": members}, sort_keys=False, width=1000)
+    path.write_text(text, encoding="utf-8")
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE") from error
+
+
+def _choices(override: Override) -> list[str]:
+    """The overrides, one value each, that one of the command line stands for."""
+    if not override.is_sweep_override():
+        return [override.input_line]
+    place = f"command line: {override.input_line}"
+    if override.key_or_group in ("name", "output_dir"):
+        raise ConfigError(f"{place}: a sweep's members are named after their other settings; give one value")
+    if not override.is_discrete_sweep() or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        raise ConfigError(f"{place}: list the values, as in KEY=A,B, KEY=choice(A,B) or KEY=range(START,STOP,STEP)")
+    choices = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    repeated = [choice for choice, count in Counter(choices).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"{place}: {repeated[0]} is listed twice")
+    return choices
+
+
+def _names(swept: list[list[str]]) -> list[str]:
+    """A folder's name for each member from its swept overrides: ``alpha=0.001,seed=2``."""
+    keys = [line.partition("=")[0].lstrip("+") for line in swept[0]]
+    last = [re.split(r"[.@]", key)[-1] for key in keys]
+    shown = [short if last.count(short) == 1 else key for short, key in zip(last, keys, strict=True)]
+    names = [
+        ",".join(f"{key}={line.partition('=')[2]}" for key, line in zip(shown, lines, strict=True)) for lines in swept
+    ]
+    plain = [re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\[\]{}'\"]", "", name)) for name in names]
+    return [
+        short
+        if plain.count(short) == 1 and len(short) <= LONGEST_NAME
+        else f"{short[: LONGEST_NAME - 9]}-{_digest(name)}"
+        for short, name in zip(plain, names, strict=True)
+    ]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

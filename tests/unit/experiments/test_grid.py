@@ -1,0 +1,153 @@
+"""The runner of grids: each cell once, some at a time, warm-ups shared, and a stop that leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nemo_edo.errors import RunStopped
+from nemo_edo.experiments.grid import CLAIMS, Cell, Grid, hold, run_grid
+from nemo_edo.experiments.sweep import plan_sweep
+from nemo_edo.run.folder import RunFolder
+
+# Stands in for a training: does as its cell's name says, and writes what it was started with.
+STAND_IN = """
+import json, os, pathlib, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+run = folder / name
+print("says", name, os.environ.get("OMP_NUM_THREADS"), "adopts" if (run / "journal.json").exists() else "", flush=True)
+(folder / f"{name}.started").touch()
+def wait(until):
+    deadline = time.monotonic() + 20
+    while not until() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return until()
+if "slow" in name:
+    time.sleep(60)
+if "fails" in name:
+    sys.exit(3)
+if "wait" in name and not wait(lambda: len(list(folder.glob("wait*.started"))) == 2):
+    sys.exit(1)
+run.mkdir(exist_ok=True)
+if "warm" in name and not (run / "journal.json").exists():
+    (run / "checkpoints" / "warmup").mkdir(parents=True)
+    (run / "checkpoints" / "warmup" / "weights").write_text("trained")
+    (run / "metrics.jsonl").write_text("of the warm-up, guard lines too\\nof an arm\\n")
+    (run / "journal.json").write_text(json.dumps({"files": {}, "warmup": {"metrics_bytes": 32}, "arm": {}}))
+    wait(lambda: len(list(folder.glob("warm*.started"))) == 2)  # while this one still runs
+if "warm" in name:
+    (run / "journal.json").write_text(json.dumps({"files": {}, "warmup": {}, "report": {}}))
+(run / "summary.json").touch()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn(Cell):
+    folder: Path
+    warm_up: str | None = None
+    config = "seed: 1"
+
+    def command(self, processes: int = 1) -> list[str]:
+        return [sys.executable, "-c", STAND_IN, str(self.folder), self.name]
+
+
+class Stands(Grid):
+    def __init__(self, folder: Path, *names: str, warm_up: str | None = None) -> None:
+        self.folder = folder
+        made = {"config_name": "", "overrides": (), "folder": folder, "warm_up": warm_up}
+        self.cells = [StandIn(name=name, **made) for name in names]
+
+    def logs(self) -> list[str]:
+        return [self.log(cell).read_text() for cell in self.cells]
+
+
+def test_a_failing_cell_stops_no_other_and_is_the_only_one_that_is_run_again(tmp_path: Path):
+    grid, said = Stands(tmp_path, "a", "fails", "b"), []
+    [failure] = run_grid(grid)
+    assert (failure.cell.name, failure.status, failure.log) == ("fails", 3, grid.folder / "logs" / "fails.log")
+    assert [cell.name for cell in grid.left()] == ["fails"]
+    run_grid(grid, say=said.append)
+    assert said[0] == "2 of 3 runs finished earlier"
+    assert [log.count("says") for log in grid.logs()] == [1, 2, 1]
+
+
+def test_jobs_run_at_the_same_time_and_share_the_cores(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    grid = Stands(tmp_path, "wait1", "wait2")
+    assert run_grid(grid, jobs=2) == []
+    assert grid.logs()[0].startswith(f"says wait1 {max(1, len(os.sched_getaffinity(0)) // 2)}")
+
+
+def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp_path: Path):
+    """The second one starts while the first still trains its arm."""
+    grid = Stands(tmp_path, "warm1", "warm2", warm_up="one")
+    assert run_grid(grid, jobs=2) == []
+    assert [log.count("adopts") for log in grid.logs()] == [0, 1]
+    given = RunFolder(tmp_path / "warm2")
+    assert (given.checkpoint("warmup") / "weights").read_text() == "trained"
+    assert (given.path / "metrics.jsonl").read_text() == "of the warm-up, guard lines too\n"
+    assert (given.path / "config.yaml").read_text() == "seed: 1"
+
+
+def test_a_warm_up_that_failed_is_trained_by_the_next_cell_and_one_that_was_begun_adopts_none(tmp_path: Path):
+    grid = Stands(tmp_path, "fails", "warm1", "warm2", warm_up="one")
+    (tmp_path / "warm2").mkdir()
+    assert [failure.cell.name for failure in run_grid(grid, jobs=2)] == ["fails"]
+    assert not any("adopts" in log for log in grid.logs())
+
+
+def test_a_cell_that_another_command_has_is_left_to_it(tmp_path: Path):
+    grid = Stands(tmp_path, "a", "b")
+    with hold(tmp_path / CLAIMS / "a.lock"):
+        assert run_grid(grid) == []
+    assert [cell.name for cell in grid.left()] == ["a"]
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path):
+    code = f"import pathlib; from nemo_edo.experiments.grid import hold; file = hold(pathlib.Path({str(tmp_path)!r}) /"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code} 'lock'); print(1, flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline()
+    assert hold(tmp_path / "lock") is None
+    process.kill()
+    process.wait()
+    assert hold(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_grid_stops_its_cells(tmp_path: Path, sent: signal.Signals):
+    grid = Stands(tmp_path, "slow1", "slow2", "later")
+
+    def stop() -> None:
+        while len(list(tmp_path.glob("*.started"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), sent)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(RunStopped, match="were stopped"):
+        run_grid(grid, jobs=2)
+    stopper.join()
+    assert subprocess.run(["pgrep", "-f", f"{tmp_path} slow"], check=False).returncode == 1
+    assert not (tmp_path / "later.started").exists()
+
+
+@pytest.mark.parametrize(("swept", "same"), [
+    ("grpo.alpha=0,0.1", True), ("arms=[grpo],[noise]", True), ("checkpoint.keep=1,2", True),
+    ("sft.steps=5,6", False), ("model.seq_length=64,65", False), ("data.arithmetic.max_operand=8,9", False),
+    ("precision.dtype=fp32,bf16", False), ("seed=1,2", False), ("sft.steps=0,600", False),
+    ("guards.on_grad_norm_spike=warn,skip", False), ("evaluation.samples=2,3", False),
+])  # fmt: skip
+def test_cells_share_a_warm_up_where_no_setting_that_reaches_it_or_its_evaluation_differs(swept: str, same: bool):
+    first, second = plan_sweep("alpha_sweep", [swept]).cells
+    assert (first.warm_up == second.warm_up) is same
+    assert (first.warm_up is None) is swept.startswith("sft.steps=0")

@@ -1,0 +1,97 @@
+"""Sweeps: which runs there are, and that all are checked before one starts."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.errors import UserError
+from nemo_edo.experiments.sweep import Sweep, plan_sweep, write_members
+from nemo_edo.report.run_set import sweep_members
+
+
+def plan(*overrides: str, folder: Path = Path("runs")) -> Sweep:
+    return plan_sweep("alpha_sweep", [*overrides, f"output_dir={folder}"])
+
+
+def names(*overrides: str) -> list[str]:
+    return [cell.name for cell in plan(*overrides).cells]
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    (["seed=range(1,4)"], ["seed=1", "seed=2", "seed=3"]),
+    (["+threads=1,2"], ["threads=1", "threads=2"]),
+    (["grpo.log_ratio_floor=null,-0.1"], ["log_ratio_floor=null", "log_ratio_floor=-0.1"]),
+    (["arms=[grpo,noise],kl_cov"], ["arms=grpo,noise", "arms=kl_cov"]),
+    (["grpo.alpha=0,1e-3", "seed=1,2", "idpo.beta=0.5"],
+     ["alpha=0,seed=1", "alpha=0,seed=2", "alpha=0.001,seed=1", "alpha=0.001,seed=2"]),
+    (["grpo.beta=1,2", "idpo.beta=3"], ["beta=1", "beta=2"]),
+    (["grpo.beta=1,2", "idpo.beta=3,4"],
+     [f"grpo.beta={one},idpo.beta={other}" for one in (1, 2) for other in (3, 4)]),
+])
+def test_names_follow_hydras_sweep_syntax_with_whole_keys_only_where_they_are_needed(line, expected: list[str]):
+    assert names(*line) == expected
+
+
+def test_values_that_cannot_be_folder_names_give_names_that_can_and_that_differ():
+    prompts = ["a/{question}", "a:{question}", *(f"{{question}}{'x' * 200}{end}" for end in "ab")]
+    found = names("data.prompt=" + ",".join(f"'{prompt}'" for prompt in prompts))
+    assert len(set(found)) == 4
+    assert all("/" not in name and len(name) < 130 for name in found)
+
+
+@pytest.mark.parametrize("folder", ["plain", "it's", "a=b,c", "with blank", "$dollar"])
+def test_a_members_overrides_compose_to_its_own_folder_and_values(tmp_path: Path, folder: str):
+    quoted = folder.replace("'", "\\'")
+    sweep = plan_sweep("alpha_sweep", ["grpo.alpha=0,0.5", "seed=3", f"output_dir='{tmp_path}/{quoted}'"])
+    cfg = compose_run("alpha_sweep", list(sweep.cells[1].overrides))
+    assert (cfg.grpo.alpha, cfg.seed, cfg.name) == (0.5, 3, "alpha=0.5")
+    assert cfg.output_dir == f"{tmp_path}/{folder}/alpha_sweep"
+
+
+@pytest.mark.parametrize(("overrides", "complaint"), [
+    (["seed=1"], "nothing is swept"),
+    (["seed=1,2", "grpo.alhpa=0,1"], "unknown key grpo.alhpa"),
+    (["grpo.beta=0.1,-1"], "grpo.beta is -1.0, expected a number of at least 0"),
+    (["seed=1,2,1"], "seed=1 is listed twice"),
+    (["name=a,b"], "members are named after their other settings"),
+    (["seed=interval(1,2)"], "list the values"),
+    (["arms=glob(*)"], "list the values"),
+    (["arms=noise,nois", "seed=1"], "no config nois in group arm; did you mean noise?"),
+    (["seed=1,2", "grpo.beta"], "not in Hydra's form"),
+])
+def test_a_mistake_in_any_member_is_reported_before_one_runs(overrides: list[str], complaint: str):
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides)
+    assert complaint in str(caught.value)
+
+
+def test_a_member_whose_folder_holds_another_run_is_refused(tmp_path: Path):
+    (tmp_path / "alpha_sweep" / "seed=2").mkdir(parents=True)
+    (tmp_path / "alpha_sweep" / "seed=2" / "config.yaml").write_text("seed: 9")
+    with pytest.raises(UserError, match="exists already with another config"):
+        plan("seed=1,2", folder=tmp_path)
+
+
+def test_command_of_a_member_runs_the_same_config_in_a_fresh_process():
+    sweep = plan_sweep("alpha_sweep", ["seed=1,2"])
+    command = sweep.cells[1].command()
+    assert command[:6] == [sys.executable, "-m", "nemo_edo", "train", "--config-name", "alpha_sweep"]
+    assert command[6:] == list(sweep.cells[1].overrides)
+    several = sweep.cells[1].command(processes=2)
+    assert several[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert several[5:] == command[1:]
+
+
+def test_sweep_yaml_lists_the_runs_of_all_sweeps_in_the_folder_and_anything_else_is_refused(tmp_path: Path):
+    write_members(plan("seed=1,2", folder=tmp_path))
+    sweep = plan("grpo.alpha=0,1", folder=tmp_path)
+    write_members(sweep)
+    assert list(sweep_members(sweep.folder)) == ["seed=1", "seed=2", "alpha=0", "alpha=1"]
+    assert yaml.safe_load((sweep.folder / "sweep.yaml").read_text())["config"] == "alpha_sweep"
+    for text in ("- a", "members: [a]", "{", "other: 1"):
+        (sweep.folder / "sweep.yaml").write_text(text)
+        with pytest.raises(UserError, match="sweep.yaml"):
+            sweep_members(sweep.folder)
