@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from nemo_edo.rewards.verifier import ExactAnswerScorer
 if TYPE_CHECKING:
     from nemo_edo.config import RewardsConfig
     from nemo_edo.interfaces import Scorer
-    from nemo_edo.rewards.custom import Item, Reward, RewardFunctions
+    from nemo_edo.rewards.custom import RewardFunctions
     from nemo_edo.rewards.judge import Judge
     from nemo_edo.rewards.workers import Limits
     from nemo_edo.types import Problem
@@ -27,7 +26,7 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
     """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
 
     Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. The first rank
-    verifies for all ranks. Raises UserError, on all ranks, where a judge does not answer.
+    verifies. Raises UserError where a judge does not answer.
     """
     answers = answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if cfg.rewards.by_function:
@@ -38,16 +37,15 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
         return ExactAnswerScorer(answers), None
     if cfg.rewards.verifier == "judge":
         return _judge_scorer(cfg, answers)
-    from nemo_edo.parallel.main_rank import on_main_for_long
     from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
     from nemo_edo.rewards.workers import WorkerPool
 
     rewards = cfg.rewards
     verifier = MathVerifier(WorkerPool(_limits(rewards)))
     for path, file in loaded.items():
-        bad = on_main_for_long(partial(verifier.unverifiable, file.problems))
+        bad = verifier.unverifiable(file.problems)
         loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
-    return MathScorer(answers, lambda pairs: on_main_for_long(partial(verifier.verify, pairs)), verifier.begin), None
+    return MathScorer(answers, verifier.verify, verifier.begin), None
 
 
 def check_functions(cfg: RunConfig) -> None:
@@ -60,16 +58,11 @@ def check_functions(cfg: RunConfig) -> None:
 
 def _custom_scorer(cfg: RunConfig, answers: AnswerFormat, problems: Sequence[Problem]) -> Scorer:
     """Tries the functions on the problems: one that fails must not do so after the warm-up."""
-    from nemo_edo.parallel.main_rank import on_main_for_long
     from nemo_edo.rewards.custom import CustomScorer
 
     functions = _reward_functions(cfg)
-
-    def run(items: Sequence[Item]) -> tuple[list[Reward], str | None]:
-        return on_main_for_long(partial(functions.rewards, items))
-
-    scorer = CustomScorer(answers, run, cfg.rewards.success_at)
-    on_main_for_long(lambda: functions.try_on([scorer.trial(problem) for problem in problems]))
+    scorer = CustomScorer(answers, functions.rewards, cfg.rewards.success_at)
+    functions.try_on([scorer.trial(problem) for problem in problems])
     return scorer
 
 
@@ -91,30 +84,19 @@ def _require_answers(loaded: Mapping[Path, LoadedProblems]) -> None:
         )
 
 
-def _judge_scorer(cfg: RunConfig, answers: AnswerFormat) -> tuple[Scorer, Judge | None]:
-    """Asks the judge for one verdict; raises UserError on all ranks where it does not answer."""
-    from nemo_edo.parallel.main_rank import on_main_for_long
+def _judge_scorer(cfg: RunConfig, answers: AnswerFormat) -> tuple[Scorer, Judge]:
+    """Asks the judge for one verdict; raises UserError where it does not answer."""
     from nemo_edo.rewards.judge import Judge, JudgeScorer
     from nemo_edo.rewards.judge_cache import JudgeCache
     from nemo_edo.rewards.math_verifier import MathVerifier
     from nemo_edo.rewards.workers import WorkerPool
 
-    rewards, judges = cfg.rewards, []
-
-    def begin() -> None:
-        rules = MathVerifier(WorkerPool(_limits(rewards))) if rewards.judge.compare_with_rules else None
-        cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
-        judges.append(Judge(rewards.judge, cache, rules))
-        judges[0].check()
-
-    on_main_for_long(begin)
-
-    def begin_rules() -> None:
-        for judge in judges:  # of the first rank alone
-            judge.begin()
-
-    scorer = JudgeScorer(answers, lambda items: on_main_for_long(lambda: judges[0].verdicts(items)), begin_rules)
-    return scorer, judges[0] if judges else None
+    rewards = cfg.rewards
+    rules = MathVerifier(WorkerPool(_limits(rewards))) if rewards.judge.compare_with_rules else None
+    cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
+    judge = Judge(rewards.judge, cache, rules)
+    judge.check()
+    return JudgeScorer(answers, judge.verdicts, judge.begin), judge
 
 
 def _limits(rewards: RewardsConfig) -> Limits:
