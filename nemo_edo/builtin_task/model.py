@@ -115,7 +115,7 @@ def _check_fields(fields: dict[str, Any], default: PretrainedConfig) -> None:
     """transformers silently keeps unknown fields: a misspelled one would leave its default in force."""
     declared = inspect.signature(type(default).__init__).parameters
     # head_dim is read by models whose config class does not declare it, such as Qwen2.
-    # rope_theta and rope_scaling are what transformers 4 called the parts of rope_parameters; version 5 still takes them.
+    # transformers 5 also takes the two names that rope_parameters had in version 4.
     known = {*default.to_dict(), *default.attribute_map, *declared, "head_dim", "rope_theta", "rope_scaling"}
     for name in fields:
         if name in _FILLED_IN:

@@ -24,6 +24,9 @@ SHAPE_FIELDS = (
     "moe_intermediate_size",
 )
 
+NAMES_IN_FILES = {"num_local_experts": "num_experts"}
+"""Fields that transformers 5 writes under another name than version 4, which also reads it."""
+
 FAMILIES = {
     "llama": (False, False),
     "qwen2": (True, False),
@@ -83,6 +86,7 @@ class ModelShape:
 
         Raises UserError for another family and for a size that is missing.
         """
+        fields = with_usual_names(fields)
         family = fields.get("model_type")
         if family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -173,8 +177,14 @@ class ModelShape:
         return layers + self.hidden_size + self.embedding_parameters * (1 if self.tied else 2)
 
 
+def with_usual_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json of either transformers version, by the names of version 4."""
+    return {NAMES_IN_FILES.get(name, name): value for name, value in fields.items()}
+
+
 def check_expected(expected: Mapping[str, Any] | None, found: Mapping[str, Any], source: str) -> None:
     """Raises UserError where a config.json's fields ``found`` have other sizes than those of model.architecture."""
+    found = with_usual_names(found)
     for name in SHAPE_FIELDS:
         if name in (expected or {}) and name in found and expected[name] != found[name]:
             raise UserError(
@@ -208,8 +218,8 @@ def check_positions(fields: Mapping[str, Any], source: str) -> None:
         return
     if family != "llama" or kind != "llama3":
         raise UserError(
-            f"{source}: rotary positions scaled by {kind!r} (rope_scaling, rope_parameters) would be lost for model_type "
-            f"{family!r}; to train with unscaled positions, remove the scaling from the file"
+            f"{source}: rope_scaling of type {kind!r} would be lost for model_type {family!r}; "
+            "to train with unscaled positions, remove it from the file"
         )
     for name, value in MEGATRONS_LLAMA3.items():
         if scaling.get(name, value) != value:

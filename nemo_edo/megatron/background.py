@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.errors import UserError
@@ -52,7 +53,8 @@ class Writing:
         )
         checksums = _Mailbox()
         if request.async_fn is not None:  # this rank has something to write
-            request = request._replace(async_fn=partial(_write, request.async_fn, os.getpid(), checksums))
+            transforms, _ = request.async_fn.args  # of write_preloaded_data_multithread
+            request = request._replace(async_fn=partial(_write, transforms, os.getpid(), checksums))
         request.add_finalize_fn(lambda: finish(checksums.get(default={})))
         self._calls = AsyncCallsQueue()
         self._calls.schedule_async_request(request)
@@ -73,11 +75,24 @@ class Writing:
         return not self._calls.get_num_unfinalized_calls()
 
 
-def _write(write: Callable, trainer: int, checksums: _Mailbox, *arguments: Any) -> None:
-    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory."""
+def _write(
+    transforms: list, trainer: int, checksums: _Mailbox, rank: int, buckets: Sequence[tuple], results: _Mailbox
+) -> None:
+    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory.
+
+    Each bucket is a file. Megatron's loop over them would report a failed one by the class of its error alone.
+    """
     end_with(trainer)
-    write(*arguments)
-    paths = [Path(path) for path, *_ in arguments[1]]
+    written = {}
+    for place, bucket in enumerate(buckets):
+        _, written[place] = FileSystemWriterAsync.write_preloaded_data(
+            transforms, place, write_bucket=bucket, results_queue=None, count_queue=None, use_fsync=True
+        )
+        if isinstance(written[place], Exception):
+            results.put(written[place])
+            return
+    results.put(written)
+    paths = [Path(path) for path, *_ in buckets]
     checksums.put({path.name: checksum(path) for path in paths if path.is_file()})
 
 

@@ -31,7 +31,7 @@ from nemo_edo.megatron.cpu.experts import convert_local_experts
 from nemo_edo.megatron.cpu.norm import TorchNorm
 from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
 from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention, rotates
-from nemo_edo.megatron.cpu.swiglu import is_swiglu, swiglu_mlp
+from nemo_edo.megatron.cpu.swiglu import SwiGLUMLP, is_swiglu
 from nemo_edo.megatron.decoding_cache import CacheContext
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ def local_layer_spec(
         if layer.submodules.self_attention.module is SelfAttention:
             layer.submodules.self_attention.module = RotatingSelfAttention
         mlp = layer.submodules.mlp  # layers may share their submodules, which then have it already
-        if is_swiglu(config) and isinstance(mlp, ModuleSpec) and mlp.module is MLP:
-            layer.submodules.mlp = swiglu_mlp(mlp.submodules)
+        if is_swiglu(config) and isinstance(mlp, partial) and mlp.func == MLP.as_mlp_submodule:
+            layer.submodules.mlp = partial(SwiGLUMLP.as_mlp_submodule, **mlp.keywords)
     block.layer_norm = TorchNorm
     return block
 

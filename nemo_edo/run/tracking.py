@@ -38,9 +38,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
     if not is_main:
         warnings.simplefilter("ignore")  # the first process says the same
-    # It sets its own level and handler as it is imported, and reports each optional import that fails with a traceback.
-    logging.getLogger("megatron.bridge.utils.import_utils").addFilter(lambda line: line.levelno >= logging.WARNING)
-    # That its own writer is deprecated for NVIDIA's resiliency extension, and that old formats are.
+    # It deprecates its own writer for NVIDIA's resiliency extension, and the format of 2025.
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine with nvcc and without a GPU
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it

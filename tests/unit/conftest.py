@@ -49,7 +49,7 @@ def held_writer(monkeypatch, tmp_path):
     def wait_and_write(*args, write_bucket, **kwargs):
         while not (gates / Path(write_bucket[0]).parent.name).exists():
             time.sleep(0.01)
-        write(*args, write_bucket=write_bucket, **kwargs)
+        return write(*args, write_bucket=write_bucket, **kwargs)
 
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(wait_and_write))
     return lambda folder: (gates / folder).touch()

@@ -10,9 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-# Private, but Megatron's own SelfAttention imports it from there too: the one home of YaRN's factor for a config.
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -123,8 +120,7 @@ class RotatingSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """SelfAttention's forward pass. It handles packed sequences, whose positions restart in the middle of a row,
-        except those
-        that share prompts, which it does not support."""
+        except those that share prompts, which it does not support."""
         self._angles, self._start, self._of_rows = None, 0, None
         self._positions = packed_seq_params.positions if isinstance(packed_seq_params, SharedPrompts) else None
         known = packed_seq_params is None or self._positions is not None
@@ -178,9 +174,9 @@ class RotatingSelfAttention(SelfAttention):
         packed = self._positions is not None
         if self._of_rows is not None:  # [rows, s] positions: [s, rows, 1, d] angles
             angles = self._angles[self._of_rows.T].squeeze(2)
-            return turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
+            return turns(angles, self._yarn_concentration_factor, vectors.dtype)
         angles = self._angles if packed else self._angles[self._start : self._start + vectors.shape[0]]
-        found = turns(angles, _yarn_get_concentration_factor_from_config(self.config), vectors.dtype)
+        found = turns(angles, self._yarn_concentration_factor, vectors.dtype)
         return tuple(part[self._positions] for part in found) if packed else found
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 BLOCK_BYTES = 1 << 20
@@ -67,17 +66,6 @@ class SwiGLUMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         both, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(swiglu(both))
-
-
-def swiglu_mlp(parts: MLPSubmodules) -> type[SwiGLUMLP]:
-    """The class that a layer's spec names. It brings its parts with it: of a ModuleSpec with another module than MLP,
-    TransformerLayer warns, and hands it no process group."""
-
-    class WithParts(SwiGLUMLP):
-        def __init__(self, config: TransformerConfig) -> None:
-            super().__init__(config, parts, tp_group=parallel_state.get_tensor_model_parallel_group())
-
-    return WithParts
 
 
 def is_swiglu(config: TransformerConfig) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -209,6 +210,8 @@ def import_bridge() -> None:
     for module in LOOK_FOR_TRANSFORMER_ENGINE:
         importlib.import_module(f"megatron.core.models.{module}")
 
+    # Its module of optional imports sets its own level, and reports a missing one by a traceback.
+    logging.getLogger("megatron.bridge.utils.import_utils").addFilter(lambda line: line.levelno >= logging.WARNING)
     if "transformer_engine" in sys.modules:
         return
     stand_ins = {"transformer_engine": _StandIn("transformer_engine")}

@@ -35,8 +35,10 @@ def test_a_model_has_the_published_number_of_parameters_fields_of_transformers_a
     fields = architecture(model)
     assert ModelShape.from_hf(fields, model).parameters == PUBLISHED[model]
     config = transformers_config(fields)
-    assert set(fields) <= {*type(config)().to_dict(), "head_dim"}
-    assert (config.rope_scaling or {}).get("rope_type") == ("llama3" if model.startswith("llama") else None)
+    positions = config.rope_parameters
+    assert positions["rope_type"] == ("llama3" if model.startswith("llama") else "default")
+    assert positions["rope_theta"] == fields["rope_theta"]
+    assert set(fields) <= {*type(config)().to_dict(), *config.attribute_map, "head_dim", "rope_theta", "rope_scaling"}
     check_convertible(fields, model)
 
 

@@ -27,7 +27,8 @@ def dense_logits(folder, tokens, *, scaled: bool = True):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     if not scaled:
-        model.config.rope_scaling = None
+        base = model.config.rope_parameters["rope_theta"]
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": base}
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model(tokens).logits
 

@@ -178,9 +178,11 @@ def test_attention_is_chosen_by_the_config_and_the_machine(attention, device, ha
 
 
 def test_a_gpu_without_transformer_engine_builds_llama_with_what_there_is_and_says_so(policy, caplog):
-    from megatron.bridge.models.llama.llama_provider import LlamaModelProvider
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    provider = LlamaModelProvider(num_layers=1, hidden_size=64, num_attention_heads=2, attention_dropout=0.0)
+    fusions = {"apply_rope_fusion": True, "masked_softmax_fusion": True}  # as Bridge asks for of a Llama
+    provider = GPTModelProvider(
+        num_layers=1, hidden_size=64, num_attention_heads=2, attention_dropout=0.0, vocab_size=128, **fusions)
     set_layer_spec(provider, "auto", GPU)
     provider.finalize()  # Megatron's own checks: it refuses fusions that are not installed
     assert not provider.apply_rope_fusion
