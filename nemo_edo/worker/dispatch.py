@@ -119,7 +119,7 @@ class Workers:
             self._in_call = False
             raise
         self._is_local_busy = False
-        answers = [self._answer_of(other) for other in self._others]
+        answers = self._answers()
         self._in_call = False
         for other, answer in zip(self._others, answers, strict=True):
             if answer.error is not None:  # one that every rank was to raise
@@ -145,11 +145,12 @@ class Workers:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def _answer_of(self, other: _Rank) -> Answer:
+    def _answers(self) -> list[Answer]:
+        """The other ranks' answers, once all are there."""
         with self._changed:
-            self._changed.wait_for(lambda: other.answers or self._failure() is not None)
+            self._changed.wait_for(lambda: self._failure() is not None or all(other.answers for other in self._others))
             self._raise_failure()
-            return other.answers.pop(0)
+            return [other.answers.pop(0) for other in self._others]
 
     def _raise_failure(self) -> None:
         failure = self._failure()
@@ -197,7 +198,7 @@ class Workers:
         """In a thread: rank 0 may wait for a failed rank in a collective."""
         waiting = {other.connection: other for other in self._others}
         failed_at = None
-        while waiting:
+        while waiting or failed_at is not None:
             ready = wait(list(waiting), None if failed_at is None else 1.0)
             with self._changed:
                 for connection in ready:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 from helpers import tiny_models
 
@@ -13,6 +14,8 @@ from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.serve import serve
 from nemo_edo.worker.worker import Place, Worker
+
+T = TypeVar("T")
 
 
 def workers_of(policy) -> Workers:
@@ -35,7 +38,7 @@ def build_tiny(worker: Worker, folder: Path, sizes: dict) -> None:
     give(worker, tiny_models.build_policy(folder, ParallelismConfig(**sizes)))
 
 
-def controlled[T](work: Callable[[Workers], T]) -> T | None:
+def controlled(work: Callable[[Workers], T]) -> T | None:
     """What ``work`` returns on rank 0, which it is the controller on; the other ranks of a pool serve."""
     import torch
 
