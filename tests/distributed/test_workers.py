@@ -21,6 +21,7 @@ def test_two_workers_find_what_one_finds_and_each_gets_its_rows_alone(two, alone
     for name in ("responses", "texts", "versions"):
         assert found[name] == alone[name]
     for step, expected in zip(found["metrics"], alone["metrics"], strict=True):
+        expected = {**expected, "padding_share": step["padding_share"]}  # which is the layout's
         assert step == pytest.approx(expected, rel=2e-4, abs=2e-5)
     for name in ("logprobs", "loaded"):
         torch.testing.assert_close(found[name], alone["logprobs"], rtol=1e-4, atol=1e-4)
@@ -35,5 +36,5 @@ def test_a_rank_that_raises_is_named_with_its_error_though_rank_0_waits_for_it(t
 
 
 def test_a_rank_that_is_killed_is_named(two):
-    with pytest.raises(CaseFailed, match="rank 1: died with status -9"):
+    with pytest.raises(CaseFailed, match="(?s)rank 1: died with status -9.*rank 1 on .* has ended during fail_on_rank_1"):
         two.run("helpers.controller_cases:failure", how="killed")
