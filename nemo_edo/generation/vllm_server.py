@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server (0.32): its command line, environment, and extra fields of requests.
+"""vLLM's OpenAI-compatible server (0.33; for CPUs 0.32): its command line, environment, and extra fields of requests.
 
 Log-probabilities. A rollout's are those of the temperature-scaled softmax over the whole vocabulary, before any top-p
 cut. vLLM has two kinds: ``processed_logprobs``, after temperature and cut, and ``raw_logprobs``, before both. Without a
@@ -27,7 +27,7 @@ class VLLM:
 
     backend = "vllm"
     package = "vllm"
-    install = "make vllm-env (a machine without GPUs), or pip install vllm==0.32.0 in a separate environment"
+    install = "make vllm-env (a machine without GPUs), or pip install vllm==0.33.0 in a separate environment"
     takes_weights = True
     """Whether the run sends weights to its servers."""
 

@@ -7,6 +7,7 @@ import io
 import logging
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,9 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
     # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
     # micro-batches and data-parallel ranks, and divides by nothing.
     provider.calculate_per_token_loss = True
+    # Bridge adds weight gradients up in the matrix product where Transformer Engine can. Megatron's output layer, which
+    # is not Transformer Engine's, raises unless it has apex's kernel for it.
+    provider.gradient_accumulation_fusion &= find_spec("fused_weight_gradient_mlp_cuda") is not None
     # Its loss is a mean over a micro-batch: it would depend on how a batch is cut.
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
     if parallelism.recompute_granularity is not None:

@@ -28,7 +28,7 @@ from nemo_edo.megatron.adam_state import (
 from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums, write_checksums
 from nemo_edo.megatron.lora import describe
-from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only
+from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only, reading_checked_scales
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.files import read_object, write_text
@@ -135,7 +135,8 @@ def load(
             check_scales(folder, model)
     for index, (chunk, model) in enumerate(zip(unwrap_model(policy.chunks), models, strict=True)):
         extra = {name: part.data for name, part in own.get(f"model{index}", {}).items()}
-        chunk.load_state_dict(model | extra)
+        with reading_checked_scales():
+            chunk.load_state_dict(model | extra)
     if with_optimizer:
         with loading_either_adam(policy.optimizer), own_step_counters(policy.optimizer):
             policy.optimizer.load_state_dict(state["optimizer"])

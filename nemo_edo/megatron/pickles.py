@@ -38,6 +38,7 @@ _PLAIN |= {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib"
 _SCALES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # which replaces it
     ("collections", "OrderedDict"),
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
 }
@@ -94,18 +95,30 @@ def plain_objects_only(folder: Path) -> Iterator[None]:
     """Inside the block, ``torch.load`` builds tensors and plain values alone, whatever its callers ask for, and Adam's
     classes, which the settings of an offloaded optimizer name. UserError in the place of the errors of torch's readers:
     the checkpoint holds other objects, or is none."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    earlier = os.environ.get(name)
-    os.environ[name] = "1"
     try:
-        with torch.serialization.safe_globals([Adam, CPUAdam]):
+        with _switched_on("TORCH_FORCE_WEIGHTS_ONLY_LOAD"), torch.serialization.safe_globals([Adam, CPUAdam]):
             yield
     except (CheckpointException, pickle.UnpicklingError) as error:
         lines = str(error).strip().splitlines()
         cause = lines[0] if isinstance(error, pickle.UnpicklingError) else lines[-1]
         raise UserError(f"{folder} cannot be loaded: {cause}") from error
+
+
+def reading_checked_scales() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, Transformer Engine's layers read pickled scales, which it refuses by itself since 2.20. For
+    what ``check_scales`` has passed."""
+    return _switched_on("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
+
+
+@contextlib.contextmanager
+def _switched_on(variable: str) -> Iterator[None]:
+    """The environment variable is 1 inside the block."""
+    earlier = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
     finally:
         if earlier is None:
-            del os.environ[name]
+            del os.environ[variable]
         else:
-            os.environ[name] = earlier
+            os.environ[variable] = earlier

@@ -43,7 +43,7 @@ class _Needs:
 
 
 # The capabilities and CUDA versions are those of Transformer Engine's own checks (check_fp8_support and its sisters
-# in transformer_engine/pytorch), its versions those that megatron-core 0.16 asks for (get_fp8_recipe).
+# in transformer_engine/pytorch), its versions those that megatron-core 0.19 asks for (get_fp8_recipe).
 RECIPES = {
     "delayed": _Needs("1.0", (8, 9), None, "12.1", "Ada, Hopper or Blackwell"),
     "tensorwise": _Needs("2.2", (8, 9), None, "12.1", "Ada, Hopper or Blackwell"),

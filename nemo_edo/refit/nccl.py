@@ -2,7 +2,7 @@
 
 Megatron-Bridge streams the weights under Hugging Face's names, one at a time, gathered from the ranks that share it; no
 process has a second copy of the whole model. The servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at
-0.32): the trainer sends them an NCCL unique id, and then the names, types and shapes.
+0.33): the trainer sends them an NCCL unique id, and then the names, types and shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step scores by a process reward model on vLLM servers (0.32), whose pooling API returns the head's logits.
+"""Step scores by a process reward model on vLLM servers (0.33), whose pooling API returns the head's logits.
 
 =====================  ================================================  ==================================
 model                  vLLM serves it as                                 task, and what its rows are of

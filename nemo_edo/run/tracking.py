@@ -33,7 +33,6 @@ CHATTY = ("megatron", "nemo_logger", "httpx")
 def quiet_libraries() -> None:
     """Leaves the terminal to the run's own lines: called before the libraries are imported."""
     is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.WARNING)  # Megatron's training module would make it INFO, for every library
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
     if not is_main:

@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.entrypoints.launchers.api_server.routers import register_api_routers
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionLogProbs,
     CompletionRequest,

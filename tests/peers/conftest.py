@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def run_in_peer() -> Callable[..., None]:
-    """run("trl", script, *arguments): a script of this folder in the environment of requirements/peers/trl.txt, with
+    """run("trl", script, *arguments): a script of this folder in the environment of requirements/trl, with
     this checkout; ``launcher`` comes between the interpreter and the script, ``path`` is searched for packages too."""
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
 

@@ -1,21 +1,17 @@
 """The wheel in empty environments: the functions need torch and NumPy alone, and the command says what else there is.
 
-For the Python of these tests, torch, NumPy, the test tools and what they declare to need are linked from its
-environment, and nothing else is. For other Pythons they are installed, in environments that are kept: on Linux, PyPI's
-torch is several gigabytes, so it is done on demand (make test-pythons).
+On the Python of these tests, packages have the lock's versions. On other Pythons (make test-pythons) they have the
+newest that torch 2.13 goes with; each Python has its own torch, of gigabytes.
 """
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from peer_environment import ROOT, UNREACHABLE
+from peer_environment import ROOT, NoPackageIndex, run_uv
 
 pytestmark = pytest.mark.peers
 PACKAGES = ("losses", "metrics", "test_time")
@@ -25,64 +21,25 @@ TEST_TOOLS = ("pytest", "hypothesis", "scipy", "scikit-learn")
 """What the functions' tests import beside the functions."""
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "-w", folder, ROOT]
-    built = subprocess.run(pip, capture_output=True, text=True)
-    if UNREACHABLE.search(built.stderr):
-        pytest.skip("no package index to install the build backend from")
-    assert built.returncode == 0, built.stderr
-    [path] = folder.glob("*.whl")
-    return path
-
-
 @pytest.fixture(scope="session", params=PYTHONS)
-def python(request, wheel, tmp_path_factory) -> Path:
+def python(request, tmp_path_factory) -> Path:
     """The interpreter of an environment with the wheel, what it declares to need, and the test tools."""
-    version = request.param
-    folder = tmp_path_factory.mktemp("light") if version == HERE else ROOT / f".venv-light-{version}"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        interpreter = sys.executable if version == HERE else shutil.which(f"python{version}")
-        assert interpreter, f"LIGHT_PYTHONS names {version}, but there is no python{version}"
-        subprocess.run([interpreter, "-m", "venv", "--without-pip", folder], check=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--force-reinstall", wheel], check=True)
-    if version == HERE:
-        [site] = folder.glob("lib/python*/site-packages")
-        [installed] = distributions(name="nemo-edo", path=[str(site)])
-        link([*needs_of(installed), *map(distribution, TEST_TOOLS)], site)
-    else:
-        subprocess.run([*pip, wheel, *TEST_TOOLS], check=True)
+    folder = tmp_path_factory.mktemp("light")
+    python, versions = folder / "venv" / "bin" / "python", folder / "versions.txt"
+    try:
+        run_uv("build", "--wheel", "--out-dir", folder, ROOT)
+        if request.param == HERE:
+            versions.write_text(run_uv("export", "--locked", "--project", ROOT, "--no-emit-project", "--no-hashes",
+                                       "--extra", "trainer", "--group", "test"))  # fmt: skip
+            run_uv("venv", folder / "venv")
+        else:
+            versions.write_text("torch==2.13.*")
+            run_uv("venv", "--python", request.param, folder / "venv")
+        [wheel] = folder.glob("*.whl")
+        run_uv("pip", "install", "--python", python, "--constraint", versions, wheel, *TEST_TOOLS)
+    except NoPackageIndex as error:
+        pytest.skip(str(error))
     return python
-
-
-def needs_of(package: Distribution) -> list[Distribution]:
-    """What is installed of what it declares to need without extras."""
-    found = []
-    for need in map(Requirement, package.requires or []):
-        if need.marker is None or need.marker.evaluate({"extra": ""}):
-            try:
-                found.append(distribution(need.name))
-            except PackageNotFoundError:  # torch's CUDA libraries, beside its CPU build
-                continue
-    return found
-
-
-def link(packages: list[Distribution], site: Path) -> None:
-    """Symbolic links to these packages and to all that they need."""
-    seen = set()
-    while packages:
-        package = packages.pop()
-        if package.name in seen:
-            continue
-        seen.add(package.name)
-        packages += needs_of(package)
-        tops = {file.parts[0] for file in package.files or [] if file.suffix != ".pth"} - {"..", "__pycache__"}
-        for top in tops:
-            if not (site / top).exists():
-                (site / top).symlink_to(package.locate_file(top))
 
 
 def run(python: Path, *arguments: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

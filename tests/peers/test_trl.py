@@ -147,7 +147,7 @@ def theirs(run_in_peer, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
     """TRL's results for every case, from one process: importing TRL is slow."""
     folder = tmp_path_factory.mktemp("trl")
     torch.save(all_cases(), folder / "cases.pt")
-    run_in_peer("trl", "trl_losses.py", folder / "cases.pt", folder / "results.pt")
+    run_in_peer("trl-oldest", "trl_losses.py", folder / "cases.pt", folder / "results.pt")
     return torch.load(folder / "results.pt", weights_only=True)
 
 

@@ -11,9 +11,9 @@ COEFFICIENT, FLOOR = 0.3, -0.5  # as in trl_trainers.py
 MAX_LENGTH = 6
 # TRL's environment, loss types, processes. The reduction differs between 1.5 and 1.9.1 for the token means.
 RUNS = {
-    "newest": ("trl_newest", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"], 1),
-    "oldest": ("trl", ["dapo", "luspo"], 1),
-    "newest in two processes": ("trl_newest", ["dapo"], 2),
+    "newest": ("trl", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"], 1),
+    "oldest": ("trl-oldest", ["dapo", "luspo"], 1),
+    "newest in two processes": ("trl", ["dapo"], 2),
 }
 CASES = [(run, loss_type) for run, (_, loss_types, _) in RUNS.items() for loss_type in loss_types]
 close = dict(rtol=1e-4, atol=1e-6)

@@ -5,11 +5,12 @@ that is pretended (machine/device.cpp). What it shows and what it cannot show: d
     .venv/bin/python -m tests.rehearsal -m nemo_edo train --config-name quickstart
 
 The second runs Python with a GPU, in this process and in those that it starts. The first call of either compiles the
-device and installs Transformer Engine's Python code (prepare.py), into ~/.cache/nemo_edo/rehearsal.
+device, into ~/.cache/nemo_edo/rehearsal, and installs Transformer Engine's Python code, into .venv-rehearsal
+(prepare.py).
 
 - ``machine/``: what Python has on its path there. ``sitecustomize`` loads the device before torch is imported, and
   ``pretended_cuda`` and ``pretended_nccl`` adapt torch.cuda and torch.distributed; nothing of nemo_edo is replaced.
-  ``transformer_engine_torch`` is Transformer Engine's compiled part, in torch.
+  ``extensions/`` has the compiled parts of Transformer Engine and of apex, in torch.
 - ``cases.py``: what is computed, once on the CPU and once here, in processes that WorkerPool forks.
 - ``test_device.py``: the device is as strict as CUDA. ``test_steps.py`` and the others compare with the CPU.
 """

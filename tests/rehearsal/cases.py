@@ -5,7 +5,9 @@ import itertools
 import math
 import pickle
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -335,24 +337,29 @@ def released() -> list[int]:
         return free_gpu_memory()
 
 
-def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[str, dict[str, bool]]:
-    """Whether a GPU can run each recipe, by Transformer Engine's own checks and by ours."""
+def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[str, dict[str, Any]]:
+    """Whether a GPU can run each recipe, and the numbers of a block, by Transformer Engine's own code and by ours."""
+    from transformer_engine.pytorch import Float8BlockQuantizer
     from transformer_engine.pytorch import quantization as engine
+    from transformer_engine.pytorch.constants import DType
 
     from nemo_edo.errors import UserError
-    from nemo_edo.megatron.precision import RECIPES, Machine, check_machine
+    from nemo_edo.megatron.precision import BLOCK, RECIPES, Machine, check_machine
 
-    checks = {"delayed": engine.check_fp8_support, "tensorwise": engine.check_fp8_support,
-              "blockwise": engine.check_fp8_block_scaling_support, "mxfp8": engine.check_mxfp8_support}  # fmt: skip
+    fp8, blockwise, mxfp8 = (
+        getattr(engine, f"_compute_{name}_support") for name in ("fp8", "fp8_block_scaling", "mxfp8")
+    )
+    checks = {"delayed": fp8, "tensorwise": fp8, "blockwise": blockwise, "mxfp8": mxfp8}
     assert checks.keys() == RECIPES.keys()
-    found: dict[str, dict[str, bool]] = {"engine": {}, "ours": {}}
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
+    found: dict[str, dict[str, Any]] = {"engine": {"block": quantizer.block_len}, "ours": {"block": BLOCK}}
     for name, capability, cuda in itertools.product(RECIPES, capabilities, cudas):
         where = mock.patch.object(engine, "get_device_compute_capability", lambda of=capability: of)
         with where, mock.patch.object(torch.version, "cuda", cuda):
-            found["engine"][f"{name} {capability} {cuda}"] = checks[name].__wrapped__()[0]
+            found["engine"][f"{name} {capability} {cuda}"] = checks[name]()[0]
         precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=name)
         try:
-            check_machine(precision, Machine(capability, cuda, "2.10.0"))
+            check_machine(precision, Machine(capability, cuda, version("transformer-engine")))
             allowed = True
         except UserError:
             allowed = False

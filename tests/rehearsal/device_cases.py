@@ -45,7 +45,7 @@ def answers() -> dict[str, str]:
     }
     allowed = {
         "a number of the host": lambda: there * number,
-        "a Python number": lambda: there * 2,
+        "a Python number": lambda: (1 - there) * 2 + there,
         "copy": lambda: there.clone().copy_(here),
         "to and back": lambda: there.cpu() + here,
         "an index of the host": lambda: there[index],

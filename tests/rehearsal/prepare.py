@@ -1,5 +1,5 @@
-"""Makes the pretended machine: compiles its device and installs Transformer Engine's Python code, each once, in a cache
-folder of the user."""
+"""Makes the pretended machine: compiles its device, once, in a cache folder of the user, and installs Transformer
+Engine's Python code in a separate environment of the checkout."""
 
 from __future__ import annotations
 
@@ -8,28 +8,16 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from peer_environment import UNREACHABLE
+from peer_environment import ROOT, NoPackageIndex, peer_environment
 
 MACHINE = Path(__file__).parent / "machine"
-ROOT = Path(__file__).parents[2]
 DEVICE = MACHINE / "device.cpp"
-REQUIREMENTS = ROOT / "requirements" / "rehearsal" / "no-deps.txt"
-NCCL = ROOT / "requirements" / "rehearsal" / "nccl.txt"
 COMPILE = ("g++", "-O0", "-std=c++20", "-shared", "-fPIC")
-
-# Transformer Engine would load its compiled extension from a file; ours is a Python module.
-EXTENSION_IN_PYTHON = """
-
-def load_framework_extension(framework):
-    import transformer_engine_torch
-"""
 
 
 class NotHere(Exception):
@@ -37,8 +25,10 @@ class NotHere(Exception):
 
 
 def environment(*, transformer_engine: bool = True) -> dict[str, str]:
-    """The variables with which Python finds a GPU. Raises NotHere, and RuntimeError where a compiler or pip fails."""
-    path = [MACHINE, ROOT, ROOT / "tests", *([engine()] if transformer_engine else [])]
+    """The variables with which Python finds a GPU. transformer_engine: and Transformer Engine and apex. Raises NotHere,
+    and RuntimeError where a compiler or uv fails."""
+    engine = [MACHINE / "extensions", transformer_engine_folder()] if transformer_engine else []
+    path = [MACHINE, ROOT, ROOT / "tests", *engine]
     return {
         "PRETENDED_CUDA": str(device()),
         "PYTHONPATH": os.pathsep.join(map(str, path)),
@@ -52,68 +42,42 @@ def environment(*, transformer_engine: bool = True) -> dict[str, str]:
 
 def device() -> Path:
     """The compiled device, which finds torch's libraries in the folder that it was compiled for: ten seconds."""
-    if shutil.which("g++") is None:
-        raise NotHere("no g++ to compile the pretended device with")
-    key = _key(DEVICE.read_bytes(), version("torch").encode(), str(_torch()).encode(), " ".join(COMPILE).encode())
-    return _cached(f"device-{key}", _compile) / "device.so"
-
-
-def engine() -> Path:
-    """A folder with Transformer Engine's Python code."""
-    key = _key(REQUIREMENTS.read_bytes(), EXTENSION_IN_PYTHON.encode())
-    return _cached(f"transformer_engine-{key}", _install)
-
-
-def nccl() -> Path:
-    """NVIDIA's library, which answers a few calls without a GPU."""
-    folder = _cached(f"nccl-{_key(NCCL.read_bytes())}", lambda made: _pip(made, NCCL))
-    return folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-
-
-def _torch() -> Path:
-    return Path(find_spec("torch").origin).parent
-
-
-def _compile(folder: Path) -> None:
-    torch = _torch()
+    _require("g++")
+    torch = Path(find_spec("torch").origin).parent
+    # torch's own libraries for CUDA are needed, too, so that they register before the device does.
     flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib",
-             f"-Wl,-rpath,{torch}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
-    _run([*COMPILE, DEVICE, "-o", folder / "device.so", *flags])
+             f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
+    parts = [DEVICE.read_text(), version("torch"), *COMPILE, *flags]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_edo" / "rehearsal"
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"device-{key}.so"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                made = Path(folder) / "device.so"
+                _run([*COMPILE, DEVICE, "-o", made, *flags])
+                made.rename(library)
+    return library
 
 
-def _install(folder: Path) -> None:
-    _pip(folder, REQUIREMENTS)
-    with (folder / "transformer_engine" / "common" / "__init__.py").open("a") as module:
-        module.write(EXTENSION_IN_PYTHON)
+def transformer_engine_folder() -> Path:
+    """The folder of packages with Transformer Engine's Python code, which has no compiled part."""
+    try:
+        python = peer_environment("rehearsal")
+    except NoPackageIndex as error:
+        raise NotHere(str(error)) from error
+    [packages] = python.parents[1].glob("lib/python*/site-packages")
+    return packages
 
 
-def _pip(folder: Path, requirements: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    _run([*pip, "--no-deps", "--target", folder, "-r", requirements])
+def _require(program: str) -> None:
+    if shutil.which(program) is None:
+        raise NotHere(f"no {program} to make the pretended machine with")
 
 
 def _run(command: list[str | Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = done.stdout + done.stderr
-        if UNREACHABLE.search(said):
-            raise NotHere(f"no package index for {command[-1]}")
-        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{said}")
-
-
-def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The cache's folder ``name``, which is there once it is complete."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_edo" / "rehearsal"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (cache / name).exists():
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                (made := Path(folder) / name).mkdir()
-                make(made)
-                made.rename(cache / name)
-    return cache / name
-
-
-def _key(*parts: bytes) -> str:
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")

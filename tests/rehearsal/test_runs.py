@@ -118,7 +118,7 @@ def test_recipes_are_allowed_where_transformer_engine_allows_them(gpu):
     capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
     [found] = gpu.run(f"{CASES}:fp8_support", capabilities=capabilities, cudas=["12.8", "12.9", "13.1"])
     assert found["ours"] == found["engine"]
-    assert 0 < sum(found["ours"].values()) < len(found["ours"])
+    assert {True, False} < set(found["ours"].values())
 
 
 def test_training_follows_decoding_in_one_process(gpu, models):

@@ -1,57 +1,38 @@
-"""What we rely on of programs that cannot run here, as their pinned sources have it (tests/data): an upgrade of the pin
+"""What we rely on of TensorRT-LLM, which cannot run here, as its sources have it (tests/data): an upgrade of the pin
 needs another look at them."""
 
 import json
-import re
 from pathlib import Path
 
 from nemo_edo.generation.server_api import Launch, completion_body, read_answer
 from nemo_edo.generation.trtllm_server import TRTLLM
-from nemo_edo.megatron.precision import BLOCK, RECIPES
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-REHEARSAL = (ROOT / "requirements" / "rehearsal" / "no-deps.txt").read_text()
 
-
-def pinned(name: str) -> dict:
-    return json.loads((ROOT / "tests" / "data" / f"{name}.json").read_text())
+HAS = json.loads((ROOT / "tests" / "data" / "tensorrt_llm.json").read_text())
 
 
 def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
-    has = pinned("tensorrt_llm")
-    assert f"ARG TRTLLM_VERSION={has['version']}\n" in DOCKERFILE
-    assert f"tensorrt_llm=={has['version']} " in TRTLLM.install
+    assert f"ARG TRTLLM_VERSION={HAS['version']}\n" in DOCKERFILE
+    assert f"tensorrt_llm=={HAS['version']} " in TRTLLM.install
     launch = Launch(
         python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, logprobs_after_temperature=False, gpus=(0,),
         threads=1, cpu_cache_gb=1, memory_share=0.5, max_in_flight=8, sleeps=False, nccl_library=None,
         adapter_rank=None, arguments=(), log=Path("log"),
     )  # fmt: skip
     options = [part[2:] for part in TRTLLM().command(launch, Path("/model"), 8000) if part.startswith("--")]
-    assert set(options) == set(has["options"])
+    assert set(options) == set(HAS["options"])
     request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8, stop=("x",))
-    assert completion_body(TRTLLM(), "model", request, sampling, [2]).keys() == set(has["request_fields"])
+    assert completion_body(TRTLLM(), "model", request, sampling, [2]).keys() == set(HAS["request_fields"])
 
 
 def test_an_answer_with_the_fields_that_trtllm_has_is_read():
-    has = pinned("tensorrt_llm")
-    logprobs = dict.fromkeys(has["logprobs_fields"], []) | {"token_logprobs": [-0.5, -1.0]}
+    logprobs = dict.fromkeys(HAS["logprobs_fields"], []) | {"token_logprobs": [-0.5, -1.0]}
     said = {"index": 0, "text": "", "token_ids": [7, 2], "logprobs": logprobs, "finish_reason": "stop"}
-    choice = dict.fromkeys(has["choice_fields"]) | said
-    assert choice.keys() == set(has["choice_fields"]) and logprobs.keys() == set(has["logprobs_fields"])
+    choice = dict.fromkeys(HAS["choice_fields"]) | said
+    assert choice.keys() == set(HAS["choice_fields"]) and logprobs.keys() == set(HAS["logprobs_fields"])
     request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8)
     answer = read_answer({"model": "policy", "choices": [choice]}, "policy", request, sampling, [2], 10)
     assert (answer.ids, answer.logprobs, answer.finished) == ((7, 2), (-0.5, -1.0), True)
-
-
-def test_fp8_recipes_need_what_the_images_transformer_engine_checks():
-    has = pinned("transformer_engine")
-    assert re.search(rf"Transformer Engine {has['version']},", DOCKERFILE)
-    assert f"FROM {has['image']} AS trainer\n" in DOCKERFILE
-    assert f"transformer-engine=={has['version']}.0\n" in REHEARSAL  # which holds RECIPES against its own checks
-    assert RECIPES.keys() == has["recipes"].keys() and BLOCK == has["block"]
-    for name, checks in has["recipes"].items():
-        needs, below = RECIPES[name], checks["below"] and tuple(checks["below"])
-        assert (needs.capability, needs.below) == (tuple(checks["capability"]), below)
-        assert checks["cuda"] in (needs.cuda, None)

@@ -2,7 +2,7 @@
 
 A cycle generates responses to every prompt, scores them, computes their log-probabilities under the sampling policy and
 takes optimizer steps, with the usual work of either library: nemo_edo runs Algorithm 1 and writes rollouts and metrics
-to disk, TRL logs nothing. TRL has the newest version that requirements/peers pins, in a separate environment. Each
+to disk, TRL logs nothing. TRL has the version of requirements/trl, in a separate environment. Each
 library has a persistent process; each round has one cycle of nemo_edo and one of TRL, and the ratio is the median over
 the rounds. The first round is a warm-up, and with --cold, for jobs whose cycles take minutes, counts like the others.
 Peak memory is that of the processes, imports included.
@@ -312,7 +312,7 @@ def fastest_rows(args: argparse.Namespace, python: Path) -> int:
 def compare(args: argparse.Namespace) -> None:
     interpreters: dict[str, Path | str] = {"ours": sys.executable}
     if not args.ours_only:
-        interpreters["TRL"] = peer_environment("trl_newest")
+        interpreters["TRL"] = peer_environment("trl")
         args.rows = args.rows or fastest_rows(args, interpreters["TRL"])
     found = timed(args, interpreters)
     print(

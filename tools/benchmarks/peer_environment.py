@@ -1,18 +1,17 @@
-"""Separate environments for other libraries that we compare with, each built once and kept in the repository."""
+"""Separate environments, for other libraries that we compare with and for servers: each is a locked project of uv."""
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
+import os
 import re
-import shutil
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What pip says about an index that it cannot reach, before it gives up with "Could not find a version".
-UNREACHABLE = re.compile(r"connection broken by|connection error:|Max retries exceeded|Failed to establish a new conn")
+UV = ROOT / "tools" / "uv"
+# What uv says about an index that it cannot reach.
+UNREACHABLE = re.compile(r"Could not connect|are you offline|Failed to fetch|error sending request|dns error")
 
 
 class NoPackageIndex(Exception):
@@ -20,27 +19,26 @@ class NoPackageIndex(Exception):
 
 
 def peer_environment(name: str) -> Path:
-    """The interpreter of ROOT/.venv-NAME: what requirements/peers/NAME.txt pins, in addition to the environment that
-    this runs in. The stamp is written last, so that an interrupted install starts over.
+    """The interpreter of ROOT/.venv-NAME, which has what requirements/NAME locks. Another process that builds it is
+    waited for.
 
-    Raises NoPackageIndex, and RuntimeError where pip fails for any other reason.
+    Raises NoPackageIndex, and RuntimeError where uv fails for any other reason.
     """
-    requirements, folder = ROOT / "requirements" / "peers" / f"{name}.txt", ROOT / f".venv-{name}"
-    beside = sysconfig.get_path("purelib")
-    key = hashlib.sha256(requirements.read_bytes() + beside.encode()).hexdigest()[:16]
-    python, stamp = folder / "bin" / "python", folder / f".installed-{key}"
-    if stamp.exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install"]
-    installed = subprocess.run([*pip, "--no-deps", "-r", requirements], capture_output=True, text=True)
-    if installed.returncode:
-        said = installed.stdout + installed.stderr
+    project, folder = ROOT / "requirements" / name, ROOT / f".venv-{name}"
+    with (project / "uv.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_uv("sync", "--locked", "--project", project, UV_PROJECT_ENVIRONMENT=str(folder))
+    return folder / "bin" / "python"
+
+
+def run_uv(*arguments: str | Path, **variables: str) -> str:
+    """What uv prints. Raises as ``peer_environment`` does."""
+    without = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    done = subprocess.run([UV, *arguments], capture_output=True, text=True, env={**without, **variables})
+    if done.returncode:
+        said = done.stdout + done.stderr
+        command = " ".join(map(str, arguments))
         if UNREACHABLE.search(said):
-            raise NoPackageIndex(f"no package index to install {name} from")
-        raise RuntimeError(f"pip could not install {requirements}:\n{said}")
-    [site_packages] = folder.glob("lib/python*/site-packages")
-    (site_packages / "beside.pth").write_text(beside)
-    stamp.touch()
-    return python
+            raise NoPackageIndex(f"no package index for uv {command}")
+        raise RuntimeError(f"uv {command} failed:\n{said}")
+    return done.stdout

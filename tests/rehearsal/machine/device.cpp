@@ -1,16 +1,20 @@
-// A pretended CUDA device for a torch that was built without CUDA. Its memory is the host's and its kernels are the
-// CPU's, but it is as strict as CUDA is about where tensors are:
+// A pretended CUDA device. Its memory is the host's and its kernels are the CPU's, but it is as strict as CUDA is about
+// where tensors are:
 // - an operator whose tensors are on two devices fails, with the exceptions that CUDA makes;
 // - fresh memory is garbage, and so is freed memory;
 // - a copy to pinned memory that does not block arrives with the next synchronisation, and not before.
-// The library registers itself. It has to be loaded before torch is imported, which looks for CUDA only once.
+// The library registers itself. It has to be loaded before torch is imported, which looks for CUDA only once. It needs
+// all of torch's libraries, so that it registers after them: in a torch that was built with CUDA, its guard, its
+// allocator and its operators replace theirs.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/TensorShape.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_local_scalar_dense_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -342,6 +346,36 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// A backend without kernels: what the dispatcher has there is an operator's kernel for every backend.
+constexpr auto ANY_BACKEND = c10::DispatchKey::PrivateUse1;
+
+void run_on_any_backend(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(ANY_BACKEND), stack);
+}
+
+// In a torch that was built with CUDA, its kernels come before the fallback and before those for every backend, which
+// find out what device results are on.
+const auto replaced = [] {
+  Silent silent;  // the dispatcher warns once that a kernel replaces another
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::vector<c10::RegistrationHandleRAII> handles;
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    auto kernel = op->hasComputedKernelForDispatchKey(ANY_BACKEND)
+        ? c10::KernelFunction::makeFromBoxedFunction<&run_on_any_backend>()
+        : c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>();
+    handles.push_back(dispatcher.registerImpl(
+        name, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "pretended CUDA"));
+  }
+  return handles;
+}();
+
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
@@ -359,8 +393,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", item);
 }
 
-const bool allocator_is_set = [] {
+// torch's attention out of its matrix products: what chooses among CUDA's kernels asks the GPU what it is.
+int64_t attention_backend(
+    const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
+    bool) {
+  return static_cast<int64_t>(at::SDPBackend::math);
+}
+
+const bool are_set = [] {
   c10::SetAllocator(c10::DeviceType::CUDA, &device_allocator, 1);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_backend);
   return true;
 }();
 

@@ -7,13 +7,15 @@ import importlib.machinery
 import os
 import sys
 
+ADAPTED = ("torch", "transformer_engine.common", "triton.runtime.interpreter")
+
 
 class _Adapting(importlib.abc.MetaPathFinder):
-    """Loads the device before torch is executed, which looks for CUDA once, and adapts torch.cuda and Triton's
-    interpreter after them."""
+    """Loads the device before torch is executed, which looks for CUDA once, and adapts torch.cuda, Triton's interpreter
+    and what loads Transformer Engine's extension after them."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in ("torch", "triton.runtime.interpreter"):
+        if name not in ADAPTED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         execute = spec.loader.exec_module
@@ -26,6 +28,8 @@ class _Adapting(importlib.abc.MetaPathFinder):
 
             if name == "torch":
                 pretended_cuda.install(module, library)
+            elif name == "transformer_engine.common":
+                module.load_framework_extension = lambda framework: importlib.import_module("transformer_engine_torch")
             else:
                 pretended_cuda.refuse_pointers_of_the_host(module)
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's compiled extension, in torch: what the Python code of version 2.10 calls for layers in fp32 and
+"""Transformer Engine's compiled extension, in torch: what the Python code of version 2.20 calls for layers in fp32 and
 bf16, fused attention, rotary positions, mixtures of experts and Adam. It computes with torch's operators, so that the
 pretended device checks where tensors are. Other functions, FP8's among them, can be named and not called."""
 
@@ -9,31 +9,49 @@ import torch
 # --- enumerations -------------------------------------------------------------------------------------------------
 
 
-class _Enumeration(type):
-    """Any name is a member: ``DType.kFloat32`` is "DType.kFloat32"."""
-
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(cls, name, f"{cls.__name__}.{name}")
-        return getattr(cls, name)
+def _enumeration(name: str, members: str, prefix: str = "", start: int = 0) -> type[IntEnum]:
+    return IntEnum(name, [f"{prefix}{member}" for member in members.split()], start=start)
 
 
-ENUMERATIONS = (
-    "CommOverlapAlgo", "CommOverlapType", "DType", "FP8BwdTensors", "FP8FwdTensors", "Float8BlockScaleTensorFormat",
-    "NVTE_Activation_Type", "NVTE_Bias_Type", "NVTE_Mask_Type", "NVTE_QKV_Format",
-    "NVTE_QKV_Layout", "NVTE_Softmax_Type",
+DType = _enumeration("DType", "Byte Int32 Float32 Float16 BFloat16 Float8E4M3 Float8E5M2 Float4E2M1", "k")
+FP8FwdTensors = _enumeration(
+    "FP8FwdTensors", "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_OUTPUT"
+)
+FP8BwdTensors = _enumeration(
+    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+)
+Float8BlockScaleTensorFormat = _enumeration("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID")
+NVTEScalingMode = _enumeration(
+    "NVTEScalingMode", "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING "
+    "INVALID_SCALING", "NVTE_",
 )  # fmt: skip
-globals().update({name: _Enumeration(name, (), {}) for name in ENUMERATIONS})
+CommOverlapType = _enumeration("CommOverlapType", "RS AG")
+CommOverlapAlgo = _enumeration(
+    "CommOverlapAlgo", "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS "
+    "SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG",
+)  # fmt: skip
+NVTE_Bias_Type = _enumeration("NVTE_Bias_Type", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI", "NVTE_")
+NVTE_Mask_Type = _enumeration(
+    "NVTE_Mask_Type", "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
+    "PADDING_CAUSAL_BOTTOM_RIGHT_MASK", "NVTE_",
+)  # fmt: skip
+NVTE_Softmax_Type = _enumeration(
+    "NVTE_Softmax_Type", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX", "NVTE_"
+)
+NVTE_QKV_Format = _enumeration(
+    "NVTE_QKV_Format", "BSHD SBHD THD SBHD_2BSHD BSHD_2SBHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET", "NVTE_"
+)
+NVTE_QKV_Layout = _enumeration(
+    "NVTE_QKV_Layout", "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D "
+    "BSHD_BSHD_BSHD T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
+    "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
+    "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET", "NVTE_",
+)  # fmt: skip
+NVTE_Fused_Attn_Backend = _enumeration("NVTE_Fused_Attn_Backend", "No_Backend F16_arbitrary_seqlen FP8", "NVTE_", -1)
+NVTERoutingMapFormat = _enumeration("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
+NVTEQBHistogramMode = _enumeration("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
 
-class NVTE_Fused_Attn_Backend(IntEnum):
-    NVTE_No_Backend = -1
-    NVTE_F16_max512_seqlen = 0
-    NVTE_F16_arbitrary_seqlen = 1
-    NVTE_FP8 = 2
-
-
-DTYPES = {"DType.kFloat32": torch.float32, "DType.kBFloat16": torch.bfloat16, "DType.kFloat16": torch.float16}
+DTYPES = {DType.kFloat32: torch.float32, DType.kBFloat16: torch.bfloat16, DType.kFloat16: torch.float16}
 
 # --- products and norms -------------------------------------------------------------------------------------------
 
@@ -104,51 +122,54 @@ def _bf16_or_fp32(*tensors) -> None:
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
-def get_fused_attn_backend(is_training, q_dtype, kv_dtype, layout, bias, mask, softmax, dropout, heads, groups,
-                           max_q, max_kv, width_qk, width_v, *_):  # fmt: skip
-    """cuDNN's attention takes 16 bits, and heads of multiples of 8."""
-    fits = DTYPES.get(q_dtype) in (torch.bfloat16, torch.float16) and width_qk % 8 == 0 and dropout == 0
-    plain = (bias, softmax) == ("NVTE_Bias_Type.NVTE_NO_BIAS", "NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX")
-    backends = NVTE_Fused_Attn_Backend
-    return backends.NVTE_F16_arbitrary_seqlen if fits and plain else backends.NVTE_No_Backend
+def get_fused_attn_backend(asked) -> tuple[NVTE_Fused_Attn_Backend, str]:
+    """cuDNN's attention takes 16 bits, and heads of multiples of 8. asked: FusedAttentionParams."""
+    fits = DTYPES.get(asked.qkv_dtype) in (torch.bfloat16, torch.float16) and asked.head_dim_qk % 8 == 0
+    plain = asked.bias_type == NVTE_Bias_Type.NVTE_NO_BIAS and asked.dropout == 0
+    if fits and plain and asked.softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
+        return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "not rehearsed"
 
 
 def fused_attn_fwd(
-    max_q, max_kv, is_training, scale, dropout, zero_fill, layout, bias_type, mask, softmax, window, cu_q, cu_kv, q, k,
-    v, dtype, cu_q_padded, cu_kv_padded, *_,
+    max_q, max_kv, is_training, scale, dropout, zero_fill, layout, out_format, scale_format, bias_type, mask, softmax,
+    window, bottom_right, cu_q, cu_kv, q, k, v, dtype, cu_q_padded, cu_kv_padded, *_,
 ):  # fmt: skip
     """[output, what the backward pass needs, the generator's state]."""
     with torch.no_grad():
-        out = _attention(q, k, v, layout, mask, scale, cu_q, cu_kv)
+        out = _attention(q, k, v, layout, out_format, mask, scale, cu_q, cu_kv)
     return [out, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)]
 
 
 def fused_attn_bwd(
-    max_q, max_kv, scale, dropout, zero_fill, layout, bias_type, mask, softmax, window, deterministic, cu_q, cu_kv, q,
-    k, v, out, grad, *_,
+    max_q, max_kv, scale, dropout, zero_fill, layout, out_format, grad_format, grads_layout, scale_format,
+    grad_scale_format, bias_type, mask, softmax, window, bottom_right, deterministic, cu_q, cu_kv, q, k, v, out, grad,
+    *_,
 ):  # fmt: skip
+    if (grad_format, grads_layout) != (out_format, layout):
+        raise NotImplementedError(f"gradients in {grad_format!r} and {grads_layout!r}")
     with torch.enable_grad():
         leaves = [part.detach().requires_grad_() for part in (q, k, v)]
-        again = _attention(*leaves, layout, mask, scale, cu_q, cu_kv)
+        again = _attention(*leaves, layout, out_format, mask, scale, cu_q, cu_kv)
     return list(torch.autograd.grad(again, leaves, grad.view_as(again)))
 
 
-def _attention(q, k, v, layout, mask, scale, cu_q, cu_kv):
+def _attention(q, k, v, layout, out_format, mask, scale, cu_q, cu_kv):
     """Every sequence by itself. The kernels read where sequences begin from the device."""
     if not (cu_q.is_cuda and cu_kv.is_cuda and cu_q.dtype == cu_kv.dtype == torch.int32):
         raise RuntimeError("fused attention: cu_seqlens are int32 on the device")
-    name = layout.rpartition(".")[2]
-    if "THD" in name:
+    sequences = next(name for name in ("THD", "SBHD", "BSHD") if layout.name == f"NVTE_{name}_{name}_{name}")
+    if out_format.name != f"NVTE_{sequences}":
+        raise NotImplementedError(f"attention from {layout!r} to {out_format!r}")
+    if sequences == "THD":
         lengths_q, lengths_kv = cu_q.diff().tolist(), cu_kv.diff().tolist()
         total, found = sum(lengths_q), []
         parts = (x[: sum(lengths)].split(lengths) for x, lengths in ((q, lengths_q), (k, lengths_kv), (v, lengths_kv)))
         for sequence in zip(*parts, strict=True):
             found.append(_one(*(part.transpose(0, 1)[None] for part in sequence), mask, scale)[0].transpose(0, 1))
         return torch.cat([*found, torch.zeros_like(q[total:])])
-    order = (1, 2, 0, 3) if "SB" in name else (0, 2, 1, 3)
-    out = _one(*(part.permute(order) for part in (q, k, v)), mask, scale)
-    back = (2, 0, 1, 3) if "SB" in name else (0, 2, 1, 3)
-    return out.permute(back).contiguous()
+    order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if sequences == "SBHD" else ((0, 2, 1, 3), (0, 2, 1, 3))
+    return _one(*(part.permute(order) for part in (q, k, v)), mask, scale).permute(back).contiguous()
 
 
 def _one(q, k, v, mask, scale):
@@ -156,7 +177,7 @@ def _one(q, k, v, mask, scale):
     heads = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(heads, 1) for part in (k, v))
     scores = q.float() @ k.float().transpose(-1, -2) * scale
-    if "CAUSAL" in mask:
+    if "CAUSAL" in mask.name:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(ahead.triu(1 + scores.shape[-1] - scores.shape[-2]), -torch.inf)
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
@@ -174,7 +195,7 @@ def _rotate_all(x, angles, layout, cu_seqlens, sign):
     if cu_seqlens is not None:
         parts = x.split(cu_seqlens.diff().tolist())
         return torch.cat([_rotate(part[:, None], angles[: len(part)], sign)[:, 0] for part in parts])
-    by_position = "SBHD" in layout
+    by_position = layout == NVTE_QKV_Format.NVTE_SBHD
     return _rotate(x, angles[: x.shape[0]] if by_position else angles[: x.shape[1]].transpose(0, 1), sign)
 
 
