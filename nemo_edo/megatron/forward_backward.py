@@ -7,10 +7,8 @@ on how a batch is split. Megatron is configured to do the same (``calculate_per_
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -21,12 +19,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.data.batching import input_shape, padding_share, plan_micro_batches, sequence_lengths, take_rows
+from nemo_edo.data.batching import take_rows
 from nemo_edo.data.packs import Prompts
+from nemo_edo.data.shares import Share, row_lengths
 from nemo_edo.losses import LossTerm, NotFinite
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
-from nemo_edo.megatron.shapes import context_share, input_shapes
+from nemo_edo.megatron.shapes import context_share
 from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.types import TrainingBatch
 
@@ -37,50 +36,6 @@ TOKENS = "tokens:"
 
 LossFunction = Callable[[Tensor, Tensor, TrainingBatch], tuple[dict[str, LossTerm], dict[str, LossTerm]]]
 """(log-probabilities [b, T], entropies [b, T], micro-batch) -> (terms of the loss by name, metrics)."""
-
-
-@dataclass(frozen=True)
-class MicroBatching:
-    """How a rank's share of a global batch is cut: memory and speed, never the result."""
-
-    rows: int
-    """Most rows of a micro-batch that is not packed."""
-    tokens: int | None = None
-    """Most tokens of a micro-batch, padding included; None: no such bound, and rows stay in their order."""
-    packing: bool = False
-    """Rows are packed into one, without padding; it needs ``tokens``."""
-    share_prompts: bool = False
-    """A pack contains the prompt of several rows once; it needs ``packing``."""
-
-    def __post_init__(self) -> None:
-        if self.packing and self.tokens is None:
-            raise ValueError("packing needs tokens, the most that a pack may have")
-        if self.share_prompts and not self.packing:
-            raise ValueError("rows share a prompt within packs only")
-
-
-@dataclass(frozen=True)
-class Share:
-    """A data-parallel rank's rows of a global batch, and how they are cut into micro-batches: as many on every rank."""
-
-    rows: TrainingBatch
-    """[b, s]: this rank's rows alone, no longer than the longest of them."""
-    places: list[int]
-    """The rows' places in the global batch."""
-    lengths: list[int]
-    """Tokens of each row."""
-    micro_batches: list[list[int]]
-    """The rows of each micro-batch; some may be empty."""
-    shapes: list[tuple[int, int]]
-    """The shapes of the micro-batches' token ids as they enter the model."""
-    packing: bool
-    prompts: Prompts | None
-    """Prompts that rows of a pack share; None: each row includes its prompt."""
-    padding_share: float
-    """Share of padding in what the model computes of the global batch."""
-
-    def to(self, device: torch.device) -> Share:
-        return replace(self, rows=self.rows.to(device))
 
 
 def forward_backward(
@@ -155,14 +110,6 @@ def share_values(share: Share, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
     return result
 
 
-def joined(shares: Sequence[Share], values: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """[2, B, T] of a global batch from its shares' ``share_values``. shape: [B, T]."""
-    whole = torch.zeros(2, *shape)
-    for share, own in zip(shares, values, strict=True):
-        whole[:, share.places, : own.shape[-1]] = own[:, : len(share.places)]
-    return whole
-
-
 def on_every_rank(share: Share, own: Tensor, shape: torch.Size) -> Tensor:
     """[2, B, T] of a global batch that every rank holds, from each rank's ``share_values``."""
     whole = torch.zeros(2, *shape, device=own.device)
@@ -182,70 +129,11 @@ def _logprobs_and_entropy(
     return logprobs, entropies
 
 
-def cut(chunks: list[MegatronModule], batch: TrainingBatch, how: MicroBatching) -> list[Share]:
-    """Each data-parallel rank's share of a global batch. No other rank is asked."""
-    lengths = sequence_lengths(batch)
-    prompts = Prompts.of(batch) if how.share_prompts else None
-    required = input_shapes(get_model_config(chunks[0]))
-    plans = plan_micro_batches(
-        lengths,
-        ranks=parallel_state.get_data_parallel_world_size(),
-        rows=how.rows,
-        tokens=how.tokens // required.multiple * required.multiple if how.packing else how.tokens,
-        unit=batch.unit,
-        packing=how.packing,
-        prompts=prompts,
-    )
-    plans = [plan + [[]] * (-len(plan) % required.group) for plan in plans]
-
-    def shape(rows: list[int]) -> tuple[int, int]:
-        saved = _saved(rows, prompts)
-        return input_shape(_row_lengths(rows, lengths, batch.unit), packing=how.packing, saved=saved)
-
-    shapes = [required.fit([shape(rows) for rows in plan]) for plan in plans]
-    saved = sum(_saved(rows, prompts) for plan in plans for rows in plan)
-    padding = padding_share(lengths, itertools.chain(*shapes), saved)
-    return [_share(batch, lengths, *one, how.packing, prompts, padding) for one in zip(plans, shapes, strict=True)]
-
-
-def require_tokens(batch: TrainingBatch) -> None:
-    """Raises ValueError for a batch without any response token."""
-    if not batch.mask.any():
-        raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")
-
-
-def _share(
-    batch: TrainingBatch,
-    lengths: list[int],
-    plan: list[list[int]],
-    shapes: list[tuple[int, int]],
-    packing: bool,
-    prompts: Prompts | None,
-    padding: float,
-) -> Share:
-    places = sorted(row for rows in plan for row in rows)
-    number = {place: row for row, place in enumerate(places)}
-    own = [lengths[place] for place in places]
-    rows = take_rows(batch, places, max(own, default=2))
-    micro_batches = [[number[place] for place in micro] for micro in plan]
-    prompts = None if prompts is None else prompts.take(places)
-    return Share(rows, places, own, micro_batches, shapes, packing, prompts, padding)
-
-
-def _saved(rows: list[int], prompts: Prompts | None) -> int:
-    return 0 if prompts is None else prompts.saved(rows)
-
-
-def _row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:
-    """Tokens of a micro-batch's rows; one of padding only has ``unit`` of the shortest ones."""
-    return [lengths[row] for row in rows] or [2] * unit
-
-
 def _inputs(share: Share) -> list[ModelInputs]:
     """What the model sees of the share's micro-batches."""
     inputs = []
     for rows, shape in zip(share.micro_batches, share.shapes, strict=True):
-        lengths = _row_lengths(rows, share.lengths, share.rows.unit)
+        lengths = row_lengths(rows, share.lengths, share.rows.unit)
         micro = take_rows(share.rows, rows, max(lengths))
         if share.prompts is not None:
             prompts = share.prompts.take(rows) if rows else Prompts.none(share.rows.unit)

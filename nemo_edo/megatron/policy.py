@@ -13,22 +13,16 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.data.shares import MicroBatching, Share, cut, require_tokens
 from nemo_edo.megatron.bridge import BuiltModel, optimizer_storage
-from nemo_edo.megatron.forward_backward import (
-    LossFunction,
-    MicroBatching,
-    Share,
-    cut,
-    forward_backward,
-    logprobs_and_entropy,
-    on_every_rank,
-    require_tokens,
-)
+from nemo_edo.megatron.forward_backward import LossFunction, forward_backward, logprobs_and_entropy, on_every_rank
 from nemo_edo.megatron.lora import adapters_off, merge_adapters
 from nemo_edo.megatron.output_layer import LossHead
+from nemo_edo.megatron.shapes import input_shapes
 from nemo_edo.parallel.main_rank import any_rank
 from nemo_edo.types import TrainingBatch
 
@@ -101,8 +95,9 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
 
     def shares(self, batch: TrainingBatch, micro_batching: MicroBatching) -> list[Share]:
-        """Each data-parallel rank's share of a global batch (``forward_backward.cut``)."""
-        return cut(self.chunks, batch, micro_batching)
+        """Each data-parallel rank's share of a global batch. No other rank is asked."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        return cut(batch, micro_batching, ranks, input_shapes(get_model_config(self.chunks[0])))
 
     def forward_backward(
         self,

@@ -9,8 +9,9 @@ from functools import partial
 from megatron.core import parallel_state
 from torch import Tensor
 
+from nemo_edo.data.shares import Share
 from nemo_edo.losses import LossTerm, token_spread
-from nemo_edo.megatron.forward_backward import LossFunction, Share
+from nemo_edo.megatron.forward_backward import LossFunction
 from nemo_edo.megatron.policy import Weights
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.types import TrainingBatch

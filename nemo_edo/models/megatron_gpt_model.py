@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.data.shares import MicroBatching, Share
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron.bridge import build_model
-from nemo_edo.megatron.forward_backward import LossFunction, MicroBatching, Share
+from nemo_edo.megatron.forward_backward import LossFunction
 from nemo_edo.megatron.layer_spec import check_packing
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.process_groups import device_and_groups

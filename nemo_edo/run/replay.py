@@ -20,7 +20,7 @@ from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import TrainingBatch
 
 if TYPE_CHECKING:
-    from nemo_edo.megatron.forward_backward import Share
+    from nemo_edo.data.shares import Share
     from nemo_edo.worker.remote import RemotePolicy
     from nemo_edo.worker.worker import Worker
 

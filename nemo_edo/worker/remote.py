@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from nemo_edo.data.shares import Share, joined, require_tokens
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Place, Responses, Worker
-
-if TYPE_CHECKING:
-    from nemo_edo.megatron.forward_backward import Share
 
 T = TypeVar("T")
 
@@ -41,8 +39,6 @@ class RemotePolicy:
     def train_step(
         self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
     ) -> dict[str, float]:
-        from nemo_edo.megatron.forward_backward import require_tokens
-
         require_tokens(batch)
         model = self._model
         shares, of_tokens = model.shares(batch), model.of_tokens(batch)
@@ -93,8 +89,6 @@ class RemotePolicy:
         return [found[share] for share in range(self.shares)]
 
     def _joined(self, batch: TrainingBatch, shares: Sequence[Share], answers: Sequence[Tensor]) -> Tensor:
-        from nemo_edo.megatron.forward_backward import joined
-
         return joined(shares, self.of_shares(answers), batch.mask.shape)
 
 

@@ -20,9 +20,9 @@ from nemo_edo.utils.garbage import free_unused_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nemo_edo.data.shares import Share
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.megatron.background import Writing
-    from nemo_edo.megatron.forward_backward import Share
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
     from nemo_edo.types import GenerationRequest, SamplingParams
 

@@ -67,7 +67,8 @@ def generation(args: argparse.Namespace, theirs, built, device, prompts: list[tu
 def training(args: argparse.Namespace, theirs, built, device, prompts: list[tuple[int, ...]]) -> dict[str, Work]:
     from nemo_edo.data.batching import build_batch
     from nemo_edo.losses import LossTerm
-    from nemo_edo.megatron.forward_backward import MicroBatching, cut, forward_backward
+    from nemo_edo.data.shares import InputShapes, MicroBatching, cut
+    from nemo_edo.megatron.forward_backward import forward_backward
     from nemo_edo.megatron.output_layer import LossHead
 
     numbers = random.Random(1)
@@ -84,7 +85,7 @@ def training(args: argparse.Namespace, theirs, built, device, prompts: list[tupl
     def ours() -> float:
         for chunk in built.chunks:
             chunk.zero_grad_buffer()
-        [share] = cut(built.chunks, batch, how)
+        [share] = cut(batch, how, 1, InputShapes())
         settings = {"loss_counts": {"loss": count}, "temperature": 1.0, "head": head}
         return forward_backward(built.chunks, share, loss, **settings)[0]["loss"]
 

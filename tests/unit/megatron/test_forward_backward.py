@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
 from nemo_edo.data.batching import sequence_lengths
+from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.losses import (
     LossTerm,
     NotFinite,
@@ -21,8 +22,7 @@ from nemo_edo.losses import (
     sft_loss,
 )
 from nemo_edo.megatron import forward_backward
-from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.megatron.shapes import InputShapes
+from nemo_edo.megatron import policy as policy_module
 from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
@@ -146,7 +146,7 @@ def test_empty_micro_batches_that_fill_a_group_change_nothing(run, batch, dense,
     """Interleaved pipeline stages take micro-batches in groups."""
     counted, plain = [], forward_backward._inputs
     monkeypatch.setattr(forward_backward, "_inputs", lambda *args: counted.append(plain(*args)) or counted[-1])
-    monkeypatch.setattr(forward_backward, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
+    monkeypatch.setattr(policy_module, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
     assert_same(run(batch, "ed-idpo", cut), dense["ed-idpo"])
     assert [len(inputs) for inputs in counted] == [5]
 

@@ -24,7 +24,7 @@ from nemo_edo.config import CheckpointConfig, OptimizerConfig
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.losses import sft_loss
-from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
 from nemo_edo.types import TrainingBatch

@@ -179,6 +179,7 @@ def stuck(worker): time.sleep(60)
 ours, theirs = Pipe()
 def reply():
     theirs.recv_bytes()
+    time.sleep(0.5)  # rank 0 is in its part by then
     {reply}
 threading.Thread(target=reply, daemon=True).start()
 dispatch.Workers([dispatch._Rank(1, "node7", ours)]).call(stuck)
