@@ -16,6 +16,10 @@ class RunStopped(Exception):
     """The run was asked to stop (SIGTERM); its state is saved, and the same command resumes it."""
 
 
+class WorkerFailed(RuntimeError):
+    """A rank's worker has failed, ended, or answered another call than the last."""
+
+
 class PartlyGenerated(UserError):
     """An engine or a judge gave up on some of its requests."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,9 +24,6 @@ SAME_MEAN, SAME_MAX = 1e-5, 1e-3
 
 Values = dict[str, list[float]]
 """Of each statistic what it is the mean of."""
-Tasks = Sequence[Callable[[], Values]]
-"""What several processes can share: none depends on another."""
-DoTasks = Callable[[Tasks], list[Values]]
 
 
 @dataclass(frozen=True)
@@ -146,13 +142,7 @@ def _agree(seen: TrainingBatch) -> bool:
     return bool(gap.mean() <= SAME_MEAN and gap.max() <= SAME_MAX)
 
 
-def one_after_the_other(tasks: Tasks) -> list[Values]:
-    return [task() for task in tasks]
-
-
-def sample_statistics(
-    scored: Sequence[ScoredRollout], sampled: Sampled, do_tasks: DoTasks = one_after_the_other
-) -> dict[str, float]:
+def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
     """The statistics of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen against the
     trainer's pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3
     estimate of KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the
@@ -164,7 +154,7 @@ def sample_statistics(
         means["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
     mismatch = sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
     return {
-        **response_statistics(scored, do_tasks),
+        **response_statistics(scored),
         **means,
         **mismatch,
         "old_from_sampler": float(sampled.is_samplers),
@@ -175,8 +165,8 @@ def _token_mean(values: Tensor, batch: TrainingBatch) -> float:
     return float(reduce_tokens(values, batch.mask, "token-mean").mean())
 
 
-def response_statistics(scored: Sequence[ScoredRollout], do_tasks: DoTasks = one_after_the_other) -> dict[str, float]:
-    """What the responses show about the policy that generated them; a task is a group, or what is of all together.
+def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
+    """What the responses show about the policy that generated them.
 
     Means over responses: "reward", "accuracy" (share of successes), "well_formed", "truncated" (share that did not
     end by itself), "unverified" (share whose answer exceeded the verifier's limits), "response_length" (tokens), and
@@ -188,9 +178,8 @@ def response_statistics(scored: Sequence[ScoredRollout], do_tasks: DoTasks = one
     """
     groups = list(by_problem(scored).values())
     largest_k = min(map(len, groups))
-    pooled, *of_groups = do_tasks([partial(_of_all, scored), *(partial(_of_group, one, largest_k) for one in groups)])
     values: Values = {}
-    for part in (*of_groups, pooled):
+    for part in (*(_of_group(group, largest_k) for group in groups), _of_all(scored)):
         for name, more in part.items():
             values.setdefault(name, []).extend(more)
     return {name: sum(found) / len(found) for name, found in values.items()}

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from nemo_edo.algorithms.collection import (
     Collected,
-    DoTasks,
     by_problem,
     group_numbers,
-    one_after_the_other,
     sample_statistics,
     view_of_sampler,
 )
@@ -58,8 +56,6 @@ class GRPO:
     pad_id: int
     own_advantages: AdvantageFunction | None = None
     """What computes the advantages in place of the built-in kinds (``config.advantage``)."""
-    do_tasks: DoTasks = one_after_the_other
-    """What computes the statistics."""
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
         config = self.config
@@ -74,7 +70,7 @@ class GRPO:
         group_ids, rewards = sampled.batch.groups, sampled.batch.rewards
         advantages = self._advantages(scored, rewards, group_ids)
         weights = torch.ones_like(advantages)
-        statistics = sample_statistics(scored, sampled, self.do_tasks)
+        statistics = sample_statistics(scored, sampled)
         statistics["advantage_spread"] = float(advantages.std(correction=0))
         if config.novelty_strength or config.redundancy_weighted:
             correct = _successes(scored)

@@ -9,9 +9,7 @@ import torch
 
 from nemo_edo.algorithms.collection import (
     Collected,
-    DoTasks,
     by_problem,
-    one_after_the_other,
     sample_statistics,
     view_of_sampler,
 )
@@ -32,8 +30,6 @@ class IDPO:
     config: IDPOConfig
     pad_id: int
     seed: int
-    do_tasks: DoTasks = one_after_the_other
-    """What computes the statistics."""
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
         """An item is a prompt: its pairs, and those of its samples that only the exploration term is for.
@@ -67,7 +63,7 @@ class IDPO:
                 "explores; sample more responses, or other problems"
             )
         batch = _laid_out(sampled.batch, rows, roles, explored)
-        statistics = sample_statistics(scored, sampled, self.do_tasks) | {
+        statistics = sample_statistics(scored, sampled) | {
             "pairs": float(sum(pairs_of_prompts)),
             "prompts_without_pairs": float(pairs_of_prompts.count(0)),
         }

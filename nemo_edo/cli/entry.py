@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -9,12 +10,12 @@ import sys
 from nemo_edo.checks.installed import what_trainer_lacks
 from nemo_edo.cli.arguments import parse
 from nemo_edo.cli.commands import RUN, say
-from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError
+from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError, WorkerFailed
 from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun
 
-ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
-"""What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
+WITH_WORKERS = ("train", "collect", "evaluate", "search", "export", "replay")
+"""Commands that rank 0 runs, and the other ranks of torchrun work for."""
 STOPPED_BY_GUARD = 3
 """The exit status."""
 
@@ -24,15 +25,39 @@ def main(argv: list[str] | None = None) -> int:
     the user's input; 3 where a guard stopped the run; 75 (EX_TEMPFAIL) where a run was asked to stop and can resume;
     130 where Ctrl-C ended another command."""
     end_with_torchrun()  # before the imports, which take a while
-    status = _run(argv)
+    given = sys.argv[1:] if argv is None else argv
+    args, rest = parse(given)
+    args.given, args.own_process = given, argv is None
+    has_workers = args.command in WITH_WORKERS and os.environ.get("WORLD_SIZE", "1") != "1"
+    if has_workers and os.environ["RANK"] != "0":
+        return serve()
+    status = _run(args, rest)
+    if has_workers:
+        dismiss(status)
     tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
     return status
 
 
-def _run(argv: list[str] | None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    args, rest = parse(given)
-    args.given, args.own_process = given, argv is None
+def serve() -> int:
+    """Works for the first rank's command until it ends."""
+    from nemo_edo.run.tracking import quiet_libraries
+
+    quiet_libraries()
+    from nemo_edo.worker.serve import serve as serve_calls
+
+    return serve_calls()
+
+
+def dismiss(status: int) -> None:
+    """Lets the other ranks end. Where the command failed before they had work, torchrun ends them."""
+    if status and "nemo_edo.worker.dispatch" not in sys.modules:
+        return
+    from nemo_edo.worker.dispatch import dismiss as dismiss_workers
+
+    dismiss_workers(met_only=status != 0)
+
+
+def _run(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         return RUN[args.command](args, rest) or 0
     except UserError as error:
@@ -51,12 +76,8 @@ def _run(argv: list[str] | None) -> int:
         message = f"{place}{error.strerror}; make room or give access, and rerun the command"
         print(f"nemo-edo: error: {message}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        if not any(words in str(error) for words in ANOTHER_IS_GONE):
-            raise
-        said, rank = str(error).partition("\n")[0], os.environ.get("RANK", "0")
-        gone = f"this process (rank {rank}) has lost another one, whose message tells why; rerun the command to resume"
-        print(f"nemo-edo: error: {gone} ({said})", file=sys.stderr)
+    except WorkerFailed as failed:
+        print(f"nemo-edo: error: {failed}\nnemo-edo: rerun the command to resume", file=sys.stderr)
         return 1
     except StoppedByGuard as stopped:
         hint = "its state is saved; the same command resumes it, if necessary with other guards.* settings"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,18 @@ from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Makes a response's text, without special tokens and without the token that ended it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        ids = ids[:-1] if ids and ids[-1] in self.ends else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -73,30 +73,38 @@ class MegatronEngine:
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         if not requests:
             return []
-        mine = list(requests)[rank::ranks]
+        prompt = max(len(request.prompt_ids) for request in requests)
+        response = max(request.limit(sampling) for request in requests)
+        mine = self.generate_share(list(requests)[rank::ranks], sampling, prompt, response)
+        return _interleave(_gather(mine), len(requests))
+
+    def generate_share(
+        self, mine: list[GenerationRequest], sampling: SamplingParams, prompt: int, response: int
+    ) -> list[Rollout]:
+        """One rollout for each request of this data-parallel rank, in order. prompt, response: the longest ones of all
+        ranks, in tokens."""
         # Rows of a batch advance together, so batches have prompts of similar length.
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
         rollouts: list[Rollout | None] = [None] * len(mine)
-        rows = self._batch_size(requests, sampling)
+        rows = self._batch_size(prompt, response)
         with (
             token_by_token(self._built.chunks) as self._chunks,
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
-            for places in split_evenly(order, len(requests) if self._shares_prompts else rows):
+            for places in split_evenly(order, max(1, len(mine)) if self._shares_prompts else rows):
                 batch = self._batch([mine[i] for i in places], rows, sampling, counter)
                 for place, rollout in zip(places, batch, strict=True):
                     rollouts[place] = rollout
-        return _interleave(_gather(rollouts), len(requests))
+        return rollouts
 
-    def _batch_size(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> int:
-        """The most rows of a batch, the same on every rank; the requests are those of all ranks, at least one."""
+    def _batch_size(self, prompt: int, response: int) -> int:
+        """The most rows of a batch, the same on every rank. prompt, response: as for ``generate_share``."""
         if self._max_batch_size != AUTO:
             return int(self._max_batch_size)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        response = max(request.limit(sampling) for request in requests)
         row = row_bytes(
             self._layers,
-            prompt=max(len(request.prompt_ids) for request in requests),
+            prompt=prompt,
             response=refilled_places(response) if self._shares_prompts else response,
             vocabulary=self._vocab_size if pipeline.rank() + 1 == pipeline.size() else 0,
             device=self._device,

@@ -13,14 +13,13 @@ from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, Answer, ServerAPI, completion_body, read_answer
 from nemo_edo.generation.stop_strings import StopStrings
-from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 from nemo_edo.utils.status_line import Counter
 
 
 class ServerEngine:
-    """A GenerationEngine over replicas of one model. Only the first rank talks to them; all ranks get the rollouts."""
+    """A GenerationEngine over replicas of one model."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class ServerEngine:
         logprobs_after_temperature: bool,
         progress: bool = False,
     ) -> None:
-        """replicas: empty on every rank but the first. stop_ids: the tokens that end a response. vocab_size: the token
+        """stop_ids: the tokens that end a response. vocab_size: the token
         ids of responses are below it. model_folder: what a restarted server loads. logprobs_after_temperature: as for
         ``Launch``."""
         self.replicas = list(replicas)
@@ -61,14 +60,13 @@ class ServerEngine:
         self._progress = progress
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        """One rollout for each request, in order, the same list on every rank; raises, on every rank, what
-        ``generate_local`` raises."""
-        return on_main_for_long(lambda: self.generate_local(requests, sampling))
+        """One rollout for each request, in order; raises what ``generate_until`` raises."""
+        return self.generate_until(requests, sampling)
 
-    def generate_local(
+    def generate_until(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, stop: Event | None = None
     ) -> list[Rollout]:
-        """What ``generate`` returns, for this process alone and from any thread.
+        """What ``generate`` returns, from any thread.
 
         Raises PartlyGenerated, with the responses so far, where a request is refused for good or has used up its
         attempts, or where no server is left; RunStopped soon after ``stop`` is set.
@@ -161,9 +159,9 @@ class ServerEngine:
         )
 
 
-class LocalEngine:
-    """A GenerationEngine for one process that generates in the background, until ``stop`` is set. The version of its
-    rollouts is the policy's when it was made."""
+class StoppableEngine:
+    """A GenerationEngine that generates in the background, until ``stop`` is set. The version of its rollouts is the
+    policy's when it was made."""
 
     def __init__(self, engine: ServerEngine, stop: Event) -> None:
         self.policy_version = engine.policy_version
@@ -171,5 +169,5 @@ class LocalEngine:
         self._stop = stop
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        """Errors as for ``ServerEngine.generate_local``."""
-        return self._engine.generate_local(requests, sampling, stop=self._stop)
+        """Errors as for ``ServerEngine.generate_until``."""
+        return self._engine.generate_until(requests, sampling, stop=self._stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,18 +110,17 @@ def load(
     folder: Path,
     *,
     with_optimizer: bool = False,
-    check: Callable[[dict[str, Any]], None] | None = None,
+    is_checked: bool = False,
 ) -> None:
     """Puts a checkpoint's weights (and optimizer state) in place, once all of it is verified.
 
     The layout may differ from the saved one, unless a distributed optimizer's state was saved without ``reshardable``.
-    check: called with what ``load_extra`` returns, to verify what is outside the folder; what it raises is passed on.
+    is_checked: whether the caller has compared the files' checksums.
     Raises UserError where the checkpoint is of another architecture or has no optimizer (or another kind of one), and
     its subclass DamagedCheckpoint where files are missing or not what was written. No weight has changed by then.
     """
-    check_checksums(folder)
-    if check is not None:
-        check(load_extra(folder))
+    if not is_checked:
+        check_checksums(folder)
     _check_fits(policy, folder, with_optimizer)
     if with_optimizer:
         begin_adam(policy.optimizer)

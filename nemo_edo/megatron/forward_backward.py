@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,12 +19,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.data.batching import input_shape, padding_share, plan_micro_batches, sequence_lengths, take_rows
+from nemo_edo.data.batching import take_rows
 from nemo_edo.data.packs import Prompts
+from nemo_edo.data.shares import Share, row_lengths
 from nemo_edo.losses import LossTerm, NotFinite
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
-from nemo_edo.megatron.shapes import context_share, input_shapes
+from nemo_edo.megatron.shapes import context_share
 from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.types import TrainingBatch
 
@@ -38,76 +38,31 @@ LossFunction = Callable[[Tensor, Tensor, TrainingBatch], tuple[dict[str, LossTer
 """(log-probabilities [b, T], entropies [b, T], micro-batch) -> (terms of the loss by name, metrics)."""
 
 
-@dataclass(frozen=True)
-class MicroBatching:
-    """How a rank's share of a global batch is cut: memory and speed, never the result."""
-
-    rows: int
-    """Most rows of a micro-batch that is not packed."""
-    tokens: int | None = None
-    """Most tokens of a micro-batch, padding included; None: no such bound, and rows stay in their order."""
-    packing: bool = False
-    """Rows are packed into one, without padding; it needs ``tokens``."""
-    share_prompts: bool = False
-    """A pack contains the prompt of several rows once; it needs ``packing``."""
-
-    def __post_init__(self) -> None:
-        if self.packing and self.tokens is None:
-            raise ValueError("packing needs tokens, the most that a pack may have")
-        if self.share_prompts and not self.packing:
-            raise ValueError("rows share a prompt within packs only")
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A global batch, cut into micro-batches; every rank knows those of all data-parallel ranks."""
-
-    lengths: list[int]
-    """Tokens of each row of the batch."""
-    plans: list[list[list[int]]]
-    """For each data-parallel rank its micro-batches' rows."""
-    shapes: list[list[tuple[int, int]]]
-    """For each data-parallel rank the shapes of its micro-batches' token ids as they enter the model."""
-    packing: bool
-    prompts: Prompts | None
-    """Prompts that rows of a pack share; None: each row includes its prompt."""
-
-    def padding_share(self) -> float:
-        shapes = (shape for shapes in self.shapes for shape in shapes)
-        saved = sum(_saved(rows, self.prompts) for plan in self.plans for rows in plan)
-        return padding_share(self.lengths, shapes, saved)
-
-
 def forward_backward(
     chunks: list[MegatronModule],
-    batch: TrainingBatch,
+    share: Share,
     loss: LossFunction,
     *,
     loss_counts: Mapping[str, float],
-    micro_batching: MicroBatching,
     temperature: float,
     head: LossHead,
     forward_only: bool = False,
-    of_tokens: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
-) -> dict[str, float]:
-    """Accumulates the gradient of the loss over the global batch, reduced over all ranks.
+    keep_tokens: bool = False,
+) -> tuple[dict[str, float], Tensor | None]:
+    """Accumulates the gradient of the loss over the global batch, reduced over all ranks, each with its share.
 
     The loss is the sum over its terms of term.sum / loss_counts[name]: each has its own denominator.
     loss_counts: for each term its count over the global batch; the micro-batches' counts must add up to it.
-    of_tokens: makes metrics of the log-probabilities and entropies of the whole global batch, each [B, T] on the CPU,
-        which no sum over micro-batches gives, such as percentiles. With it, every rank gathers these 2 B T numbers.
-    Returns the global means of the loss ("loss") and its metrics, the same on every rank, and "padding_share".
+    Returns the global means of the loss ("loss") and its metrics, the same on every rank, and with ``keep_tokens`` what
+    ``share_values`` makes of the log-probabilities and entropies.
     The loss is NaN where it is not finite in any micro-batch of any rank, or a loss function raises ``NotFinite``: then
     the gradient is useless, and the metrics leave that micro-batch out.
-    Raises ValueError for a batch without any response token.
     """
-    if not batch.mask.any():
-        raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")
 
     def to_scalar(outputs: Tensor, inputs: ModelInputs):
         micro = inputs.micro
         logprobs, entropies = _logprobs_and_entropy(head, outputs, inputs, temperature)
-        tokens = {} if of_tokens is None else {TOKENS: (logprobs.detach(), entropies.detach())}
+        tokens = {TOKENS: (logprobs.detach(), entropies.detach())} if keep_tokens else {}
         if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss sees it
             return logprobs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=outputs.device), tokens
         try:
@@ -120,27 +75,17 @@ def forward_backward(
         # The second value is a token count that Megatron would divide by; see _sum_gradients.
         return total, torch.zeros([], dtype=torch.int, device=outputs.device), sums | tokens
 
-    cut = _cut(chunks, batch, micro_batching)
     with head.installed():
-        stored = _run_schedule(chunks, batch, cut, to_scalar, forward_only)
-    tokens = [micro.pop(TOKENS) for micro in stored] if of_tokens is not None else []
-    means = _means(_reduce_metrics(stored, batch.tokens.device), loss_counts)
-    if of_tokens is not None and math.isfinite(means["loss"]):
-        means |= of_tokens(*_of_global_batch(batch, cut, tokens).cpu())
-    return {**means, "padding_share": cut.padding_share()}
+        stored = _run_schedule(chunks, share, to_scalar, forward_only)
+    tokens = [micro.pop(TOKENS) for micro in stored] if keep_tokens else []
+    means = _means(_reduce_metrics(stored, share.rows.tokens.device), loss_counts)
+    return means, share_values(share, tokens) if keep_tokens else None
 
 
 @torch.no_grad()
-def logprobs_and_entropy(
-    chunks: list[MegatronModule],
-    batch: TrainingBatch,
-    *,
-    micro_batching: MicroBatching,
-    temperature: float,
-    head: LossHead,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and exact entropies (nats) of the global batch, each [B, T] and the same on every rank; zero
-    where ``batch.mask`` is."""
+def logprobs_and_entropy(chunks: list[MegatronModule], share: Share, *, temperature: float, head: LossHead) -> Tensor:
+    """Log-probabilities and exact entropies (nats) of the share's rows, as ``share_values`` makes them; zero where the
+    mask is."""
 
     def keep(outputs: Tensor, inputs: ModelInputs):
         return (
@@ -149,26 +94,29 @@ def logprobs_and_entropy(
             _logprobs_and_entropy(head, outputs, inputs, temperature),
         )
 
-    cut = _cut(chunks, batch, micro_batching)
     with head.installed():
-        stored = _run_schedule(chunks, batch, cut, keep, forward_only=True)
-    logprobs, entropies = _of_global_batch(batch, cut, stored)
-    return logprobs, entropies
+        return share_values(share, _run_schedule(chunks, share, keep, forward_only=True))
 
 
-def _of_global_batch(batch: TrainingBatch, cut: _Cut, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[2, B, T], the same on every rank, of what this rank's micro-batches have given, [b, t] each (on the last
-    pipeline stage; nothing on the others); zero after a row's last response token."""
-    result = torch.zeros(2, *batch.mask.shape, device=batch.tokens.device)
-    if stored:
-        for rows, values in zip(cut.plans[parallel_state.get_data_parallel_rank()], stored, strict=True):
-            ends = torch.tensor([cut.lengths[row] - 1 for row in rows], dtype=torch.int64, device=result.device)
-            both = torch.stack(values)[:, : len(rows)]
-            inside = torch.arange(both.shape[-1], device=result.device) < ends[:, None]
-            result[:, rows, : both.shape[-1]] = both.where(inside, 0)
-    torch.distributed.all_reduce(result, group=parallel_state.get_data_parallel_group())
-    _broadcast_from_last_stage(result)
+def share_values(share: Share, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[2, b, t] of what the share's micro-batches have given on the last pipeline stage; zeros on the others, and after
+    a row's last response token."""
+    result = torch.zeros(2, *share.rows.mask.shape, device=share.rows.tokens.device)
+    for rows, values in zip(share.micro_batches, stored, strict=True) if stored else ():
+        ends = torch.tensor([share.lengths[row] - 1 for row in rows], dtype=torch.int64, device=result.device)
+        both = torch.stack(values)[:, : len(rows), : result.shape[-1]]
+        inside = torch.arange(both.shape[-1], device=result.device) < ends[:, None]
+        result[:, rows, : both.shape[-1]] = both.where(inside, 0)
     return result
+
+
+def on_every_rank(share: Share, own: Tensor, shape: torch.Size) -> Tensor:
+    """[2, B, T] of a global batch that every rank holds, from each rank's ``share_values``."""
+    whole = torch.zeros(2, *shape, device=own.device)
+    whole[:, share.places, : own.shape[-1]] = own[:, : len(share.places)]
+    torch.distributed.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+    _broadcast_from_last_stage(whole)
+    return whole.cpu()
 
 
 def _logprobs_and_entropy(
@@ -181,58 +129,24 @@ def _logprobs_and_entropy(
     return logprobs, entropies
 
 
-def _cut(chunks: list[MegatronModule], batch: TrainingBatch, how: MicroBatching) -> _Cut:
-    lengths = sequence_lengths(batch)
-    prompts = Prompts.of(batch) if how.share_prompts else None
-    required = input_shapes(get_model_config(chunks[0]))
-    plans = plan_micro_batches(
-        lengths,
-        ranks=parallel_state.get_data_parallel_world_size(),
-        rows=how.rows,
-        tokens=how.tokens // required.multiple * required.multiple if how.packing else how.tokens,
-        unit=batch.unit,
-        packing=how.packing,
-        prompts=prompts,
-    )
-    plans = [plan + [[]] * (-len(plan) % required.group) for plan in plans]
-
-    def shape(rows: list[int]) -> tuple[int, int]:
-        saved = _saved(rows, prompts)
-        return input_shape(_row_lengths(rows, lengths, batch.unit), packing=how.packing, saved=saved)
-
-    shapes = [required.fit([shape(rows) for rows in plan]) for plan in plans]
-    return _Cut(lengths, plans, shapes, how.packing, prompts)
-
-
-def _saved(rows: list[int], prompts: Prompts | None) -> int:
-    return 0 if prompts is None else prompts.saved(rows)
-
-
-def _row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:
-    """Tokens of a micro-batch's rows; one of padding only has ``unit`` of the shortest ones."""
-    return [lengths[row] for row in rows] or [2] * unit
-
-
-def _inputs(batch: TrainingBatch, cut: _Cut) -> list[ModelInputs]:
-    """What the model sees of this rank's micro-batches."""
-    rank = parallel_state.get_data_parallel_rank()
+def _inputs(share: Share) -> list[ModelInputs]:
+    """What the model sees of the share's micro-batches."""
     inputs = []
-    for rows, shape in zip(cut.plans[rank], cut.shapes[rank], strict=True):
-        lengths = _row_lengths(rows, cut.lengths, batch.unit)
-        micro = take_rows(batch, rows, max(lengths))
-        if cut.prompts is not None:
-            prompts = cut.prompts.take(rows) if rows else Prompts.none(batch.unit)
+    for rows, shape in zip(share.micro_batches, share.shapes, strict=True):
+        lengths = row_lengths(rows, share.lengths, share.rows.unit)
+        micro = take_rows(share.rows, rows, max(lengths))
+        if share.prompts is not None:
+            prompts = share.prompts.take(rows) if rows else Prompts.none(share.rows.unit)
             inputs.append(shared_inputs(micro, lengths, prompts, shape))
         else:
-            inputs.append(packed_inputs(micro, lengths, shape) if cut.packing else row_inputs(micro, shape))
+            inputs.append(packed_inputs(micro, lengths, shape) if share.packing else row_inputs(micro, shape))
     return inputs
 
 
-def _run_schedule(chunks, batch: TrainingBatch, cut: _Cut, loss_func: Callable, forward_only: bool) -> list:
-    """Megatron's schedule over this rank's micro-batches; returns what ``loss_func`` gave as its third value
-    for each of them, on the last pipeline stage (an empty list on the others)."""
-    micro_batches = _inputs(batch, cut)
-    shapes = cut.shapes[parallel_state.get_data_parallel_rank()]
+def _run_schedule(chunks, share: Share, loss_func: Callable, forward_only: bool) -> list:
+    """Megatron's schedule over the share's micro-batches; returns what ``loss_func`` gave as its third value for each
+    of them, on the last pipeline stage (an empty list on the others)."""
+    micro_batches = _inputs(share)
     get_model_config(chunks[0]).finalize_model_grads_func = _sum_gradients
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, loss_func=loss_func),
@@ -240,8 +154,8 @@ def _run_schedule(chunks, batch: TrainingBatch, cut: _Cut, loss_func: Callable, 
         model=chunks,
         num_microbatches=len(micro_batches),
         # Where micro-batches differ in both, pipeline stages tell each other the shapes (variable_seq_lengths).
-        seq_length=max(length for _, length in shapes),
-        micro_batch_size=max(rows for rows, _ in shapes),
+        seq_length=max(length for _, length in share.shapes),
+        micro_batch_size=max(rows for rows, _ in share.shapes),
         forward_only=forward_only,
     )
 

@@ -6,11 +6,13 @@ import contextlib
 import io
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from nemo_edo.megatron.hf_shards import write_shards
 
@@ -38,6 +40,13 @@ def export_hf_folder(
         # Bridge leaves in the names where adapters are wrapped around a layer.
         write_shards(((name.replace(".base_layer.", "."), weight) for name, weight in weights), out, max_shard_bytes)
     logger.debug("Megatron-Bridge: %s", said.getvalue())
+
+
+def streamed(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names, adapters merged, one at a time and in the same order each time. All ranks
+    iterate it together."""
+    with contextlib.redirect_stdout(io.StringIO()):  # Bridge prints its progress
+        yield from model.bridge.export_hf_weights(model.chunks, cpu=False, show_progress=False)
 
 
 def export_adapter_folder(model: BuiltModel, out: Path, base: str | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,26 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from nemo_edo.data.shares import InputShapes
 from nemo_edo.megatron.precision import token_multiple
-
-
-@dataclass(frozen=True)
-class InputShapes:
-    """Requirements on the token ids [rows, length] that enter the model."""
-
-    multiple: int = 1
-    """Lengths are multiples of it."""
-    uniform: bool = False
-    """All micro-batches have one shape."""
-    group: int = 1
-    """The number of micro-batches is a multiple of it."""
-
-    def fit(self, shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The smallest shapes (rows, length) that have room for the given ones."""
-        fitting = [(rows, math.ceil(length / self.multiple) * self.multiple) for rows, length in shapes]
-        if not self.uniform:
-            return fitting
-        return [(max(rows for rows, _ in fitting), max(length for _, length in fitting))] * len(fitting)
 
 
 def input_shapes(config: TransformerConfig) -> InputShapes:

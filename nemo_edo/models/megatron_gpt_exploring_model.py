@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
+from megatron.core import parallel_state
 from torch import Tensor
 
+from nemo_edo.data.shares import Share
 from nemo_edo.losses import LossTerm, token_spread
 from nemo_edo.megatron.forward_backward import LossFunction
 from nemo_edo.megatron.policy import Weights
@@ -49,21 +52,25 @@ class MegatronGPTExploringModel(MegatronGPTModel):
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
         """``interfaces.Policy``. inf where the rest of the loss has no gradient, 0 where neither has one."""
-        task = self._gradient_norm(batch, partial(self.loss, exploration_weight=0.0), self.loss_counts(batch))
-        exploration = self._gradient_norm(
-            batch,
-            lambda logprobs, entropies, micro: ({"exploration": self.exploration(logprobs, micro)}, {}),
-            {"exploration": self.exploration_count(batch)},
-        )
+        share = self.shares(batch)[parallel_state.get_data_parallel_rank()]
+        return self.share_gradient_ratio(share, self.loss_counts(batch), self.exploration_count(batch))
+
+    def share_gradient_ratio(self, share: Share, loss_counts: Mapping[str, float], exploration_count: float) -> float:
+        """``exploration_gradient_ratio`` of a global batch of which each rank has its share."""
+        task = self._gradient_norm(share, partial(self.loss, exploration_weight=0.0), loss_counts)
+        exploration = self._gradient_norm(share, self._exploration_alone, {"exploration": exploration_count})
         if task == 0:
             return float("inf") if exploration > 0 else 0.0
         return exploration / task
 
-    def _gradient_norm(self, batch: TrainingBatch, loss: LossFunction, counts: dict[str, float]) -> float:
+    def _exploration_alone(
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch
+    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
+        return {"exploration": self.exploration(logprobs, batch)}, {}
+
+    def _gradient_norm(self, share: Share, loss: LossFunction, counts: Mapping[str, float]) -> float:
         self.prepare_for_training_step()
-        self.policy.forward_backward(
-            batch, loss, loss_counts=counts, micro_batching=self.micro_batching, temperature=self.temperature
-        )
+        self.policy.forward_backward_share(share, loss, loss_counts=counts, temperature=self.temperature)
         norm = self.policy.gradient_norm()
         self.policy.zero_grad()
         return norm
@@ -91,11 +98,14 @@ class MegatronGPTExploringModel(MegatronGPTModel):
 
     def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities under the frozen reference: ``interfaces.Policy``."""
+        with self.as_reference():
+            return self.logprobs(batch)[0]
+
+    def as_reference(self) -> AbstractContextManager:
+        """Inside the block the model computes as the frozen reference."""
         if not self._has_reference:
             raise RuntimeError("no reference policy: call freeze_reference() before training")
-        policy = self.policy
-        with policy.without_adapters() if self._without_adapters else policy.weights(self.reference):
-            return self.logprobs(batch)[0]
+        return self.policy.without_adapters() if self._without_adapters else self.policy.weights(self.reference)
 
     @property
     def _without_adapters(self) -> bool:

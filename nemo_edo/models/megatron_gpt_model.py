@@ -14,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.data.shares import MicroBatching, Share
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron.bridge import build_model
-from nemo_edo.megatron.forward_backward import LossFunction, MicroBatching
+from nemo_edo.megatron.forward_backward import LossFunction
 from nemo_edo.megatron.layer_spec import check_packing
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.process_groups import device_and_groups
@@ -56,8 +57,8 @@ def model_config(
 class MegatronGPTModel(ModelPT):
     """A GPT model of Megatron-core, trained by Megatron's optimizer and schedule.
 
-    A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. Batches are global:
-    every data-parallel rank gets the same one.
+    A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. Called on every rank
+    itself, it takes global batches, the same on all of them; in a run, each rank gets its share (``worker/``).
     """
 
     training_config: type
@@ -105,6 +106,10 @@ class MegatronGPTModel(ModelPT):
         """Metrics of a whole global batch from its log-probabilities and entropies (``forward_backward``); None: there
         are none, and the ranks gather nothing."""
         return None
+
+    def shares(self, batch: TrainingBatch) -> list[Share]:
+        """Each data-parallel rank's share of a global batch."""
+        return self.policy.shares(batch, self.micro_batching)
 
     # --- training --------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -12,8 +10,6 @@ import torch
 from nemo_edo.errors import UserError
 
 T = TypeVar("T")
-MEET_EVERY_S = 60.0
-"""NCCL's ranks wait ten minutes for each other."""
 
 
 def is_main() -> bool:
@@ -37,31 +33,6 @@ def on_main(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
-
-
-def on_main_for_long(work: Callable[[], T]) -> T:
-    """Like ``on_main``, for work that may take longer than a process group waits for its ranks: a thread does it, and
-    all ranks meet once a minute. In a thread other than the main one, such as that in which rank 0 generates ahead, the
-    caller is alone, and does the work itself."""
-    if torch.distributed.get_world_size() == 1 or threading.current_thread() is not threading.main_thread():
-        return work()
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        future = pool.submit(work) if is_main() else None
-        while not on_main(lambda: bool(concurrent.futures.wait([future], MEET_EVERY_S).done)):
-            pass
-        return on_main(lambda: future.result())
-
-
-def in_shares(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """What the tasks return, in their order and on every rank, of which each calls its share. All ranks have the same
-    tasks, and none fails."""
-    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    own = [task() for task in tasks[rank::ranks]]
-    if ranks == 1:
-        return own
-    found: list[list[T]] = [[] for _ in range(ranks)]
-    torch.distributed.all_gather_object(found, own)
-    return [found[place % ranks][place // ranks] for place in range(len(tasks))]
 
 
 def any_rank(flag: bool) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.refit.export import WeightFolders
 from nemo_edo.refit.server_weights import RelaunchedWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
@@ -48,7 +47,7 @@ class DiskSync:
         folder = self._folders.write(version)
         if self._sleep is not None:
             self._sleep.make_room()
-        self._engine.served_model = on_main_for_long(lambda: self._push_to_all(folder))
+        self._engine.served_model = self._push_to_all(folder)
         self._engine.policy_version, self._engine.model_folder = version, self._weights.restart_folder(folder)
         self._version, self._folder = version, folder
         self._folders.keep_only(folder)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
@@ -19,14 +18,15 @@ from torch import Tensor
 
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.megatron.bridge import BuiltModel
-from nemo_edo.parallel.main_rank import is_main, on_main_for_long
 from nemo_edo.refit.libnccl import Communicator, Library
+from nemo_edo.refit.libnccl import Stream as GPUStream
 from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
 from nemo_edo.utils.http import ServerError
+from nemo_edo.worker.dispatch import Workers
+from nemo_edo.worker.worker import Worker
 
-Export = Callable[[], Iterator[tuple[str, Tensor]]]
-"""The current weights under Hugging Face's names, in the same order each time. All ranks iterate it together."""
+Stream = Callable[[Callable[[str, Tensor], None]], None]
+"""Calls a function with each of the current weights and its Hugging Face name, in the same order each time."""
 
 
 STUCK_AFTER_S = 5.0
@@ -40,9 +40,7 @@ class NCCLLink:
     """The trainer's end of a process group: it is rank 0, and the servers' workers are the others. Whatever raises a
     ServerError has aborted it."""
 
-    def __init__(
-        self, library: Library, device: torch.device, stream: Callable[[], torch.cuda.Stream], limit_s: float
-    ) -> None:
+    def __init__(self, library: Library, device: torch.device, stream: Callable[[], GPUStream], limit_s: float) -> None:
         """stream: the current one of the device. limit_s: seconds for the join and for each broadcast."""
         self.unique_id = library.unique_id()
         self._library, self._device, self._stream, self._limit_s = library, device, stream, limit_s
@@ -70,7 +68,7 @@ class NCCLSync:
     def __init__(
         self,
         engine: ServerEngine,
-        export: Export,
+        stream: Stream,
         new_link: Callable[[], NCCLLink],
         *,
         name: str,
@@ -80,7 +78,7 @@ class NCCLSync:
         """name: of the policy, unique; the weights of each version are named after it. attempts: per refit, each with
         a new link. limit_s: seconds that the servers may take for a refit."""
         self._engine = engine
-        self._export = export
+        self._stream = stream
         self._new_link = new_link
         self._name = name
         self._attempts = attempts
@@ -98,7 +96,7 @@ class NCCLSync:
         if version == self._version:
             return
         if self._described is None:
-            self._described = _describe(self._export())
+            self._described = _describe(self._stream)
         for attempt in range(1, self._attempts + 1):
             error = self._try_to_push(self._label(version))
             if error is None:
@@ -119,23 +117,22 @@ class NCCLSync:
     # --- one attempt ------------------------------------------------------------------------------------------------
 
     def _try_to_push(self, label: str) -> str | None:
-        """The error, on all ranks, or None. No rank leaves the export early: the others would wait for it."""
-        replicas, error, receiving = self._engine.replicas, None, []
+        """The error, or None. No rank leaves the export early: the others would wait for it."""
+        replicas, receiving = self._engine.replicas, []
         with ThreadPoolExecutor(max_workers=max(1, len(replicas))) as pool:
             try:
-                on_main_for_long(lambda: self._prepare(replicas, pool))
-                if is_main():
-                    receiving = self._receive(replicas, pool)
+                self._prepare(replicas, pool)
+                receiving = self._receive(replicas, pool)
             except ServerError as failure:
                 error = str(failure)
-            for _, tensor in self._export() if error is None else ():
-                if is_main() and error is None:
-                    error = self._send(tensor, receiving)
-            try:
-                on_main_for_long(lambda: self._finish(replicas, receiving, error, label))
-            except ServerError as failure:
-                error = str(failure)
-            if error is not None and is_main():
+            else:
+                error = self._send_all(receiving)
+            if error is None:
+                try:
+                    self._finish(replicas, receiving, label)
+                except ServerError as failure:
+                    error = str(failure)
+            if error is not None:
                 self._give_up(replicas, receiving)
         return error
 
@@ -181,13 +178,19 @@ class NCCLSync:
         body = {"update_info": self._described}
         return [pool.submit(_post, replica, "/update_weights", body, self._limit_s) for replica in replicas]
 
-    def _send(self, tensor: Tensor, receiving: Sequence[Future]) -> str | None:
+    def _send_all(self, receiving: Sequence[Future]) -> str | None:
         """The error, or None. A server that receives no more is noticed while the broadcast waits for it."""
-        try:
-            self._link.broadcast(tensor, partial(_require_no_failure, receiving))
-        except ServerError as failure:
-            return str(failure)
-        return None
+        errors: list[str] = []
+
+        def send(_: str, weight: Tensor) -> None:
+            if not errors:
+                try:
+                    self._link.broadcast(weight, partial(_require_no_failure, receiving))
+                except ServerError as failure:
+                    errors.append(str(failure))
+
+        self._stream(send)
+        return errors[0] if errors else None
 
     def _give_up(self, replicas: Sequence[Replica], answers: Sequence[Future]) -> None:
         """Leaves the group. The run's own servers that still wait in NCCL, which nothing else ends, are stopped: the
@@ -203,9 +206,7 @@ class NCCLSync:
             elif replica.is_managed:
                 replica.stop()
 
-    def _finish(self, replicas: Sequence[Replica], receiving: Sequence[Future], error: str | None, label: str) -> None:
-        if error is not None:
-            raise ServerError(error)
+    def _finish(self, replicas: Sequence[Replica], receiving: Sequence[Future], label: str) -> None:
         for answer in receiving:
             answer.result()
         for replica in replicas:
@@ -214,23 +215,21 @@ class NCCLSync:
             require_weights(replica, label)
 
 
-def exported(model: BuiltModel) -> Export:
-    """Megatron-Bridge's streaming export, adapters merged."""
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        with contextlib.redirect_stdout(io.StringIO()):  # Bridge prints its progress
-            yield from model.bridge.export_hf_weights(model.chunks, cpu=False, show_progress=False)
-
-    return weights
+def stream(workers: Workers, take: Callable[[str, Tensor], None]) -> None:
+    """A ``Stream`` of the workers' model, adapters merged."""
+    workers.call(Worker.stream_weights, own=take)
 
 
-def _describe(weights: Iterator[tuple[str, Tensor]]) -> dict[str, list]:
+def _describe(stream: Stream) -> dict[str, list]:
     """vLLM's NCCLWeightTransferUpdateInfo: the weights in the order in which they are sent."""
     described: dict[str, list] = {"names": [], "dtype_names": [], "shapes": []}
-    for name, tensor in weights:
+
+    def describe(name: str, weight: Tensor) -> None:
         described["names"].append(name)
-        described["dtype_names"].append(str(tensor.dtype).removeprefix("torch."))
-        described["shapes"].append(list(tensor.shape))
+        described["dtype_names"].append(str(weight.dtype).removeprefix("torch."))
+        described["shapes"].append(list(weight.shape))
+
+    stream(describe)
     return described
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,17 +16,14 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.servers import nccl_library
 from nemo_edo.interfaces import WeightSync
-from nemo_edo.parallel.free_memory import free_gpu_memory
-from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders, require_room
 from nemo_edo.refit.libnccl import common_library
-from nemo_edo.refit.nccl import NCCLLink, NCCLSync, exported
+from nemo_edo.refit.nccl import NCCLLink, NCCLSync, stream
 from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
-
-if TYPE_CHECKING:
-    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+from nemo_edo.worker.dispatch import Workers
+from nemo_edo.worker.worker import Worker
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDERS_AT_ONCE = 2
@@ -54,22 +51,22 @@ def check_refit(cfg: RunConfig, run: Path) -> None:
 
 
 def build_server_sync(
-    cfg: RunConfig, run: Path, model_folder: Path, model: MegatronGPTModel, engine: ServerEngine
+    cfg: RunConfig, run: Path, model_folder: Path, workers: Workers, engine: ServerEngine
 ) -> WeightSync:
     """The WeightSync of a policy. Its first push replaces whatever weights the servers have."""
     settings = cfg.generation.refit
     if settings.transport == "nccl":
-        name = on_main(lambda: f"{run.name}/{secrets.token_hex(4)}")
+        name = f"{run.name}/{secrets.token_hex(4)}"
         common = {"attempts": settings.attempts, "limit_s": settings.limit_s}
 
         def new_link() -> NCCLLink:
             gpu = torch.device("cuda", torch.cuda.current_device())
             return NCCLLink(common_library(nccl_library(cfg)), gpu, torch.cuda.current_stream, settings.limit_s)
 
-        return NCCLSync(engine, exported(model.built), new_link, name=name, **common)
+        return NCCLSync(engine, partial(stream, workers), new_link, name=name, **common)
     adapters = settings.lora == "adapter"
     size = weight_bytes(cfg, model_folder)
-    folders = WeightFolders(refit_root(cfg, run), model.built, size, adapters_only=adapters)
+    folders = WeightFolders(refit_root(cfg, run), workers, size, adapters_only=adapters)
     weights: RelaunchedWeights
     if cfg.generation.backend == "trtllm":
         weights = RelaunchedWeights()
@@ -77,7 +74,7 @@ def build_server_sync(
         weights = AdapterWeights(folders.base, settings.limit_s)
     else:
         weights = ReloadedWeights(settings.limit_s)
-    sleep = None if cfg.generation.placement == "apart" else build_sleep(cfg)
+    sleep = None if cfg.generation.placement == "apart" else build_sleep(cfg, workers)
     return DiskSync(engine, folders, weights, attempts=settings.attempts, sleep=sleep)
 
 
@@ -98,9 +95,13 @@ def weight_bytes(cfg: RunConfig, model_folder: Path) -> int:
     return shape.parameters * (4 if cfg.precision.dtype == "fp32" else 2)
 
 
-def build_sleep(cfg: RunConfig) -> SleepOnTrainersGPUs:
+def build_sleep(cfg: RunConfig, workers: Workers) -> SleepOnTrainersGPUs:
     """For servers that share the trainer's GPUs."""
     servers = cfg.generation.servers
     gpus = servers.replicas * servers.tensor_parallel_size
     each = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), free_gpu_memory)
+    return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), partial(_free_gpu_memory, workers))
+
+
+def _free_gpu_memory(workers: Workers) -> list[int]:
+    return workers.call(Worker.free_gpu_memory)[0]

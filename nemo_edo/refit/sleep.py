@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nemo_edo.generation.replica import Replica
-from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.http import ServerError
 
 LEVEL = 2
@@ -23,7 +22,7 @@ class SleepOnTrainersGPUs:
 
     def __init__(self, expected_bytes: int, free_memory: Callable[[], list[int]]) -> None:
         """expected_bytes: memory of the servers on all GPUs. free_memory: free bytes on each rank's GPU, once the ranks
-        have released what they do not use; all ranks call it."""
+        have released what they do not use."""
         self._expected = expected_bytes
         self._free_memory = free_memory
         self._released: list[int] = []
@@ -33,7 +32,8 @@ class SleepOnTrainersGPUs:
         """The servers lose their weights. Raises ServerError where one does not sleep, or its memory is not free
         afterwards."""
         before = self._free_memory()
-        on_main(lambda: [_put_to_sleep(replica) for replica in replicas] and None)
+        for replica in replicas:
+            _put_to_sleep(replica)
         after = self._free_memory()
         self._released = [now - then for now, then in zip(after, before, strict=True)]
         if sum(self._released) < ENOUGH * self._expected:
@@ -44,7 +44,7 @@ class SleepOnTrainersGPUs:
             )
 
     def make_room(self) -> None:
-        """Releases the ranks' cached memory. Raises ServerError, on all ranks, where a server could not have what it
+        """Releases the ranks' cached memory. Raises ServerError where a server could not have what it
         gave back, as weights, gradients and the optimizer's states have taken it."""
         free = self._free_memory()
         for rank, (has, needs) in enumerate(zip(free, self._released or [0] * len(free), strict=True)):

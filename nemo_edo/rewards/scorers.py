@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,24 +19,21 @@ if TYPE_CHECKING:
     from nemo_edo.rewards.custom import RewardFunctions
     from nemo_edo.rewards.judge import Judge
     from nemo_edo.rewards.workers import Limits
-    from nemo_edo.types import Problem, Rollout, ScoredRollout
 
 
 def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Scorer, Judge | None]:
     """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
 
-    Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError, on
-    all ranks, where a custom reward fails on the first problems, and where a judge does not answer.
+    Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError where
+    a custom reward fails on the first problems, and where a judge does not answer.
     """
-    from nemo_edo.parallel.main_rank import on_main_for_long
-
     rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if rewards.by_function:
         from nemo_edo.rewards.custom import CustomScorer
 
         custom = CustomScorer(answers, _reward_functions(cfg), rewards.success_at)
-        on_main_for_long(lambda: custom.try_on([file.problems[0] for file in loaded.values()]))
-        return FirstRankScores(custom), None
+        custom.try_on([file.problems[0] for file in loaded.values()])
+        return custom, None
     _require_answers(loaded)
     only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     if rewards.verifier == "exact" or (rewards.verifier == "auto" and only_numbers):
@@ -44,35 +41,15 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
     if rewards.verifier == "judge":
         from nemo_edo.rewards.judge import JudgeScorer
 
-        judges: list[Judge] = []  # of the first rank alone
-        on_main_for_long(lambda: judges.append(_answering_judge(cfg)))
-        judge = judges[0] if judges else None
-        return FirstRankScores(JudgeScorer(answers, judge)), judge
+        judge = _answering_judge(cfg)
+        return JudgeScorer(answers, judge), judge
     from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
 
     verifier = MathVerifier(_limits(rewards))
     for path, file in loaded.items():
-        bad = on_main_for_long(lambda problems=file.problems: verifier.unverifiable(problems))
+        bad = verifier.unverifiable(file.problems)
         loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
-    return FirstRankScores(MathScorer(answers, verifier)), None
-
-
-class FirstRankScores:
-    """A Scorer whose first rank scores for all of them: a time limit that only some ranks hit would give ranks
-    different rewards."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
-
-    def begin(self, scored: Sequence[ScoredRollout]) -> None:
-        from nemo_edo.parallel.main_rank import on_main_for_long
-
-        on_main_for_long(lambda: self.scorer.begin(scored))
-
-    def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        from nemo_edo.parallel.main_rank import on_main_for_long
-
-        return on_main_for_long(lambda: self.scorer.score(rollouts, problems))
+    return MathScorer(answers, verifier), None
 
 
 def check_functions(cfg: RunConfig) -> None:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_edo.config import CheckpointConfig
 from nemo_edo.megatron import checkpoint
-from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
-from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.worker.remote import RemotePolicy
+from nemo_edo.worker.worker import Worker
 
 
 def keep_best(
-    model: MegatronGPTModel, folder: RunFolder, config: CheckpointConfig, arm: str, value: float, iteration: int
+    model: RemotePolicy, folder: RunFolder, config: CheckpointConfig, arm: str, value: float, iteration: int
 ) -> None:
-    """Keeps the policy, evaluated with ``value`` at the iteration, if it is among the ``config.best_count`` best.
-    All ranks call this."""
+    """Keeps the policy, evaluated with ``value`` at the iteration, if it is among the ``config.best_count`` best."""
     if math.isnan(value):
         return
     about = {"metric": config.best, "value": value, "iteration": iteration}
-    kept = on_main(lambda: _kept(folder, arm, config))
+    kept = _kept(folder, arm, config)
     if any(one["iteration"] == iteration for one in kept.values()):
         place = None
     else:
@@ -35,10 +33,10 @@ def keep_best(
         place = ranked.index("") if "" in ranked[: config.best_count] else None
     if place is not None:
         if place == 0:
-            on_main(partial(_make_room, folder, arm))
+            _make_room(folder, arm)
         target = folder.best_checkpoint(arm) if place == 0 else folder.best_checkpoint(arm, iteration)
-        checkpoint.save(model.policy, target, extra=about)
-    on_main(partial(_tidy, folder, arm, config))
+        model.workers.call(Worker.save, target, about)
+    _tidy(folder, arm, config)
 
 
 def _kept(folder: RunFolder, arm: str, config: CheckpointConfig) -> dict[str, dict[str, Any]]:

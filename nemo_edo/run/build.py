@@ -8,54 +8,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
+from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.errors import UserError
 from nemo_edo.run.folder import BEST, RunFolder
 from nemo_edo.run.inputs import Data, model_folder
 
 if TYPE_CHECKING:
     from nemo_edo.algorithms.collection import Objective
-    from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.interfaces import GenerationEngine, WeightSync
-    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+    from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
 
 
 def build_model(
-    cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, trainer=None, *, weights: Path | None = None
-) -> MegatronGPTModel:
-    """The model class that ``training`` is the config of, with the weights of a checkpoint; None: the starting ones."""
-    from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
-    from nemo_edo.models.megatron_gpt_model import model_config
+    cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, *, weights: Path | None = None
+) -> RemotePolicy:
+    """The model that ``training`` is the config of, on all workers, in place of the one that they have; with the
+    weights of a checkpoint, None: the starting ones."""
+    from nemo_edo.megatron.checksums import DamagedCheckpoint
+    from nemo_edo.worker.dispatch import workers
+    from nemo_edo.worker.remote import RemotePolicy
+    from nemo_edo.worker.worker import Worker
 
-    classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
-    model_class = classes[type(training)]
-    settings = model_config(
-        model_folder(cfg, run),
-        parallelism=cfg.parallelism,
-        precision=cfg.precision,
-        lora=cfg.lora,
-        seed=cfg.seed,
-        threads=cfg.threads,
-        attention=cfg.model.attention,
-        loss_head=cfg.model.loss_head,
-        training=training,
-        temperature=1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
-    )
-    model = model_class(settings, trainer=trainer)
-    if weights is not None:
-        from nemo_edo.megatron import checkpoint
-        from nemo_edo.megatron.checksums import DamagedCheckpoint
-
-        try:
-            checkpoint.load(model.policy, weights)
-        except DamagedCheckpoint as error:
-            advice = "restore it from a copy, or train again under another name=..."
-            raise UserError(f"{error}: {advice}") from error
-    return model
+    settings = {
+        "folder": model_folder(cfg, run),
+        "parallelism": cfg.parallelism,
+        "precision": cfg.precision,
+        "lora": cfg.lora,
+        "seed": cfg.seed,
+        "threads": cfg.threads,
+        "attention": cfg.model.attention,
+        "loss_head": cfg.model.loss_head,
+        "temperature": 1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
+    }
+    try:
+        places = workers().call(Worker.build, training, weights, settings)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{error}: restore it from a copy, or train again under another name=...") from error
+    return RemotePolicy(workers(), places)
 
 
-def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
+def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> RemotePolicy:
     """What an arm has trained. ARM.best and so on: policies of it that were kept as the best; the warm-up's name: what
     the arms start from, with the settings of ``cfg.grpo``."""
     from nemo_edo.config.compose import arm_configs
@@ -65,21 +58,19 @@ def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> MegatronGPTModel:
 
 
 def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data, seed: int) -> Objective:
-    """The objective of Algorithm 1 that ``training`` configures; the ranks share its statistics. seed: the arm's, of
-    random choices."""
+    """The objective of Algorithm 1 that ``training`` configures. seed: the arm's, of random choices."""
     from nemo_edo.algorithms.grpo import GRPO
     from nemo_edo.algorithms.idpo import IDPO
-    from nemo_edo.parallel.main_rank import in_shares
 
     if isinstance(training, IDPOConfig):
-        return IDPO(training, pad_id=data.pad_id, seed=seed, do_tasks=in_shares)
+        return IDPO(training, pad_id=data.pad_id, seed=seed)
     questions = {problem.id: problem.question for problem in data.train}
     own = None
     if training.advantage is not None:
         from nemo_edo.run.own_advantages import OwnAdvantages
 
         own = OwnAdvantages(training.advantage)
-    return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id, own, do_tasks=in_shares)
+    return GRPO(training, questions, cfg.sampling.max_new_tokens, data.pad_id, own)
 
 
 def build_guards(cfg: RunConfig, layers: int) -> GuardsConfig:
@@ -102,59 +93,54 @@ def _engine_precision(cfg: RunConfig) -> str:
 
 
 def build_engine(
-    cfg: RunConfig, model: MegatronGPTModel, data: Data, servers: ServerEngine | None
-) -> MegatronEngine | ServerEngine:
-    """The run's servers, or an in-process engine over the model's own weights."""
+    cfg: RunConfig, model: RemotePolicy, data: Data, servers: ServerEngine | None
+) -> RemoteEngine | ServerEngine:
+    """The run's servers, or the workers' engines over the model's own weights."""
     if servers is not None:
         return servers
-    import torch
+    from nemo_edo.worker.remote import RemoteEngine
+    from nemo_edo.worker.worker import Worker
 
-    from nemo_edo.generation.megatron_engine import MegatronEngine
+    model.workers.call(Worker.build_engine, data.stop.ids, data.decode, cfg.generation.max_batch_size)
+    return RemoteEngine(model)
 
-    return MegatronEngine(
-        model.built,
-        stop_ids=data.stop.ids,
-        decode=data.decode,
-        max_batch_size=cfg.generation.max_batch_size,
-        device=model.platform_device,
-        progress=torch.distributed.get_rank() == 0,
-    )
+
+def holds_no_model(cfg: RunConfig) -> bool:
+    """Whether servers have all that is evaluated, and the run's processes need neither Megatron nor a GPU."""
+    return cfg.algorithm == NONE and cfg.generation.is_served
 
 
 def check_servers(cfg: RunConfig) -> None:
-    """Raises UserError, on all ranks, where the config's servers could not be started or asked."""
+    """Raises UserError where the config's servers could not be started or asked."""
     if cfg.generation.is_served:
         import torch
 
         from nemo_edo.generation import servers
-        from nemo_edo.parallel.main_rank import on_main
 
-        on_main(lambda: servers.check_servers(servers.placed(cfg, _trainers_gpus()), torch.cuda.device_count()))
+        servers.check_servers(servers.placed(cfg, _trainers_gpus(cfg)), torch.cuda.device_count())
 
 
 def check_refit(cfg: RunConfig, run: RunFolder) -> None:
-    """Raises UserError, on all ranks, where trained weights could not reach the config's servers."""
+    """Raises UserError where trained weights could not reach the config's servers."""
     if cfg.generation.is_served:
-        from nemo_edo.parallel.main_rank import on_main
         from nemo_edo.refit import setup
 
-        on_main(lambda: setup.check_refit(cfg, run.path))
+        setup.check_refit(cfg, run.path)
 
 
 def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | None:
-    """Starts the servers of the config, on the first rank, with the weights that the run begins with, and waits until
-    they are ready; None where generation is in process. Raises UserError, on all ranks, where one is not."""
+    """Starts the servers of the config with the weights that the run begins with, and waits until they are ready; None
+    where generation is in process. Raises UserError where one is not."""
     if not cfg.generation.is_served:
         return None
     import torch
 
     from nemo_edo.generation import servers
-    from nemo_edo.parallel.main_rank import is_main, on_main_for_long
 
     folder = model_folder(cfg, run)
-    gpus, own = torch.cuda.device_count(), servers.placed(cfg, _trainers_gpus())
-    replicas = servers.build_replicas(own, folder, run.path / "servers", gpus) if is_main() else []
-    on_main_for_long(lambda: servers.start(replicas, cfg.model.seq_length))
+    own = servers.placed(cfg, _trainers_gpus(cfg))
+    replicas = servers.build_replicas(own, folder, run.path / "servers", torch.cuda.device_count())
+    servers.start(replicas, cfg.model.seq_length)
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     engine = servers.build_server_engine(
         cfg,
@@ -163,23 +149,26 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
         vocab_size=fields["vocab_size"],
         decode=data.decode,
         model_folder=folder,
-        progress=is_main(),
+        progress=True,
     )
     if cfg.generation.placement == "shared":
         from nemo_edo.refit.setup import build_sleep
+        from nemo_edo.worker.dispatch import workers
 
-        build_sleep(cfg).begin(engine.replicas)
+        build_sleep(cfg, workers()).begin(engine.replicas)
     return engine
 
 
-def _trainers_gpus() -> int:
+def _trainers_gpus(cfg: RunConfig) -> int:
     """GPUs that this run's processes on this machine use."""
     import torch
 
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if torch.distributed.get_backend() == "nccl" else 0
+    if holds_no_model(cfg) or not torch.cuda.is_available():
+        return 0
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def build_weight_sync(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, engine: GenerationEngine) -> WeightSync:
+def build_weight_sync(cfg: RunConfig, run: RunFolder, model: RemotePolicy, engine: GenerationEngine) -> WeightSync:
     """What brings the model's weights to the engine."""
     from nemo_edo.generation.in_process import InProcessSync
 
@@ -187,10 +176,10 @@ def build_weight_sync(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, e
         return InProcessSync(engine)
     from nemo_edo.refit.setup import build_server_sync
 
-    return build_server_sync(cfg, run.path, model_folder(cfg, run), model, engine)
+    return build_server_sync(cfg, run.path, model_folder(cfg, run), model.workers, engine)
 
 
-def connect(cfg: RunConfig, run: RunFolder, model: MegatronGPTModel, data: Data, servers: ServerEngine | None) -> None:
+def connect(cfg: RunConfig, run: RunFolder, model: RemotePolicy, data: Data, servers: ServerEngine | None) -> None:
     """Gives the model its generation engine, and what pushes its weights there."""
     model.engine = build_engine(cfg, model, data, servers)
     model.weight_sync = build_weight_sync(cfg, run, model, model.engine)

@@ -15,9 +15,8 @@ from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_q
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.source import SPLITS, made_problems
 from nemo_edo.data.stop_tokens import StopTokens, read_stop_tokens
-from nemo_edo.data.tokenizer import load_tokenizer
+from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
-from nemo_edo.parallel.main_rank import on_main_for_long
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.disk_space import check_disk_space, estimate_bytes
@@ -53,7 +52,7 @@ class Data:
     scorer: Scorer = field(default_factory=ExactAnswerScorer)
     """What scores responses to them."""
     judge: Judge | None = None
-    """The language model that the scorer asks, if any, on the first rank only."""
+    """The language model that the scorer asks, if any."""
     warmup: list[Problem] = field(default_factory=list)
     """What ``data.source`` made for the warm-up alone."""
 
@@ -74,10 +73,9 @@ class Data:
         """Any id would do: padding is masked."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """A response's text, without special tokens and without the token that ended it."""
-        ids = ids[:-1] if ids and ids[-1] in self.stop.texts else ids
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    @property
+    def decode(self) -> Decoder:
+        return Decoder(self.tokenizer, frozenset(self.stop.texts))
 
     @property
     def longest_prompt(self) -> int:
@@ -304,14 +302,13 @@ def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path | None, Path 
 
 
 def _made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
-    """What ``data.source`` makes for a new run, on the first rank for all of them; what it made for one that
-    resumes."""
+    """What ``data.source`` makes for a new run; what it made for one that resumes."""
     files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
     if run.is_begun and files["test"].is_file():
         kept = {split: path for split, path in files.items() if path.is_file()}
         return {split: load_problems(path, **cfg.data.reading(split)).problems for split, path in kept.items()}
     data = cfg.data
-    return on_main_for_long(lambda: made_problems(data.source, data.source_args, data.columns))
+    return made_problems(data.source, data.source_args, data.columns)
 
 
 def _require_solutions(problems: Sequence[Problem]) -> None:

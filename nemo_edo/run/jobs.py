@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_edo.config import NONE, LoopConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
-from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, inputs
 from nemo_edo.run.console import RunConsole
@@ -22,7 +18,7 @@ from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import METRICS, RunFolder, check_arm_names
-from nemo_edo.run.on_rank_0 import SharedMetricsLog
+from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.stages import (
@@ -41,9 +37,11 @@ from nemo_edo.run.stored_run import StoredRun, final_iteration, open_run
 from nemo_edo.run.summary import examples, side_by_side, summary
 from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
 from nemo_edo.utils.files import read_object, temporary_name
-from nemo_edo.utils.garbage import free_unused_memory, large_imports
+from nemo_edo.utils.garbage import large_imports
 from nemo_edo.utils.phases import PhaseClock
 from nemo_edo.utils.wording import did_you_mean
+from nemo_edo.worker.dispatch import workers
+from nemo_edo.worker.worker import Worker
 
 SENTENCES = 5
 """Of a report's conclusions that the terminal shows."""
@@ -87,7 +85,7 @@ def evaluate_model(cfg: RunConfig) -> list[str]:
     folder.check_free(resolved_yaml(cfg))
     if not folder.is_finished:
         train(cfg)
-    return evaluate_stored([folder.path], None, []) if "RANK" not in os.environ or is_main() else []
+    return evaluate_stored([folder.path], None, [])
 
 
 def collect(cfg: RunConfig, arm: str | None) -> None:
@@ -126,13 +124,11 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
             job.console.begin(name)
             model = untrained_model(job) if cfg.algorithm == NONE else build.load_policy(cfg, folder, name)
             evaluate_policy(job, model, name, final_iteration(cfg, name), anew=True)
-            del model
-            free_unused_memory()
     finally:
         job.console.close()
         if job.servers is not None:
             job.servers.close()
-    on_main(lambda: _conclude(folder))
+    _conclude(folder)
 
 
 def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter: bool = False) -> None:
@@ -143,8 +139,6 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     and so on: the policies that were best by ``checkpoint.best``. adapter: its LoRA adapters alone, as a PEFT folder;
     the weights under them, which an arm has from the warm-up, are written to its folder ``base``.
     """
-    from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
-
     opened = open_run(run)
     folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
@@ -159,16 +153,16 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
         raise UserError(f"{run} trained all weights (lora.rank=0): export it without --adapter")
     model = build.load_policy(cfg, folder, arm)
     part = temporary_name(out.resolve())
-    on_main(lambda: shutil.rmtree(part, ignore_errors=True))  # of a killed export
+    shutil.rmtree(part, ignore_errors=True)  # of a killed export
+    workers = model.workers
     if adapter:
-        export_hf_folder(model.built, part / "base", max_shard_bytes, merge_adapters=False)
-        export_adapter_folder(model.built, part, base=str(out.resolve() / "base"))
+        workers.call(Worker.export, part / "base", max_shard_bytes, False)
+        workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
     else:
-        export_hf_folder(model.built, part, max_shard_bytes)
-    on_main(lambda: part.replace(out))
-    if is_main():
-        what = "its adapters are" if adapter else "it is"
-        print(f"the policy of arm {arm}: {what} in {out}")
+        workers.call(Worker.export, part, max_shard_bytes, True)
+    part.replace(out)
+    what = "its adapters are" if adapter else "it is"
+    print(f"the policy of arm {arm}: {what} in {out}")
 
 
 def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
@@ -198,37 +192,29 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> Job:
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = _checked_data(cfg, folder, arms)
     cfg = inputs.with_seq_length(cfg, data)
-    torch.distributed.barrier()  # every rank has looked at the folder before it changes
-    on_main(lambda: _open_folder(folder, resolved_yaml(cfg)))
+    _open_folder(folder, resolved_yaml(cfg))
     trainer = start_tracking(cfg.exp_manager, folder.logs)
-    on_main(lambda: _write_files(cfg, folder, data))
-    if is_main() and data.skipped_rows:
+    _write_files(cfg, folder, data)
+    if data.skipped_rows:
         print(f"{data.skipped_rows} bad rows of the problems files were left out")
-    if is_main() and cfg.algorithm != NONE and data.overlap:
+    if cfg.algorithm != NONE and data.overlap:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
-    if is_main() and cfg.model.path is not None:
+    if cfg.model.path is not None:
         print(*data.stop.lines(), sep="\n")
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: settings.iterations for name, settings in arms.items()}})
-    log = SharedMetricsLog(
-        folder.path / METRICS, log_numbers(trainer), writes=is_main(), watch=console, pending=clock.pending
-    )
+    log = MetricsLog(folder.path / METRICS, log_numbers(trainer), watch=console, pending=clock.pending)
     servers = None
-    if any(name not in on_main(folder.journal) for name in (WARMUP, *arms)):
+    if any(name not in folder.journal() for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, trainer, log, is_main(), stop, console, servers, clock)
+    return Job(cfg, arms, folder, data, trainer, log, stop, console, servers, clock)
 
 
 def _start_processes(cfg: RunConfig) -> None:
     """Connects the ranks, and checks the model that they, or the servers alone, load."""
-    if _holds_no_model(cfg):
-        from nemo_edo.megatron import platform
-
-        platform.init_process_group(torch.device("cpu"))  # the servers have the only model
+    if build.holds_no_model(cfg):
         inputs.check_served_model(cfg)
     else:
-        from nemo_edo.megatron.process_groups import device_and_groups
-
-        device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
+        workers().call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)
         inputs.check_model(cfg)
     build.check_servers(cfg)
 
@@ -244,20 +230,18 @@ def _checked_data(cfg: RunConfig, folder: RunFolder, arms: dict[str, LoopConfig]
 
 def _reopen(opened: StoredRun) -> Job:
     """A finished run's job, to evaluate its policies again."""
-    from nemo_edo.megatron import platform
-
     cfg, folder = opened.cfg, opened.folder
-    platform.init_process_group(platform.enter(cfg.threads))
+    workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
     arms = arm_configs(cfg)
     policies = (WARMUP, *arms, *opened.best_policies)
     console = RunConsole({name: final_iteration(cfg, name) for name in policies})
-    log = SharedMetricsLog(folder.path / METRICS, log_numbers(None), writes=is_main(), watch=console)
+    log = MetricsLog(folder.path / METRICS, log_numbers(None), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
     servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, None, log, is_main(), StopSignal(), console, servers, PhaseClock())
+    return Job(cfg, arms, folder, data, None, log, StopSignal(), console, servers, PhaseClock())
 
 
 def _close(job: Job) -> None:
@@ -300,9 +284,9 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 
 def _finish(job: Job, page: bool) -> None:
     with job.clock.phase("report"):
-        on_main(lambda: _write_report(job, page))
+        _write_report(job, page)
     job.log("phases", arm=[WARMUP, *job.arms][-1], time=job.clock.take())
-    on_main(lambda: job.folder.note("report", **job.log.mark))
+    job.folder.note("report", **job.log.mark)
 
 
 def _write_report(job: Job, page: bool) -> None:
@@ -320,12 +304,12 @@ def _write_summary(job: Job) -> None:
     of_arms = {name: _examples(job, name) for name in stages}
     job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
     seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
-    about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds)
+    about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds, workers().size)
     for name, settings in about["arms"].items():
         if stop := early_stop(job.cfg, job.folder, name):
             said = stop.in_words(settings["iterations"])
             about["arms"][name] = {**settings, "stopped_early": said}
-    kernels = {} if _holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
+    kernels = {} if build.holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
     job.folder.write_json("summary.json", {**about, "kernels": kernels})
 
 
@@ -350,8 +334,3 @@ def _conclude(folder: RunFolder) -> None:
     for sentence in report.conclusions[:SENTENCES]:
         print(textwrap.fill(sentence, 80, initial_indent="- ", subsequent_indent="  "))
     print(f"\nreport: {report.path}")
-
-
-def _holds_no_model(cfg: RunConfig) -> bool:
-    """Whether servers have all that is evaluated, and this process needs neither Megatron nor a GPU."""
-    return cfg.algorithm == NONE and cfg.generation.is_served

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from nemo_edo.config import NONE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
-from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.early_stop import early_stop, trained_iterations
 from nemo_edo.run.folder import RESTORE
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_stage(job: Job, name: str) -> None:
-    """Raises UserError, on every rank, where a policy or a result of a finished stage is missing or damaged, and warns
+    """Raises UserError where a policy or a result of a finished stage is missing or damaged, and warns
     of responses that are."""
     if job.cfg.algorithm != NONE:
         _check_checkpoint(job.folder.checkpoint(name))
@@ -30,8 +29,8 @@ def check_stage(job: Job, name: str) -> None:
 
 def check_trained(job: Job, name: str, *, final: bool = False) -> None:
     """``check_arm`` of an arm that has been trained to its end, be it early: then the evaluation there is done, too."""
-    stop = on_main(lambda: early_stop(job.cfg, job.folder, name))
-    trained = on_main(lambda: trained_iterations(job.cfg, job.folder, name))
+    stop = early_stop(job.cfg, job.folder, name)
+    trained = trained_iterations(job.cfg, job.folder, name)
     check_arm(job, name, trained, is_within=stop is not None, final=final)
 
 
@@ -41,14 +40,14 @@ def check_arm(job: Job, name: str, iteration: int, *, is_within: bool = False, f
     done = evaluated(job, name, iteration + is_within)
     short = [job.folder.evaluation(name, t) for t in done]
     final_results = [job.folder.evaluation(name), job.folder.test_time(name)] if final else []
-    on_main(lambda: _check_results([*final_results, *short]))
-    for best in on_main(lambda: job.folder.best_checkpoints(name)):
+    _check_results([*final_results, *short])
+    for best in job.folder.best_checkpoints(name):
         _check_checkpoint(best)
     of_rollouts = range(iteration) if name in job.arms else ()
     if of_rollouts and iteration < job.arms[name].iterations:
-        on_main(lambda: _check_explored(job, name, iteration + is_within))
+        _check_explored(job, name, iteration + is_within)
     number = final_iteration(job.cfg, name) if final else None
-    on_main(lambda: _warn_of_lost_responses(job, name, of_rollouts, done, number))
+    _warn_of_lost_responses(job, name, of_rollouts, done, number)
 
 
 def evaluated(job: Job, name: str, before: int) -> list[int]:
@@ -58,10 +57,12 @@ def evaluated(job: Job, name: str, before: int) -> list[int]:
 
 
 def _check_checkpoint(folder: Path) -> None:
-    from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums
+    from nemo_edo.megatron.checksums import DamagedCheckpoint
+    from nemo_edo.worker.dispatch import workers
+    from nemo_edo.worker.worker import Worker
 
     try:
-        check_checksums(folder)
+        workers().call(Worker.check_checkpoint, folder)
     except DamagedCheckpoint as error:
         raise UserError(f"{error}; {RESTORE}") from error
 

@@ -20,7 +20,7 @@ PLACES = ("iteration", "policy_version", "step")
 
 
 class MetricsLog:
-    """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers. Ranks other than the first write nothing.
+    """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers.
     ``watch`` gets the kind of each line that was written, and its values with its clocks.
 
     Everything that a clock says is under "time": the rest is the same in every run of a config. The loggers get a
@@ -33,13 +33,12 @@ class MetricsLog:
         path: Path,
         log_numbers: Callable[[dict[str, float], int], None],
         *,
-        writes: bool,
         watch: Callable[[str, dict[str, Any]], None] | None = None,
         pending: Callable[[], dict[str, float]] = dict,
     ) -> None:
         """pending: the seconds of each phase that no line has yet."""
-        self._file = opened(path) if writes else None
-        self._digest = xxhash.xxh3_128(path.read_bytes() if writes else b"")
+        self._file = opened(path)
+        self._digest = xxhash.xxh3_128(path.read_bytes())
         self._log_numbers = log_numbers
         self._watch = watch
         self._pending = pending
@@ -47,8 +46,6 @@ class MetricsLog:
         self._lines: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, kind: str, *, arm: str, **values: Any) -> None:
-        if self._file is None:
-            return
         clocks = values.pop("time", {})
         line = {"kind": kind, "arm": arm, **values, "time": {"elapsed_s": round(self.elapsed, 3), **clocks}}
         try:
@@ -73,9 +70,7 @@ class MetricsLog:
 
     @property
     def size(self) -> int:
-        """Bytes that are safely on the disk now; 0 on ranks that write nothing."""
-        if self._file is None:
-            return 0
+        """Bytes that are safely on the disk now."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -91,8 +86,6 @@ class MetricsLog:
 
         Raises UserError where the file is shorter, no line ends there, or what is before is not what was logged.
         """
-        if self._file is None:
-            return
         path, size = Path(self._file.name), mark["metrics_bytes"]
         try:
             kept = path.read_bytes()

@@ -28,8 +28,8 @@ def check_advantages(cfg: RunConfig) -> None:
 
 
 class OwnAdvantages:
-    """An ``algorithms.grpo.AdvantageFunction``: the first rank calls the function for all of them, with the whole
-    collection, so that no split of the batch changes a number."""
+    """An ``algorithms.grpo.AdvantageFunction``, called with the whole collection: no split of the batch changes a
+    number."""
 
     def __init__(self, path: str, key: str = "grpo.advantage") -> None:
         self._function = load_function(path, key)
@@ -37,13 +37,8 @@ class OwnAdvantages:
         self._arguments = wanted_arguments(self._function, ARGUMENTS, self._name)
 
     def __call__(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """[B] float32. Raises UserError, on all ranks, where the function fails, for another shape, and for advantages
-        that are not finite."""
-        from nemo_edo.parallel.main_rank import on_main
-
-        return on_main(lambda: self._called(scored, rewards, group_ids))
-
-    def _called(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """[B] float32. Raises UserError where the function fails, for another shape, and for advantages that are not
+        finite."""
         import torch
 
         rollouts = [item.rollout for item in scored]

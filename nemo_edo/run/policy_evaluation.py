@@ -15,25 +15,23 @@ from nemo_edo.evaluation.evaluator import Evaluator, Tuning
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.evaluation.results import Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.generation.in_process import ServedModel
-from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.rollouts.resumable import Answer, InParts
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run import build
 from nemo_edo.run.early_stop import trained_iterations
 from nemo_edo.run.evaluate_stored import analyse_arm
-from nemo_edo.run.on_rank_0 import SharedRolloutStore
 from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
 from nemo_edo.run.tracking import log_table
 from nemo_edo.types import GenerationRequest, ScoredRollout
 
 if TYPE_CHECKING:
-    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
     from nemo_edo.run.stages import Job
+    from nemo_edo.worker.remote import RemotePolicy
 
 
 def evaluate_policy(
     job: Job,
-    model: MegatronGPTModel | ServedModel,
+    model: RemotePolicy | ServedModel,
     arm: str,
     iteration: int,
     *,
@@ -61,9 +59,9 @@ def evaluate_policy(
         model.weight_sync.release()
     if anew:
         for kind, store in stores.items():
-            on_main(partial(_store(job, job.folder.evaluated(arm, kind)).take_over, iteration, store))
+            _store(job, job.folder.evaluated(arm, kind)).take_over(iteration, store)
     if final:  # where the training ended early, fewer than its responses' number says
-        iteration = on_main(lambda: trained_iterations(job.cfg, job.folder, arm))
+        iteration = trained_iterations(job.cfg, job.folder, arm)
     metric = job.cfg.checkpoint.best
     if metric is not None and arm in job.arms:
         from nemo_edo.run.best_policies import keep_best
@@ -71,7 +69,7 @@ def evaluate_policy(
         keep_best(model, job.folder, job.cfg.checkpoint, arm, evaluation.mean(metric), iteration)
     _log_judge(job, arm, iteration)
     _log_metrics(job, evaluation, iteration, final, seconds)
-    on_main(lambda: _write_results(job, evaluation, responses, iteration, final))
+    _write_results(job, evaluation, responses, iteration, final)
     return responses
 
 
@@ -86,7 +84,7 @@ def _write_results(
 
 def _measure(
     job: Job,
-    model: MegatronGPTModel | ServedModel,
+    model: RemotePolicy | ServedModel,
     arm: str,
     iteration: int,
     stores: Mapping[str, RolloutStore],
@@ -119,8 +117,8 @@ def _measure(
     return evaluator.evaluate(arm, requests, rollouts, tuning)
 
 
-def _store(job: Job, folder: Path) -> SharedRolloutStore:
-    return SharedRolloutStore(folder, tokenizer=tokenizer_identity(job.data.tokenizer))
+def _store(job: Job, folder: Path) -> RolloutStore:
+    return RolloutStore(folder, tokenizer=tokenizer_identity(job.data.tokenizer))
 
 
 def _anew(job: Job, arm: str, kind: str) -> Path:
@@ -137,7 +135,7 @@ def _keeping(
     store = stores[kind]
 
     def stop_if_asked() -> None:
-        if job.stop.agreed():
+        if job.stop.is_asked():
             raise RunStopped(f"stopped, with the finished parts of {arm}'s evaluation saved")
 
     def answer_and_keep(requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
@@ -164,8 +162,8 @@ def _log_judge(job: Job, arm: str, iteration: int) -> None:
 def _log_metrics(job: Job, evaluation: Evaluation, iteration: int, final: bool, seconds: float) -> None:
     """The means with their intervals, and the problems that were newly solved and lost."""
     arm, clocks = evaluation.arm, {"evaluation_s": seconds}
-    metrics = on_main(lambda: evaluation.means(resamples=job.cfg.evaluation.bootstrap, seed=job.cfg.seed))
-    changes = on_main(lambda: _changes(job, evaluation, iteration))
+    metrics = evaluation.means(resamples=job.cfg.evaluation.bootstrap, seed=job.cfg.seed)
+    changes = _changes(job, evaluation, iteration)
     job.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 

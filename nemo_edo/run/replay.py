@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,14 @@ from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite
-from nemo_edo.parallel.main_rank import is_main
 from nemo_edo.run import build
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import TrainingBatch
 
 if TYPE_CHECKING:
-    from nemo_edo.megatron.forward_backward import LossFunction
-    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+    from nemo_edo.data.shares import Share
+    from nemo_edo.worker.remote import RemotePolicy
+    from nemo_edo.worker.worker import Worker
 
 MAY_DIFFER = ("parallelism.", "precision.", "threads=")
 """Overrides that a replay takes: to see whether the numbers break in another layout or precision, too."""
@@ -42,27 +43,36 @@ def replay(path: Path, overrides: list[str]) -> None:
         raise UserError(f"{path} is not a batch that a run has kept: RUN/failures/ARM_step_XXXXXXXX.safetensors")
     batch, about = read_batch(path)
     model = _model(run, arm, overrides, path.with_suffix(""))
-    loss = model.loss
-    if (weight := about["metrics"].get("exploration_weight")) is not None:  # SFT has none
-        loss = partial(loss, exploration_weight=weight)
-    _say(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")
-    measured, reasons = measure(model, loss, batch)
-    _say(f"now: {_shown(measured)}")
+    weight = about["metrics"].get("exploration_weight")  # SFT has none
+    print(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")
+    measured, reasons = measure(model, weight, batch)
+    print(f"now: {_shown(measured)}")
     faults = 0
     for row in range(0, batch.size, batch.unit):
         rows = batch.rows(slice(row, row + batch.unit))
-        if rows.mask.any() and (fault := _fault(model, loss, rows)):
+        if rows.mask.any() and (fault := _fault(model, weight, rows)):
             faults += 1
-            _say(f"row {row}{f' and {row + 1}' if batch.unit == 2 else ''}: {fault}")
+            print(f"row {row}{f' and {row + 1}' if batch.unit == 2 else ''}: {fault}")
     if not faults:
         whole = ": they overflow together" if reasons or not all(map(math.isfinite, measured.values())) else ""
-        _say(f"each row by itself is finite{whole}")
+        print(f"each row by itself is finite{whole}")
 
 
-def measure(model: MegatronGPTModel, loss: LossFunction, batch: TrainingBatch) -> tuple[dict[str, float], list[str]]:
+def measure(
+    model: RemotePolicy, exploration_weight: float | None, batch: TrainingBatch
+) -> tuple[dict[str, float], list[str]]:
     """(The means of the batch's log-probabilities, entropies, loss terms and metrics, and the norm of its gradient;
-    a loss's message about numbers that are not finite.)"""
-    said: list[str] = []
+    a loss's messages about numbers that are not finite.)"""
+    answers = model.measure(_measure_share, batch, exploration_weight)
+    return answers[0][0], sorted({reason for _, reasons in answers for reason in reasons})
+
+
+def _measure_share(
+    worker: Worker, share: Share, loss_counts: Mapping[str, float], exploration_weight: float | None
+) -> tuple[dict[str, float], list[str]]:
+    """``measure`` on a rank."""
+    model, said = worker.model, []
+    loss = model.loss if exploration_weight is None else partial(model.loss, exploration_weight=exploration_weight)
 
     def observed(logprobs: Tensor, entropies: Tensor, micro: TrainingBatch):
         seen = {"logprobs": _sum(logprobs, micro), "entropies": _sum(entropies, micro)}
@@ -70,26 +80,21 @@ def measure(model: MegatronGPTModel, loss: LossFunction, batch: TrainingBatch) -
             terms, metrics = loss(logprobs, entropies, micro)
         except NotFinite as error:
             said.append(str(error))
-            terms = dict.fromkeys(model.loss_counts(batch), LossTerm(logprobs.sum() * math.nan, math.nan))
+            terms = dict.fromkeys(loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))
             metrics = {}
         return terms, {**metrics, **seen, **{f"term {name}": term.detached() for name, term in terms.items()}}
 
     model.prepare_for_training_step()
-    metrics = model.policy.forward_backward(
-        batch,
-        observed,
-        loss_counts=model.loss_counts(batch),
-        micro_batching=model.micro_batching,
-        temperature=model.temperature,
+    means, _ = model.policy.forward_backward_share(
+        share, observed, loss_counts=loss_counts, temperature=model.temperature
     )
-    reasons: list[list[str]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, said)
-    return {**metrics, "grad_norm": model.policy.gradient_norm()}, sorted({r for part in reasons for r in part})
+    norm = model.policy.gradient_norm()
+    return {**means, "padding_share": share.padding_share, "grad_norm": norm}, said
 
 
-def _fault(model: MegatronGPTModel, loss: LossFunction, rows: TrainingBatch) -> str:
+def _fault(model: RemotePolicy, exploration_weight: float | None, rows: TrainingBatch) -> str:
     """What in a row (a pair) is not finite; empty where all is."""
-    measured, reasons = measure(model, loss, rows)
+    measured, reasons = measure(model, exploration_weight, rows)
     given = [name for name, value in rows.tensors().items() if not _finite(value, rows.mask)]
     computed = [name for name, value in measured.items() if not math.isfinite(value)]
     parts = {"given": given, "computed": computed, "the loss says": reasons}
@@ -106,7 +111,7 @@ def _sum(values: Tensor, micro: TrainingBatch) -> LossTerm:
     return LossTerm(values.detach()[micro.mask != 0].sum(), micro.mask.sum())
 
 
-def _model(run: Path, arm: str, overrides: list[str], weights: Path) -> MegatronGPTModel:
+def _model(run: Path, arm: str, overrides: list[str], weights: Path) -> RemotePolicy:
     cfg = compose_run("config", overrides, config_dir=run)
     model = build.build_model(cfg, RunFolder(run), arm_configs(cfg).get(arm, cfg.sft), weights=weights)
     model.start_training(1)  # the gradient's norm is checked by the optimizer
@@ -115,8 +120,3 @@ def _model(run: Path, arm: str, overrides: list[str], weights: Path) -> Megatron
 
 def _shown(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
-
-
-def _say(message: str) -> None:
-    if is_main():
-        print(message)

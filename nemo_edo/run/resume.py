@@ -6,7 +6,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from nemo_edo.config import CheckpointConfig
 from nemo_edo.data.batch_file import read_batch, write_batch
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.megatron import checkpoint
-from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
-from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
-from nemo_edo.parallel.main_rank import is_main, on_main
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.types import TrainingBatch
+from nemo_edo.worker.remote import RemotePolicy
+from nemo_edo.worker.worker import Worker
 
 DAMAGED = ".damaged"
 """What the name of a checkpoint ends with that was found damaged."""
@@ -37,7 +35,7 @@ class SavedProgress:
 
     def __init__(
         self,
-        model: MegatronGPTModel,
+        model: RemotePolicy,
         folder: Path,
         config: CheckpointConfig,
         *,
@@ -48,7 +46,7 @@ class SavedProgress:
         stored: Callable[[int], object] = lambda iteration: None,
     ) -> None:
         """failure: the file for a batch that broke the training, from the number of its step.
-        stored: raises UserError, on every rank, where an iteration's rollouts are missing or damaged.
+        stored: raises UserError where an iteration's rollouts are missing or damaged.
         keeps_reference: whether the model's reference moves in a way that cannot be recomputed (ema)."""
         self.folder = folder
         self.start = Position()
@@ -62,8 +60,8 @@ class SavedProgress:
         self._keeps_reference = keeps_reference
         self._stored = stored
         self._collected: Collected | None = None
-        self._writing: Writing | None = None
-        """The checkpoint that is being written."""
+        self._is_writing = False
+        """Whether a checkpoint is being written."""
         self._batch: dict[str, Any] | None = None
         """File name and checksum of the current iteration's batch on disk."""
         self._saved_at = 0
@@ -74,22 +72,22 @@ class SavedProgress:
         """Loads the newest checkpoint that is whole, with its batch, into the model and sets ``start``. Where all are
         damaged, model and ``start`` stay at the beginning. Damaged ones are renamed, with a warning, and removed once
         another is written."""
-        for folder in on_main(self._checkpoints)[::-1]:
+        for folder in self._checkpoints()[::-1]:
             try:
                 self._load(folder)
             except DamagedCheckpoint as error:
-                on_main(partial(_put_aside, folder, str(error)))
+                _put_aside(folder, str(error))
             else:
                 return
 
     def _load(self, folder: Path) -> None:
-        checkpoint.load(self._model.policy, folder, with_optimizer=True, check=self._check_iteration)
-        changed = checkpoint.changed_layout(folder)
-        if changed and is_main():
-            print(f"resuming with another layout than {folder} was saved with: {changed}; sums round differently now")
+        workers = self._model.workers
+        workers.call(Worker.check_checkpoint, folder)
         notes = checkpoint.load_extra(folder)
-        if self._keeps_reference:
-            self._model.reference = checkpoint.load_reference(self._model.policy, folder)
+        self._check_iteration(notes)
+        changed = workers.call(Worker.resume, folder, self._keeps_reference)[0]
+        if changed:
+            print(f"resuming with another layout than {folder} was saved with: {changed}; sums round differently now")
         self.start = Position(**notes["position"])
         self.metrics_mark = notes
         self._batch, self._saved_at = notes["batch"], self.start.steps_taken
@@ -98,7 +96,7 @@ class SavedProgress:
         """Within an iteration, its batch and its rollouts: the run would end without noticing that these are gone."""
         if notes["batch"] is None:
             return
-        on_main(lambda: _require_unchanged(self.folder / notes["batch"]["file"], notes["batch"]["checksum"]))
+        _require_unchanged(self.folder / notes["batch"]["file"], notes["batch"]["checksum"])
         try:
             self._stored(notes["position"]["iteration"])
         except UserError as error:
@@ -117,7 +115,7 @@ class SavedProgress:
     def reached(self, position: Position, *, saves: bool = True) -> None:
         """``algorithms.progress.Progress``."""
         self.settle(wait=False)
-        stop = self._stop.agreed()
+        stop = self._stop.is_asked()
         steps = position.steps_taken - self._saved_at
         begins_iteration = position.step == 0 and steps > 0
         if saves and (begins_iteration or steps >= self._config.every_steps or (stop and steps > 0)):
@@ -136,37 +134,32 @@ class SavedProgress:
         """``algorithms.progress.Progress``. The batch in a file, the weights in a folder of the same name."""
         self.settle()
         path = self._failure(position.steps_taken - 1)
-        checkpoint.save(self._model.policy, path.with_suffix(""))
-        on_main(lambda: write_batch(batch, {"metrics": about}, path))
+        self._model.workers.call(Worker.save, path.with_suffix(""), None)
+        write_batch(batch, {"metrics": about}, path)
         return str(path)
 
     def _save(self, position: Position) -> None:
         self.settle()  # one at a time
         require_finite(self._model, f"after step {position.steps_taken}", f"resumes from step {self._saved_at}")
         if position.step and self._collected is not None and self._batch is None:
-            self._batch = on_main(lambda: self._write_batch(position.iteration))
+            self._batch = self._write_batch(position.iteration)
         notes = {
             "position": asdict(position),
             **self._metrics_mark(),
             "batch": self._batch if position.step else None,
         }
-        self._writing = checkpoint.begin_save(
-            self._model.policy,
-            self.folder / f"step_{position.steps_taken:08d}",
-            with_optimizer=True,
-            reference=self._model.reference if self._keeps_reference else None,
-            extra=notes,
-            reshardable=self._config.reshardable,
-        )
+        folder, reshardable = self.folder / f"step_{position.steps_taken:08d}", self._config.reshardable
+        self._model.workers.call(Worker.begin_save, folder, self._keeps_reference, notes, reshardable)
+        self._is_writing = True
         self._saved_at = position.steps_taken
         self.settle(wait=not self._config.asynchronous)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Completes a checkpoint that is being written, if all of it is on disk; wait: as soon as it is. Every rank
-        calls it at the same place, and before it leaves the training."""
-        if self._writing is not None and self._writing.is_finished(wait=wait):
-            self._writing = None
-            on_main(self._prune)
+        """Completes a checkpoint that is being written, if all of it is on disk; wait: as soon as it is. Called before
+        the training is left."""
+        if self._is_writing and self._model.workers.call(Worker.is_saved, wait)[0]:
+            self._is_writing = False
+            self._prune()
 
     def _write_batch(self, iteration: int) -> dict[str, Any]:
         path = self.folder / f"batch_{iteration:05d}.safetensors"
@@ -204,12 +197,12 @@ def _batch_files(folder: Path) -> list[str | None]:
     return [notes["batch"] and notes["batch"]["file"]]
 
 
-def require_finite(model: MegatronGPTModel, when: str, rerun: str = "resumes from the last checkpoint") -> None:
-    """Raises StoppedByGuard, on every rank, where a weight is not finite: saved, it would end each resumed run.
+def require_finite(model: RemotePolicy, when: str, rerun: str = "resumes from the last checkpoint") -> None:
+    """Raises StoppedByGuard where a weight is not finite: saved, it would end each resumed run.
 
     when, rerun: in words, the place in the training and what the same command does.
     """
-    if not model.policy.is_finite():
+    if not model.workers.call(Worker.is_finite)[0]:
         raise StoppedByGuard(
             f"not all weights are finite numbers {when}, so they are not saved: rerun the command, which {rerun}; "
             "if it ends here again, start another run with a lower optimizer.lr"

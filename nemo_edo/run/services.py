@@ -14,24 +14,23 @@ from nemo_edo.algorithms.iteration import Services
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run import build, inputs
-from nemo_edo.run.on_rank_0 import AheadOnMain, SharedRolloutStore
 from nemo_edo.utils.phases import timed
 
 if TYPE_CHECKING:
-    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
     from nemo_edo.run.resume import SavedProgress
     from nemo_edo.run.stages import Job
+    from nemo_edo.worker.remote import RemotePolicy
 
 CHECKPOINTS = dict.fromkeys(("reached", "save", "keep_failure", "keep", "kept"), "checkpoint")
 _STORED = ("stored", "unfinished", "write", "write_part", "write_unfinished")
 
 
-def services(job: Job, model: MegatronGPTModel, arm: str, plan: Plan, progress: SavedProgress) -> Services:
+def services(job: Job, model: RemotePolicy, arm: str, plan: Plan, progress: SavedProgress) -> Services:
     """What Algorithm 1 calls, each in its phase of the clock."""
     data, clock, tokenizer = job.data, job.clock, tokenizer_identity(job.data.tokenizer)
     ahead = _generating_ahead(job, model, arm, plan) if job.cfg.generation.one_step_off else NothingAhead()
     ahead = timed(ahead, clock, finish="wait", close="wait")
-    store = SharedRolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer)
+    store = RolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer)
     objective = build.build_objective(job.cfg, plan.config, data, plan.seed)
     given = inputs.given_rollouts(job.cfg, arm, data)
     return Services(
@@ -64,9 +63,9 @@ def stage_log(job: Job, stage: str) -> Callable[..., None]:
 
 @contextmanager
 def profiled(job: Job, arm: str, made: Services) -> Iterator[Services]:
-    """The first rank's steps of ``profile.steps`` are traced."""
+    """Rank 0's steps of ``profile.steps`` are traced."""
     steps = job.cfg.profile.steps
-    if steps is None or not job.is_main:
+    if steps is None:
         yield made
         return
     from nemo_edo.run.profiler import StepProfiler
@@ -79,14 +78,14 @@ def profiled(job: Job, arm: str, made: Services) -> Iterator[Services]:
         profiler.close()
 
 
-def _generating_ahead(job: Job, model: MegatronGPTModel, arm: str, plan: Plan) -> Ahead:
-    """Generates on the first rank alone, in a thread."""
-    from nemo_edo.generation.server_engine import LocalEngine
+def _generating_ahead(job: Job, model: RemotePolicy, arm: str, plan: Plan) -> Ahead:
+    """Generates in a thread, which calls no worker."""
+    from nemo_edo.generation.server_engine import StoppableEngine
 
     store = RolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer_identity(job.data.tokenizer))
 
     def generate(t: int, stop: Event) -> dict[str, float]:
-        engine = LocalEngine(model.engine, stop)
+        engine = StoppableEngine(model.engine, stop)
         return generate_ahead(plan, t, stop, engine=engine, scorer=job.data.scorer, store=store)
 
-    return AheadOnMain(InBackground(generate))
+    return InBackground(generate)

@@ -15,25 +15,24 @@ from nemo_edo.config.arms import arm_seed
 from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
-from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.kept_files import check_arm, check_stage, check_trained, evaluated
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.on_rank_0 import SharedRolloutStore
 from nemo_edo.run.policy_evaluation import evaluate_policy
 from nemo_edo.run.services import CHECKPOINTS, profiled, services, stage_log
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.summary import examples
-from nemo_edo.utils.garbage import free_unused_memory
 from nemo_edo.utils.phases import PhaseClock, timed
+from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from nemo_edo.generation.server_engine import ServerEngine
-    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
     from nemo_edo.run.resume import SavedProgress
+    from nemo_edo.worker.remote import RemotePolicy
 
 UNTRAINED = -1
 """The version of the weights before the warm-up."""
@@ -49,7 +48,6 @@ class Job:
     data: inputs.Data
     trainer: object
     log: MetricsLog
-    is_main: bool
     stop: StopSignal
     console: RunConsole
     servers: ServerEngine | None
@@ -59,10 +57,10 @@ class Job:
 
 def stage(job: Job, name: str, work: Callable[[], list]) -> None:
     """Does a stage unless the journal has it: then its checkpoint, its evaluation and its samples are on disk."""
-    if name in on_main(job.folder.journal):
+    if name in job.folder.journal():
         check_stage(job, name)
     else:
-        if job.stop.agreed():
+        if job.stop.is_asked():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
         begun = job.log.elapsed
         job.console.begin(name)
@@ -71,11 +69,9 @@ def stage(job: Job, name: str, work: Callable[[], list]) -> None:
         except StoppedByGuard as stopped:
             raise StoppedByGuard(f"{name}, {stopped}") from stopped
         job.log("phases", arm=name, time=job.clock.take())
-        on_main(lambda: _note_end(job, name, scored, begun))
-        with job.clock.phase("data"):
-            free_unused_memory()  # of the stage's model, before the next one is built
+        _note_end(job, name, scored, begun)
     with job.clock.phase("checkpoint"):
-        on_main(lambda: job.folder.remove_progress(name))
+        job.folder.remove_progress(name)
 
 
 def _note_end(job: Job, name: str, scored: list, begun: float) -> None:
@@ -89,7 +85,7 @@ def _note_end(job: Job, name: str, scored: list, begun: float) -> None:
 def warm_up(job: Job) -> list:
     """Trains and evaluates the policy that every arm starts from."""
     with job.clock.phase("start"):
-        model = build.build_model(job.cfg, job.folder, job.cfg.sft, job.trainer)
+        model = build.build_model(job.cfg, job.folder, job.cfg.sft)
         _log_kernels(job, model)
         build.connect(job.cfg, job.folder, model, job.data, job.servers)
     if not _load_trained(job, model, WARMUP):
@@ -102,7 +98,7 @@ def warm_up(job: Job) -> list:
         return evaluate_policy(job, model, WARMUP, 0)
 
 
-def _train_warm_up(job: Job, model: MegatronGPTModel) -> None:
+def _train_warm_up(job: Job, model: RemotePolicy) -> None:
     cfg = job.cfg
     with job.clock.phase("refit"):
         model.weight_sync.push(UNTRAINED)  # an engine that weights cannot reach is found before the training
@@ -133,24 +129,19 @@ def evaluate_untrained(job: Job) -> list:
         return evaluate_policy(job, model, WARMUP, 0)
 
 
-def untrained_model(job: Job) -> MegatronGPTModel | ServedModel:
+def untrained_model(job: Job) -> RemotePolicy | ServedModel:
     """The model of a run that trains nothing, behind the run's servers or in this process."""
     if job.servers is not None:
         return ServedModel(job.servers)
-    model = build.build_model(job.cfg, job.folder, job.cfg.sft, job.trainer)
+    model = build.build_model(job.cfg, job.folder, job.cfg.sft)
     _log_kernels(job, model)
     return model
 
 
-def _log_kernels(job: Job, model: MegatronGPTModel) -> None:
-    from nemo_edo.megatron.implementations import kernels
-
-    def log() -> None:
-        used = kernels(model.built.chunks)
-        print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
-        job.folder.write_json("kernels.json", used)
-
-    on_main(log)
+def _log_kernels(job: Job, model: RemotePolicy) -> None:
+    used = model.places[0].kernels
+    print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
+    job.folder.write_json("kernels.json", used)
 
 
 # --- an arm -------------------------------------------------------------------------------------------------------
@@ -168,8 +159,8 @@ def train_arm(job: Job, arm: str) -> list:
             return False
         with job.clock.phase("evaluate"):
             evaluate_policy(job, model, arm, t, final=False)
-        stop = on_main(lambda: early_stop(job.cfg, job.folder, arm, last=t))
-        if stop is not None and job.is_main:
+        stop = early_stop(job.cfg, job.folder, arm, last=t)
+        if stop is not None:
             job.console.say(f"{arm} {stop.in_words(settings.iterations)}")
         return stop is not None
 
@@ -201,20 +192,19 @@ def collect_arm(job: Job, arm: str) -> None:
         called = services(job, model, arm, plan, progress)
         called.weight_sync.push(start.iteration)
         generate_and_score(called, plan, start)
-    if job.is_main:
-        print(f"rollouts of arm {arm}: {job.folder.rollouts(arm)}")
+    print(f"rollouts of arm {arm}: {job.folder.rollouts(arm)}")
 
 
-def _arm_model(job: Job, settings: LoopConfig) -> MegatronGPTModel:
+def _arm_model(job: Job, settings: LoopConfig) -> RemotePolicy:
     """The policy that every arm starts from."""
     start = job.folder.checkpoint(WARMUP)
-    model = build.build_model(job.cfg, job.folder, settings, job.trainer, weights=start)
+    model = build.build_model(job.cfg, job.folder, settings, weights=start)
     model.freeze_reference()
     build.connect(job.cfg, job.folder, model, job.data, job.servers)
     return model
 
 
-def _plan(job: Job, model: MegatronGPTModel, arm: str) -> Plan:
+def _plan(job: Job, model: RemotePolicy, arm: str) -> Plan:
     cfg, generation = job.cfg, job.cfg.generation
     return Plan(
         config=job.arms[arm],
@@ -222,20 +212,20 @@ def _plan(job: Job, model: MegatronGPTModel, arm: str) -> Plan:
         prompts=job.data.prompts,
         sampling=cfg.sampling,
         seed=arm_seed(cfg, arm),
-        guards=build.build_guards(cfg, model.built.num_layers),
+        guards=build.build_guards(cfg, model.places[0].layers),
         part_size=generation.part_size,
         lag=int(generation.one_step_off),
         keeps_stale=generation.stale == "correct",
     )
 
 
-def _begin_arm(job: Job, model: MegatronGPTModel, arm: str, plan: Plan) -> SavedProgress:
+def _begin_arm(job: Job, model: RemotePolicy, arm: str, plan: Plan) -> SavedProgress:
     """The model with its optimizer, at the arm's last checkpoint."""
     with job.clock.phase("start"):
         model.start_training(plan.total_steps)
-    store = SharedRolloutStore(job.folder.rollouts(arm))
+    store = RolloutStore(job.folder.rollouts(arm))
     keeps_reference = plan.config.reference == "ema"
-    progress = _resumed(job, model, arm, keeps_reference=keeps_reference, stored=store.require_stored)
+    progress = _resumed(job, model, arm, keeps_reference=keeps_reference, stored=store.read)
     check_arm(job, arm, progress.start.iteration, is_within=progress.start.step > 0)
     return progress
 
@@ -243,7 +233,7 @@ def _begin_arm(job: Job, model: MegatronGPTModel, arm: str, plan: Plan) -> Saved
 # --- where a stage resumes ----------------------------------------------------------------------------------------
 
 
-def _resumed(job: Job, model: MegatronGPTModel, stage: str, **settings: Any) -> SavedProgress:
+def _resumed(job: Job, model: RemotePolicy, stage: str, **settings: Any) -> SavedProgress:
     """Loads the stage's last checkpoint into the model, and cuts the metrics to that place."""
     from nemo_edo.run.resume import SavedProgress
 
@@ -262,29 +252,27 @@ def _resumed(job: Job, model: MegatronGPTModel, stage: str, **settings: Any) -> 
     return progress
 
 
-def _save_trained(job: Job, model: MegatronGPTModel, stage: str) -> None:
-    from nemo_edo.megatron import checkpoint
+def _save_trained(job: Job, model: RemotePolicy, stage: str) -> None:
     from nemo_edo.run.resume import require_finite
 
     with job.clock.phase("checkpoint"):
         require_finite(model, "at the end of the training")
-        checkpoint.save(model.policy, job.folder.checkpoint(stage), extra=job.log.mark)
+        model.workers.call(Worker.save, job.folder.checkpoint(stage), job.log.mark)
 
 
-def _load_trained(job: Job, model: MegatronGPTModel, stage: str) -> bool:
+def _load_trained(job: Job, model: RemotePolicy, stage: str) -> bool:
     """Whether the stage's training was finished already, but not its evaluation: then the model gets its weights."""
     from nemo_edo.megatron import checkpoint
     from nemo_edo.megatron.checksums import DamagedCheckpoint
 
     folder = job.folder.checkpoint(stage)
-    if not on_main(folder.is_dir):
+    if not folder.is_dir():
         return False
     try:
         with job.clock.phase("checkpoint"):
-            checkpoint.load(model.policy, folder)
+            model.workers.call(Worker.load, folder)
     except DamagedCheckpoint as error:
-        if job.is_main:
-            warnings.warn(f"{error}; training resumes from before it", stacklevel=2)
+        warnings.warn(f"{error}; training resumes from before it", stacklevel=2)
         return False
     _cut_metrics(job, checkpoint.load_extra(folder))
     return True
@@ -292,6 +280,6 @@ def _load_trained(job: Job, model: MegatronGPTModel, stage: str) -> bool:
 
 def _cut_metrics(job: Job, mark: Mapping[str, Any] | None) -> None:
     """Removes what was logged after the place that the run resumes from; None: the end of the last stage."""
-    last = [*on_main(job.folder.journal).values()][-1] if mark is None else mark
-    on_main(lambda: job.log.cut(last))
+    last = [*job.folder.journal().values()][-1] if mark is None else mark
+    job.log.cut(last)
     job.clock.carry_on(last.get("phases", {}))

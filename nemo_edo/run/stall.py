@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from nemo_edo.run.control import OUTCOME, STALLED, control_folder
+from nemo_edo.worker import dispatch
 
 STATUS = os.EX_TEMPFAIL
 GRACE_S = 10.0
-"""Seconds between the first process's note and the end of any: the others, stuck with it, write theirs meanwhile."""
+"""Seconds between the controller's stacks and its end: the other ranks write theirs meanwhile."""
 
 
 class StallWatch:
@@ -49,14 +50,22 @@ class StallWatch:
                 self._path.unlink()
 
     def _end_when_stalled(self) -> None:
+        asked_at = None
         while (last := self._last) is not None:
-            over = time.monotonic() - last - self._limit_s - GRACE_S
-            if over > 0:
+            over = time.monotonic() - last - self._limit_s
+            if over > GRACE_S:
                 self._end()
-            time.sleep(min(1.0, -over))
+            if over > 0 and asked_at != last:
+                asked_at = last
+                dispatch.write_stacks(self._path.parent)
+            time.sleep(min(1.0, -over if over < 0 else GRACE_S - over))
 
     def _end(self) -> None:
-        message = f"nemo-edo: no progress for {self._limit_s:g} s (cluster.stalled_after_s); stacks are in {self._path}"
+        silent = dispatch.waited_for()
+        who = f" ({silent})" if silent else ""
+        message = (
+            f"nemo-edo: no progress for {self._limit_s:g} s (cluster.stalled_after_s){who}; stacks are in {self._path}"
+        )
         print(message, file=sys.stderr, flush=True)
         folder = control_folder()
         if folder is not None:

@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 
-from nemo_edo.parallel.main_rank import any_rank, is_main
 from nemo_edo.run.control import stop_is_asked
 from nemo_edo.run.stall import StallWatch
+from nemo_edo.worker import dispatch
 
 ONE_REQUEST_S = 1.0
 """Signals that follow the first within this time belong to it: Slurm and GNU timeout signal whole groups, and torchrun
@@ -59,11 +59,11 @@ class StopSignal:
             os.write(2, said.encode())
         self._received = True
 
-    def agreed(self) -> bool:
-        """Whether any rank has received it. Every rank calls this at the same place."""
+    def is_asked(self) -> bool:
+        """Whether this process or another rank's has received it."""
         if self._watch is not None:
             self._watch.beat()
-        return any_rank(self._received or (is_main() and stop_is_asked()))
+        return self._received or dispatch.asked_to_stop() or stop_is_asked()
 
 
 class _Signals:

@@ -24,7 +24,9 @@ EXAMPLES, EXAMPLE_RESPONSES = 6, 3
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transformers")
 
 
-def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, seconds: Mapping[str, float]) -> dict:
+def summary(
+    cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, seconds: Mapping[str, float], processes: int
+) -> dict:
     """The content of summary.json."""
     settings_of = {
         name: {
@@ -47,7 +49,7 @@ def summary(cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, s
         "commit": _commit(),
         "machine": _machine(),
         "versions": {"nemo-edo": __version__, "python": machine.python_version(), **versions},
-        "processes": torch.distributed.get_world_size(),
+        "processes": processes,
         "arms": settings_of,
         "baseline": baseline_arm(arms),
         "skipped_rows": skipped_rows,

@@ -18,8 +18,6 @@ from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.interfaces import GenerationEngine
-from nemo_edo.megatron import platform
-from nemo_edo.parallel.main_rank import is_main, on_main, on_main_for_long
 from nemo_edo.report.page import write_report
 from nemo_edo.report.run_record import SEARCH_ACCURACY, SEARCH_EVALUATION
 from nemo_edo.report.run_set import one_run
@@ -33,8 +31,10 @@ from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import final_iteration, open_run
 from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
-from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath, StepScore
+from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
 from nemo_edo.types import Problem, SamplingParams, ScoredRollout
+from nemo_edo.worker.dispatch import workers
+from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from nemo_edo.generation.server_engine import ServerEngine
@@ -106,16 +106,6 @@ def _require_room(
         )
 
 
-class _OnMain:
-    """A StepScorer: the first rank computes, and all ranks use the same numbers."""
-
-    def __init__(self, model: ProcessRewardModel | None) -> None:
-        self._model = model
-
-    def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
-        return on_main_for_long(lambda: self._model.score(paths))
-
-
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +122,7 @@ class _Job:
 
 
 def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[RewardFolder, RewardFormat]) -> list[str]:
-    platform.init_process_group(platform.enter(cfg.threads))
+    workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
     _require_room(reward_model, data.test, cfg.sampling.max_new_tokens)
@@ -141,12 +131,12 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
         build.check_refit(cfg, folder)
     store = SearchStore(folder.path / "search" / arm / cfg.search.name, _label(cfg, data, reward_model))
     job = _Job(cfg, folder, arm, data, reward_model, store)
-    found = on_main(store.found)
+    found = store.found()
     missing = [problem for problem in data.test if problem.id not in found]
     if missing:
         with StopSignal() as stop:
             found |= _search_missing(job, missing, stop)
-    return on_main(lambda: _conclude(job, [found[problem.id] for problem in data.test]))
+    return _conclude(job, [found[problem.id] for problem in data.test])
 
 
 def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> dict[str, SearchRecord]:
@@ -158,20 +148,19 @@ def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> 
         engine = _engine(job, servers)
         own = job.cfg.search
         options = {"device": own.device, "dtype": own.dtype, "batch_tokens": own.batch_tokens}
-        scorer = _OnMain(ProcessRewardModel(own.reward_model, **options) if is_main() else None)
+        scorer = ProcessRewardModel(own.reward_model, **options)
         job.data.scorer.begin([])
         for part in minibatches(missing, job.cfg.search.part_size):
             done = total - len(missing) + len(found)
-            if stop.agreed():
+            if stop.is_asked():
                 raise RunStopped(f"asked to stop: {done} of {total} problems have been searched")
             try:
                 results, records = _search_part(job, engine, scorer, part)
             except PartlyGenerated as partly:
                 raise UserError(f"{partly}. {done} of {total} problems have been searched and are kept") from partly
             found |= {record.problem_id: record for record in records}
-            if is_main():
-                _keep(job, part, results, records)
-                print(f"searched {done + len(part)} of {total} problems", flush=True)
+            _keep(job, part, results, records)
+            print(f"searched {done + len(part)} of {total} problems", flush=True)
     finally:
         if servers is not None:
             servers.close()
@@ -179,7 +168,7 @@ def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> 
 
 
 def _search_part(
-    job: _Job, engine: GenerationEngine, scorer: _OnMain, problems: Sequence[Problem]
+    job: _Job, engine: GenerationEngine, scorer: ProcessRewardModel, problems: Sequence[Problem]
 ) -> tuple[list[SearchResult], list[SearchRecord]]:
     cfg, data, settings, seed = job.cfg, job.data, job.cfg.search, _seed(job.cfg)
     by_pattern = cfg.data.answer_format == "pattern"

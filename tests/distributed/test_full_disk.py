@@ -20,11 +20,3 @@ def test_both_processes_end_with_the_message_of_the_one_whose_disk_is_full(
                             rank=rank, limit_s=300)
     assert first == second and told in first
     assert not (tmp_path / "step").exists()
-
-
-def test_a_process_whose_neighbour_has_ended_says_so_in_one_line(two: WorkerPool):
-    (status, cause), (left, said) = two.run("helpers.full_disk_cases:left_alone", limit_s=300)
-    assert (status, cause) == (2, "nemo-edo: error: about.json: No space left on device; make room or give access, and "
-                                  "rerun the command\n")  # fmt: skip
-    assert left == 1 and said.count("\n") == 1
-    assert "this process (rank 1) has lost another one, whose message tells why; rerun the command to resume" in said

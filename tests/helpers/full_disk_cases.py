@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from unittest import mock
 import torch
 from helpers import tiny_models
 
-from nemo_edo.cli import entry
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 
@@ -46,17 +44,3 @@ def saved(model: Path, folder: Path, full: str, rank: int) -> str:
     except UserError as error:
         return str(error)
     return "saved"
-
-
-def left_alone() -> tuple[int, str]:
-    """Status and message of a command whose first rank ends by itself, with an error that the other learns from no
-    one."""
-
-    def work(*_) -> None:
-        if torch.distributed.get_rank() == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "about.json")
-        torch.distributed.barrier()
-
-    with mock.patch.dict(entry.RUN, train=work), contextlib.redirect_stderr(io.StringIO()) as said:
-        status = entry.main(["train"])
-    return status, said.getvalue()

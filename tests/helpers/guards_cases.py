@@ -38,7 +38,7 @@ def broken_weight(policy) -> Iterator[None]:
 
 def take(policy, seed: int, fault: str | None = None) -> dict[str, list[float]]:
     """A step's report on every rank; the first row is rank 0's alone where two share the rows."""
-    from nemo_edo.megatron.forward_backward import MicroBatching
+    from nemo_edo.data.shares import MicroBatching
 
     batch = tiny_models.random_batch(rows=5, seed=seed)
     batch.advantages[0] = {"loss": math.nan, "gradient": math.inf}.get(fault, 0.0)

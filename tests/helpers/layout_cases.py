@@ -133,8 +133,8 @@ def restored_archive(models: Path, out: Path, parallelism: ParallelismConfig) ->
 def run(models: Path, out: Path, sizes: dict, foreign: Path | None) -> dict:
     """models: has the folders ``plain``, ``tied`` (shared embeddings) and ``other`` (the weights of another seed).
     foreign: the ``out`` of another layout, whose checkpoints are loaded here."""
+    from nemo_edo.data.shares import MicroBatching
     from nemo_edo.megatron import checkpoint
-    from nemo_edo.megatron.forward_backward import MicroBatching
 
     parallelism = ParallelismConfig(**sizes)
     policy = tiny_models.build_policy(models / "plain", parallelism)

@@ -9,17 +9,20 @@ import psutil
 
 def record(out: Path) -> None:
     """From now on, ``out`` has a JSON line for each model: {"alive", "rss"} (bytes) before it is built."""
-    from nemo_edo.run import build
+    from nemo_edo.worker.worker import Worker
 
     models: list[weakref.ref] = []
-    whole = build.build_model
+    drop, build = Worker.drop, Worker.build
 
-    def build_model(*args, **settings):
+    def dropped(worker):
+        drop(worker)
         alive = sum(model() is not None for model in models)
         with out.open("a") as file:
             file.write(json.dumps({"alive": alive, "rss": psutil.Process().memory_info().rss}) + "\n")
-        model = whole(*args, **settings)
-        models.extend([weakref.ref(model), weakref.ref(model.built.chunks[0])])
-        return model
 
-    build.build_model = build_model
+    def built(worker, *args):
+        place = build(worker, *args)
+        models.extend([weakref.ref(worker.model), weakref.ref(worker.model.built.chunks[0])])
+        return place
+
+    Worker.drop, Worker.build = dropped, built

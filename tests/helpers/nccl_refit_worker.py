@@ -4,6 +4,7 @@ FOLDER/results.json for tests/servers/test_nccl_refit.py."""
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import nccl_stub
@@ -14,7 +15,7 @@ from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.generation import servers as building
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.refit.libnccl import Library
-from nemo_edo.refit.nccl import NCCLSync, exported
+from nemo_edo.refit.nccl import NCCLSync, stream
 from nemo_edo.run import build
 
 INSIDE = Path(__file__).parent / "inside_stub_server"
@@ -47,16 +48,20 @@ def pushed(model, in_process, servers, sync, data, version: int) -> dict:
 
 
 def killing_once(weights, replica, after: int):
-    """An export during which the server's processes are killed."""
-    killed = []
+    """A stream of weights during which the server's processes are killed."""
+    seen = []
 
-    def export():
-        for place, weight in enumerate(weights()):
-            if place == after and not killed:
-                killed.append([child.kill() for child in psutil.Process(replica.process._process.pid).children()])
-            yield weight
+    def interrupted(take) -> None:
+        def taken(name, weight) -> None:
+            if len(seen) == after:
+                for child in psutil.Process(replica.process._process.pid).children():
+                    child.kill()
+            seen.append(name)
+            take(name, weight)
 
-    return export
+        weights(taken)
+
+    return interrupted
 
 
 def main(folder: Path) -> None:
@@ -70,14 +75,14 @@ def main(folder: Path) -> None:
     building.APIS["vllm"] = StubVLLM
     servers = build.start_servers(cfg, run, data)
     try:
-        sync = NCCLSync(servers, exported(model.built), lambda: nccl_stub.link(library, LIMIT_S), name="run",
+        sync = NCCLSync(servers, partial(stream, model.workers), lambda: nccl_stub.link(library, LIMIT_S), name="run",
                         attempts=2, limit_s=LIMIT_S)  # fmt: skip
         results = []
         for version in range(2):
             move(model, version)
             results.append(pushed(model, in_process, servers, sync, data, version))
         move(model, 2)
-        sync._export = killing_once(sync._export, servers.replicas[0], after=3)
+        sync._stream = killing_once(sync._stream, servers.replicas[0], after=3)
         results.append(pushed(model, in_process, servers, sync, data, 2))
     finally:
         servers.close()

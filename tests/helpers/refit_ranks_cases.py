@@ -1,88 +1,52 @@
-"""Refits of a scripted server by several ranks, and collecting ahead. Run by a WorkerPool."""
+"""Refits of a scripted server by several ranks. Run by a WorkerPool."""
 
+from functools import partial
 from pathlib import Path
-from threading import Event
 
-import torch
 from helpers import scripted_server, tiny_models
+from helpers.controller import build_tiny, controlled
 from safetensors.torch import load_file
 
-from nemo_edo.algorithms.ahead import InBackground
-from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
+from nemo_edo.refit.disk import DiskSync
+from nemo_edo.refit.export import WeightFolders
+from nemo_edo.refit.nccl import NCCLSync, stream
+from nemo_edo.refit.server_weights import ReloadedWeights
+from nemo_edo.worker.dispatch import Workers
+from nemo_edo.worker.worker import Worker
 
 
-def everyone(value) -> list:
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
+def exported(worker: Worker) -> dict:
+    return tiny_models.exported(worker.model.policy)
 
 
-def told(work) -> str:
-    try:
-        work()
-    except UserError as error:
-        return str(error)
-    return "nothing"
-
-
-def engine_and_servers():
-    """A server on the first rank alone, as in a run."""
-    servers = [scripted_server.ScriptedReplica()] if torch.distributed.get_rank() == 0 else []
-    return scripted_server.engine_of(*servers), servers
-
-
-def through_a_folder(policy, folder: Path) -> dict:
-    from nemo_edo.refit.disk import DiskSync
-    from nemo_edo.refit.export import WeightFolders
-    from nemo_edo.refit.server_weights import ReloadedWeights
-
-    engine, servers = engine_and_servers()
-    sync = DiskSync(engine, WeightFolders(folder, policy.built, 1), ReloadedWeights(5.0), attempts=1)
+def through_a_folder(workers: Workers, folder: Path) -> dict:
+    server = scripted_server.ScriptedReplica()
+    engine = scripted_server.engine_of(server)
+    sync = DiskSync(engine, WeightFolders(folder, workers, 1), ReloadedWeights(5.0), attempts=1)
     sync.push(1)
-    state = everyone((engine.policy_version, str(engine.model_folder), engine.served_model))
     weights = load_file(engine.model_folder / "model.safetensors")
-    for replica in servers:
-        replica.faults, replica.cannot_start = {"/collective_rpc": 9}, True
-    return {"state": state, "weights": weights, "refused": everyone(told(lambda: sync.push(2))),
-            "version": everyone(engine.policy_version)}  # fmt: skip
+    server.faults, server.cannot_start = {"/collective_rpc": 9}, True
+    try:
+        sync.push(2)
+    except UserError as error:
+        return {"weights": weights, "refused": str(error), "version": engine.policy_version}
+    return {"weights": weights}
 
 
-def by_broadcasts(policy) -> dict:
-    from nemo_edo.refit.nccl import NCCLSync, exported
-
-    engine, servers = engine_and_servers()
-    sync = NCCLSync(engine, exported(policy.built), lambda: scripted_server.Link(servers), name="run", attempts=2,
+def by_broadcasts(workers: Workers) -> dict:
+    servers = [scripted_server.ScriptedReplica(faults={"/update_weights": 1})]  # the second attempt goes through
+    engine = scripted_server.engine_of(*servers)
+    sync = NCCLSync(engine, partial(stream, workers), lambda: scripted_server.Link(servers), name="run", attempts=2,
                     limit_s=60.0)
-    for replica in servers:
-        replica.faults = {"/update_weights": 1}  # the second attempt goes through
     sync.push(1)
-    return {"state": everyone(engine.policy_version), "weights": dict(servers[0].received) if servers else {}}
+    return {"version": engine.policy_version, "weights": dict(servers[0].received)}
 
 
-def ahead() -> dict:
-    from nemo_edo.run.on_rank_0 import AheadOnMain
+def refits(model: Path, folder: Path, sizes: dict) -> dict | None:
+    def call(workers: Workers) -> dict:
+        workers.call(build_tiny, model, sizes)
+        expected = workers.call(exported)[0]
+        return {"disk": through_a_folder(workers, folder), "nccl": by_broadcasts(workers), "expected": expected}
 
-    may_finish = Event()
-
-    def collect(t: int, stop: Event) -> dict[str, float]:
-        assert may_finish.wait(60)
-        if t == 2:
-            raise UserError("no server is left")
-        return {"t": float(t)}
-
-    shared, seen = AheadOnMain(InBackground(collect)), []
-    for t in (1, 2):
-        may_finish.clear()
-        shared.begin(t)
-        seen.append(everyone(shared.is_done()))
-        may_finish.set()
-        seen.append(everyone(told(shared.finish)))
-    shared.close()
-    return {"seen": seen, "speed": everyone(shared.speed)}
-
-
-def refits(model: Path, folder: Path, sizes: dict) -> dict:
-    policy = tiny_models.build_policy(model, ParallelismConfig(**sizes))
-    return {"disk": through_a_folder(policy, folder), "nccl": by_broadcasts(policy),
-            "expected": tiny_models.exported(policy)}
+    return controlled(call)

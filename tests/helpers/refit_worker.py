@@ -27,7 +27,7 @@ def move(model, seed: int) -> None:
     """To weights that answer otherwise."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.built.chunks[0].parameters():
+        for parameter in model.workers.local.model.built.chunks[0].parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 

@@ -117,7 +117,7 @@ def killed(servers: ServerEngine, data, samples: int, kills: int) -> dict:
         return data.decode(ids)
 
     begun = time.monotonic()
-    rollouts = engine_over(servers, servers.replicas[:1], decode).generate_local(asked, SAMPLED)
+    rollouts = engine_over(servers, servers.replicas[:1], decode).generate_until(asked, SAMPLED)
     seconds = time.monotonic() - begun
     return {**about(rollouts, asked), "samples": samples, "kills": killer.killed,
             "starts": servers.replicas[0].starts, "seconds": seconds}

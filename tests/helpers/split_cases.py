@@ -23,7 +23,7 @@ def measure(
 ) -> dict:
     """The weights as exported, log-probabilities, entropies and gradients [5 rows, of different lengths], two steps'
     results, and what is generated. lora: the layers whose adapters are trained; head: "logits" or "fused"."""
-    from nemo_edo.megatron.forward_backward import MicroBatching
+    from nemo_edo.data.shares import MicroBatching
     from nemo_edo.megatron.policy import MegatronPolicy
     from nemo_edo.parallel import linear
 

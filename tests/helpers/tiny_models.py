@@ -118,8 +118,8 @@ def build_policy(
 
 def sft_settings(batch: TrainingBatch) -> dict:
     """What a policy's ``train_step`` and ``forward_backward`` need for the mean negative log-likelihood of a batch."""
+    from nemo_edo.data.shares import MicroBatching
     from nemo_edo.losses import sft_loss
-    from nemo_edo.megatron.forward_backward import MicroBatching
 
     return {
         "loss": lambda logprobs, entropies, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),

@@ -1,4 +1,4 @@
-"""The wheel in empty environments: the functions need torch, NumPy and SciPy alone; the command says what else there is.
+"""The wheel in empty environments: the functions need torch, NumPy and SciPy; the command says what else there is.
 
 On the Python of these tests, packages have the lock's versions. On other Pythons (make test-pythons) they have the
 newest that torch 2.13 goes with; each Python has its own torch, of gigabytes.

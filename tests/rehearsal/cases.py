@@ -369,6 +369,7 @@ def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[s
 
 def linked(folder: Path) -> dict:
     """Where the tensors are that a refit hands to NCCL, and their names."""
+    from nemo_edo.megatron.hf_export import streamed
     from nemo_edo.refit import nccl
 
     sent = []
@@ -392,7 +393,7 @@ def linked(folder: Path) -> dict:
     with mock.patch.object(nccl, "Communicator", Communicator):
         link.join(2, lambda: None)
     names = []
-    for name, tensor in nccl.exported(policy.built)():
+    for name, tensor in streamed(policy.built):
         names.append(name)
         link.broadcast(tensor, lambda: None)
     link.broadcast(torch.arange(6.0).view(2, 3).t(), lambda: None)  # as Bridge gives weights that it has moved

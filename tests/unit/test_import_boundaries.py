@@ -92,6 +92,7 @@ def test_each_files_name_is_there_once():
 
 def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     assert users_of("cluster") <= {"nemo_edo.cli.commands"}
+    assert [module for module in users_of("parallel.main_rank") if not is_in(module, "megatron")] == []
     assert users_of("adapters") == set()
     assert users_of("megatron.cpu") <= {"nemo_edo.megatron.layer_spec", "nemo_edo.megatron.platform"}
     never = [(place, "experiments") for place in ("run", "algorithms", "data", "report", "evaluation")]

@@ -66,8 +66,9 @@ def generation(args: argparse.Namespace, theirs, built, device, prompts: list[tu
 
 def training(args: argparse.Namespace, theirs, built, device, prompts: list[tuple[int, ...]]) -> dict[str, Work]:
     from nemo_edo.data.batching import build_batch
+    from nemo_edo.data.shares import InputShapes, MicroBatching, cut
     from nemo_edo.losses import LossTerm
-    from nemo_edo.megatron.forward_backward import MicroBatching, forward_backward
+    from nemo_edo.megatron.forward_backward import forward_backward
     from nemo_edo.megatron.output_layer import LossHead
 
     numbers = random.Random(1)
@@ -84,9 +85,9 @@ def training(args: argparse.Namespace, theirs, built, device, prompts: list[tupl
     def ours() -> float:
         for chunk in built.chunks:
             chunk.zero_grad_buffer()
-        return forward_backward(
-            built.chunks, batch, loss, loss_counts={"loss": count}, micro_batching=how, temperature=1.0, head=head
-        )["loss"]
+        [share] = cut(batch, how, 1, InputShapes())
+        settings = {"loss_counts": {"loss": count}, "temperature": 1.0, "head": head}
+        return forward_backward(built.chunks, share, loss, **settings)[0]["loss"]
 
     def passes() -> float:
         theirs.zero_grad(set_to_none=False)

@@ -83,7 +83,6 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from nemo_edo.config import SamplingConfig
     from nemo_edo.generation.in_process import InProcessSync
     from nemo_edo.generation.megatron_engine import MegatronEngine
-    from nemo_edo.parallel.main_rank import in_shares
     from nemo_edo.rollouts.store import RolloutStore
     from nemo_edo.run.metrics_log import MetricsLog
     from nemo_edo.run.tracking import quiet_libraries
@@ -119,7 +118,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
             engine=engine,
             weight_sync=InProcessSync(engine),
             scorer=OddSum(),
-            objective=GRPO(training, {}, job.new_tokens, pad_id=0, do_tasks=in_shares),
+            objective=GRPO(training, {}, job.new_tokens, pad_id=0),
             store=RolloutStore(scratch),
             log=partial(MetricsLog(Path(scratch) / "metrics.jsonl", lambda *_: None, writes=True), arm="grpo"),
         )

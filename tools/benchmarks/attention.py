@@ -81,9 +81,9 @@ def compare_attention(rounds: int) -> None:
 
 def compare_steps(name: str, rounds: int) -> None:
     from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
+    from nemo_edo.data.shares import MicroBatching
     from nemo_edo.losses import sft_loss
     from nemo_edo.megatron.bridge import build_model
-    from nemo_edo.megatron.forward_backward import MicroBatching
     from nemo_edo.megatron.policy import MegatronPolicy
     from nemo_edo.megatron.process_groups import device_and_groups
 

@@ -45,8 +45,8 @@ def build_policy(folder: Path, threads: int | None, distributed: bool):
 
 
 def train_step(policy) -> None:
+    from nemo_edo.data.shares import MicroBatching
     from nemo_edo.losses import sft_loss
-    from nemo_edo.megatron.forward_backward import MicroBatching
     from nemo_edo.types import TrainingBatch
 
     generator = torch.Generator().manual_seed(0)

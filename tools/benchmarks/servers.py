@@ -65,7 +65,7 @@ def engines(cfg, run, data, model, servers) -> dict:
         cfg,
         servers.replicas[:1],
         stop_ids=data.stop.ids,
-        vocab_size=model.built.vocab_size,
+        vocab_size=model.workers.local.model.built.vocab_size,
         decode=data.decode,
         model_folder=run.base,
     )
@@ -152,7 +152,9 @@ def main() -> None:
             speeds = timed(works, asked, args.repeats)
         finally:
             servers.close()
-    parameters = sum(parameter.numel() for chunk in model.built.chunks for parameter in chunk.parameters())
+    parameters = sum(
+        parameter.numel() for chunk in model.workers.local.model.built.chunks for parameter in chunk.parameters()
+    )
     print(
         f"{parameters:,} parameters, {args.sequences} sequences, {args.in_flight} in flight, {args.threads} threads "
         f"in process, {cfg.generation.servers.threads or 'a share of the cores'} for each server"

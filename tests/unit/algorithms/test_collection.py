@@ -131,21 +131,6 @@ def test_votes_and_pass_at_k_are_those_of_each_group(table_policy):
     assert "pass@5" not in statistics
 
 
-def test_processes_that_share_the_statistics_find_the_same_ones(table_policy):
-    samples = [scored(f"p{n}", index, (n, index, 1, 2, 3), float(n > index), answer=str(index))
-               for n in range(5) for index in range(n % 2 + 2)]
-    view = view_of_sampler(samples, table_policy(), pad_id=0, with_reference=True, old_logprobs="trainer")
-    calls = []
-
-    def by_two(tasks):
-        shares = [[task() for task in tasks[rank::2]] for rank in range(2)]
-        calls.append(list(map(len, shares)))
-        return [shares[place % 2][place // 2] for place in range(len(tasks))]
-
-    assert sample_statistics(samples, view, by_two) == sample_statistics(samples, view)
-    assert calls == [[3, 3]], "five groups, and what is of all responses together"
-
-
 def test_the_ratios_of_trainer_to_engine_are_those_of_response_tokens_at_every_percentile(table_policy):
     gaps = [0.01 * place for place in range(-50, 51)]  # log pi_old - log pi_gen: an odd number, the median is 0
     samples = [scored("a", 0, tuple(range(1, 102)), 1.0, log_prob=-1.0)]

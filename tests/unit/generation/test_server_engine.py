@@ -94,7 +94,7 @@ def assert_answers(rollouts: Sequence[Rollout], asked: Sequence[GenerationReques
 
 
 def assert_answers_all(servers: ServerEngine, number: int) -> None:
-    assert_answers(servers.generate_local(requests(number), SAMPLING), requests(number))
+    assert_answers(servers.generate_until(requests(number), SAMPLING), requests(number))
 
 
 def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_flight(start):
@@ -102,7 +102,7 @@ def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_fl
     asked = requests(60)
     servers = engine(replicas)
     servers.policy_version = 7
-    rollouts = servers.generate_local(asked, SAMPLING)
+    rollouts = servers.generate_until(asked, SAMPLING)
     assert_answers(rollouts, asked)
     assert {rollout.policy_version for rollout in rollouts} == {7} and rollouts[0].text == "12 13 2"
     logs = [log_of(replica) for replica in replicas]
@@ -135,7 +135,7 @@ def test_faults_in_a_fifth_of_the_answers_change_no_sample(start):
 def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_at_once(start, state, attempts, named):
     replicas = start(state)
     with pytest.raises(PartlyGenerated, match=named):
-        engine(replicas, attempts=4).generate_local(requests(1), SAMPLING)
+        engine(replicas, attempts=4).generate_until(requests(1), SAMPLING)
     assert len(log_of(replicas[0])["seeds"]) == attempts
 
 
@@ -144,7 +144,7 @@ def test_a_generation_that_is_asked_to_stop_ends_soon(start):
     threading.Timer(0.5, stop.set).start()
     begun = time.monotonic()
     with pytest.raises(RunStopped):
-        engine(replicas).generate_local(requests(20), SAMPLING, stop=stop)
+        engine(replicas).generate_until(requests(20), SAMPLING, stop=stop)
     assert time.monotonic() - begun < 60  # request_limit_s is longer
 
 
@@ -159,7 +159,7 @@ def test_a_killed_server_is_restarted_until_all_requests_are_answered(start):
 def test_a_server_that_dies_before_any_answer_is_evicted_with_its_reason(start, caplog):
     replicas = start({"die_after": 0})
     with caplog.at_level(logging.ERROR), pytest.raises(PartlyGenerated) as gave_up:
-        engine(replicas).generate_local(requests(5), SAMPLING)
+        engine(replicas).generate_until(requests(5), SAMPLING)
     message = str(gave_up.value)
     assert all(part in message for part in ("0 of 5", "no server is left: server 0", "process has ended"))
     assert replicas[0].starts == 4
@@ -195,7 +195,7 @@ def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     [replica] = start({"die_after": 10})
     unmanaged = Replica("server 0", url=replica.url, key=completions_server.KEY)
     with pytest.raises(PartlyGenerated, match="10 of 30") as gave_up:
-        engine([unmanaged], restarts=1, health_limit_s=0.5, max_in_flight=2).generate_local(requests(30), SAMPLING)
+        engine([unmanaged], restarts=1, health_limit_s=0.5, max_in_flight=2).generate_until(requests(30), SAMPLING)
     assert replica.url in str(gave_up.value) and len(gave_up.value.responses) == 10
     seeds = {rollout.seed for rollout in gave_up.value.responses}
     assert_answers(gave_up.value.responses, [request for request in requests(30) if request.seed in seeds])
@@ -205,7 +205,7 @@ def test_a_bug_in_the_restart_of_a_server_is_raised(start):
     servers = engine(start({"die_after": 0}))
     servers.on_restart = lambda replica: 1 // 0
     with pytest.raises(ZeroDivisionError):
-        servers.generate_local(requests(5), SAMPLING)
+        servers.generate_until(requests(5), SAMPLING)
 
 
 @pytest.mark.parametrize(("after_temperature", "sampling"), [(True, (0.7, 0.9, 8)), (False, (0.7, 1.0, 8))])
@@ -213,8 +213,8 @@ def test_log_probabilities_of_another_distribution_are_refused(start, after_temp
     servers = engine(start({}))
     servers._after_temperature = after_temperature
     with pytest.raises(UserError):
-        servers.generate_local(requests(1), SamplingParams(*sampling))
-    assert servers.generate_local(requests(1), SamplingParams(0.0, 1.0, 8))  # greedy decoding has neither
+        servers.generate_until(requests(1), SamplingParams(*sampling))
+    assert servers.generate_until(requests(1), SamplingParams(0.0, 1.0, 8))  # greedy decoding has neither
 
 
 def answering(*ids: int) -> dict:
@@ -227,14 +227,14 @@ def answering(*ids: int) -> dict:
     ((3, 34, 57, 8, STOP), (3, 34, 57), "4 5"), ((3, 34, STOP), (3, 34, STOP), None)])  # fmt: skip
 def test_a_response_ends_at_a_stop_string_that_the_server_did_not_see(start, ids: tuple, kept: tuple, stop: str | None):
     """As from a server that knows stop strings as token ids only. The engine decodes ids as "12 34"."""
-    [rollout] = engine(start(answering(*ids))).generate_local(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
+    [rollout] = engine(start(answering(*ids))).generate_until(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
     assert (rollout.response_ids, rollout.stop, rollout.finished) == (kept, stop, stop is None)
     assert rollout.text == ("3 34" if stop is None else "3 34 57") and rollout.response_logprobs == (-0.5,) * len(kept)
 
 
 def test_an_end_at_a_stop_string_that_the_text_does_not_contain_is_a_fault(start):
     with pytest.raises(PartlyGenerated, match="stop string.*'3 34'"):
-        engine(start(answering(3, 34))).generate_local(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
+        engine(start(answering(3, 34))).generate_until(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
 
 
 class PythonAPI(ScriptedAPI):

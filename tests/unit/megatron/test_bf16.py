@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.data.shares import MicroBatching
 
 ROUNDOFF = 2.0**-8
 """Of bf16, whose significands have 8 bits: to nearest, a number moves by at most this share of itself."""

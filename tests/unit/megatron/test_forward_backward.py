@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
 from nemo_edo.data.batching import sequence_lengths
+from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.losses import (
     LossTerm,
     NotFinite,
@@ -21,8 +22,7 @@ from nemo_edo.losses import (
     sft_loss,
 )
 from nemo_edo.megatron import forward_backward
-from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.megatron.shapes import InputShapes
+from nemo_edo.megatron import policy as policy_module
 from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
@@ -146,7 +146,7 @@ def test_empty_micro_batches_that_fill_a_group_change_nothing(run, batch, dense,
     """Interleaved pipeline stages take micro-batches in groups."""
     counted, plain = [], forward_backward._inputs
     monkeypatch.setattr(forward_backward, "_inputs", lambda *args: counted.append(plain(*args)) or counted[-1])
-    monkeypatch.setattr(forward_backward, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
+    monkeypatch.setattr(policy_module, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
     assert_same(run(batch, "ed-idpo", cut), dense["ed-idpo"])
     assert [len(inputs) for inputs in counted] == [5]
 
@@ -160,29 +160,22 @@ def test_a_shared_prompt_enters_the_model_once(policy, batch, monkeypatch):
     assert [inputs.tokens.shape[1] for inputs in seen] == [sum(sequence_lengths(batch)) - batch.size - prompts]
 
 
-class OneOfTwoRanks:
-    """Megatron's parallel state as one of two data-parallel ranks sees it."""
-
-    def __init__(self, rank: int) -> None:
-        self.get_data_parallel_rank, self.get_data_parallel_world_size = (lambda: rank), (lambda: 2)
-
-    def __getattr__(self, name: str):
-        return getattr(parallel_state, name)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("cut", [(2, None), (6, 30), (1, 41, True)])
 def test_the_shares_of_two_data_parallel_ranks_add_up_to_the_dense_gradients(
     policy, tiny, batch, dense, monkeypatch, name, cut
 ):
-    """One rank after the other in this process, without the reduction between them."""
+    """One rank after the other in this process, without the reduction between them; each has its rows alone."""
     totals, means = [], forward_backward._means
     monkeypatch.setattr(forward_backward, "_means", lambda sums, _: totals.append(sums) or {"loss": math.nan})
+    with monkeypatch.context() as two:
+        two.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
+        shares = policy.shares(batch, MicroBatching(*cut))
+    assert sorted(place for share in shares for place in share.places) == list(range(batch.size))
+    assert all(share.rows.size == len(share.places) for share in shares)
     tiny.clear_gradients(policy)
-    for rank in (0, 1):
-        monkeypatch.setattr(forward_backward, "parallel_state", OneOfTwoRanks(rank))
-        policy.forward_backward(batch, LOSSES[name], loss_counts=counts(name, batch),
-                                micro_batching=MicroBatching(*cut), temperature=TEMPERATURE)
+    for share in shares:
+        policy.forward_backward_share(share, LOSSES[name], loss_counts=counts(name, batch), temperature=TEMPERATURE)
     both = {key: tuple(map(sum, zip(*(part[key] for part in totals if key in part), strict=True)))
             for key in totals[0].keys() | totals[1].keys()}
     assert all(part != both for part in totals), "one rank has it all"

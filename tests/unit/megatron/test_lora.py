@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.losses import sft_loss
 from nemo_edo.megatron import checkpoint, lora
 from nemo_edo.megatron.bridge import build_model
-from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.megatron.splits import check_adapters

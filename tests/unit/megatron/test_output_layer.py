@@ -8,10 +8,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron import output_layer
-from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.parallel import linear
 

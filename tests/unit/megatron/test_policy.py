@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nemo_edo.config import OptimizerConfig
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.losses import LossTerm, reduction_count, sft_loss
-from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.megatron.policy import exchange_contents
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from helpers.controller import workers_of
 from helpers.scripted_server import ScriptedReplica, engine_of
 from safetensors.torch import load_file
 
@@ -30,7 +31,7 @@ def sync_of(policy, tmp_path):
 
     def build(*replicas, weights=None, **settings):
         engine = engine_of(*replicas)
-        folders = WeightFolders(tmp_path / "refit", policy.built, num_bytes=1)
+        folders = WeightFolders(tmp_path / "refit", workers_of(policy), num_bytes=1)
         weights = weights or ReloadedWeights(limit_s=5.0)
         return engine, DiskSync(engine, folders, weights, attempts=3, **settings)
 
@@ -79,7 +80,7 @@ def test_folders_are_removed_once_all_servers_have_the_next_and_with_the_sync(sy
 def test_folders_of_a_killed_process_are_removed(policy, tmp_path):
     left = tmp_path / "refit" / "refit_old" / "version_00001.part"
     left.mkdir(parents=True)
-    WeightFolders(tmp_path / "refit", policy.built, num_bytes=1)
+    WeightFolders(tmp_path / "refit", workers_of(policy), num_bytes=1)
     assert not left.exists()
 
 
@@ -164,13 +165,13 @@ def test_a_server_that_loads_weights_only_at_its_start_is_restarted_with_each_ve
 
 def test_a_full_or_unwritable_file_system_is_an_error_before_anything_is_written(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "free_bytes", lambda folder: 2**29)
-    folders = WeightFolders(tmp_path / "refit", policy.built, num_bytes=2**30)
+    folders = WeightFolders(tmp_path / "refit", workers_of(policy), num_bytes=2**30)
     with pytest.raises(UserError, match="refit.folder: .* 0.50 GiB free.* 1.00"):
         folders.write(0)
     assert list(folders.root.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="generation.refit.folder: .*file"):
-        WeightFolders(tmp_path / "file" / "refit", policy.built, num_bytes=1)
+        WeightFolders(tmp_path / "file" / "refit", workers_of(policy), num_bytes=1)
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def adapted(tiny, tiny_qwen2):
 def adapters(adapted, tmp_path):
     """Folders of adapters, a server, its engine, and the DiskSync of the adapters."""
     server = ScriptedReplica()
-    engine, folders = engine_of(server), WeightFolders(tmp_path, adapted.built, num_bytes=1, adapters_only=True)
+    engine, folders = engine_of(server), WeightFolders(tmp_path, workers_of(adapted), num_bytes=1, adapters_only=True)
     return folders, server, engine, DiskSync(engine, folders, AdapterWeights(folders.base, 5.0), attempts=1)
 
 

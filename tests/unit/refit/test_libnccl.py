@@ -6,15 +6,17 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from helpers import nccl_stub
+from helpers.controller import workers_of
 from helpers.scripted_server import ScriptedReplica, assert_two_versions_arrive, engine_of
 
 from nemo_edo.refit import nccl
 from nemo_edo.refit.libnccl import Library, NCCLError, common_library, in_words
-from nemo_edo.refit.nccl import NCCLSync, exported
+from nemo_edo.refit.nccl import NCCLSync, stream
 from nemo_edo.utils.http import ServerError
 from nemo_edo.utils.processes import package_file
 
@@ -44,7 +46,8 @@ def sync_of(policy, library):
         for server in servers:
             server.link = nccl_stub.Workers(library, limit_s)
         engine = engine_of(*servers)
-        sync = NCCLSync(engine, exported(policy.built), lambda: nccl_stub.link(library, limit_s), name="run",
+        weights = partial(stream, workers_of(policy))
+        sync = NCCLSync(engine, weights, lambda: nccl_stub.link(library, limit_s), name="run",
                         attempts=attempts, limit_s=limit_s)  # fmt: skip
         return engine, sync
 

@@ -1,10 +1,13 @@
 """Refit by broadcasts: what trainer and servers tell each other, and in which order; without NCCL itself."""
 
+from functools import partial
+
 import pytest
+from helpers.controller import workers_of
 from helpers.scripted_server import Link, ScriptedReplica, assert_two_versions_arrive, engine_of
 
 from nemo_edo.errors import UserError
-from nemo_edo.refit.nccl import NCCLSync, exported
+from nemo_edo.refit.nccl import NCCLSync, stream
 from nemo_edo.utils.http import ServerError
 
 LIMIT_S = 20.0
@@ -22,7 +25,8 @@ def sync_of(policy):
             return links[-1]
 
         engine = engine_of(*servers)
-        sync = NCCLSync(engine, exported(policy.built), new_link, name="run", attempts=attempts, limit_s=LIMIT_S)
+        weights = partial(stream, workers_of(policy))
+        sync = NCCLSync(engine, weights, new_link, name="run", attempts=attempts, limit_s=LIMIT_S)
         return engine, sync, links
 
     return build

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.controller import workers_of
 from helpers.scripted_server import ScriptedReplica, engine_of
 
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.refit import export, setup
 from nemo_edo.utils.http import ServerError
+from nemo_edo.worker.worker import Worker
 
 VLLM = ["generation.backend=vllm"]
 CORRECTED = "grpo.sampler_correction=tis"
@@ -49,9 +51,9 @@ def test_what_shared_servers_must_free_is_their_share_of_each_gpu(policy, monkey
     shared = ["generation.placement=shared", "generation.servers.replicas=2", "generation.servers.memory_share=0.4"]
     engine = engine_of(ScriptedReplica("server 0"), ScriptedReplica("server 1"))
     left = [1000, 800]
-    monkeypatch.setattr(setup, "free_gpu_memory", lambda: [left.pop()])
+    monkeypatch.setattr(Worker, "free_gpu_memory", lambda worker: [left.pop()])
     with pytest.raises(ServerError, match="freed"):  # 200 of 800
-        setup.build_sleep(config(*shared)).begin(engine.replicas)
+        setup.build_sleep(config(*shared), workers_of(policy)).begin(engine.replicas)
 
 
 def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):

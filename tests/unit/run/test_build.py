@@ -17,9 +17,9 @@ from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config import ArithmeticConfig, RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.parallel.main_rank import in_shares
 from nemo_edo.run import build, inputs
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.worker.dispatch import workers
 
 SMALL = ["sft.steps=2", "data.arithmetic.warmup_problems=40", "data.arithmetic.train_problems=6",
          "replicate_baseline=false", "data.arithmetic.test_problems=5"]
@@ -88,7 +88,8 @@ def test_the_run_seed_fixes_a_built_in_models_weights_and_every_training_gets_th
         weights.append((run.base / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
     for training in (cfg.sft, *arm_configs(cfg).values()):
-        assert build.build_model(cfg, run, training).built.lora == cfg.lora
+        build.build_model(cfg, run, training)
+        assert workers().local.model.built.lora == cfg.lora
 
 
 def test_own_files_are_loaded_and_the_warmups_solutions_are_the_training_problems_unless_they_have_a_file(
@@ -136,8 +137,8 @@ def test_each_arm_gets_the_objective_of_its_config(tmp_path: Path):
     arms = arm_configs(cfg)
     grpo, idpo = (build.build_objective(cfg, arm, data, cfg.seed) for arm in arms.values())
     questions = {problem.id: problem.question for problem in data.train}
-    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id, do_tasks=in_shares)
-    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7, do_tasks=in_shares)
+    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id)
+    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7)
 
 
 @pytest.mark.parametrize(("settings", "ceiling"), [

@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from helpers.controller import remote
 
 from nemo_edo.config import CheckpointConfig, EarlyStopConfig
 from nemo_edo.megatron import checkpoint
@@ -40,8 +41,6 @@ def test_the_reason_has_the_metric_its_best_and_where():
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """kept(value, iteration, ...): the names of the policies that are kept after such an evaluation."""
-    monkeypatch.setattr("nemo_edo.run.best_policies.on_main", lambda work: work())
-
     def save(policy, folder, *, extra):
         folder.mkdir(parents=True)
         (folder / "about").write_text(repr(extra))
@@ -52,7 +51,7 @@ def kept(tmp_path, monkeypatch):
 
     def evaluate(value: float, iteration: int, **settings) -> list[str]:
         config = CheckpointConfig(**{"best": "accuracy", "best_count": 2, **settings})
-        keep_best(SimpleNamespace(policy=None), folder, config, "a", value, iteration)
+        keep_best(remote(SimpleNamespace(built=None)), folder, config, "a", value, iteration)
         return [f"{path.name} {checkpoint.load_extra(path)['iteration']}" for path in folder.best_checkpoints("a")]
 
     return evaluate

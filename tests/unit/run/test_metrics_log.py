@@ -15,10 +15,10 @@ def log(tmp_path: Path):
     return open_log(tmp_path)
 
 
-def open_log(folder: Path, *, writes: bool = True) -> MetricsLog:
+def open_log(folder: Path) -> MetricsLog:
     """Its ``sent`` is what the loggers got: [(numbers, step)]."""
     sent = []
-    log = MetricsLog(folder / "metrics.jsonl", lambda numbers, step: sent.append((numbers, step)), writes=writes)
+    log = MetricsLog(folder / "metrics.jsonl", lambda numbers, step: sent.append((numbers, step)))
     log.sent = sent
     return log
 
@@ -41,12 +41,6 @@ def test_each_call_is_one_line_that_is_in_the_file_at_once_with_clocks_only_unde
     open_log(tmp_path)("evaluation", arm="grpo")  # a later process
     assert [(line["kind"], line["arm"]) for line in lines(tmp_path)] == [
         ("train_step", "grpo"), ("collection", "größer α"), ("evaluation", "grpo")]
-
-
-def test_a_rank_that_does_not_write_makes_no_file_and_sends_nothing(tmp_path: Path):
-    log = open_log(tmp_path, writes=False)
-    log("train_step", arm="grpo", step=0, loss=1.0)
-    assert (list(tmp_path.iterdir()), log.sent) == ([], [])
 
 
 def test_loggers_get_an_evaluations_means_and_times_at_its_iteration(log: MetricsLog):

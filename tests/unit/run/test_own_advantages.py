@@ -10,7 +10,6 @@ from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.config import GRPOConfig
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.megatron import platform
 from nemo_edo.run.own_advantages import OwnAdvantages, check_advantages
 
 CODE = """
@@ -37,7 +36,6 @@ SCORED = [scored(f"p-{group}", index, ids=(5,) * (index + 1), reward=reward, tex
 
 @pytest.fixture(autouse=True)
 def own_module(tmp_path: Path, monkeypatch):
-    platform.init_process_group(torch.device("cpu"))
     (tmp_path / "my_advantages.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
 

@@ -10,11 +10,11 @@ import time
 import warnings
 from pathlib import Path
 from threading import Timer
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.controller import remote
 from helpers.full_disk_cases import full_as_torch_saves
 
 from nemo_edo.algorithms.collection import Collected
@@ -22,12 +22,9 @@ from nemo_edo.algorithms.guards import Alarm, respond
 from nemo_edo.algorithms.progress import Position
 from nemo_edo.config import CheckpointConfig, OptimizerConfig
 from nemo_edo.data.batch_file import read_batch
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.losses import sft_loss
-from nemo_edo.megatron.forward_backward import MicroBatching
-from nemo_edo.parallel import main_rank
-from nemo_edo.run import on_rank_0
-from nemo_edo.run.on_rank_0 import SharedMetricsLog, SharedRolloutStore
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
 from nemo_edo.types import TrainingBatch
@@ -35,7 +32,7 @@ from nemo_edo.types import TrainingBatch
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Of a model class, what SavedProgress knows: a policy whose optimizer has taken a step, and a reference."""
+    """A policy whose optimizer has taken a step, on the worker of this process."""
     policy = tiny_models.build_policy(tiny_models.write_tiny_model(tmp_path_factory.mktemp("model")))
     policy.reset_optimizer(OptimizerConfig(lr=1e-3), total_steps=8)
     batch = tiny_models.random_batch(rows=2)
@@ -43,7 +40,7 @@ def model(tmp_path_factory):
         batch, lambda logprobs, _, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatching(2), temperature=1.0,
     )
-    return SimpleNamespace(policy=policy, reference=None)
+    return remote(policy)
 
 
 class Asked:
@@ -51,7 +48,7 @@ class Asked:
 
     received = False
 
-    def agreed(self) -> bool:
+    def is_asked(self) -> bool:
         return self.received
 
 
@@ -79,7 +76,8 @@ def begin(model, tmp_path):
 
 def mark(model, value: float) -> None:
     """Gives the policy weights that tell its checkpoint from others."""
-    model.policy.load([torch.full_like(weight, value) for weight in model.policy.snapshot()])
+    policy = model.workers.local.model.policy
+    policy.load([torch.full_like(weight, value) for weight in policy.snapshot()])
 
 
 def walk(progress: SavedProgress, model, steps: int, *, per_iteration: int = 3) -> None:
@@ -99,7 +97,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def weights(model) -> set[float]:
-    return {weight.unique().item() for weight in model.policy.snapshot()}
+    return {weight.unique().item() for weight in model.workers.local.model.policy.snapshot()}
 
 
 def test_the_last_k_checkpoints_the_one_before_their_iteration_and_the_batches_that_they_need_are_kept(
@@ -140,8 +138,9 @@ def test_a_save_at_once_writes_only_what_is_new_and_a_failure_keeps_its_batch_an
 
 
 def test_a_reference_that_moves_is_restored_with_the_checkpoint(begin, model):
+    remote_model, model = model, model.workers.local.model
     model.reference = [torch.full_like(weight, 7.0) for weight in model.policy.snapshot()]
-    walk(begin(every_steps=1, keeps_reference=True), model, 1)
+    walk(begin(every_steps=1, keeps_reference=True), remote_model, 1)
     model.reference = None
     begin(keeps_reference=True)
     assert {weight.unique().item() for weight in model.reference} == {7.0}
@@ -335,27 +334,6 @@ def test_a_file_that_is_not_a_batch_is_an_error_that_names_it(tmp_path, content:
         read_collected(tmp_path / "file")
 
 
-def test_rank_0_alone_writes_rollouts_and_reads_them_for_all(model, monkeypatch, tmp_path):
-    store = SharedRolloutStore(tmp_path)
-    assert store.stored(0) == []
-    (tmp_path / "iter_00000").mkdir()
-    (tmp_path / "iter_00000" / "rank_0_of_1.parquet").write_text("")
-    with pytest.raises(UserError, match="not a readable Parquet file"):
-        store.stored(0)
-    monkeypatch.setattr(main_rank, "is_main", lambda: False)
-    store.write_part(1, 0, [])
-    store.write_unfinished(1, [])
-    store.write(1, [], rank=0, world_size=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_00000"]
-
-
-def test_every_rank_learns_that_the_metrics_cannot_be_written(monkeypatch, tmp_path):
-    monkeypatch.setattr(on_rank_0, "on_main", lambda work: work())  # what rank 0 raises, all do
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match="metrics.jsonl is a folder"):
-        SharedMetricsLog(tmp_path / "metrics.jsonl", lambda *_: None, writes=False)
-
-
 # --- the signal ---------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +343,7 @@ def test_sigterm_is_remembered_inside_the_block_and_its_handler_restored_after_i
         with StopSignal() as stop:
             assert not stop._received
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.agreed()
+            assert stop.is_asked()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, earlier)

@@ -11,14 +11,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig
+from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import forward_backward
 from nemo_edo.megatron.cpu.attention import SDPAttention
-from nemo_edo.megatron.forward_backward import MicroBatching
 from nemo_edo.megatron.layer_spec import check_packing, choose_attention, set_layer_spec
 from nemo_edo.megatron.packing import PackedSequences
 from nemo_edo.megatron.process_groups import device_and_groups
-from nemo_edo.megatron.shapes import InputShapes
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_edo.megatron.forward_backward import MicroBatching
+from nemo_edo.data.shares import MicroBatching
 
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,

@@ -1,0 +1,1 @@
+"""What the ranks of a run execute, and how rank 0's controller calls it."""

@@ -1,0 +1,343 @@
+"""Calls from the controller to the workers, one on each rank. Rank 0's is in the controller's process.
+
+A call is a function of ``Worker``, which goes by its name, and its arguments; tensors go as raw bytes. The controller
+sends a call to all other ranks, executes rank 0's part itself, since the model's collectives need it, and then collects
+the answers. Sockets and not a process group carry them: waiting takes no CPU time, has no limit, and ends when the
+other process does.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import json
+import os
+import pickle
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nemo_edo.errors import UserError, WorkerFailed
+from nemo_edo.worker.worker import Worker
+
+T = TypeVar("T")
+KEY = "nemo_edo/controller"
+"""In torch's store: where the controller listens, and the secret that a worker shows there; empty: nowhere."""
+MEETING_S = 1800.0
+GRACE_S = 30.0
+"""How long rank 0 may take to come out of a collective after another rank has failed: NCCL waits for ten minutes."""
+ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
+"""What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
+STACKS, END = "stacks", "end"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker makes of a call."""
+
+    call: int
+    value: Any = None
+    error: str | None = None
+    """The error's last line."""
+    is_shared: bool = False
+    """Whether every rank raises the error, as it does where rank 0 tells the others of a missing file."""
+    trace: str = ""
+    asked_to_stop: bool = False
+    """Whether this process got SIGTERM or SIGINT."""
+
+
+@dataclass
+class _Rank:
+    """The controller's view of another rank."""
+
+    rank: int
+    node: str
+    connection: Connection
+    answers: list[Answer] = field(default_factory=list)
+    lost: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.node}"
+
+
+class Workers:
+    """All ranks' workers, as the controller sees them. One thread calls them."""
+
+    def __init__(self, others: Sequence[_Rank] = ()) -> None:
+        self.local = Worker()
+        self.asked_to_stop = False
+        """Whether another rank's process was asked to stop."""
+        self._others = list(others)
+        self._calls = 0
+        self._name = ""
+        self._in_call = self._is_local_busy = False
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        if self._others:
+            threading.Thread(target=self._receive, daemon=True, name="answers").start()
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self._others)
+
+    def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None) -> list[T]:
+        """What ``work(worker, *given)`` returns on each rank.
+
+        each: an argument for each rank, before the others. own: one for rank 0's worker alone, after the others; it
+        stays in this process.
+        Raises what rank 0's worker raises, UserError where another rank alone has one, and WorkerFailed, with rank and
+        node, where one fails otherwise or ends.
+        """
+        self._calls, self._name = self._calls + 1, work.__name__
+        arguments = [()] * self.size if each is None else [(argument,) for argument in each]
+        receivers: dict[int, list[_Rank]] = {}  # the ranks of one data-parallel share get the same bytes
+        for other in self._others:
+            receivers.setdefault(id(arguments[other.rank] and arguments[other.rank][0]), []).append(other)
+        for others in receivers.values():
+            packed = pack((self._calls, work, (*arguments[others[0].rank], *given)))
+            for other in others:
+                self._send(other, packed)
+        self._in_call = self._is_local_busy = True
+        try:
+            self._raise_failure()
+            value = work(self.local, *arguments[0], *given, *(() if own is None else (own,)))
+        except Exception as error:
+            self._is_local_busy = False
+            self._after_error(error)
+            self._in_call = False
+            raise
+        self._is_local_busy = False
+        answers = self._answers()
+        self._in_call = False
+        for other, answer in zip(self._others, answers, strict=True):
+            if answer.error is not None:  # one that every rank was to raise
+                raise UserError(f"{other}: {answer.error}")
+        return [value, *(answer.value for answer in answers)]
+
+    def waited_for(self) -> str:
+        """The ranks that have not answered the last call, in words; empty: none."""
+        silent = [str(other) for other in self._others if not other.answers] if self._in_call else []
+        return f"{', '.join(silent)} did not answer {self._name}" if silent else ""
+
+    def write_stacks(self, folder: str) -> None:
+        """Has the other ranks write the stacks of their threads."""
+        for other in self._others:
+            self._send(other, pack((STACKS, folder)))
+
+    def end(self) -> None:
+        """Lets the other ranks end."""
+        for other in self._others:
+            self._send(other, pack((END,)))
+        for other in self._others:
+            other.lost = True
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def _answers(self) -> list[Answer]:
+        """The other ranks' answers, once all are there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure() is not None or all(other.answers for other in self._others))
+            self._raise_failure()
+            return [other.answers.pop(0) for other in self._others]
+
+    def _raise_failure(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise WorkerFailed(failure)
+
+    def _after_error(self, error: Exception) -> None:
+        """Another rank's failure, where there is one, explains an error of rank 0. Where all raise the same, their
+        answers are collected: the controller may go on."""
+        if isinstance(error, WorkerFailed):
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure() is not None or all(other.answers for other in self._others), GRACE_S
+            )
+            failure = self._failure()
+            for other in self._others:
+                other.answers.clear()
+        if failure is None and any(words in str(error) for words in ANOTHER_IS_GONE):
+            failure = f"rank 0 has lost another one in {self._name}: {str(error).partition(chr(10))[0]}"
+        if failure is not None:
+            raise WorkerFailed(failure) from error
+
+    def _failure(self) -> str | None:
+        """What no rank can go on after. Of several, the one that the others follow from."""
+        answers = [(other, other.answers[0]) for other in self._others if other.answers]
+        for other in self._others:
+            if other.lost and not other.answers:
+                return f"{other} has ended during {self._name or 'the start'}"
+        wrong = [(other, answer) for other, answer in answers if answer.call != self._calls]
+        for other, answer in wrong:
+            return f"{other} answered call {answer.call}, not {self._calls} ({self._name})"
+        failed = [(other, answer) for other, answer in answers if answer.error is not None and not answer.is_shared]
+        first = [one for one in failed if not any(words in one[1].error for words in ANOTHER_IS_GONE)]
+        for other, answer in first or (failed if len(answers) == len(self._others) else ()):
+            return f"{other} failed in {self._name}: {answer.error}\n{answer.trace}".rstrip()
+        return None
+
+    def _any_error(self) -> str | None:
+        """An error that rank 0 is to raise as well."""
+        answers = [(other, other.answers[0].error) for other in self._others if other.answers]
+        return next((f"{other} failed in {self._name}: {error}" for other, error in answers if error), None)
+
+    def _receive(self) -> None:
+        """In a thread: rank 0 may wait for a failed rank in a collective."""
+        waiting = {other.connection: other for other in self._others}
+        failed_at = None
+        while waiting or failed_at is not None:
+            ready = wait(list(waiting), None if failed_at is None else 1.0)
+            with self._changed:
+                for connection in ready:
+                    other = waiting[connection]
+                    try:
+                        answer = pickle.loads(connection.recv_bytes())
+                    except (EOFError, OSError):
+                        other.lost = True
+                        del waiting[connection]
+                        continue
+                    self.asked_to_stop |= answer.asked_to_stop
+                    other.answers.append(answer)
+                failure = self._failure() or self._any_error() if self._is_local_busy else None
+                self._changed.notify_all()
+            if failure is None:
+                failed_at = None
+            elif failed_at is None:
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
+                print(f"nemo-edo: error: {failure}; rerun the command to resume", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _send(self, other: _Rank, packed: bytes) -> None:
+        with self._sending:
+            try:
+                other.connection.send_bytes(packed)
+            except OSError:  # its end is found where its answer is read
+                other.lost = True
+
+
+# --- tensors in messages ------------------------------------------------------------------------------------------
+
+
+def pack(message: Any) -> bytes:
+    """The pickled message; functions go by their names, tensors on the CPU as the bytes of NumPy arrays."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(message)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor:
+            return torch.from_numpy, (value.detach().cpu().contiguous().numpy(),)
+        return NotImplemented
+
+
+# --- meeting ------------------------------------------------------------------------------------------------------
+
+_workers: Workers | None = None
+
+
+def workers() -> Workers:
+    """This run's workers, on rank 0. The first call waits until all ranks are there."""
+    global _workers
+    if _workers is None:
+        others = int(os.environ.get("WORLD_SIZE", "1")) - 1
+        _workers = Workers(_meet(others) if others else ())
+    return _workers
+
+
+def dismiss(*, met_only: bool = False) -> None:
+    """Lets the other ranks end, whether the command had work for them or not. met_only: only where it had."""
+    global _workers
+    if _workers is not None:
+        _workers.end()
+        _workers = None
+    elif not met_only and os.environ.get("WORLD_SIZE", "1") != "1":
+        _store().set(KEY, "")
+
+
+def asked_to_stop() -> bool:
+    """Whether another rank's process was asked to stop."""
+    return _workers is not None and _workers.asked_to_stop
+
+
+def waited_for() -> str:
+    """The ranks that have not answered the last call, in words; empty: none."""
+    return "" if _workers is None else _workers.waited_for()
+
+
+def write_stacks(folder: Path) -> None:
+    """Has the other ranks write the stacks of their threads."""
+    if _workers is not None:
+        _workers.write_stacks(str(folder))
+
+
+@cache
+def _store() -> torch.distributed.Store:
+    return next(torch.distributed.rendezvous("env://", timeout=timedelta(seconds=MEETING_S)))[0]
+
+
+def _meet(others: int) -> list[_Rank]:
+    secret = secrets.token_hex(16)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.create_server(
+        ("", 0), family=family, backlog=others, dualstack_ipv6=family == socket.AF_INET6
+    ) as server:
+        _store().set(KEY, json.dumps([server.getsockname()[1], secret]))
+        met: list[_Rank] = []
+        while len(met) < others:
+            connection = _connection(server.accept()[0])
+            shown, rank, node = json.loads(connection.recv_bytes(1024))
+            if hmac.compare_digest(shown, secret):  # nothing is unpickled before
+                met.append(_Rank(rank, node, connection))
+    return sorted(met, key=lambda other: other.rank)
+
+
+def meet_controller() -> Connection | None:
+    """A worker's connection to the controller; None where the command has no work for workers."""
+    store = _store()
+    store.set_timeout(timedelta(days=365))
+    where = store.get(KEY).decode()
+    if not where:
+        return None
+    port, secret = json.loads(where)
+    connection = _connection(socket.create_connection((os.environ["MASTER_ADDR"], port)))
+    connection.send_bytes(json.dumps([secret, int(os.environ["RANK"]), socket.gethostname()]).encode())
+    return connection
+
+
+def _connection(sock: socket.socket) -> Connection:
+    sock.setblocking(True)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node may go without a word
+    for option, seconds in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    return Connection(sock.detach())
+
+
+def answer(worker: Worker, message: tuple, asked_to_stop: Callable[[], bool]) -> Answer:
+    """Executes a call on a worker's rank."""
+    number, work, given = message
+    try:
+        value, error = work(worker, *given), None
+    except Exception as caught:
+        last = traceback.format_exception_only(caught)[-1].strip()
+        error = str(caught) if isinstance(caught, UserError) else last
+        shared = isinstance(caught, UserError | OSError)
+        return Answer(number, None, error, shared, "" if shared else traceback.format_exc(), asked_to_stop())
+    return Answer(number, value, error, asked_to_stop=asked_to_stop())

@@ -1,0 +1,268 @@
+"""What a rank does for the run: it has the model, its optimizer and reference, and the engine over its weights.
+
+The controller calls these methods on all ranks together. Megatron is imported in them: ``begin`` adapts it to the
+machine first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_edo.config import GRPOConfig, IDPOConfig, ParallelismConfig, SFTConfig
+from nemo_edo.utils.garbage import free_unused_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_edo.data.shares import Share
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.megatron.background import Writing
+    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+    from nemo_edo.types import GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's part of the model and of the data."""
+
+    share: int
+    """The data-parallel rank: which share of a batch it gets."""
+    answers: bool
+    """Whether it returns its share's results; the other ranks of the share have the same, or none."""
+    layers: int
+    """Of the whole model."""
+    kernels: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Generated responses, end to end."""
+
+    ids: np.ndarray
+    """int32"""
+    logprobs: np.ndarray
+    """float32"""
+    lengths: list[int]
+    texts: list[str]
+    finished: list[bool]
+    stops: list[str | None]
+
+
+class Worker:
+    """A rank's model and what is done with it."""
+
+    def __init__(self) -> None:
+        self.model: MegatronGPTModel | None = None
+        self._engine: MegatronEngine | None = None
+        self._writing: Writing | None = None
+        self._answers = True
+
+    def begin(self, parallelism: ParallelismConfig, seed: int, threads: int | None) -> None:
+        """Joins the other ranks. Raises UserError where the model cannot be split over so many."""
+        from nemo_edo.megatron.process_groups import device_and_groups
+
+        device_and_groups(parallelism, seed, threads)
+
+    def enter(self, threads: int | None) -> None:
+        """Joins the other ranks before the model's split is known."""
+        from nemo_edo.megatron import platform
+
+        platform.init_process_group(platform.enter(threads))
+
+    def build(self, training: SFTConfig | GRPOConfig | IDPOConfig, weights: Path | None, settings: dict) -> Place:
+        """The model class that ``training`` is the config of, with the weights of a checkpoint; None: those of its
+        folder. settings: of ``model_config``."""
+        self.begin(settings["parallelism"], settings["seed"], settings["threads"])
+        from megatron.core import parallel_state
+
+        from nemo_edo.megatron import checkpoint
+        from nemo_edo.megatron.implementations import kernels
+        from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
+        from nemo_edo.models.megatron_gpt_model import model_config
+
+        self.drop()
+        classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
+        self.model = classes[type(training)](model_config(training=training, **settings))
+        if weights is not None:
+            checkpoint.load(self.model.policy, weights)
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        inner = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
+        self._answers = pipeline.rank() == pipeline.size() - 1 and not inner
+        return Place(
+            share=parallel_state.get_data_parallel_rank(),
+            answers=self._answers,
+            layers=self.model.built.num_layers,
+            kernels=kernels(self.model.built.chunks),
+        )
+
+    def drop(self) -> None:
+        """Frees the model's memory."""
+        self.model = self._engine = self._writing = None
+        free_unused_memory()
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def start_training(self, total_steps: int) -> None:
+        self.model.start_training(total_steps)
+
+    def train_step(
+        self,
+        share: Share,
+        loss_counts: Mapping[str, float],
+        exploration_weight: float | None,
+        grad_norm_limit: float,
+        keep_tokens: bool,
+    ) -> tuple[dict[str, float], dict[str, float], Tensor | None]:
+        """The means of the loss and its metrics, what ``finish_training_step`` says, and with ``keep_tokens`` the
+        share's log-probabilities and entropies."""
+        model = self.model
+        model.prepare_for_training_step()
+        # One step's weight goes with its call; supervised training has none.
+        loss = model.loss if exploration_weight is None else partial(model.loss, exploration_weight=exploration_weight)
+        means, tokens = model.policy.forward_backward_share(
+            share, loss, loss_counts=loss_counts, temperature=model.temperature, keep_tokens=keep_tokens
+        )
+        step = model.finish_training_step(means["loss"], grad_norm_limit=grad_norm_limit)
+        return means, step, self._if_asked(tokens)
+
+    def exploration_gradient_ratio(
+        self, share: Share, loss_counts: Mapping[str, float], exploration_count: float
+    ) -> float:
+        return self.model.share_gradient_ratio(share, loss_counts, exploration_count)
+
+    def _if_asked(self, values: Tensor | None) -> Tensor | None:
+        """On the CPU, where this rank answers for its share."""
+        return None if values is None or not self._answers else values.cpu()
+
+    def logprobs(self, share: Share, temperature: float | None) -> Tensor | None:
+        """[2, b, t]: log-probabilities and entropies of the share."""
+        model = self.model
+        found = model.policy.share_logprobs(share, model.temperature if temperature is None else temperature)
+        return self._if_asked(found)
+
+    def reference_logprobs(self, share: Share) -> Tensor | None:
+        with self.model.as_reference():
+            return self.logprobs(share, None)
+
+    def freeze_reference(self) -> None:
+        self.model.freeze_reference()
+
+    def move_reference(self, kind: str, decay: float) -> None:
+        self.model.move_reference(kind, decay)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def is_finite(self) -> bool:
+        return self.model.policy.is_finite()
+
+    def save(self, folder: Path, extra: dict[str, Any] | None) -> None:
+        from nemo_edo.megatron import checkpoint
+
+        checkpoint.save(self.model.policy, folder, extra=extra)
+
+    def begin_save(self, folder: Path, with_reference: bool, extra: dict[str, Any], reshardable: bool) -> None:
+        """Of weights and optimizer, in the background; ``is_saved`` completes it."""
+        from nemo_edo.megatron import checkpoint
+
+        self._writing = checkpoint.begin_save(
+            self.model.policy,
+            folder,
+            with_optimizer=True,
+            reference=self.model.reference if with_reference else None,
+            extra=extra,
+            reshardable=reshardable,
+        )
+
+    def is_saved(self, wait: bool) -> bool:
+        return self._writing.is_finished(wait=wait)
+
+    def load(self, folder: Path) -> None:
+        """The weights alone."""
+        from nemo_edo.megatron import checkpoint
+
+        checkpoint.load(self.model.policy, folder)
+
+    def resume(self, folder: Path, with_reference: bool) -> str | None:
+        """Weights and optimizer, after ``check_checkpoint``. Returns how the checkpoint's layout differs from this one,
+        if it does."""
+        from nemo_edo.megatron import checkpoint
+
+        checkpoint.load(self.model.policy, folder, with_optimizer=True, is_checked=True)
+        if with_reference:
+            self.model.reference = checkpoint.load_reference(self.model.policy, folder)
+        return checkpoint.changed_layout(folder)
+
+    def check_checkpoint(self, folder: Path) -> None:
+        """Raises DamagedCheckpoint where a file is not what was written; the ranks share the reading."""
+        from nemo_edo.megatron.checksums import check_checksums
+
+        check_checksums(folder)
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    def build_engine(
+        self, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str], max_batch_size: int | str
+    ) -> None:
+        """An engine over the model's weights."""
+        import torch
+
+        from nemo_edo.generation.megatron_engine import MegatronEngine
+
+        self._engine = MegatronEngine(
+            self.model.built,
+            stop_ids=stop_ids,
+            decode=decode,
+            max_batch_size=max_batch_size,
+            device=self.model.platform_device,
+            progress=torch.distributed.get_rank() == 0,
+        )
+
+    def generate(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, longest_prompt: int, longest_response: int
+    ) -> Responses | None:
+        """Responses to the share's requests. longest_prompt, longest_response: of all shares, in tokens."""
+        rollouts = self._engine.generate_share(requests, sampling, longest_prompt, longest_response)
+        if not self._answers:
+            return None
+        return Responses(
+            ids=np.array([token for rollout in rollouts for token in rollout.response_ids], np.int32),
+            logprobs=np.array([value for rollout in rollouts for value in rollout.response_logprobs], np.float32),
+            lengths=[len(rollout.response_ids) for rollout in rollouts],
+            texts=[rollout.text for rollout in rollouts],
+            finished=[rollout.finished for rollout in rollouts],
+            stops=[rollout.stop for rollout in rollouts],
+        )
+
+    # --- weights for others ---------------------------------------------------------------------------------------
+
+    def export(self, folder: Path, max_shard_bytes: int, merge_adapters: bool) -> None:
+        """A Hugging Face folder."""
+        from nemo_edo.megatron.hf_export import export_hf_folder
+
+        export_hf_folder(self.model.built, folder, max_shard_bytes, merge_adapters=merge_adapters)
+
+    def export_adapters(self, folder: Path, base: str | None) -> None:
+        """A PEFT folder."""
+        from nemo_edo.megatron.hf_export import export_adapter_folder
+
+        export_adapter_folder(self.model.built, folder, base)
+
+    def stream_weights(self, take: Callable[[str, Tensor], None] = lambda name, weight: None) -> None:
+        """The current weights under Hugging Face's names, one at a time, in the same order each time; on rank 0
+        ``take`` gets them."""
+        from nemo_edo.megatron.hf_export import streamed
+
+        for name, weight in streamed(self.model.built):
+            take(name, weight)
+
+    def free_gpu_memory(self) -> list[int]:
+        """Free bytes on each rank's GPU."""
+        from nemo_edo.parallel.free_memory import free_gpu_memory
+
+        return free_gpu_memory()
