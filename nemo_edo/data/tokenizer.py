@@ -50,4 +50,5 @@ def check_tokenizer_file(folder: Path) -> None:
 
 
 def _unusable(folder: Path, error: Exception) -> UserError:
-    return UserError(f"the tokenizer of {folder} cannot be loaded ({error}); copy the model's own there")
+    why = str(error).strip().partition("\n")[0]  # transformers lists what it has looked for
+    return UserError(f"the tokenizer of {folder} cannot be loaded ({why}); copy the model's own there")

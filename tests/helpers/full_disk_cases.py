@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -14,18 +13,6 @@ from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async._write_item"
-
-
-@contextlib.contextmanager
-def full_as_torch_saves() -> Iterator[None]:
-    """torch.save into a file meets the device on which nothing has room."""
-    save = torch.save
-
-    def into_full(value, file, **settings):
-        save(value, "/dev/full" if isinstance(file, str | Path) else file, **settings)
-
-    with mock.patch.object(torch, "save", into_full):
-        yield
 
 
 def full_as_a_writer_writes() -> contextlib.AbstractContextManager:

@@ -319,17 +319,6 @@ def test_diagrams_are_drawn_from_their_current_text(source: Path):
     assert draw.mark(source) in source.with_suffix(".svg").read_text(encoding="utf-8"), "run: make pictures"
 
 
-def test_the_pages_that_people_write_are_short():
-    """Words with a letter, so numbers of tables do not count; without code, and what tools write."""
-    notes = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/notes/*.md")}
-    left_out = r"^ *```.*?^ *```|<!-- (\w+): written by .*?<!-- end of \1 -->"
-    written = {name: re.sub(left_out, "", text, flags=re.MULTILINE | re.DOTALL)
-               for name, text in (PAGES | ROOT_PAGES | notes).items() if name not in GENERATED}
-    words = {name: len(re.findall(r"\S*[^\W\d_]\S*", text)) for name, text in written.items()}
-    assert sum(words.values()) <= 25_000, words
-    assert len(PAGES["README.md"].splitlines()) <= 120
-
-
 def test_links_of_the_front_page_become_links_of_the_site():
     text = "[a](docs/b.md#c) [d](LICENSE) [e](https://f) [g](CONTRIBUTING.md#h) [i](#j)"
     assert site_hooks.site_links(text) == "[a](b.md#c) d [e](https://f) [g](contributing.md#h) [i](#j)"

@@ -15,7 +15,6 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.controller import remote
-from helpers.full_disk_cases import full_as_torch_saves
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.guards import Alarm, respond
@@ -208,18 +207,6 @@ def test_whatever_is_damaged_the_run_resumes_from_the_newest_that_is_whole(begin
             warnings.filterwarnings("ignore", "/.*; resuming from before it")
             assert begin().start.steps_taken == found, (file, damage)
         assert weights(model) == {float(found)}, (file, damage)
-
-
-def test_a_disk_that_is_full_as_torch_saves_is_one_message_and_the_last_checkpoint_stays(begin, model):
-    progress = begin(every_steps=1)
-    progress.reached(Position(0, 0, 1))
-
-    with (
-        full_as_torch_saves(),
-        pytest.raises(UserError, match="step_00000002.* could not be written: torch.save failed, as .* full disk"),
-    ):
-        progress.reached(Position(0, 0, 2))
-    assert begin(every_steps=1).start.steps_taken == 1
 
 
 def test_training_replaces_damaged_checkpoints_and_only_then_removes_them(begin, model, tmp_path):
