@@ -66,8 +66,8 @@ def generation(args: argparse.Namespace, theirs, built, device, prompts: list[tu
 
 def training(args: argparse.Namespace, theirs, built, device, prompts: list[tuple[int, ...]]) -> dict[str, Work]:
     from nemo_edo.data.batching import build_batch
-    from nemo_edo.losses import LossTerm
     from nemo_edo.data.shares import InputShapes, MicroBatching, cut
+    from nemo_edo.losses import LossTerm
     from nemo_edo.megatron.forward_backward import forward_backward
     from nemo_edo.megatron.output_layer import LossHead
 
