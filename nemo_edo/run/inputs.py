@@ -99,7 +99,9 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True)
     if cfg.model.path is None and weights:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # version 5 shows one for a file of a megabyte
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
