@@ -142,7 +142,7 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
 
 
 def _load_weights(bridge, chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """Bridge 0.3 looks for the weights that the embedding and the output layer share in a process's first chunk; of
+    """Bridge looks for the weights that the embedding and the output layer share in a process's first chunk; of
     several virtual stages, the last pipeline stage has them in its last."""
     loader = bridge._model_bridge
     share = loader._broadcast_shared_embeddings

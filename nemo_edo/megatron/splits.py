@@ -65,7 +65,7 @@ def check_splits(model: TransformerConfig | ModelShape, parallelism: Parallelism
     split = {
         "attention heads": model.num_attention_heads,
         "query groups": model.num_query_groups or model.num_attention_heads,
-        "vocabulary entries": vocab_size,  # Megatron-Bridge 0.3 cannot pad them
+        "vocabulary entries": vocab_size,  # Megatron-Bridge cannot pad them
     }
     if not model.num_moe_experts:
         split["units of an MLP"] = model.ffn_hidden_size
@@ -116,7 +116,7 @@ def check_adapters(config: LoRAConfig, model: TransformerConfig | ModelShape, te
     if config.rank and mlp and model.num_moe_experts:
         raise UserError(f"lora.targets {mlp} are experts in this model, which have no adapters; leave them out")
     if config.rank and "linear_fc1" in mlp and tensor_parallel > 1 and not model.gated_linear_unit:
-        # Megatron-Bridge 0.3 writes them to checkpoints as if they were a gate and an up projection.
+        # Megatron-Bridge writes them to checkpoints as if they were a gate and an up projection.
         raise UserError(
             "lora.targets linear_fc1 needs parallelism.tensor_model_parallel_size 1 in a model without gated MLPs"
         )

@@ -1,4 +1,4 @@
-"""Experts of Megatron's local layers, and what Megatron-Bridge 0.3 lacks to convert them.
+"""Experts of Megatron's local layers, and what Megatron-Bridge lacks to convert them.
 
 Transformer Engine's layers hold a process's experts in one grouped module, whose weights end in their number
 ("linear_fc1.weight3"); local layers hold a module for each ("local_experts.3.linear_fc1.weight"). Bridge knows both
