@@ -27,10 +27,13 @@ class Decoder:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """No code that comes with the folder is run. Raises UserError where the tokenizer cannot be loaded."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer of transformers 5 takes the class of the model's type, which replaces the file's own way of cutting
+    # words: other token ids for a Qwen2 model with another tokenizer. The file says all of it.
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers (Rust) raises a bare Exception for a damaged file
         raise _unusable(folder, error) from error
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.refit.libnccl import Communicator, Library
-from nemo_edo.refit.libnccl import Stream as GPUStream
 from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
 from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
@@ -40,7 +39,9 @@ class NCCLLink:
     """The trainer's end of a process group: it is rank 0, and the servers' workers are the others. Whatever raises a
     ServerError has aborted it."""
 
-    def __init__(self, library: Library, device: torch.device, stream: Callable[[], GPUStream], limit_s: float) -> None:
+    def __init__(
+        self, library: Library, device: torch.device, stream: Callable[[], torch.cuda.Stream], limit_s: float
+    ) -> None:
         """stream: the current one of the device. limit_s: seconds for the join and for each broadcast."""
         self.unique_id = library.unique_id()
         self._library, self._device, self._stream, self._limit_s = library, device, stream, limit_s

@@ -7,7 +7,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -83,11 +82,6 @@ def test_rooms_and_modules_import_each_other_without_a_circle():
     for graph in (rooms, {module: own_imports(module) for module in MODULES}):
         without_itself = {name: targets - {name} for name, targets in graph.items()}
         TopologicalSorter(without_itself).prepare()  # raises CycleError, which names them
-
-
-def test_each_files_name_is_there_once():
-    names = Counter(file.name for file in MODULES.values() if file.name != "__init__.py")
-    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():

@@ -35,7 +35,7 @@ MATH = ("data.benchmark=math", "data.check_rows=false", "data.answer_format=boxe
 
 def test_latex_answers_are_scored_by_meaning_and_numbers_exactly(tmp_path):
     data = load(tmp_path, [("1 + 1", r"\frac{1}{2}")], *MATH)
-    assert isinstance(data.scorer.scorer, MathScorer)
+    assert isinstance(data.scorer, MathScorer)
     [scored] = data.scorer.score(
         [Rollout("train-1", 0, (1,), (2,), (0.0,), r"\boxed{\sqrt{\frac14}}", True, 0, 0)], data.train
     )

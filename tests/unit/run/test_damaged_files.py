@@ -76,7 +76,7 @@ def place(tmp_path_factory) -> Path:
     reported = write_run_folder(folder / "reported", arms=("grpo",), iterations=3, problems=4)
     RunFolder(reported).write_json("test_time/grpo.json", json.loads((reported / "evaluations/grpo.json").read_text()))
     shutil.copytree(reported, folder / "sweep" / "one")
-    log = MetricsLog(folder / "metrics.jsonl", lambda *_: None, writes=True)
+    log = MetricsLog(folder / "metrics.jsonl", lambda *_: None)
     for step in range(9):
         log("train_step", arm="grpo", step=step, loss=0.5)
     (folder / "mark.json").write_text(json.dumps(log.mark))
@@ -113,7 +113,7 @@ def resume(folder: Path) -> None:
 
 
 def cut_metrics(folder: Path) -> None:
-    log = MetricsLog(folder / "metrics.jsonl", lambda *_: None, writes=True)
+    log = MetricsLog(folder / "metrics.jsonl", lambda *_: None)
     log.cut(json.loads((folder / "mark.json").read_text()))
 
 
