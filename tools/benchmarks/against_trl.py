@@ -120,7 +120,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
             scorer=OddSum(),
             objective=GRPO(training, {}, job.new_tokens, pad_id=0),
             store=RolloutStore(scratch),
-            log=partial(MetricsLog(Path(scratch) / "metrics.jsonl", lambda *_: None, writes=True), arm="grpo"),
+            log=partial(MetricsLog(Path(scratch) / "metrics.jsonl", lambda *_: None), arm="grpo"),
         )
         model.start_training(plan.total_steps)
         run_iterations(services, plan, lambda t: turns())

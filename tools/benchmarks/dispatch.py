@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import torch
 
@@ -77,7 +78,13 @@ def measure(workers: Workers, rollouts: int, tokens: int) -> Measured:
     begun = time.perf_counter()
     shares = cut(batch, MicroBatching(8), workers.size, InputShapes())
     plain = dispatch.pack
-    dispatch.pack = lambda message: sent.append(len(packed := plain(message))) or packed
+
+    def counted(message: Any) -> bytes:
+        packed = plain(message)
+        sent.append(len(packed))
+        return packed
+
+    dispatch.pack = counted
     try:
         answers = workers.call(answer_logprobs, each=shares)
     finally:
