@@ -27,7 +27,6 @@ from torch import Tensor
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.cpu import without_cuda
 from nemo_edo.megatron.cpu.attention import SDPAttention, sdpa_lacks
-from nemo_edo.megatron.cpu.experts import convert_local_experts
 from nemo_edo.megatron.cpu.norm import TorchNorm
 from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
 from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention, rotates
@@ -51,7 +50,6 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
     if attention != "te":
         provider.transformer_layer_spec = partial(local_layer_spec, core_attention=CORES[attention])
         provider.moe_grouped_gemm = False  # Bridge converts a local layer's experts one by one only
-        convert_local_experts()
     if device.type == "cpu":
         without_cuda.configure(provider)
     elif not HAVE_TE:
