@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import nemo_edo
 
 TRAINER, BRIDGE = "trainer", "bridge"
-TRAINER_PYTHONS = ((3, 11), (3, 12))
+TRAINER_PYTHONS = ((3, 12),)
 WITHOUT_DEPENDENCIES = "megatron-bridge"
 """Its declared dependencies need a GPU machine's compilers."""
 ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transformers")

@@ -83,6 +83,6 @@ def test_runs_from_python_say_it_too(with_packages, monkeypatch):
 
 
 def test_the_python_of_the_trainer_is_named_where_this_is_another(monkeypatch):
-    for version, words in (((3, 10), " on Python 3.11 or 3.12"), ((3, 12), ""), ((3, 14), " on Python 3.11 or 3.12")):
+    for version, words in (((3, 10), " on Python 3.12"), ((3, 12), ""), ((3, 14), " on Python 3.12")):
         monkeypatch.setattr(parts.sys, "version_info", (*version, 0))
         assert parts._on_its_python() == words
