@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ def run(folder: Path, out: Path, sizes: dict) -> dict | None:
 def fail_on_rank_1(worker: Worker, how: str) -> None:
     if torch.distributed.get_rank() == 1:
         if how == "raises":
+            time.sleep(2)  # rank 0 waits for it in the barrier by then, and ends the run after its grace
             raise MemoryError("no room for the gradients")
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
