@@ -51,17 +51,17 @@ class Counted:
 
 def stopped_after(parts: int, arguments: list[str]) -> dict:
     """A command that is asked to stop once so many parts are done."""
-    agreed, asked = StopSignal.agreed, []
+    is_asked, asked = StopSignal.is_asked, []
 
     def agree(signal) -> bool:
         asked.append(1)
         return len(asked) > parts
 
-    StopSignal.agreed = agree
+    StopSignal.is_asked = agree
     try:
         return run(arguments)
     finally:
-        StopSignal.agreed = agreed
+        StopSignal.is_asked = is_asked
 
 
 def main(folder: Path) -> None:
