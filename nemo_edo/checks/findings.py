@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Flag, auto
 from typing import Any
@@ -61,7 +61,7 @@ def impossible(why: str) -> Finding:
     return Finding(IMPOSSIBLE, why)
 
 
-def together(of_ranks: Sequence[Finding | None], named: Callable[[int], str]) -> Finding:
+def together(of_ranks: Mapping[int, Finding | None], named: Callable[[int], str]) -> Finding:
     """One finding of all ranks: what those that failed say, otherwise the first rank's. None: no answer came.
 
     named: a rank in words.
@@ -69,7 +69,7 @@ def together(of_ranks: Sequence[Finding | None], named: Callable[[int], str]) ->
     first = of_ranks[0]
     faults = {
         rank: failed("has stopped answering") if finding is None else finding
-        for rank, finding in enumerate(of_ranks)
+        for rank, finding in of_ranks.items()
         if finding is None or finding.status == FAIL
     }
     if not faults:

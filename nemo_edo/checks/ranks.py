@@ -44,6 +44,7 @@ class Ranks:
         DistError where the first rank cannot be reached."""
         self.rank, self.world, self.limit_s = rank, world, limit_s
         self._store = None
+        self._silent: set[int] = set()
         if world > 1:
             from torch.distributed import TCPStore
 
@@ -59,7 +60,12 @@ class Ranks:
         self._store.set(f"checks/{name}/{self.rank}", json.dumps(value))
         if self.rank == 0:  # it alone reads them: if all did, 1,000 ranks would read a million
             deadline = time.monotonic() + self.limit_s
-            answers = [self._answer(f"checks/{name}/{rank}", deadline) for rank in range(self.world)]
+            # One that has been silent once is not waited for again: its limit would be spent by every exchange.
+            answers = [
+                self._answer(f"checks/{name}/{rank}", 0.0 if rank in self._silent else deadline)
+                for rank in range(self.world)
+            ]
+            self._silent = {rank for rank, answer in enumerate(answers) if answer is None}
             self._store.set(f"checks/{name}", json.dumps(answers))
         self._store.wait([f"checks/{name}"], timedelta(seconds=2 * self.limit_s))
         return json.loads(self._store.get(f"checks/{name}"))

@@ -89,7 +89,11 @@ def carried_out(check: Check, machine: Machine) -> Finding:
     machine = replace(machine, check=check.name)
     own = _of_this_rank(check, machine)
     answers = [answer and Finding(**answer) for answer in machine.exchange("finding", own.record())]
-    return together(answers, machine.named) if check.every_rank else answers[0]
+    if not check.every_rank:
+        return answers[0]
+    # The first check names the ranks that have not reported.
+    reported = {rank: answer for rank, answer in enumerate(answers) if machine.facts[rank] is not None}
+    return together(reported, machine.named)
 
 
 def _of_this_rank(check: Check, machine: Machine) -> Finding:

@@ -85,7 +85,7 @@ def test_a_check_alone_does_not_see_the_ranks_of_torchrun(tmp_path, monkeypatch)
     ([passed("a"), None], "rank 1: has stopped answering"),
     ([failed("a", "do"), failed("a", "do")], "a"), ([passed("a"), passed("")], "a")])
 def test_of_several_ranks_the_failures_count_and_what_all_say_is_said_once(of_ranks, detail):
-    assert together(of_ranks, lambda rank: f"rank {rank}").detail == detail
+    assert together(dict(enumerate(of_ranks)), lambda rank: f"rank {rank}").detail == detail
 
 
 @pytest.mark.parametrize("field", ["values", "loss", "grad_norm", "after"])
