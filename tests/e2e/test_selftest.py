@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):
     arguments = ("selftest", "--folder", str(tmp_path), "--only", "machine", "split")
-    process = start(*arguments, processes=2, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(*arguments, processes=2, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output, errors = finish(process)
     assert process.returncode == 0, output + errors
     report = json.loads((tmp_path / "selftest.json").read_text())
