@@ -49,7 +49,7 @@ def calls_of_refits(folder: Path) -> list[tuple]:
     SleepOnTrainersGPUs(0, lambda: [0]).wake_for_weights(servers[1])
     SleepOnTrainersGPUs(0, lambda: [0]).wake_for_requests(servers[1])
     servers[2].faults = {"/start_weight_update": 1}
-    sync = NCCLSync(engine_of(servers[2]), lambda: iter([("weight", torch.ones(2, 3).bfloat16())]),
+    sync = NCCLSync(engine_of(servers[2]), lambda take: take("weight", torch.ones(2, 3).bfloat16()),
                     lambda: scripted_server.Link(servers[2:]), name="run", attempts=2, limit_s=5.0)  # fmt: skip
     sync.push(1)
     servers[2].starts += 1
