@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve() -> int:
     """Works for the first rank's command until it ends."""
+    # Where that command ends before the ranks have met, torch would print a stack of C++ behind its message.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nemo_edo.run.tracking import quiet_libraries
 
     quiet_libraries()

@@ -12,7 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read as torch is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # read as torch is imported, and so is the next, which nemo_edo.cli.entry explains
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 sys.path.insert(1, str(Path(__file__).parents[1]))  # helpers
 
 import argparse  # noqa: E402
