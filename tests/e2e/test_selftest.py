@@ -15,13 +15,14 @@ pytestmark = pytest.mark.slow
 
 def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):
     arguments = ("selftest", "--folder", str(tmp_path), "--only", "machine", "split")
-    process = start(*arguments, processes=2, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(*arguments, processes=2, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output, errors = finish(process)
     assert process.returncode == 0, output + errors
     report = json.loads((tmp_path / "selftest.json").read_text())
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert report["processes"] == 2
-    absent = ("context", "GPUs", "Transformer Engine", "NCCL of trainer and servers")
+    assert found.pop("NCCL of trainer and servers") != "fail"  # possible where the servers' environment is there
+    absent = ("context", "GPUs", "Transformer Engine")
     assert {found.pop(name) for name in absent} == {"not possible"}
     assert set(found.values()) == {"pass"} and {"all-reduce", "tensor", "pipeline", "experts"} <= set(found)
 
