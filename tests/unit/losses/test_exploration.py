@@ -199,12 +199,12 @@ def test_on_samples_of_an_older_policy_the_expected_gradient_is_that_of_minus_it
 
 def test_first_tokens_are_those_of_the_response_and_the_gradient_of_later_ones_is_zero():
     mask = torch.tensor([[0.0, 1, 1, 1, 0], [1, 0, 1, 1, 1]])
-    assert first_tokens(mask, 2).tolist() == [[0, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
+    assert first_tokens(mask == 1, 2).tolist() == [[0, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
     old = torch.full((2, 5), -1.0)
     logprobs = (old - 0.05).requires_grad_()
     config = GRPOLossConfig(beta=0, exploration_coefficient=1.0, exploration_tokens=2)
     term = grpo_exploration(logprobs, old, mask, config)
     term.mean().backward()
     # Two of three, and two of four tokens of a response's mean; the denominators are those of all tokens.
-    torch.testing.assert_close(logprobs.grad, first_tokens(mask, 2) / torch.tensor([[6.0], [8.0]]))
+    torch.testing.assert_close(logprobs.grad, first_tokens(mask == 1, 2) / torch.tensor([[6.0], [8.0]]))
     assert (term.count, GRPOLossConfig().exploration_tokens) == (2, None)

@@ -316,7 +316,7 @@ def test_micro_batches_without_pairs_or_without_samples_contribute_zero(random_b
     ({"pair_mask": torch.full((3,), 2.0)}, "pair_mask has values other than 0 and 1"),
     ({"ref_chosen": torch.zeros(2)}, "ref_chosen has shape"),
     ({"policy_rejected": torch.tensor([0, torch.nan, 0])}, "policy_rejected has NaN or infinite"),
-    ({"sample_mask": torch.ones(2, 5)}, r"sample_mask has shape \(2, 5\)"),
+    ({"sample_mask": torch.ones(2, 5)}, r"sample_mask has \(2, 5\)"),
     ({"sample_mask": torch.full((2, 4), 0.5)}, "sample_mask has values other than 0 and 1"),
     ({"sample_mask": torch.zeros(2, 4)}, "mask is empty"),
     ({"sample_old_logprobs": torch.zeros(2, 5)}, r"sample_old_logprobs has shape \(2, 5\)"),

@@ -8,7 +8,7 @@ from nemo_edo.losses.term import (
     entropy_bonus,
     reduce_tokens,
     reduction_count,
-    rows_without_padding,
+    read_rows,
     sft_loss,
 )
 
@@ -78,7 +78,7 @@ def test_an_all_masked_sequence_contributes_nothing_and_divides_nothing_by_zero(
 
 
 def test_rows_that_do_not_count_are_zeros_whatever_they_hold():
-    valid, [values] = rows_without_padding(torch.tensor([1.0, 0.0]), x=torch.tensor([2.0, torch.nan]))
+    valid, [values] = read_rows(torch.tensor([1.0, 0.0]), x=torch.tensor([2.0, torch.nan]))
     assert (valid.tolist(), values.tolist()) == ([True, False], [2.0, 0.0])
 
 
