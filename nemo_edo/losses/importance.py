@@ -8,6 +8,7 @@ flows through them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -243,9 +244,7 @@ def _check_bounds(low: float, high: float, log_ratio: Tensor) -> None:
         raise ValueError(f"low and high are {low} and {high}, expected 0 <= low < high, high finite")
 
 
-def _read(mask: Tensor, on_empty: str = "zero", **logprobs_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _read(mask: Tensor, on_empty: str = "zero", **logprobs_BT: Any) -> tuple[Tensor, Tensor]:
     """Which tokens count, and the first minus the second of two named [B, T] tensors, detached."""
-    valid, (first, second) = read_tokens(
-        mask, on_empty, **{name: tensor.detach() for name, tensor in logprobs_BT.items()}
-    )
-    return valid, first - second
+    valid, (first, second) = read_tokens(mask, on_empty, **logprobs_BT)
+    return valid, (first - second).detach()

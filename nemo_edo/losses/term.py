@@ -7,6 +7,7 @@ Dimensions: B sequences, T response tokens of a padded sequence; a row is one pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def valid_entries(name: str, mask: Tensor | None, values: Tensor) -> Tensor:
 
 def read_tokens(
     mask_BT: Tensor, on_empty: str = "error", *, mask_name: str = "mask", **tensors_BT: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[Any]]:
     """Which tokens count, [B, T] bool, and the named [B, T] tensors, in order, with exact zeros at all other tokens.
 
     Every public function of token values begins with it, and what it calls relies on its result. None stays None.
@@ -97,7 +98,7 @@ def read_tokens(
 
 
 def read_rows(mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """``read_tokens`` for one value per row: which rows count (mask None: all), and the named tensors, zeros elsewhere."""
+    """``read_tokens`` for one value per row: which rows count (mask None: all), and the named tensors."""
     first_name, first = next(iter(rows.items()))
     if first.ndim != 1:
         raise ValueError(f"{first_name} has shape {tuple(first.shape)}, expected one dimension: a value for each row")

@@ -6,9 +6,9 @@ from nemo_edo.losses.term import (
     REDUCTIONS,
     LossTerm,
     entropy_bonus,
+    read_rows,
     reduce_tokens,
     reduction_count,
-    read_rows,
     sft_loss,
 )
 
