@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.losses import exploration_per_token, floor_share, one_check
+from nemo_edo.losses.checks import check_coefficient
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class ExplorationSettings:
     """Nats, below 0: tokens whose log-ratio is below it have no gradient of the term. None: the term is unbounded."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.coefficient < math.inf:
-            raise ValueError(f"exploration_coefficient is {self.coefficient}, expected a finite number of at least 0")
+        check_coefficient("exploration_coefficient", self.coefficient)
         if self.log_ratio_floor is not None and not self.log_ratio_floor < 0:
             raise ValueError(f"log_ratio_floor is {self.log_ratio_floor}, expected None or a number below 0 (nats)")
 

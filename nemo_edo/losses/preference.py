@@ -233,10 +233,8 @@ def xpo_loss(
     """
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
-    valid_B, (logprobs_B,) = read_rows(
-        sample_mask, mask_name="sample_mask", policy_on_reference_samples=policy_on_reference_samples
-    )
-    return preference, _weighted(sum_over_rows(logprobs_B, valid_B), alpha)
+    samples = {"policy_on_reference_samples": policy_on_reference_samples}
+    return preference, _bias(alpha, sample_mask, "sample_mask", **samples)
 
 
 @checked
@@ -276,14 +274,9 @@ def vpo_loss(
         raise ValueError(f"setting is {setting!r}, expected online or offline")
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
-    valid_B, (policy_B, ref_B) = read_rows(
-        calibration_mask,
-        mask_name="calibration_mask",
-        policy_calibration=policy_calibration,
-        ref_calibration=ref_calibration.detach(),
-    )
+    samples = {"policy_calibration": policy_calibration, "ref_calibration": ref_calibration.detach()}
     weight = alpha * beta if setting == "online" else -alpha * beta
-    return preference, _weighted(sum_over_rows(policy_B - ref_B, valid_B), weight)
+    return preference, _bias(weight, calibration_mask, "calibration_mask", **samples)
 
 
 @checked
@@ -307,10 +300,8 @@ def selm_loss(
     """
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
-    valid_B, (policy_B, ref_B) = read_rows(
-        sample_mask, mask_name="sample_mask", policy_samples=policy_samples, ref_samples=ref_samples.detach()
-    )
-    return preference, _weighted(sum_over_rows(policy_B - ref_B, valid_B), alpha * beta)
+    samples = {"policy_samples": policy_samples, "ref_samples": ref_samples.detach()}
+    return preference, _bias(alpha * beta, sample_mask, "sample_mask", **samples)
 
 
 def _read_pairs(
@@ -370,6 +361,12 @@ def _pair_metrics(valid_P: Tensor, pairs: list[Tensor], beta: float) -> dict[str
         "logprobs_rejected": rejected_P,
     }
     return {name: sum_over_rows(values_P, valid_P) for name, values_P in metrics_P.items()}
+
+
+def _bias(weight: float, mask: Tensor | None, mask_name: str, **samples: Tensor) -> LossTerm:
+    """weight times the samples' log pi_theta, the first, minus log pi_ref, the second where it is given."""
+    valid_B, (policy_B, *ref_B) = read_rows(mask, mask_name=mask_name, **samples)
+    return _weighted(sum_over_rows(policy_B - ref_B[0] if ref_B else policy_B, valid_B), weight)
 
 
 def _weighted(term: LossTerm, weight: float) -> LossTerm:
