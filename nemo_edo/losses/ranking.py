@@ -60,8 +60,7 @@ def ranking_nce_loss(
 
     if weighting == "softmax":
         # -log p_+ as -log sigmoid(r_+ - log sum_k exp(r_k)): no overflow, and exact where p_+ is all but 1.
-        absent_QK = ~valid_QK & valid_Q[:, None]  # logsumexp of -inf alone has a NaN gradient, even where it is unused
-        losses_Q = -F.logsigmoid(positives_Q - negatives_QK.masked_fill(absent_QK, -torch.inf).logsumexp(dim=1))
+        losses_Q = -F.logsigmoid(positives_Q - negatives_QK.masked_fill(~valid_QK, -torch.inf).logsumexp(dim=1))
     else:
         losses_Q = negatives_QK.sum(dim=1) / count_Q - positives_Q
     if l2 > 0:
