@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_edo.losses import exploration_per_token, floor_share
+from nemo_edo.losses import exploration_per_token, floor_share, one_check
+from nemo_edo.losses.checks import check_coefficient
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,23 @@ class ExplorationSettings:
     """Nats, below 0: tokens whose log-ratio is below it have no gradient of the term. None: the term is unbounded."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.coefficient < math.inf:
-            raise ValueError(f"exploration_coefficient is {self.coefficient}, expected a finite number of at least 0")
+        check_coefficient("exploration_coefficient", self.coefficient)
         if self.log_ratio_floor is not None and not self.log_ratio_floor < 0:
             raise ValueError(f"log_ratio_floor is {self.log_ratio_floor}, expected None or a number below 0 (nats)")
 
-    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[B, T], without the coefficient (``exploration_per_token``); a mask without a 1 gives zeros."""
-        return exploration_per_token(
-            logprobs, old_logprobs, mask, log_ratio_floor=self.log_ratio_floor, weights=weights, on_empty="zero"
-        )
-
-    def metric_sums(self, values_BT: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """[3]: the sum of ``per_token``'s values, the tokens below the floor, and the tokens; without gradient."""
-        below = floor_share(logprobs, old_logprobs, mask, self.log_ratio_floor)
-        tokens = mask.sum().to(values_BT.dtype)
-        return torch.stack([values_BT.detach().sum(), below.sum.to(values_BT.dtype), tokens])
+    def term(
+        self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The term's values without the coefficient, [B, T] (``exploration_per_token``), zeros for a mask without a 1;
+        and for metrics, without gradient, [3]: their sum, the tokens below the floor, and the tokens."""
+        floor = self.log_ratio_floor
+        with one_check():
+            values_BT = exploration_per_token(
+                logprobs, old_logprobs, mask, log_ratio_floor=floor, weights=weights, on_empty="zero"
+            )
+            below = floor_share(logprobs, old_logprobs, mask, floor)
+        sums = (values_BT.detach().sum(), below.sum, below.count)
+        return values_BT, torch.stack([torch.as_tensor(x).to(values_BT.dtype) for x in sums])
 
     def require_several_steps(self, steps: float, change: str) -> None:
         """Raises ValueError, which says what to change, for one optimizer step (or fewer) for each collection.

@@ -57,8 +57,8 @@ class EDGRPOLossFn(ClippedPGLossFn):
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         old_logprobs = next_token_logprobs if self.force_on_policy_ratio else data["prev_logprobs"][:, 1:]
         weights = self._weights(data, mask) if self.use_importance_sampling_correction else None
-        values_BT = self.exploration.per_token(next_token_logprobs, old_logprobs, mask, weights)
-        total, below, _ = self.exploration.metric_sums(values_BT, next_token_logprobs, old_logprobs, mask).tolist()
+        values_BT, sums = self.exploration.term(next_token_logprobs, old_logprobs, mask, weights)
+        total, below, _ = sums.tolist()
         tokens = float(global_valid_toks) + 1e-8  # as NeMo-RL's own
         metrics |= {"exploration": total / tokens, "floor_share": below / tokens, "loss": loss.item()}
         if self.exploration.coefficient == 0:

@@ -41,8 +41,7 @@ def ed_grpo(
     outputs = default_loss_fn(inputs, DefaultLossConfig(**(default_loss or {})))
     one_row = inputs.trainer_logprobs[None], inputs.inference_logprobs[None], inputs.loss_mask[None]
     weights = None if inputs.loss_weights is None else inputs.loss_weights[None]
-    values_BT = exploration.per_token(*one_row, weights)
-    total, below, tokens = exploration.metric_sums(values_BT, *one_row)
+    values_BT, (total, below, tokens) = exploration.term(*one_row, weights)
     metrics = {
         **outputs.metrics,
         "exploration": total / tokens.clamp(min=1),

@@ -50,7 +50,7 @@ def ed_grpo_loss(
     # The mask is in ``sum_of_sample_mean``, which knows this rank's part of each sequence.
     row, old_row = (torch.cat(list(x))[None] for x in (log_probs, old_log_probs))
     everything = torch.ones_like(row)
-    values = exploration.per_token(row, old_row, everything)[0]
+    values = exploration.term(row, old_row, everything)[0][0]
     floor = exploration.log_ratio_floor
     below = torch.zeros_like(values) if floor is None else (row - old_row < floor)[0].to(values.dtype)
     metrics |= {

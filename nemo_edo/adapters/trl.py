@@ -143,8 +143,8 @@ class EDGRPOTrainer(GRPOTrainer):
         weights = inputs.get("importance_sampling_ratio")  # [B, T], or [B, 1] for whole sequences
         if weights is not None and weights.shape[1] == 1:
             weights = weights.squeeze(1)
-        values_BT = self.exploration.per_token(logprobs, old_logprobs, mask, weights)
-        _log_means(self, self.exploration.metric_sums(values_BT, logprobs, old_logprobs, mask))
+        values_BT, sums = self.exploration.term(logprobs, old_logprobs, mask, weights)
+        _log_means(self, sums)
         if self.exploration.coefficient == 0:
             return loss
         return loss + self.exploration.coefficient * self._reduced(values_BT, mask, inputs)
@@ -219,8 +219,8 @@ class EDDPOTrainer(DPOTrainer):
                 seen = {name: value for name, value in inputs.items() if name not in NO_MODEL_INPUTS}
                 sampler = self.sampler_model(**seen, use_cache=False)
             old_logprobs = _label_logprobs(sampler, inputs, mask)
-        values_BT = self.exploration.per_token(logprobs, old_logprobs, mask)
-        _log_means(self, self.exploration.metric_sums(values_BT, logprobs, old_logprobs, mask))
+        values_BT, sums = self.exploration.term(logprobs, old_logprobs, mask)
+        _log_means(self, sums)
         if self.exploration.coefficient == 0:
             return result
         term = self.exploration.coefficient * values_BT.sum(-1).mean()

@@ -76,8 +76,8 @@ def ed_grpo_policy_loss(
         config=config,
         rollout_is_weights=rollout_is_weights,
     )
-    values_BT = exploration.per_token(log_prob, old_log_prob, response_mask, rollout_is_weights)
-    total, below, tokens = exploration.metric_sums(values_BT, log_prob, old_log_prob, response_mask).tolist()
+    values_BT, sums = exploration.term(log_prob, old_log_prob, response_mask, rollout_is_weights)
+    total, below, tokens = sums.tolist()
     metrics |= {"actor/exploration": total / max(tokens, 1), "actor/floor_share": below / max(tokens, 1)}
     if exploration.coefficient != 0:
         term = agg_loss(values_BT, response_mask, loss_agg_mode, **config.global_batch_info)

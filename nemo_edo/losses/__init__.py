@@ -9,6 +9,7 @@ from nemo_edo.losses.advantages import (
     soft_overlong_penalty,
     solved_groups,
 )
+from nemo_edo.losses.checks import NotFinite, one_check, without_checks
 from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
 from nemo_edo.losses.diagnostics import token_spread
 from nemo_edo.losses.exploration import (
@@ -49,7 +50,7 @@ from nemo_edo.losses.preference import (
 )
 from nemo_edo.losses.ranking import ranking_nce_loss
 from nemo_edo.losses.schedules import Schedule, build_schedule
-from nemo_edo.losses.term import LossTerm, NotFinite, entropy_bonus, reduce_tokens, reduction_count, sft_loss
+from nemo_edo.losses.term import LossTerm, entropy_bonus, reduce_tokens, reduction_count, sft_loss
 
 __all__ = [
     "DPOLossConfig",
@@ -82,6 +83,7 @@ __all__ = [
     "kl_cov_selection",
     "kl_per_token",
     "novelty_advantages",
+    "one_check",
     "pass_at_k_advantages",
     "positive_downweighted_advantages",
     "ppo_clip_loss",
@@ -104,5 +106,6 @@ __all__ = [
     "token_spread",
     "truncated_importance_weights",
     "vpo_loss",
+    "without_checks",
     "xpo_loss",
 ]

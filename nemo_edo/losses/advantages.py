@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_edo.losses.checks import check_coefficient
+
 GroupIds = Tensor | np.ndarray | Sequence[Hashable]
 """[B], equal for the responses of one group."""
 
@@ -177,8 +179,7 @@ def positive_downweighted_advantages(
     Raises ValueError for other rewards, a shape other than [B], and weights that are negative or not finite.
     """
     for name, weight in (("positive", positive), ("negative", negative)):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"{name} is {weight}, expected a finite number of at least 0")
+        check_coefficient(name, weight)
     rewards = torch.as_tensor(rewards).detach()
     if rewards.ndim != 1:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}, expected [B]")

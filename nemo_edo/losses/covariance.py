@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_edo.losses.term import per_token, require_tokens, valid_tokens, without_padding
+from nemo_edo.losses.checks import checked, one_check
+from nemo_edo.losses.term import per_token, read_tokens
 
 
+@checked
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """(log pi - mean log pi)(A - mean A) at each token; [B, T], zero at padding, without gradient (eq. 10).
 
@@ -24,11 +26,9 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
     result has the type of logprobs. Its unit is nats times the advantages' unit.
     Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
     """
-    require_tokens(mask)
-    logprobs_BT, advantages_BT = without_padding(
+    valid_BT, (logprobs_BT, advantages_BT) = read_tokens(
         mask, logprobs=logprobs.detach(), advantages=per_token(advantages.detach(), mask)
     )
-    valid_BT = valid_tokens(mask)
     count = valid_BT.sum()
 
     def deviation(values_BT: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def clip_cov_selection(
     """
     if not low <= high:
         raise ValueError(f"low is {low}, expected a number of at most high = {high}")
-    (covariances_BT,) = without_padding(mask, covariances=covariances)
-    valid_BT = valid_tokens(mask)
+    with one_check():
+        valid_BT, (covariances_BT,) = read_tokens(mask, "zero", covariances=covariances)
     eligible = (valid_BT & (covariances_BT >= low) & (covariances_BT <= high)).flatten().nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)  # a CPU generator: the same selection on every device
     order = torch.randperm(len(eligible), generator=generator).to(eligible.device)
@@ -67,8 +67,8 @@ def kl_cov_selection(covariances: Tensor, mask: Tensor, *, share: float) -> Tens
     share is above 0, as in the authors' code. Among equal covariances, the first in row-major order wins.
     Raises ValueError for shapes that differ, NaN or infinity at a valid token and a share outside [0, 1].
     """
-    (covariances_BT,) = without_padding(mask, covariances=covariances)
-    valid_BT = valid_tokens(mask)
+    with one_check():
+        valid_BT, (covariances_BT,) = read_tokens(mask, "zero", covariances=covariances)
     positions = valid_BT.flatten().nonzero().flatten()
     order = covariances_BT[valid_BT].argsort(descending=True, stable=True)
     return _at(positions[order[: _selected_count(share, valid_BT)]], mask)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from nemo_edo.losses.term import require_tokens, valid_tokens, without_padding
+from nemo_edo.losses.checks import one_check
+from nemo_edo.losses.term import read_tokens
 
 
 def token_spread(logprobs: Tensor, entropies: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -21,11 +22,8 @@ def token_spread(logprobs: Tensor, entropies: Tensor, old_logprobs: Tensor, mask
     so that no order of rows changes a bit. The spread is that of the whole population.
     Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
     """
-    require_tokens(mask)
-    tensors = without_padding(
-        mask, logprobs=logprobs.detach(), entropies=entropies.detach(), old_logprobs=old_logprobs.detach()
-    )
-    valid = valid_tokens(mask)
+    with one_check():
+        valid, tensors = read_tokens(mask, logprobs=logprobs, entropies=entropies, old_logprobs=old_logprobs)
     logprobs_N, entropies_N, old_logprobs_N = (tensor[valid].double().numpy(force=True) for tensor in tensors)
     ratios_N = np.sort(np.exp(logprobs_N - old_logprobs_N))
     low, high = np.quantile(entropies_N, (0.1, 0.9))

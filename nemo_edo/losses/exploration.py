@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
-from nemo_edo.losses.term import (
-    LossTerm,
-    check_coefficient,
-    per_token,
-    reduce_tokens,
-    require_finite,
-    require_tokens,
-    token_mean,
-    without_padding,
-)
+from nemo_edo.losses.checks import check_coefficient, checked, require_finite
+from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_tokens, token_mean
 
 
 def step_weight(config: GRPOLossConfig | DPOLossConfig, exploration_weight: float | None) -> float:
@@ -38,6 +30,7 @@ def step_weight(config: GRPOLossConfig | DPOLossConfig, exploration_weight: floa
     return exploration_weight
 
 
+@checked
 def exploration_per_token(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -56,19 +49,14 @@ def exploration_per_token(
     log_ratio_floor: nats, below 0. A token whose log-ratio is below it has the floor as value and gradient zero.
     weights: [B] or [B, T] factors on tokens, used as constants: truncated ratios pi_old/mu for samples of another
         policy mu.
-    on_empty: "error" or "zero", for a mask without a 1 (``term.require_tokens``).
+    on_empty: "error" or "zero", for a mask without a 1 (``term.read_tokens``).
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, and a floor of 0 or above.
     """
-    require_tokens(mask, on_empty)
-    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs, old_logprobs=old_logprobs.detach())
-    log_ratio = logprobs - old_logprobs
-    if log_ratio_floor is not None:
-        _check_floor(log_ratio_floor)
-        # No clamp: its gradient at the bound itself depends on torch's version.
-        log_ratio = torch.where(log_ratio < log_ratio_floor, log_ratio_floor, log_ratio)
-    return log_ratio if weights is None else _token_weights(weights, mask) * log_ratio
+    _, log_ratio, weights = _read(logprobs, old_logprobs, mask, weights, on_empty)
+    return weighted_log_ratio(log_ratio, weights, log_ratio_floor)
 
 
+@checked
 def exploration_term(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -85,12 +73,11 @@ def exploration_term(
 
     Arguments and errors are those of these two. Weights do not enter the count.
     """
-    values_BT = exploration_per_token(
-        logprobs, old_logprobs, mask, log_ratio_floor=log_ratio_floor, weights=weights, on_empty=on_empty
-    )
-    return reduce_tokens(values_BT, mask, reduction, norm_length, rows=rows, on_empty=on_empty)
+    valid, log_ratio, weights = _read(logprobs, old_logprobs, mask, weights, on_empty)
+    return Reduction(valid, reduction, norm_length, rows)(weighted_log_ratio(log_ratio, weights, log_ratio_floor))
 
 
+@checked
 def exploration_noise_term(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -112,52 +99,62 @@ def exploration_noise_term(
 
     Arguments, sum, count and errors are those of ``exploration_term``, and ValueError for a ratio that overflows.
     """
-    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs, old_logprobs=old_logprobs.detach())
-    ratio = (logprobs.detach() - old_logprobs).exp()
+    valid, log_ratio, weights = _read(logprobs, old_logprobs, mask, weights, on_empty)
+    noise = noise_weights(log_ratio, weights)
+    return Reduction(valid, reduction, norm_length, rows)(weighted_log_ratio(log_ratio, noise, log_ratio_floor))
+
+
+def weighted_log_ratio(log_ratio: Tensor, weights: Tensor | None, log_ratio_floor: float | None) -> Tensor:
+    """The term's values [B, T]: the log-ratio of each token, floored, times its weight."""
+    if log_ratio_floor is not None:
+        # No clamp: its gradient at the bound itself depends on torch's version.
+        log_ratio = torch.where(below_floor(log_ratio, log_ratio_floor), log_ratio_floor, log_ratio)
+    return log_ratio if weights is None else weights * log_ratio
+
+
+def noise_weights(log_ratio: Tensor, weights: Tensor | None) -> Tensor:
+    """The weights of ``exploration_noise_term``, with the ratio of each token as a constant."""
+    ratio = log_ratio.detach().exp()
     require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
-    return exploration_term(
-        logprobs,
-        old_logprobs,
-        mask,
-        reduction=reduction,
-        log_ratio_floor=log_ratio_floor,
-        weights=ratio if weights is None else _token_weights(weights, mask) * ratio,
-        norm_length=norm_length,
-        rows=rows,
-        on_empty=on_empty,
-    )
+    return ratio if weights is None else weights * ratio
 
 
-def first_tokens(mask: Tensor, number: int) -> Tensor:
-    """[B, T]: 1 at the first ``number`` valid tokens of each response, otherwise 0; as weights of the term.
+def below_floor(log_ratio: Tensor, log_ratio_floor: float | None) -> Tensor:
+    """Which tokens the floor switches off; none without one. Raises ValueError for a floor of 0 or above."""
+    if log_ratio_floor is None:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+    if not log_ratio_floor < 0:
+        raise ValueError(f"log_ratio_floor is {log_ratio_floor}, expected None or a number below 0 (nats)")
+    return log_ratio < log_ratio_floor
+
+
+def first_tokens(valid: Tensor, number: int) -> Tensor:
+    """[B, T] bool: the first ``number`` valid tokens of each response; as weights of the term.
 
     The term's count stays that of all valid tokens. Raises ValueError for a number below 1.
     """
     if number < 1:
         raise ValueError(f"number is {number}, expected at least 1")
-    valid = mask != 0
-    return (valid & (valid.cumsum(dim=1) <= number)).to(mask.dtype)
+    return valid & (valid.cumsum(dim=1) <= number)
 
 
+@checked
 def floor_share(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, log_ratio_floor: float | None) -> LossTerm:
     """How much of the term the floor has switched off: valid tokens with a log-ratio below it; count = valid tokens.
 
     Arguments and errors as for ``exploration_per_token``; without a floor the share is 0, and for an empty mask sum
     and count are. Has no gradient.
     """
-    logprobs, old_logprobs = without_padding(mask, logprobs=logprobs.detach(), old_logprobs=old_logprobs.detach())
-    if log_ratio_floor is None:
-        return token_mean(torch.zeros_like(logprobs), mask)
-    _check_floor(log_ratio_floor)
-    below = logprobs - old_logprobs < log_ratio_floor
-    return token_mean(below.to(logprobs.dtype), mask)
+    valid, log_ratio, _ = _read(logprobs.detach(), old_logprobs, mask, None, "zero")
+    return token_mean(below_floor(log_ratio, log_ratio_floor).to(log_ratio.dtype), valid)
 
 
-def _token_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """[B] or [B, T] weights as constants [B, T], with zeros at padding."""
-    return without_padding(mask, weights=per_token(weights.detach(), mask))[0]
-
-
-def _check_floor(log_ratio_floor: float) -> None:
-    if not log_ratio_floor < 0:
-        raise ValueError(f"log_ratio_floor is {log_ratio_floor}, expected None or a number below 0 (nats)")
+def _read(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None, on_empty: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Which tokens count, their log-ratios, and their weights as constants."""
+    weights = weights if weights is None else per_token(weights.detach(), mask)
+    valid, (logprobs, old_logprobs, weights) = read_tokens(
+        mask, on_empty, logprobs=logprobs, old_logprobs=old_logprobs.detach(), weights=weights
+    )
+    return valid, logprobs - old_logprobs, weights

@@ -8,19 +8,22 @@ flows through them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
+from nemo_edo.losses.checks import checked, one_check, require_finite
 from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import LossTerm, require_finite, require_tokens, token_mean, valid_tokens, without_padding
+from nemo_edo.losses.term import LossTerm, read_tokens, token_mean
 
 CHI2_BOUND = 20.0
 """Nats. The log-ratio of a long response may be hundreds, and the square of its ratio beyond all numbers."""
 
 
+@checked
 def truncated_importance_weights(
     logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float, level: str = "token"
 ) -> Tensor:
@@ -38,15 +41,20 @@ def truncated_importance_weights(
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, a cap that is not finite and above 0,
     and an unknown level.
     """
-    log_ratio = _at_level(_log_ratio(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs), level)
+    valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
+    return _truncated(_at_level(log_ratio, level), valid, cap)
+
+
+def _truncated(log_ratio: Tensor, valid: Tensor, cap: float) -> Tensor:
     if not 0 < cap <= torch.finfo(log_ratio.dtype).max:
         raise ValueError(f"cap is {cap}, expected a number above 0 that is finite in {log_ratio.dtype}")
     log_cap = math.log(cap)
     weights = log_ratio.clamp(max=log_cap).exp()
     weights = torch.where(log_ratio < log_cap, weights, cap)  # exp(log(cap)) alone may miss the cap by a rounding
-    return torch.where(valid_tokens(mask), weights, 0.0)
+    return torch.where(valid, weights, 0.0)
 
 
+@checked
 def icepop_weights(
     logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, low: float, high: float, level: str = "token"
 ) -> Tensor:
@@ -62,12 +70,17 @@ def icepop_weights(
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, and bounds other than
     0 <= low < high, high finite.
     """
-    log_ratio = _at_level(_log_ratio(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs), level)
+    valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
+    return _within(_at_level(log_ratio, level), valid, low, high)
+
+
+def _within(log_ratio: Tensor, valid: Tensor, low: float, high: float) -> Tensor:
     _check_bounds(low, high, log_ratio)
     ratio = log_ratio.exp()  # an overflow is infinity: outside, as it should be
-    return torch.where(valid_tokens(mask) & (ratio >= low) & (ratio <= high), ratio, 0.0)
+    return torch.where(valid & (ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
+@checked
 def sequence_masked_weights(
     logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, low: float, high: float
 ) -> Tensor:
@@ -82,52 +95,58 @@ def sequence_masked_weights(
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, bounds other than 0 <= low < high, high
     finite, and a ratio that overflows in a response that trains.
     """
-    log_ratio = _log_ratio(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
+    valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
+    return _of_kept_sequences(log_ratio, valid, low, high)
+
+
+def _of_kept_sequences(log_ratio: Tensor, valid: Tensor, low: float, high: float) -> Tensor:
     _check_bounds(low, high, log_ratio)
-    valid_BT = valid_tokens(mask)
-    mean_B = log_ratio.sum(dim=1) / valid_BT.sum(dim=1).clamp(min=1)
+    mean_B = log_ratio.sum(dim=1) / valid.sum(dim=1).clamp(min=1)
     kept_B = (mean_B.exp() >= low) & (mean_B.exp() <= high)
-    weights = torch.where(kept_B[:, None] & valid_BT, log_ratio.exp(), 0.0)
+    weights = torch.where(kept_B[:, None] & valid, log_ratio.exp(), 0.0)
     require_finite("the ratio exp(logprobs - behavior_logprobs)", weights)
     return weights
 
 
 def sampler_weights(
-    old_logprobs: Tensor, sampler_logprobs: Tensor | None, mask: Tensor, config: GRPOLossConfig
+    old_logprobs: Tensor, sampler_logprobs: Tensor | None, valid: Tensor, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, LossTerm]]:
     """[B, T] constants that lead from pi_gen's samples to pi_old's as config.sampler_correction says, ones without a
     correction; and their metrics (``policy_gradient.grpo_loss``).
 
-    old_logprobs: [B, T] under pi_old, zeros at padding. sampler_logprobs: [B, T] under pi_gen; None: none are known.
-    Raises ValueError for a correction without sampler_logprobs, and as ``sampler_gap`` does.
+    old_logprobs, sampler_logprobs: [B, T] under pi_old and pi_gen, as ``read_tokens`` gives them; None: none are known.
+    Raises ValueError for a correction without sampler_logprobs, and for ratios that overflow.
     """
     correction = config.sampler_correction
-    weights = torch.ones_like(old_logprobs)
     if sampler_logprobs is None:
         if correction != "none":
             raise ValueError(
                 f"sampler_logprobs is None, but sampler_correction is {correction!r}: give the sampler's "
                 "log-probabilities of the tokens, or set sampler_correction to none"
             )
-        return weights, {}
-    metrics = sampler_gap(old_logprobs, sampler_logprobs, mask)
+        return torch.ones_like(old_logprobs), {}
+    log_ratio = old_logprobs - sampler_logprobs
+    metrics = _gap(log_ratio, valid)
     if correction == "none":
-        return weights, metrics
-    both, level = (old_logprobs, sampler_logprobs, mask), config.sampler_level
+        return torch.ones_like(old_logprobs), metrics
+    at_level = _at_level(log_ratio, config.sampler_level)
     if correction == "tis":
-        weights = truncated_importance_weights(*both, cap=config.tis_cap, level=level)
-        log_ratio = _log_ratio(mask, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
-        bounded = _at_level(log_ratio, level) > math.log(config.tis_cap)
+        weights = _truncated(at_level, valid, config.tis_cap)
+        bounded = at_level > math.log(config.tis_cap)
     elif correction == "icepop":
-        weights = icepop_weights(*both, low=config.icepop_low, high=config.icepop_high, level=level)
+        weights = _within(at_level, valid, config.icepop_low, config.icepop_high)
         bounded = weights == 0
     else:
-        weights = sequence_masked_weights(*both, low=config.sequence_mask_low, high=config.sequence_mask_high)
+        weights = _of_kept_sequences(log_ratio, valid, config.sequence_mask_low, config.sequence_mask_high)
         bounded = weights == 0
-    metrics |= {"sampler_weight": token_mean(weights, mask), "sampler_bounded": token_mean(bounded, mask)}
-    return weights, metrics
+    return weights, {
+        **metrics,
+        "sampler_weight": token_mean(weights, valid),
+        "sampler_bounded": token_mean(bounded, valid),
+    }
 
 
+@checked
 def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, LossTerm]:
     """How far the sampler pi_gen is from the trainer's view of it, pi_old: means over valid tokens (count = tokens).
 
@@ -140,7 +159,11 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
 
     No gradients. Raises ValueError for shapes that differ, NaN or infinity at a valid token, and ratios that overflow.
     """
-    log_ratio = _log_ratio(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
+    valid, log_ratio = _read(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
+    return _gap(log_ratio, valid)
+
+
+def _gap(log_ratio: Tensor, valid: Tensor) -> dict[str, LossTerm]:
     ratio = log_ratio.exp()
     require_finite("the ratio exp(logprobs - sampler_logprobs)", ratio)
     zero = torch.zeros_like(log_ratio)
@@ -150,7 +173,7 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
         "sampler_kl_k1": kl_per_token(-log_ratio, zero, "k1"),
         "sampler_kl_k3": kl_per_token(-log_ratio, zero, "k3"),
     }
-    return {name: token_mean(values_BT, mask) for name, values_BT in values.items()}
+    return {name: token_mean(values_BT, valid) for name, values_BT in values.items()}
 
 
 def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -171,9 +194,10 @@ def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     are the means that include it: the gap, which a guard checks, chi2 and the effective sample sizes stay finite.
     Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
     """
-    require_tokens(mask)
-    log_ratio_BT = _log_ratio(mask, logprobs=logprobs.double(), sampler_logprobs=sampler_logprobs.double())
-    valid_BT = valid_tokens(mask)
+    with one_check():
+        valid_BT, log_ratio_BT = _read(
+            mask, "error", logprobs=logprobs.double(), sampler_logprobs=sampler_logprobs.double()
+        )
     log_ratio_N = np.sort(log_ratio_BT[valid_BT].numpy(force=True))
     log_ratio_B = np.sort(log_ratio_BT.sum(dim=1)[valid_BT.any(dim=1)].numpy(force=True))
     with np.errstate(over="ignore"):
@@ -220,7 +244,7 @@ def _check_bounds(low: float, high: float, log_ratio: Tensor) -> None:
         raise ValueError(f"low and high are {low} and {high}, expected 0 <= low < high, high finite")
 
 
-def _log_ratio(mask: Tensor, **logprobs_BT: Tensor) -> Tensor:
-    """The first minus the second of two named [B, T] tensors, detached; 0 at padding."""
-    first, second = without_padding(mask, **{name: tensor.detach() for name, tensor in logprobs_BT.items()})
-    return first - second
+def _read(mask: Tensor, on_empty: str = "zero", **logprobs_BT: Any) -> tuple[Tensor, Tensor]:
+    """Which tokens count, and the first minus the second of two named [B, T] tensors, detached."""
+    valid, (first, second) = read_tokens(mask, on_empty, **logprobs_BT)
+    return valid, (first - second).detach()

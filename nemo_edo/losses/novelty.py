@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.losses.advantages import GroupIds, floating_type, read_groups, require_values
+from nemo_edo.losses.checks import check_coefficient
 
 
 class PathFunction(Protocol):
@@ -121,8 +122,7 @@ def novelty_advantages(
     Raises ValueError for shapes other than [B], values that are not finite, ``correct`` other than 0 and 1, and a
     strength below 0. No gradient.
     """
-    if not 0 <= strength < math.inf:
-        raise ValueError(f"strength is {strength}, expected a finite number of at least 0")
+    check_coefficient("strength", strength)
     groups, (advantages, shares, correct) = read_groups(
         group_ids, advantages=advantages, shares=shares, correct=correct
     )

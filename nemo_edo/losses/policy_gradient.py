@@ -16,25 +16,11 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
-from nemo_edo.losses.exploration import (
-    exploration_noise_term,
-    exploration_term,
-    first_tokens,
-    floor_share,
-    step_weight,
-)
+from nemo_edo.losses.checks import checked, require_finite, require_values
+from nemo_edo.losses.exploration import below_floor, first_tokens, noise_weights, step_weight, weighted_log_ratio
 from nemo_edo.losses.importance import sampler_weights
 from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import (
-    LossTerm,
-    per_token,
-    reduce_tokens,
-    require_finite,
-    require_tokens,
-    token_mean,
-    valid_tokens,
-    without_padding,
-)
+from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_tokens, token_mean
 
 
 def dapo_config(**changes: Any) -> GRPOLossConfig:
@@ -73,6 +59,7 @@ def _variant(changes: dict[str, Any], **settings: Any) -> GRPOLossConfig:
     return GRPOLossConfig(**{**exploration, **settings, **changes})
 
 
+@checked
 def ppo_clip_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -93,7 +80,7 @@ def ppo_clip_loss(
         which produced them; ratio = pi_theta / pi_old at each token. The gradient flows through the first alone.
     advantages: [B], one for each response, or [B, T]. mask: [B, T], 1 where a response token counts.
     dual_clip: as in ``clipped_surrogate``. reduction, norm_length, rows: as in ``reduce_tokens``, where the counts are.
-    on_empty: "error" or "zero", for a mask without a 1 (``term.require_tokens``).
+    on_empty: "error" or "zero", for a mask without a 1 (``term.read_tokens``).
 
     The metrics log_ratio (log pi_theta - log pi_old), clip_fraction, and of it clip_low_fraction, clip_high_fraction
     and clip_dual_fraction are means over valid tokens, without gradient.
@@ -103,18 +90,22 @@ def ppo_clip_loss(
     require(0 <= clip_low < 1, "clip_low", clip_low, "a number in [0, 1)")
     require(clip_high >= 0, "clip_high", clip_high, "a number of at least 0")
     require(dual_clip is None or dual_clip > 1, "dual_clip", dual_clip, "None or a number above 1")
-    require_tokens(mask, on_empty)
-    logprobs, old_logprobs, advantages = without_padding(
-        mask, logprobs=logprobs, old_logprobs=old_logprobs.detach(), advantages=per_token(advantages.detach(), mask)
+    valid, (logprobs, old_logprobs, advantages) = read_tokens(
+        mask,
+        on_empty,
+        logprobs=logprobs,
+        old_logprobs=old_logprobs.detach(),
+        advantages=per_token(advantages.detach(), mask),
     )
     log_ratio = logprobs - old_logprobs
     surrogate, held = clipped_surrogate(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    metrics = {"log_ratio": token_mean(log_ratio, mask), **_clip_shares(held, mask)}
-    return reduce_tokens(-surrogate, mask, reduction, norm_length, rows=rows, on_empty=on_empty), metrics
+    metrics = {"log_ratio": token_mean(log_ratio, valid), **_clip_shares(held, valid)}
+    return Reduction(valid, reduction, norm_length, rows)(-surrogate), metrics
 
 
+@checked
 def grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -145,7 +136,7 @@ def grpo_loss(
     exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
         config.exploration_weight.
     rows: the sequences that the loss's count includes (``reduction_count``).
-    on_empty: "error" or "zero", for a mask without a 1 (``term.require_tokens``).
+    on_empty: "error" or "zero", for a mask without a 1 (``term.read_tokens``).
 
     The loss, and the metrics policy_loss (the negated surrogate), kl (the estimate, without beta; absent without
     ref_logprobs), exploration (log-ratio with the floor, without its coefficient) and kl_cov (its penalty, likewise),
@@ -156,30 +147,58 @@ def grpo_loss(
     Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and a missing
     ref_logprobs, sampler_logprobs or selected.
     """
-    require_tokens(mask, on_empty)
-    advantages, logprobs, old_logprobs = without_padding(
-        mask, advantages=per_token(advantages.detach(), mask), logprobs=logprobs, old_logprobs=old_logprobs.detach()
-    )
     weight = step_weight(config, exploration_weight)
-    weights, sampler_metrics = sampler_weights(old_logprobs, sampler_logprobs, mask, config)
-    loss, metrics = _policy_loss(logprobs, old_logprobs, advantages, mask, weights, selected, config, rows)
-    metrics |= sampler_metrics
+    valid, (advantages, logprobs, old_logprobs, ref_logprobs, sampler_logprobs, factors, selected) = read_tokens(
+        mask,
+        on_empty,
+        advantages=per_token(advantages.detach(), mask),
+        logprobs=logprobs,
+        old_logprobs=old_logprobs.detach(),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
+        sampler_logprobs=None if sampler_logprobs is None else sampler_logprobs.detach(),
+        exploration_factors=None if exploration_factors is None else per_token(exploration_factors.detach(), mask),
+        selected=selected,
+    )
+    reduced = Reduction(valid, config.aggregation, config.norm_length, rows)
+    log_ratio = logprobs - old_logprobs
+    weights, sampler_metrics = sampler_weights(old_logprobs, sampler_logprobs, valid, config)
+
+    surrogate, held = _surrogate(logprobs, log_ratio, advantages, reduced.lengths_B, config)
+    selected = _selected_tokens(selected, config.covariance_control)
+    if selected is not None and config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
+        surrogate = torch.where(selected, surrogate.detach(), surrogate)
+    loss = reduced(-weights * surrogate)
+    metrics = {
+        "policy_loss": loss.detached(),
+        "log_ratio": token_mean(log_ratio, valid),
+        **_clip_shares(held, valid),
+        **sampler_metrics,
+    }
+    if selected is not None:
+        metrics["selected_fraction"] = token_mean(selected, valid)
+    # eq. 14, its KL estimated by |log-ratio| as in the authors' code, who take the unclipped surrogate for all tokens;
+    # our clip stays on.
+    if selected is not None and config.covariance_control == "kl-cov":
+        penalty = reduced(torch.where(selected, weights * log_ratio.abs(), 0.0))
+        metrics["kl_cov"] = penalty.detached()
+        loss = loss.plus(penalty, config.kl_cov_coefficient)
 
     if ref_logprobs is not None:
-        kl = _kl_to_reference(logprobs, old_logprobs, ref_logprobs, mask, config, rows)
+        kl = reduced(_kl_to_reference(logprobs, old_logprobs, ref_logprobs, config))
         metrics["kl"] = kl.detached()
         loss = loss.plus(kl, config.beta) if config.beta > 0 else loss
     elif config.beta > 0:
         raise ValueError(f"ref_logprobs is None, but beta is {config.beta}: give them, or set beta to 0")
 
-    exploration = _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config, rows)
+    exploration = reduced(_exploration(log_ratio, valid, weights, factors, config))
     metrics["exploration"] = exploration.detached()
-    metrics["floor_fraction"] = floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor)
+    metrics["floor_fraction"] = token_mean(below_floor(log_ratio, config.log_ratio_floor), valid)
     if weight != 0:  # adding 0 * term would not be bit-equal to GRPO
         loss = loss.plus(exploration, weight)
     return loss, metrics
 
 
+@checked
 def grpo_exploration(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -195,10 +214,17 @@ def grpo_exploration(
 
     Arguments, weights, reduction, count and errors are those of ``grpo_loss``.
     """
-    require_tokens(mask, on_empty)
-    (old_logprobs,) = without_padding(mask, old_logprobs=old_logprobs.detach())
-    weights, _ = sampler_weights(old_logprobs, sampler_logprobs, mask, config)
-    return _exploration(logprobs, old_logprobs, mask, weights, exploration_factors, config, rows)
+    valid, (logprobs, old_logprobs, sampler_logprobs, factors) = read_tokens(
+        mask,
+        on_empty,
+        logprobs=logprobs,
+        old_logprobs=old_logprobs.detach(),
+        sampler_logprobs=None if sampler_logprobs is None else sampler_logprobs.detach(),
+        exploration_factors=None if exploration_factors is None else per_token(exploration_factors.detach(), mask),
+    )
+    weights, _ = sampler_weights(old_logprobs, sampler_logprobs, valid, config)
+    reduced = Reduction(valid, config.aggregation, config.norm_length, rows)
+    return reduced(_exploration(logprobs - old_logprobs, valid, weights, factors, config))
 
 
 def clipped_surrogate(
@@ -242,7 +268,7 @@ def cispo_surrogate(
 
 
 def _surrogate(
-    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor, config: GRPOLossConfig
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lengths_B: Tensor, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[B, T], to be maximised, and where it is clipped: config.surrogate."""
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
@@ -251,99 +277,45 @@ def _surrogate(
     if config.surrogate == "reinforce":
         nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
         return advantages * logprobs, {"low": nowhere, "high": nowhere, "dual": nowhere}
-    at_level = _sequence_log_ratio(log_ratio, mask) if config.importance_sampling_level == "sequence" else log_ratio
-    return clipped_surrogate(at_level, advantages, **clips, dual_clip=config.dual_clip)
+    if config.importance_sampling_level == "sequence":
+        log_ratio = _sequence_log_ratio(log_ratio, lengths_B)
+    return clipped_surrogate(log_ratio, advantages, **clips, dual_clip=config.dual_clip)
 
 
-def _sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+def _sequence_log_ratio(log_ratio: Tensor, lengths_B: Tensor) -> Tensor:
     """GSPO-token's log-ratio (Zheng et al. 2025, eq. 14); [B, T].
 
     The value at every token is the mean of log_ratio over its sequence's valid tokens, and the gradient that of the
     token's own log pi_theta. With [B] advantages and "seq-mean-token-mean", loss and gradient are plain GSPO's.
     log_ratio: [B, T] log pi_theta - log pi_old, zero at padding.
     """
-    lengths_B = valid_tokens(mask).sum(dim=1).clamp(min=1)
-    mean_B = log_ratio.detach().sum(dim=1) / lengths_B
-    return per_token(mean_B, mask) + (log_ratio - log_ratio.detach())
+    mean_B = log_ratio.detach().sum(dim=1) / lengths_B.clamp(min=1)
+    return mean_B[:, None] + (log_ratio - log_ratio.detach())
 
 
-def _policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    selected: Tensor | None,
-    config: GRPOLossConfig,
-    rows: str,
-) -> tuple[LossTerm, dict[str, LossTerm]]:
-    """The negated surrogate under the covariance control, and its metrics.
-
-    Our clip stays on with KL-Cov too, whose authors take the unclipped surrogate for all tokens.
-    """
-    log_ratio = logprobs - old_logprobs
-    surrogate, held = _surrogate(logprobs, log_ratio, advantages, mask, config)
-    selected = _selected_tokens(selected, mask, config.covariance_control)
-    if selected is not None and config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
-        surrogate = torch.where(selected, surrogate.detach(), surrogate)
-    loss = _reduced(-weights * surrogate, mask, config, rows)
-    metrics = {
-        "policy_loss": loss.detached(),
-        "log_ratio": token_mean(log_ratio, mask),
-        **_clip_shares(held, mask),
-    }
-    if selected is not None:
-        metrics["selected_fraction"] = token_mean(selected, mask)
-    # eq. 14, its KL estimated by |log-ratio| as in the authors' code
-    if selected is not None and config.covariance_control == "kl-cov":
-        penalty_BT = torch.where(selected, weights * log_ratio.abs(), 0.0)
-        penalty = _reduced(penalty_BT, mask, config, rows)
-        metrics["kl_cov"] = penalty.detached()
-        loss = loss.plus(penalty, config.kl_cov_coefficient)
-    return loss, metrics
-
-
-def _kl_to_reference(
-    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str
-) -> LossTerm:
-    (ref_logprobs,) = without_padding(mask, ref_logprobs=ref_logprobs.detach())
+def _kl_to_reference(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, config: GRPOLossConfig) -> Tensor:
     kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
     if config.kl_importance != "none":
         sampler = old_logprobs if config.kl_importance == "ratio" else logprobs.detach()
         kl_BT = (logprobs - sampler).exp() * kl_BT
     require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
-    return _reduced(kl_BT, mask, config, rows)
+    return kl_BT
 
 
 def _exploration(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    exploration_factors: Tensor | None,
-    config: GRPOLossConfig,
-    rows: str,
-) -> LossTerm:
-    if exploration_factors is not None:
-        (factors,) = without_padding(mask, exploration_factors=per_token(exploration_factors.detach(), mask))
+    log_ratio: Tensor, valid: Tensor, weights: Tensor, factors: Tensor | None, config: GRPOLossConfig
+) -> Tensor:
+    """[B, T]: the exploration term's values with all of config's weights."""
+    if factors is not None:
         weights = weights * factors
     if config.exploration_tokens is not None:
-        weights = weights * first_tokens(mask, config.exploration_tokens)
-    term = exploration_noise_term if config.exploration_control == "noise" else exploration_term
-    return term(
-        logprobs,
-        old_logprobs,
-        mask,
-        reduction=config.aggregation,
-        log_ratio_floor=config.log_ratio_floor,
-        weights=weights,
-        norm_length=config.norm_length,
-        rows=rows,
-        on_empty="zero",
-    )
+        weights = weights * first_tokens(valid, config.exploration_tokens)
+    if config.exploration_control == "noise":
+        weights = noise_weights(log_ratio, weights)
+    return weighted_log_ratio(log_ratio, weights, config.log_ratio_floor)
 
 
-def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Tensor | None:
+def _selected_tokens(selected: Tensor | None, control: str) -> Tensor | None:
     """[B, T] bool, False at padding; None without a covariance control."""
     if control == "none":
         if selected is not None:
@@ -351,18 +323,12 @@ def _selected_tokens(selected: Tensor | None, mask: Tensor, control: str) -> Ten
         return None
     if selected is None:
         raise ValueError(f"selected is None, but covariance_control is {control!r}: give the tokens that it acts on")
-    (selected_BT,) = without_padding(mask, selected=selected)
-    if not ((selected_BT == 0) | (selected_BT == 1)).all():
-        raise ValueError("selected has values other than 0 and 1")
-    return selected_BT == 1
+    is_selected = selected == 1
+    require_values((is_selected | (selected == 0)).all(), lambda: ValueError("selected has values other than 0 and 1"))
+    return is_selected
 
 
-def _clip_shares(held: dict[str, Tensor], mask: Tensor) -> dict[str, LossTerm]:
+def _clip_shares(held: dict[str, Tensor], valid: Tensor) -> dict[str, LossTerm]:
     """clip_fraction, and of it the share of each bound: no token is clipped by two."""
-    shares = {f"clip_{bound}_fraction": token_mean(at_BT, mask) for bound, at_BT in held.items()}
-    return {"clip_fraction": token_mean(torch.stack(list(held.values())).any(dim=0), mask), **shares}
-
-
-def _reduced(values_BT: Tensor, mask: Tensor, config: GRPOLossConfig, rows: str) -> LossTerm:
-    """As every term of the loss is; whether the mask may be empty has been checked."""
-    return reduce_tokens(values_BT, mask, config.aggregation, config.norm_length, rows=rows, on_empty="zero")
+    shares = {f"clip_{bound}_fraction": token_mean(at_BT, valid) for bound, at_BT in held.items()}
+    return {"clip_fraction": token_mean(torch.stack(list(held.values())).any(dim=0), valid), **shares}

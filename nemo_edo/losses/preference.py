@@ -39,30 +39,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_edo.config import DPOLossConfig
-from nemo_edo.losses.exploration import exploration_term, floor_share, step_weight
-from nemo_edo.losses.term import (
-    LossTerm,
-    check_coefficient,
-    reduce_tokens,
-    rows_without_padding,
-    sum_over_rows,
-    valid_entries,
-    valid_tokens,
-    without_padding,
-)
+from nemo_edo.losses.checks import check_coefficient, checked
+from nemo_edo.losses.exploration import below_floor, step_weight, weighted_log_ratio
+from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_rows, read_tokens, sum_over_rows, token_mean
 
 
+@checked
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, length_normalized: bool = False) -> Tensor:
     """log pi(y|x) of each sequence: the sum over its tokens, or with length_normalized their mean; [B].
 
     logprobs: [B, T] of the response tokens. mask: [B, T], 1 where a token counts. A sequence without such a token: 0.
     Raises ValueError for shapes that differ and NaN or infinity at a valid token.
     """
-    (logprobs,) = without_padding(mask, logprobs=logprobs)
+    valid, (logprobs,) = read_tokens(mask, "zero", logprobs=logprobs)
     sums_B = logprobs.sum(dim=1)
-    return sums_B / valid_tokens(mask).sum(dim=1).clamp(min=1) if length_normalized else sums_B
+    return sums_B / valid.sum(dim=1).clamp(min=1) if length_normalized else sums_B
 
 
+@checked
 def dpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -83,16 +77,12 @@ def dpo_loss(
     mask: [P], 1 where a pair counts; None: all count. A pair with mask 0 contributes nothing, NaN included.
     Raises ValueError for shapes other than [P], NaN or infinity in a pair that counts, and settings out of range.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing}, expected a number in [0, 0.5)")
     _check_beta(beta)
-    margin_P, valid_P = _margin(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
-    losses_P = -F.logsigmoid(beta * margin_P)
-    if label_smoothing > 0:
-        losses_P = (1 - label_smoothing) * losses_P - label_smoothing * F.logsigmoid(-beta * margin_P)
-    return sum_over_rows(losses_P, valid_P)
+    valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
+    return sum_over_rows(_dpo(_margin(pairs), beta, label_smoothing), valid_P)
 
 
+@checked
 def ipo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -108,10 +98,11 @@ def ipo_loss(
     tokens of each response instead: ``sequence_logprobs`` with length_normalized gives that.
     """
     _check_beta(beta)
-    margin_P, valid_P = _margin(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
-    return sum_over_rows((margin_P - 1 / (2 * beta)).square(), valid_P)
+    valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
+    return sum_over_rows(_ipo(_margin(pairs), beta), valid_P)
 
 
+@checked
 def preference_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -122,12 +113,11 @@ def preference_loss(
     mask: Tensor | None = None,
 ) -> LossTerm:
     """``dpo_loss`` or ``ipo_loss``, as config.preference_loss says; count = pairs. Arguments and errors as theirs."""
-    pairs = (policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    if config.preference_loss == "ipo":
-        return ipo_loss(*pairs, beta=config.beta, mask=mask)
-    return dpo_loss(*pairs, beta=config.beta, label_smoothing=config.label_smoothing, mask=mask)
+    valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
+    return sum_over_rows(_of_config(_margin(pairs), config), valid_P)
 
 
+@checked
 def preference_metrics(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -144,26 +134,10 @@ def preference_metrics(
     log pi_theta, which show y_w and y_l falling together where the margin does not.
     """
     _check_beta(beta)
-    valid_P, (chosen_P, rejected_P, ref_chosen_P, ref_rejected_P) = rows_without_padding(
-        mask,
-        policy_chosen=policy_chosen.detach(),
-        policy_rejected=policy_rejected.detach(),
-        ref_chosen=ref_chosen.detach(),
-        ref_rejected=ref_rejected.detach(),
-    )
-    reward_chosen_P = beta * (chosen_P - ref_chosen_P)
-    reward_rejected_P = beta * (rejected_P - ref_rejected_P)
-    metrics_P = {
-        "reward_chosen": reward_chosen_P,
-        "reward_rejected": reward_rejected_P,
-        "reward_margin": reward_chosen_P - reward_rejected_P,
-        "reward_accuracy": (reward_chosen_P > reward_rejected_P).to(chosen_P.dtype),
-        "logprobs_chosen": chosen_P,
-        "logprobs_rejected": rejected_P,
-    }
-    return {name: sum_over_rows(values_P, valid_P) for name, values_P in metrics_P.items()}
+    return _pair_metrics(*_read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask), beta)
 
 
+@checked
 def ed_idpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -177,6 +151,7 @@ def ed_idpo_loss(
     pair_mask: Tensor | None = None,
     sample_weights: Tensor | None = None,
     exploration_weight: float | None = None,
+    on_empty: str = "error",
 ) -> tuple[LossTerm, LossTerm, dict[str, LossTerm]]:
     """The minimised ED-iDPO loss in two terms, to be divided by two global counts and added, and its metrics:
 
@@ -201,53 +176,39 @@ def ed_idpo_loss(
     sample_weights: [B] or [B, T] constants on the exploration term's tokens (``exploration_term``).
     exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
         config.exploration_weight.
+    on_empty: "error" or "zero", for a sample_mask without a 1 (``term.read_tokens``).
 
     Metrics, without gradient: those of ``preference_metrics``; preference_loss; exploration (with the floor, without
     its weight; count = sampled responses), log_ratio (log pi_theta - log pi_old) and floor_fraction (count = tokens),
     response_length (tokens; count = sampled responses).
     Raises ValueError for shapes that differ and NaN or infinity at a pair or token that counts.
     """
-    pairs = (policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    pair_mask = valid_entries("pair_mask", pair_mask, policy_chosen)
-    sample_mask = valid_entries("sample_mask", sample_mask, sample_logprobs)
-    if len(sample_mask):
-        sample_logprobs, sample_old_logprobs = without_padding(
-            sample_mask, sample_logprobs=sample_logprobs, sample_old_logprobs=sample_old_logprobs.detach()
-        )
-    preference = preference_loss(*pairs, config, mask=pair_mask)
-    exploration, sample_metrics = _explore(sample_logprobs, sample_old_logprobs, sample_mask, sample_weights, config)
+    valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, pair_mask, "pair_mask")
+    preference = sum_over_rows(_of_config(_margin(pairs), config), valid_P)
+
+    valid_BT, (logprobs, old_logprobs, weights) = read_tokens(
+        sample_mask,
+        on_empty if len(sample_mask) else "zero",
+        mask_name="sample_mask",
+        sample_logprobs=sample_logprobs,
+        sample_old_logprobs=sample_old_logprobs.detach(),
+        sample_weights=None if sample_weights is None else per_token(sample_weights.detach(), sample_mask),
+    )
+    reduced = Reduction(valid_BT, "seq-mean-token-mean" if config.length_normalized else "seq-sum")
+    log_ratio_BT = logprobs - old_logprobs
+    exploration = reduced(weighted_log_ratio(log_ratio_BT, weights, config.log_ratio_floor))
     metrics = {
-        **preference_metrics(*pairs, beta=config.beta, mask=pair_mask),
+        **_pair_metrics(valid_P, pairs, config.beta),
         "preference_loss": preference.detached(),
-        **sample_metrics,
+        "exploration": exploration.detached(),
+        "log_ratio": token_mean(log_ratio_BT, valid_BT),
+        "floor_fraction": token_mean(below_floor(log_ratio_BT, config.log_ratio_floor), valid_BT),
+        "response_length": LossTerm(valid_BT.sum().to(log_ratio_BT.dtype), reduced.count),
     }
     return preference, _weighted(exploration, step_weight(config, exploration_weight)), metrics
 
 
-def _explore(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None, config: DPOLossConfig
-) -> tuple[LossTerm, dict[str, LossTerm]]:
-    """ED-iDPO's exploration term without its weight, and the samples' metrics; all zero, count 0, for no samples."""
-    if len(mask) == 0:
-        nothing = LossTerm(logprobs.new_zeros(()), 0)
-        return nothing, dict.fromkeys(("exploration", "log_ratio", "floor_fraction", "response_length"), nothing)
-    exploration = exploration_term(
-        logprobs,
-        old_logprobs,
-        mask,
-        reduction="seq-mean-token-mean" if config.length_normalized else "seq-sum",
-        log_ratio_floor=config.log_ratio_floor,
-        weights=weights,
-    )
-    log_ratio_BT = (logprobs - old_logprobs).detach()
-    return exploration, {
-        "exploration": exploration.detached(),
-        "log_ratio": reduce_tokens(log_ratio_BT, mask, "token-mean"),
-        "floor_fraction": floor_share(logprobs, old_logprobs, mask, config.log_ratio_floor),
-        "response_length": reduce_tokens(torch.ones_like(log_ratio_BT), mask, "seq-sum"),
-    }
-
-
+@checked
 def xpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -272,12 +233,11 @@ def xpo_loss(
     """
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
-    valid_B, (logprobs_B,) = rows_without_padding(
-        sample_mask, mask_name="sample_mask", policy_on_reference_samples=policy_on_reference_samples
-    )
-    return preference, _weighted(sum_over_rows(logprobs_B, valid_B), alpha)
+    samples = {"policy_on_reference_samples": policy_on_reference_samples}
+    return preference, _bias(alpha, sample_mask, "sample_mask", **samples)
 
 
+@checked
 def vpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -314,16 +274,12 @@ def vpo_loss(
         raise ValueError(f"setting is {setting!r}, expected online or offline")
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
-    valid_B, (policy_B, ref_B) = rows_without_padding(
-        calibration_mask,
-        mask_name="calibration_mask",
-        policy_calibration=policy_calibration,
-        ref_calibration=ref_calibration.detach(),
-    )
+    samples = {"policy_calibration": policy_calibration, "ref_calibration": ref_calibration.detach()}
     weight = alpha * beta if setting == "online" else -alpha * beta
-    return preference, _weighted(sum_over_rows(policy_B - ref_B, valid_B), weight)
+    return preference, _bias(weight, calibration_mask, "calibration_mask", **samples)
 
 
+@checked
 def selm_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -344,24 +300,73 @@ def selm_loss(
     """
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
-    valid_B, (policy_B, ref_B) = rows_without_padding(
-        sample_mask, mask_name="sample_mask", policy_samples=policy_samples, ref_samples=ref_samples.detach()
-    )
-    return preference, _weighted(sum_over_rows(policy_B - ref_B, valid_B), alpha * beta)
+    samples = {"policy_samples": policy_samples, "ref_samples": ref_samples.detach()}
+    return preference, _bias(alpha * beta, sample_mask, "sample_mask", **samples)
 
 
-def _margin(
-    policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """[log pi_theta - log pi_ref](y_w) - [...](y_l) of each pair, with its gradient, and which pairs count; [P]."""
-    valid_P, (chosen_P, rejected_P, ref_chosen_P, ref_rejected_P) = rows_without_padding(
+def _read_pairs(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    mask: Tensor | None,
+    mask_name: str = "mask",
+) -> tuple[Tensor, list[Tensor]]:
+    """Which pairs count, and the four log-probabilities; [P]."""
+    return read_rows(
         mask,
+        mask_name=mask_name,
         policy_chosen=policy_chosen,
         policy_rejected=policy_rejected,
         ref_chosen=ref_chosen.detach(),
         ref_rejected=ref_rejected.detach(),
     )
-    return (chosen_P - ref_chosen_P) - (rejected_P - ref_rejected_P), valid_P
+
+
+def _margin(pairs: list[Tensor]) -> Tensor:
+    """[log pi_theta - log pi_ref](y_w) - [...](y_l) of each pair, with its gradient; [P]."""
+    chosen_P, rejected_P, ref_chosen_P, ref_rejected_P = pairs
+    return (chosen_P - ref_chosen_P) - (rejected_P - ref_rejected_P)
+
+
+def _dpo(margin_P: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}, expected a number in [0, 0.5)")
+    losses_P = -F.logsigmoid(beta * margin_P)
+    if label_smoothing > 0:
+        losses_P = (1 - label_smoothing) * losses_P - label_smoothing * F.logsigmoid(-beta * margin_P)
+    return losses_P
+
+
+def _ipo(margin_P: Tensor, beta: float) -> Tensor:
+    return (margin_P - 1 / (2 * beta)).square()
+
+
+def _of_config(margin_P: Tensor, config: DPOLossConfig) -> Tensor:
+    if config.preference_loss == "ipo":
+        return _ipo(margin_P, config.beta)
+    return _dpo(margin_P, config.beta, config.label_smoothing)
+
+
+def _pair_metrics(valid_P: Tensor, pairs: list[Tensor], beta: float) -> dict[str, LossTerm]:
+    chosen_P, rejected_P, ref_chosen_P, ref_rejected_P = (values_P.detach() for values_P in pairs)
+    reward_chosen_P = beta * (chosen_P - ref_chosen_P)
+    reward_rejected_P = beta * (rejected_P - ref_rejected_P)
+    metrics_P = {
+        "reward_chosen": reward_chosen_P,
+        "reward_rejected": reward_rejected_P,
+        "reward_margin": reward_chosen_P - reward_rejected_P,
+        "reward_accuracy": (reward_chosen_P > reward_rejected_P).to(chosen_P.dtype),
+        "logprobs_chosen": chosen_P,
+        "logprobs_rejected": rejected_P,
+    }
+    return {name: sum_over_rows(values_P, valid_P) for name, values_P in metrics_P.items()}
+
+
+def _bias(weight: float, mask: Tensor | None, mask_name: str, **samples: Tensor) -> LossTerm:
+    """weight times the samples' log pi_theta, the first, minus log pi_ref, the second where it is given."""
+    valid_B, (policy_B, *ref_B) = read_rows(mask, mask_name=mask_name, **samples)
+    return _weighted(sum_over_rows(policy_B - ref_B[0] if ref_B else policy_B, valid_B), weight)
 
 
 def _weighted(term: LossTerm, weight: float) -> LossTerm:

@@ -9,16 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_edo.losses.term import (
-    LossTerm,
-    check_coefficient,
-    require_finite,
-    rows_without_padding,
-    sum_over_rows,
-    valid_entries,
-)
+from nemo_edo.losses.checks import check_coefficient, checked, require_finite
+from nemo_edo.losses.term import LossTerm, read_rows, sum_over_rows, valid_entries
 
 
+@checked
 def ranking_nce_loss(
     positive_scores: Tensor,
     negative_scores: Tensor,
@@ -60,13 +55,12 @@ def ranking_nce_loss(
     valid_QK = valid_entries("negative_mask", negative_mask, negative_scores)
     negatives_QK = torch.where(valid_QK, negative_scores, 0.0)
     require_finite("negative_scores", negatives_QK)
-    valid_Q, (positives_Q,) = rows_without_padding(valid_QK.any(dim=1), positive_scores=positive_scores)
+    valid_Q, (positives_Q,) = read_rows(valid_QK.any(dim=1), positive_scores=positive_scores)
     count_Q = valid_QK.sum(dim=1).clamp(min=1)  # a question without negatives: 0 / 1
 
     if weighting == "softmax":
         # -log p_+ as -log sigmoid(r_+ - log sum_k exp(r_k)): no overflow, and exact where p_+ is all but 1.
-        absent_QK = ~valid_QK & valid_Q[:, None]  # logsumexp of -inf alone has a NaN gradient, even where it is unused
-        losses_Q = -F.logsigmoid(positives_Q - negatives_QK.masked_fill(absent_QK, -torch.inf).logsumexp(dim=1))
+        losses_Q = -F.logsigmoid(positives_Q - negatives_QK.masked_fill(~valid_QK, -torch.inf).logsumexp(dim=1))
     else:
         losses_Q = negatives_QK.sum(dim=1) / count_Q - positives_Q
     if l2 > 0:

@@ -1,23 +1,22 @@
-"""A loss as a sum and the count that it is divided by: how masked values become one, and the two plainest losses.
+"""A loss as a sum and the count that it is divided by: which tokens count, how their values become a sum, and the two
+plainest losses.
 
 Dimensions: B sequences, T response tokens of a padded sequence; a row is one pair, sequence or question.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_edo.losses.checks import checked, require_finite, require_values
+
 REDUCTIONS = ("seq-sum", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 ROWS = ("non-empty", "all")
 ON_EMPTY = ("error", "zero")
-
-
-class NotFinite(ValueError):
-    """NaN or infinity where a loss needs numbers: a fault of this batch's values, not of how the loss is called."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +43,13 @@ class LossTerm:
 
     def plus(self, other: LossTerm, weight: float) -> LossTerm:
         """This loss plus ``weight`` times another one over the same samples. Raises ValueError if the counts differ."""
-        if self.count != other.count:
-            raise ValueError(
-                f"plus() combines terms of the same samples, but the counts are {self.count} and {other.count}; "
-                "use one reduction and one mask for both"
+        if self.count is not other.count:
+            require_values(
+                self.count == other.count,
+                lambda: ValueError(
+                    f"plus() combines terms of the same samples, but the counts are {self.count} and {other.count}; "
+                    "use one reduction and one mask for both"
+                ),
             )
         return LossTerm(self.sum + weight * other.sum, self.count)
 
@@ -56,27 +58,7 @@ class LossTerm:
         return LossTerm(self.sum.detach(), self.count)
 
 
-# --- masks ---------------------------------------------------------------------------------------------------------
-
-
-def valid_tokens(mask_BT: Tensor) -> Tensor:
-    """[B, T] bool. Raises ValueError for a mask that is not two-dimensional or has values other than 0 and 1."""
-    if mask_BT.ndim != 2:
-        raise ValueError(f"mask has shape {tuple(mask_BT.shape)}, expected [B, T]")
-    return valid_entries("mask", mask_BT, mask_BT)
-
-
-def require_tokens(mask_BT: Tensor, on_empty: str = "error") -> None:
-    """What the losses do first with a mask that has no 1.
-
-    on_empty: "error", ValueError: in one process, a loss over no token at all is a mistake of its caller; "zero": the
-    sum is 0 and has a gradient, of zeros. For trainers that form such micro-batches (all responses truncated and
-    masked): an error on one rank would leave the others waiting.
-    """
-    if on_empty not in ON_EMPTY:
-        raise ValueError(f"on_empty is {on_empty!r}, expected one of {', '.join(ON_EMPTY)}")
-    if not valid_tokens(mask_BT).any() and on_empty == "error":
-        raise ValueError(f"mask is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts")
+# --- what counts ---------------------------------------------------------------------------------------------------
 
 
 def valid_entries(name: str, mask: Tensor | None, values: Tensor) -> Tensor:
@@ -86,48 +68,50 @@ def valid_entries(name: str, mask: Tensor | None, values: Tensor) -> Tensor:
     if mask.shape != values.shape:
         raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected {tuple(values.shape)}")
     valid = mask != 0
-    if not (mask == valid).all():
-        raise ValueError(f"{name} has values other than 0 and 1")
+    require_values((mask == valid).all(), lambda: ValueError(f"{name} has values other than 0 and 1"))
     return valid
 
 
-def without_padding(mask_BT: Tensor, **tensors_BT: Tensor) -> list[Tensor]:
-    """The named [B, T] tensors, in order, with exact zeros where the mask is 0.
+def read_tokens(
+    mask_BT: Tensor, on_empty: str = "error", *, mask_name: str = "mask", **tensors_BT: Tensor | None
+) -> tuple[Tensor, list[Any]]:
+    """Which tokens count, [B, T] bool, and the named [B, T] tensors, in order, with exact zeros at all other tokens.
 
+    Every public function of token values begins with it, and what it calls relies on its result. None stays None.
     ``torch.where`` comes before any arithmetic, so that whatever padding holds (NaN, infinity) reaches neither values
-    nor gradients. Raises ValueError, naming the argument, for a tensor that differs from the mask in shape, or that is
-    not finite where the mask is 1.
+    nor gradients.
+    on_empty: a mask without a 1 is an "error", ValueError: in one process, a loss over no token is a mistake of its
+        caller; or "zero": sums are 0 and have a gradient, of zeros. For trainers that form such micro-batches (all
+        responses truncated and masked): an error on one rank would leave the others waiting.
+    Raises ValueError for a mask that is not two-dimensional or has values other than 0 and 1, and, naming the argument,
+    for a tensor that differs from it in shape, or that is not finite where the mask is 1.
     """
-    valid_BT = valid_tokens(mask_BT)
-    clean = []
-    for name, tensor_BT in tensors_BT.items():
-        if tensor_BT.shape != mask_BT.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor_BT.shape)}, but mask has {tuple(mask_BT.shape)}")
-        clean.append(torch.where(valid_BT, tensor_BT, 0.0))
-        require_finite(name, clean[-1])
-    return clean
+    if on_empty not in ON_EMPTY:
+        raise ValueError(f"on_empty is {on_empty!r}, expected one of {', '.join(ON_EMPTY)}")
+    if mask_BT.ndim != 2:
+        raise ValueError(f"{mask_name} has shape {tuple(mask_BT.shape)}, expected [B, T]")
+    valid_BT = valid_entries(mask_name, mask_BT, mask_BT)
+    if on_empty == "error":
+        message = f"{mask_name} is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts"
+        require_values(valid_BT.any(), lambda: ValueError(message))
+    return valid_BT, [x if x is None else _clean(name, x, valid_BT, mask_name) for name, x in tensors_BT.items()]
 
 
-def rows_without_padding(
-    mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Which rows count (bool), and the named one-dimensional tensors, in order, with exact zeros in the other rows.
-
-    ``without_padding`` for one value per row. mask: 1 where a row counts; None: all count.
-    Raises ValueError, naming the argument, for a tensor of other dimensions, shapes that differ, a mask with values
-    other than 0 and 1, and NaN or infinity in a row that counts.
-    """
+def read_rows(mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """``read_tokens`` for one value per row: which rows count (mask None: all), and the named tensors."""
     first_name, first = next(iter(rows.items()))
     if first.ndim != 1:
         raise ValueError(f"{first_name} has shape {tuple(first.shape)}, expected one dimension: a value for each row")
     valid = valid_entries(mask_name, mask, first)
-    clean = []
-    for name, values in rows.items():
-        if values.shape != first.shape:
-            raise ValueError(f"{name} has shape {tuple(values.shape)}, but {first_name} has {tuple(first.shape)}")
-        clean.append(torch.where(valid, values, 0.0))
-        require_finite(name, clean[-1])
-    return valid, clean
+    return valid, [_clean(name, values, valid, first_name) for name, values in rows.items()]
+
+
+def _clean(name: str, values: Tensor, valid: Tensor, other: str) -> Tensor:
+    if values.shape != valid.shape:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, but {other} has {tuple(valid.shape)}")
+    clean = torch.where(valid, values, 0.0)
+    require_finite(name, clean)
+    return clean
 
 
 def per_token(values: Tensor, mask_BT: Tensor) -> Tensor:
@@ -135,40 +119,50 @@ def per_token(values: Tensor, mask_BT: Tensor) -> Tensor:
     return values[:, None].expand(mask_BT.shape) if values.shape == mask_BT.shape[:1] else values
 
 
-def require_finite(name: str, values: Tensor) -> None:
-    """Raises NotFinite, with the name, if any value is NaN or infinite."""
-    if not torch.isfinite(values).all():
-        raise NotFinite(f"{name} has NaN or infinite values at positions that count (mask 1); all must be finite")
-
-
-def check_coefficient(name: str, value: float) -> None:
-    """Raises ValueError unless the number is finite and at least 0."""
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
-
-
 # --- reductions ----------------------------------------------------------------------------------------------------
 
 
+class Reduction:
+    """How values of the tokens that count become a sum and a count (``reduce_tokens``): the same for all terms of a
+    loss, whose counts are therefore one."""
+
+    def __init__(
+        self, valid_BT: Tensor, reduction: str, norm_length: float | None = None, rows: str = "non-empty"
+    ) -> None:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
+        if rows not in ROWS:
+            raise ValueError(f"rows is {rows!r}, expected one of {', '.join(ROWS)}")
+        by_constant = reduction == "seq-mean-token-sum-norm"
+        if by_constant and (norm_length is None or norm_length <= 0):
+            raise ValueError(f"norm_length is {norm_length}, expected a number above 0 with {reduction!r}")
+        self.valid_BT = valid_BT
+        self.lengths_B = valid_BT.sum(dim=1)
+        self.divisor: Tensor | float | None = norm_length if by_constant else None
+        if reduction == "seq-mean-token-mean":
+            self.divisor = self.lengths_B.clamp(min=1)  # an empty sequence: 0 / 1
+        counted = valid_BT if reduction == "token-mean" else (self.lengths_B > 0) | (rows == "all")
+        self.count = counted.sum()
+
+    def __call__(self, values_BT: Tensor) -> LossTerm:
+        sums_B = torch.where(self.valid_BT, values_BT, 0.0).sum(dim=1)
+        return LossTerm((sums_B if self.divisor is None else sums_B / self.divisor).sum(), self.count)
+
+
+@checked
 def reduction_count(mask_BT: Tensor, reduction: str, *, rows: str = "non-empty", on_empty: str = "error") -> Tensor:
     """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values.
 
     mask_BT: [B, T]. The result is a scalar int64: valid tokens for "token-mean", otherwise sequences.
     rows: which sequences count: "non-empty", those with at least one valid token, or "all", those without one too
-        (TRL). on_empty: see ``require_tokens``.
+        (TRL). on_empty: see ``read_tokens``.
     Raises ValueError for an unknown reduction or an invalid mask.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
-    if rows not in ROWS:
-        raise ValueError(f"rows is {rows!r}, expected one of {', '.join(ROWS)}")
-    require_tokens(mask_BT, on_empty)
-    valid_BT = valid_tokens(mask_BT)
-    if reduction == "token-mean":
-        return valid_BT.sum()
-    return (valid_BT.any(dim=1) | (rows == "all")).sum()
+    valid_BT, _ = read_tokens(mask_BT, on_empty)
+    return Reduction(valid_BT, reduction, 1.0, rows).count
 
 
+@checked
 def reduce_tokens(
     values_BT: Tensor,
     mask_BT: Tensor,
@@ -190,26 +184,17 @@ def reduce_tokens(
     values_BT, mask_BT: [B, T]; the mask is 1 where a token counts.
     norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
     reductions do not read it.
-    rows: the sequences that the count includes (``reduction_count``). on_empty: see ``require_tokens``.
+    rows: the sequences that the count includes (``reduction_count``). on_empty: see ``read_tokens``.
     Raises ValueError for shapes that differ, an empty mask, NaN or infinity at a valid token, an unknown reduction or
     a missing norm_length.
     """
-    count = reduction_count(mask_BT, reduction, rows=rows, on_empty=on_empty)
-    (values_BT,) = without_padding(mask_BT, values_BT=values_BT)
-    sums_B = values_BT.sum(dim=1)
-    if reduction == "seq-mean-token-mean":
-        lengths_B = valid_tokens(mask_BT).sum(dim=1)
-        sums_B = sums_B / lengths_B.clamp(min=1)  # an empty sequence: 0 / 1
-    elif reduction == "seq-mean-token-sum-norm":
-        if norm_length is None or norm_length <= 0:
-            raise ValueError(f"norm_length is {norm_length}, expected a number above 0 with {reduction!r}")
-        sums_B = sums_B / norm_length
-    return LossTerm(sums_B.sum(), count)
+    valid_BT, (values_BT,) = read_tokens(mask_BT, on_empty, values_BT=values_BT)
+    return Reduction(valid_BT, reduction, norm_length, rows)(values_BT)
 
 
-def token_mean(values_BT: Tensor, mask_BT: Tensor) -> LossTerm:
+def token_mean(values_BT: Tensor, valid_BT: Tensor) -> LossTerm:
     """A metric: the mean over valid tokens, without gradient; sum and count 0 for an empty mask."""
-    return reduce_tokens(values_BT.detach(), mask_BT, "token-mean", on_empty="zero")
+    return Reduction(valid_BT, "token-mean")(values_BT.detach())
 
 
 def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
@@ -220,16 +205,18 @@ def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
 # --- the two plainest losses ---------------------------------------------------------------------------------------
 
 
+@checked
 def sft_loss(logprobs_BT: Tensor, mask_BT: Tensor, *, on_empty: str = "error") -> LossTerm:
     """Negative log-likelihood in nats, summed over tokens with mask 1; count = such tokens.
 
     logprobs_BT: [B, T] natural log-probabilities of the tokens; mask_BT: [B, T].
     Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
     """
-    (logprobs_BT,) = without_padding(mask_BT, logprobs_BT=logprobs_BT)
-    return reduce_tokens(-logprobs_BT, mask_BT, "token-mean", on_empty=on_empty)
+    valid_BT, (logprobs_BT,) = read_tokens(mask_BT, on_empty, logprobs_BT=logprobs_BT)
+    return Reduction(valid_BT, "token-mean")(-logprobs_BT)
 
 
+@checked
 def entropy_bonus(
     entropies_BT: Tensor,
     mask_BT: Tensor,
@@ -244,5 +231,5 @@ def entropy_bonus(
     entropies_BT: exact entropies in nats of pi_theta(. | x, y_<t) at the sampled positions.
     Sum, count, the other arguments and errors are those of ``reduce_tokens``.
     """
-    (entropies_BT,) = without_padding(mask_BT, entropies_BT=entropies_BT)
-    return reduce_tokens(-entropies_BT, mask_BT, reduction, norm_length, rows=rows, on_empty=on_empty)
+    valid_BT, (entropies_BT,) = read_tokens(mask_BT, on_empty, entropies_BT=entropies_BT)
+    return Reduction(valid_BT, reduction, norm_length, rows)(-entropies_BT)

@@ -22,7 +22,7 @@ from torch import Tensor
 from nemo_edo.data.batching import take_rows
 from nemo_edo.data.packs import Prompts
 from nemo_edo.data.shares import Share, row_lengths
-from nemo_edo.losses import LossTerm, NotFinite
+from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
 from nemo_edo.megatron.shapes import context_share
@@ -66,7 +66,8 @@ def forward_backward(
         if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss sees it
             return logprobs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=outputs.device), tokens
         try:
-            terms, metrics = loss(logprobs, entropies, micro)
+            with one_check():
+                terms, metrics = loss(logprobs, entropies, micro)
         except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
             terms, metrics = dict.fromkeys(loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan)), {}
         total = sum(terms[name].sum / max(count, 1.0) for name, count in loss_counts.items())

@@ -31,15 +31,19 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
         settings = self.settings
         policy_B = sequence_logprobs(logprobs, batch.mask, length_normalized=settings.length_normalized)
         ref_B = sequence_logprobs(batch.ref_logprobs, batch.mask, length_normalized=settings.length_normalized)
-        chosen, rejected = batch.pair_role == 1, batch.pair_role == -1
+        # All rows in pairs, and a mask: to index by a boolean tensor would wait for the device.
         preference, exploration, metrics = ed_idpo_loss(
-            policy_B[chosen],
-            policy_B[rejected],
-            ref_B[chosen],
-            ref_B[rejected],
-            *_explored(logprobs, batch),
+            policy_B[0::2],
+            policy_B[1::2],
+            ref_B[0::2],
+            ref_B[1::2],
+            logprobs,
+            batch.old_logprobs,
+            _explored(batch),
             settings,
+            pair_mask=batch.pair_role[0::2] == 1,
             exploration_weight=exploration_weight,
+            on_empty="zero",
         )
         # In double, as a metric that overflows must not cost the step.
         kl = kl_per_token(logprobs.detach().double(), batch.ref_logprobs.double(), "k3")
@@ -57,17 +61,19 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
 
     def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
         settings = self.settings
-        samples = _explored(logprobs, batch)
-        if not len(samples[0]):
-            return LossTerm(logprobs.sum() * 0.0, 0)
-        reduction = "seq-mean-token-mean" if settings.length_normalized else "seq-sum"
-        return exploration_term(*samples, reduction=reduction, log_ratio_floor=settings.log_ratio_floor)
+        return exploration_term(
+            logprobs,
+            batch.old_logprobs,
+            _explored(batch),
+            reduction="seq-mean-token-mean" if settings.length_normalized else "seq-sum",
+            log_ratio_floor=settings.log_ratio_floor,
+            on_empty="zero",
+        )
 
     def exploration_count(self, batch: TrainingBatch) -> float:
         return float((batch.exploration_factors != 0).sum())
 
 
-def _explored(logprobs: Tensor, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi_theta, log pi_old and mask of the rows that the exploration term runs over."""
-    rows = batch.exploration_factors != 0
-    return logprobs[rows], batch.old_logprobs[rows], batch.mask[rows]
+def _explored(batch: TrainingBatch) -> Tensor:
+    """[B, T], 1 at the tokens that the exploration term runs over."""
+    return batch.mask * (batch.exploration_factors != 0)[:, None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.errors import UserError
-from nemo_edo.losses import LossTerm, NotFinite
+from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.run import build
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import TrainingBatch
@@ -77,7 +77,8 @@ def _measure_share(
     def observed(logprobs: Tensor, entropies: Tensor, micro: TrainingBatch):
         seen = {"logprobs": _sum(logprobs, micro), "entropies": _sum(entropies, micro)}
         try:
-            terms, metrics = loss(logprobs, entropies, micro)
+            with one_check():
+                terms, metrics = loss(logprobs, entropies, micro)
         except NotFinite as error:
             said.append(str(error))
             terms = dict.fromkeys(loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))

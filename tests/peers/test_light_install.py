@@ -75,8 +75,9 @@ def test_the_functions_pass_their_tests_from_the_wheel(python, package, tmp_path
     tests = ROOT / "tests" / "unit" / package
     alone = ["-c", os.devnull, f"--rootdir={tests}", f"--confcutdir={tests}", "--import-mode=importlib"]
     options = ["-q", "-p", "no:cacheprovider", "-k", "not bleu", *alone]  # BLEU needs a package of the trainer
-    benchmarks = str(ROOT / "tools" / "benchmarks")  # a benchmark is tested with its function
-    done = run(python, "-m", "pytest", *options, tests, cwd=tmp_path, PYTHONPATH=benchmarks, OMP_NUM_THREADS="1")
+    # A benchmark is tested with its function.
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tools" / "benchmarks")])
+    done = run(python, "-m", "pytest", *options, tests, cwd=tmp_path, PYTHONPATH=path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 

@@ -44,11 +44,6 @@ def test_the_share_is_that_of_the_other_correct_responses_on_the_same_path(data)
         assert share == (len(same) / len(others) if correct[i] and others else 0.0)
 
 
-def test_labels_in_a_tensor_are_compared_by_value():
-    labels = torch.tensor([3, 3, 8])
-    assert redundancy_shares(labels, [True] * 3, [0] * 3).tolist() == [0.5, 0.5, 0.0]
-
-
 @few
 @given(data=labelled_groups(), strength=st.floats(0, 3), seed=st.integers(0, 99))
 def test_novelty_moves_advantage_between_correct_responses_and_keeps_each_groups_total(data, strength, seed):
@@ -125,21 +120,6 @@ def test_paths_are_the_connected_components_of_the_links(texts, n, threshold):
             reached |= new
             todo += new
         assert {j for j in range(len(texts)) if paths[j] == paths[i]} == reached
-
-
-@few
-@given(texts=texts_of_few_words, random=st.randoms(use_true_random=False))
-def test_the_order_of_the_texts_does_not_change_their_labels(texts, random):
-    order = random.sample(range(len(texts)), len(texts))
-    paths = NgramPaths(n=2)("", texts)
-    assert NgramPaths(n=2)("", [texts[i] for i in order]) == [paths[i] for i in order]
-
-
-def test_a_group_of_one_and_no_responses_are_fine():
-    assert redundancy_shares(["p"], [True], [0]).tolist() == [0.0]
-    assert novelty_advantages(torch.tensor([0.5]), torch.zeros(1), [True], [0], strength=1.0).tolist() == [0.5]
-    assert redundancy_shares([], [], []).shape == (0,)
-    assert novelty_advantages(torch.zeros(0), torch.zeros(0), [], [], strength=1.0).shape == (0,)
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 0), *(("threshold", x) for x in (0.0, 1.1, math.nan))])

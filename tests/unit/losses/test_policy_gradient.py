@@ -241,23 +241,6 @@ def test_with_k1_exploration_is_grpo_with_a_larger_beta(random_batch, seed, alph
     torch.testing.assert_close(explored, larger_beta, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "value", "slope", "clipped"), [
-    (1.0, 3.0, 3.0, 3.0, 0), (1.0, -3.0, -3.0, -3.0, 0), (1.0, 0.0, 0.0, 0.0, 0),
-    (1.5, 3.0, 1.28 * 3, 0.0, 1), (0.5, -3.0, -0.9 * 3, 0.0, 1),  # beyond the clip
-    (0.5, 3.0, 1.5, 1.5, 0), (1.5, -3.0, -4.5, -4.5, 0),  # a correction is never clipped
-    (4.0, -3.0, -2 * 3.0, 0.0, 1), (4.0, 3.0, 1.28 * 3, 0.0, 1),  # the dual clip bounds negative advantages alone
-])
-def test_a_tokens_surrogate_is_its_ratio_times_advantage_until_a_clip_holds_it(
-    ratio, advantage, value, slope, clipped
-):
-    logprobs = torch.tensor([[math.log(ratio) - 1]], dtype=torch.float64, requires_grad=True)
-    old, advantages = torch.full((1, 1), -1.0, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    settings_ = config(beta=0.0, clip_low=0.1, clip_high=0.28, dual_clip=2.0)
-    term, metrics = grpo_loss(logprobs, old, None, advantages, torch.ones(1, 1), settings_)
-    found = (-term.sum.item(), -grad(term.sum, logprobs)[0].item(), metrics["clip_fraction"].mean().item())
-    assert found == pytest.approx((value, slope, clipped))
-
-
 @every_aggregation
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_metrics_are_the_unweighted_parts_and_the_shares_of_valid_tokens(random_batch, aggregation, level):
@@ -416,15 +399,6 @@ def test_the_named_methods_are_the_settings_of_their_papers_without_exploration_
     assert dr_grpo_config(8, clip_high=0.5).clip_high == 0.5
     with pytest.raises(TypeError, match="clip_hgih"):
         dapo_config(clip_hgih=0.3)
-
-
-def test_sampler_log_probabilities_without_a_correction_only_add_metrics(random_batch):
-    batch = random_batch(0)
-    plain, plain_metrics = loss_and_metrics(batch, config(alpha=1.0))
-    found, metrics = loss_and_metrics(batch, config(alpha=1.0), sampler_logprobs=batch.old - 0.2)
-    assert torch.equal(found.sum, plain.sum)
-    assert metrics["sampler_gap"].mean().item() == pytest.approx(0.2)
-    assert metrics.keys() - plain_metrics.keys() == {"sampler_gap", "sampler_ratio", "sampler_kl_k1", "sampler_kl_k3"}
 
 
 @pytest.mark.parametrize(("changes", "weight", "bounded"), [

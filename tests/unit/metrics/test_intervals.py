@@ -8,7 +8,6 @@ from nemo_edo.metrics import (
     Interval,
     bootstrap_ratio,
     bootstrap_ratios,
-    intervals,
     mean_interval,
     mean_p_value,
     paired_bootstrap,
@@ -46,24 +45,6 @@ def test_pairing_removes_what_both_have_in_common():
     assert paired.high - paired.low == pytest.approx(2 * half, rel=0.1)
 
 
-def test_resampling_in_pieces_gives_the_same_interval(monkeypatch):
-    rng = np.random.default_rng(0)
-    sums, counts = rng.normal(size=40), rng.integers(0, 3, size=40)
-    whole = bootstrap_ratio(sums, counts, resamples=101, seed=3)
-    sevens = [slice(start, min(start + 7, 101)) for start in range(0, 101, 7)]
-    monkeypatch.setattr(intervals, "chunks", lambda rows, columns: sevens)
-    pieces = bootstrap_ratio(sums, counts, resamples=101, seed=3)
-    assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
-
-
-def test_intervals_widen_with_their_level_from_the_median_to_the_range():
-    values, ones = np.random.default_rng(0).normal(size=20), np.ones(20)
-    found = [bootstrap_ratio(values, ones, resamples=101, seed=0, level=x) for x in (1e-12, 0.5, 0.95, 1 - 1e-12)]
-    assert found[0].low == pytest.approx(found[0].high, abs=1e-9)
-    for narrow, wide in zip(found, found[1:], strict=False):
-        assert wide.low < narrow.low and narrow.high < wide.high
-
-
 @pytest.mark.parametrize(("sums", "counts", "options", "message"), [
     ([1.0, 2.0], [1.0], {}, r"sums \(2,\) and counts \(1,\)"), ([math.nan], [1.0], {}, "must be finite"),
     ([1.0], [-1.0], {}, "at least 0 and not all 0"), ([0.0], [0.0], {}, "at least 0 and not all 0"),
@@ -74,15 +55,6 @@ def test_intervals_widen_with_their_level_from_the_median_to_the_range():
 def test_data_without_a_ratio_are_errors(sums, counts, options, message):
     with pytest.raises(ValueError, match=message):
         bootstrap_ratio(sums, counts, **{"resamples": 10, "seed": 0, **options})
-
-
-def test_pairs_of_different_problem_sets_and_resamples_without_counts_are_errors():
-    with pytest.raises(ValueError, match=r"\[1, 2\] problems"):
-        paired_bootstrap([1, 1], [1, 1], [1], [1], resamples=10, seed=0)
-    with pytest.raises(ValueError, match=r"sums \(1,\) and counts \(2,\)"):
-        paired_bootstrap([1, 1], [1, 1], [1], [1, 1], resamples=10, seed=0)
-    with pytest.raises(ValueError, match="counts add up to 0"):
-        bootstrap_ratio([1, 0], [1, 0], resamples=1, seed=3)  # the resample has the second problem twice
 
 
 def test_the_mean_over_three_seeds_has_its_t_interval_and_one_seed_has_none():

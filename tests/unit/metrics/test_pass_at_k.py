@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom
 
 from nemo_edo.metrics import expected_vote_score, majority_at_k, pass_at_k
 
@@ -35,12 +34,6 @@ def test_pass_at_k_of_thousands_of_samples_is_right_to_the_last_digit():
     assert pass_at_k(10_000, 1, 9_999) == 0.9999
     assert pass_at_k(10_000, 2, 5_000) == float(1 - Fraction(5_000 * 4_999, 10_000 * 9_999))
     assert pass_at_k(10_000, 3, 1) == 0.0003
-
-
-def test_counts_may_be_numpy_integers():
-    n, correct, k = np.array([10, 3, 2])
-    assert pass_at_k(n, correct, k) == pass_at_k(10, 3, 2)
-    assert majority_at_k(["a", "a", "b"], "a", np.int64(2)) == majority_at_k(["a", "a", "b"], "a", 2)
 
 
 @pytest.mark.parametrize("bad", [2.0, True, np.bool_(True), np.float64(2), "2", None])
@@ -75,11 +68,6 @@ def test_beyond_the_exact_form_an_estimate_converges_to_it_and_its_seed_fixes_it
     assert majority_at_k(answers, "a", 5, seed=3) != majority_at_k(answers, "a", 5, seed=4)
     assert majority_at_k(answers, "a", 10) == 1.0
     assert majority_at_k(["a"] + 9 * [None], "a", 5) == pytest.approx(0.5, abs=0.045)  # no vote is no win
-
-
-def test_votes_over_ten_thousand_answers_are_estimated_near_their_limit():
-    answers = ["a"] * 6000 + ["b"] * 4000
-    assert majority_at_k(answers, "a", 101) == pytest.approx(binom.sf(50, 101, 0.6), abs=0.03)
 
 
 @pytest.mark.parametrize(("reference", "options", "message"), [

@@ -71,11 +71,6 @@ def test_what_is_no_share_is_refused(sums, counts, options, message):
         share_interval(sums, counts, **{"resamples": 10, "seed": 0, **options})
 
 
-def test_more_successes_than_trials_are_refused():
-    with pytest.raises(ValueError, match="successes is 4, expected at most trials = 3"):
-        proportion_interval(4, 3)
-
-
 def test_the_mean_over_benchmarks_weighs_them_equally():
     rng = np.random.default_rng(3)
     pairs = [(rng.random(30), np.ones(30)), (rng.random(500) / 2, np.ones(500))]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.synchronisations import counted
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.losses import dpo_loss, sequence_logprobs
@@ -219,3 +220,24 @@ def test_an_ema_reference_in_bf16_adds_up_moves_below_bf16s_spacing(tiny_qwen2):
     for reference, old, new in zip(model.reference, start, next_ones, strict=True):
         share = (reference - old.float()) / (new.float() - old.float())
         torch.testing.assert_close(share, torch.full_like(share, 1 - 0.9**10), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("settings", [
+    GRPOConfig(exploration_coefficient=0.3, log_ratio_floor=-0.1, sampler_correction="tis", entropy_coefficient=0.1),
+    IDPOConfig(exploration_coefficient=0.3, log_ratio_floor=-0.1, beta=0.3),
+], ids=lambda settings: settings.SECTION)
+def test_the_loss_of_a_micro_batch_waits_for_the_device_at_most_twice(make_model, pairs, settings):
+    batch = pairs.with_fields(sampler_logprobs=pairs.old_logprobs - 0.1)
+
+    def of_two_micro_batches(call) -> int:
+        """Four micro-batches, less what two take: without what a step does once."""
+        asked = {}
+        for rows in (2, 4):
+            model = make_model(replace(settings, micro_batch_size=rows))
+            model.start_training(1)
+            with counted() as asked[rows]:
+                call(model)
+        return asked[2].total() - asked[4].total()
+
+    forward_pass = of_two_micro_batches(lambda model: model.logprobs(batch))
+    assert of_two_micro_batches(lambda model: model.train_step(batch)) - forward_pass <= 2 * 2

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.test_time import aggregate_steps, best_of_n
+from nemo_edo.test_time import best_of_n
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
 score_lists = st.lists(st.integers(-5, 5), min_size=1, max_size=9)
@@ -30,25 +30,6 @@ def test_each_aggregation_chooses_by_its_own_statistic():
     steps = {"last": [0.3, 0.3, 0.95], "min": [0.6, 0.6, 0.6], "product": [0.5], "mean": [0.9, 0.5, 0.9]}
     chosen = {how: best_of_n(list(steps), list(steps.values()), aggregation=how) for how in steps}
     assert chosen == {"last": "last", "min": "min", "product": "product", "mean": "mean"}
-
-
-def test_aggregations_equal_their_definitions():
-    steps = [0.5, 0.25, 1.0]
-    assert {how: aggregate_steps(steps, how) for how in ("last", "min", "product", "mean")} == {
-        "last": 1.0, "min": 0.25, "product": 0.125, "mean": 1.75 / 3,
-    }
-    assert aggregate_steps([0.0, 1.0], "product") == 0.0
-    assert aggregate_steps([-3.0, 2.0], "mean") == -0.5 and aggregate_steps([-3.0, 2.0], "min") == -3.0
-
-
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_not_finite_is_an_error_that_names_its_index(score):
-    with pytest.raises(ValueError, match=r"scores\[1\]"):
-        best_of_n("abc", [0.0, score, 1.0])
-    with pytest.raises(ValueError, match=r"scores\[1\]: step_scores"):
-        best_of_n("abc", [[0.0], [1.0, score], [1.0]], aggregation="last")
-    with pytest.raises(ValueError, match="step_scores"):
-        aggregate_steps([1.0, score, 0.0], "last")
 
 
 @pytest.mark.parametrize(("candidates", "scores", "aggregation", "message"), [

@@ -77,17 +77,6 @@ def test_before_any_observation_variance_and_mean_are_the_prior():
     assert (memory.variance(phi) < prior).all()
 
 
-def test_a_vector_gives_a_scalar_and_an_empty_block_changes_nothing():
-    memory = PosteriorVariance(3, 1.0, 1.0)
-    phi = torch.tensor([3.0, 0.0, 4.0])
-    assert memory.variance(phi).shape == memory.mean(phi).shape == ()
-    assert memory.variance(phi).item() == 26.0
-    memory.observe(torch.zeros(0, 3))
-    memory.observe(torch.zeros(3))  # tells nothing
-    assert memory.variance(phi).item() == 26.0 and memory.count == 1
-    assert memory.variance(torch.zeros(0, 3)).shape == (0,)
-
-
 @pytest.mark.parametrize(("name", "value"), [
     ("dim", 0), ("prior_precision", 0.0), ("prior_precision", math.inf), ("prior_precision", math.nan),
     ("noise_variance", -1.0), ("noise_variance", 0.0),

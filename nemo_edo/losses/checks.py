@@ -1,0 +1,107 @@
+"""Checks of the values that losses get and compute, which ask the device once for all of them.
+
+Every answer to "is this finite?" makes the host wait for a GPU. A public loss therefore collects its checks while it
+computes, and reads them together when it returns; only after a failure does it look for the place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Check = tuple[Tensor, Callable[[], ValueError]]
+"""A boolean scalar on the device, and the error where it is False."""
+
+_collected: ContextVar[list[Check] | None] = ContextVar("collected", default=None)
+_enabled: ContextVar[bool] = ContextVar("enabled", default=True)
+
+
+class NotFinite(ValueError):
+    """NaN or infinity where a loss needs numbers: a fault of this batch's values, not of how the loss is called."""
+
+
+@contextmanager
+def one_check() -> Iterator[None]:
+    """The value checks of all losses in the block are read at its end, with one synchronisation.
+
+    For a training step with several losses. Raises the error of the first check that fails. Where the block itself
+    raises, its checks are not read.
+    """
+    checks: list[Check] = []
+    token = _collected.set(checks)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
+    if checks and not torch.stack([ok for ok, _ in checks]).all():
+        raise next(error() for ok, error in checks if not ok)
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Inside, losses check shapes and settings but no values, and never wait for the device.
+
+    ``torch.func.vmap`` needs it, because no value can be read there. ``torch.compile`` leaves the checks out by itself.
+    """
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def checked(loss: Callable[P, R]) -> Callable[P, R]:
+    """The loss with its value checks read when it returns, or with those of the ``one_check`` or loss around it."""
+
+    @functools.wraps(loss)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _off() or _collected.get() is not None:
+            return loss(*args, **kwargs)
+        with one_check():
+            return loss(*args, **kwargs)
+
+    return call
+
+
+def require_values(ok: Tensor | bool, error: Callable[[], ValueError]) -> None:
+    """Raises ``error()`` unless ``ok``, a boolean scalar; for a tensor, where the checks are read."""
+    if isinstance(ok, bool):
+        if not ok:
+            raise error()
+    elif not _off():
+        checks = _collected.get()
+        if checks is not None:
+            checks.append((ok, error))
+        elif not ok:
+            raise error()
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Raises NotFinite, with the name and the first place, if any value is NaN or infinite."""
+    if _off():
+        return
+
+    def error() -> NotFinite:
+        place = (~torch.isfinite(values)).nonzero()[0].tolist()
+        return NotFinite(f"{name} has NaN or infinite values where the mask is 1, first at {place}; all must be finite")
+
+    require_values(torch.isfinite(values).all(), error)
+
+
+def check_coefficient(name: str, value: float) -> None:
+    """Raises ValueError unless the number is finite and at least 0."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
+
+
+def _off() -> bool:
+    return torch.compiler.is_compiling() or not _enabled.get()
