@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from commands import run
 from reward_models import write_own_reward_model
 
-from nemo_edo.generation.megatron_engine import MegatronEngine
 from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.worker.remote import RemoteEngine
 
 DATA = ["data.arithmetic.num_operands=2", "data.arithmetic.test_problems=6", "data.arithmetic.train_problems=8",
         "data.arithmetic.warmup_problems=16", "sampling.max_new_tokens=12", "evaluation.samples=2",
@@ -32,7 +32,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls = self.requests = self.tokens = 0
-        generate = MegatronEngine.generate
+        generate = RemoteEngine.generate
 
         def counting(engine, requests, sampling):
             rollouts = generate(engine, requests, sampling)
@@ -41,7 +41,7 @@ class Counted:
             self.tokens += sum(len(rollout.response_ids) for rollout in rollouts)
             return rollouts
 
-        MegatronEngine.generate = counting
+        RemoteEngine.generate = counting
 
     def taken(self) -> dict:
         now = {"calls": self.calls, "requests": self.requests, "tokens": self.tokens}
