@@ -159,17 +159,16 @@ def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
 def _read_lines(path: Path) -> pd.DataFrame:
     content, lines = read_text(path), []
     _require_logged(path, content.encode())
-    try:
-        for place, text in enumerate(content.split("\n"), start=1):
+    for place, text in enumerate(content.split("\n"), start=1):
+        try:
             line = json.loads(text or "{}")
             required = REQUIRED_KEYS.get(line.get("kind"), ())
             if missing := [key for key in required if key not in line]:
                 raise ValueError(f"a {line['kind']} line without {missing[0]}")
-            lines += [line] if required else []
-    except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path}:{place}: {error} (a line that a kill cut off may go; otherwise {RESTORE})"
-        ) from error
+        except (ValueError, AttributeError) as error:
+            said = f"{path}:{place}: {error} (a line that a kill cut off may go; otherwise {RESTORE})"
+            raise UserError(said) from error
+        lines += [line] if required else []
     try:
         return lines_table(lines)
     except (ValueError, TypeError) as error:
