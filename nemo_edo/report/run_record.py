@@ -68,6 +68,9 @@ class RunRecord:
     evaluations: dict[str, Evaluation]
     replicate: Evaluation | None
     """Of the baseline, trained again with other samples (``replicate_baseline``). It is none of the arms."""
+    test_time: dict[str, Evaluation]
+    """What ``nemo-edo evaluate --stored`` and ``nemo-edo search`` left, by evaluated policy: the curves of
+    ``test_time/ARM.json``, and ``search_accuracy`` where ``search/ARM`` has exactly one search."""
     samples: list[dict[str, Any]]
 
     @property
@@ -112,6 +115,7 @@ def read_run(folder: Path) -> RunRecord:
         _read_lines(folder / "metrics.jsonl"),
         evaluations,
         load_evaluation(folder / "evaluations" / f"{REPLICATE}.json") if REPLICATE in named else None,
+        {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))},
         _read_samples(folder / "samples.json"),
     )
 
@@ -126,25 +130,17 @@ def setting(record: RunRecord, key: str) -> Any:
     return value
 
 
-def read_test_time(record: RunRecord) -> dict[str, Evaluation]:
-    """What ``nemo-edo evaluate --stored`` and ``nemo-edo search`` left in a run, by evaluated policy: the curves of
-    ``test_time/ARM.json``, and ``search_accuracy`` where ``search/ARM`` has exactly one search.
-
-    Raises UserError naming a file that is malformed, or a search of other problems.
-    """
-    found = {}
-    for arm in record.evaluations:
-        path = record.folder / "test_time" / f"{arm}.json"
-        searches = sorted((record.folder / "search" / arm).glob(f"*/{SEARCH_EVALUATION}"))
-        evaluations = [load_evaluation(path)] if path.is_file() else []
-        evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
-        if not evaluations:
-            continue
-        if len({evaluation.problems for evaluation in evaluations}) > 1:
-            raise UserError(f"{searches[0]}: has other problems than {path}, or another order; search them again")
-        metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
-        found[arm] = replace(evaluations[0], metrics=metrics)
-    return found
+def _read_test_time(folder: Path, arm: str) -> Evaluation | None:
+    path = folder / "test_time" / f"{arm}.json"
+    searches = sorted((folder / "search" / arm).glob(f"*/{SEARCH_EVALUATION}"))
+    evaluations = [load_evaluation(path)] if path.is_file() else []
+    evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
+    if not evaluations:
+        return None
+    if len({evaluation.problems for evaluation in evaluations}) > 1:
+        raise UserError(f"{searches[0]}: has other problems than {path}, or another order; search them again")
+    metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
+    return replace(evaluations[0], metrics=metrics)
 
 
 def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:

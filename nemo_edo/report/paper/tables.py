@@ -27,7 +27,7 @@ from nemo_edo.report.paper.published import (
     read_texts,
 )
 from nemo_edo.report.paper.settings import departures, tested_on
-from nemo_edo.report.run_record import RunRecord, read_run, read_test_time, setting
+from nemo_edo.report.run_record import RunRecord, read_run, setting
 from nemo_edo.report.run_set import FoundRuns, Trained
 
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
@@ -117,8 +117,7 @@ def _of_one_seed(number: Any, policies: Sequence[Trained]) -> Interval | None:
         return Interval(*(math.nan if end is None else end for end in ends)) if ends else None
     pairs = {}
     for policy in policies:
-        at_test_time = read_test_time(policy.record).get(policy.name)
-        metrics = {**(at_test_time.metrics if at_test_time else {}), **policy.evaluation.metrics}
+        metrics = {**(policy.test_time.metrics if policy.test_time else {}), **policy.evaluation.metrics}
         name = next((name for name in names if name in metrics and metrics[name][1].sum() > 0), None)
         if name is None:
             return None

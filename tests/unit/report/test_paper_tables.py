@@ -101,7 +101,7 @@ def test_at_test_time_reward_models_rank_the_stored_responses_and_the_search_is_
     folder = record.folder / "test_time"
     write_evaluation(folder / "ed_grpo.json", "ed_grpo", {"best_of@10/qwen": [1, 1, 1, 1], "majority@10": [0, 0, 0, 0]})
     write_evaluation(folder / f"{START}.json", START, {"search_accuracy": [1, 1, 1, 0]})
-    table = build_table("test_time", [record])
+    table = build_table("test_time", [read_run(record.folder)])
     cells = cells_of(table, "ed-grpo")
     assert (cells["best-of-10 by qwen"].mean, cells["best-of-10 by qwen"].paper) == (100.0, 94.8)
     assert cells["vote@10"].mean == 75.0  # the evaluation's own, before the estimate from subsets

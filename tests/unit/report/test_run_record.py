@@ -10,7 +10,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
-from nemo_edo.report.run_record import SEARCH_EVALUATION, read_run, read_test_time
+from nemo_edo.report.run_record import SEARCH_EVALUATION, read_run
 from nemo_edo.report.run_set import one_run
 from nemo_edo.run.folder import RunFolder
 
@@ -74,12 +74,12 @@ def search(folder: Path, name: str = "one", problems: int = 2) -> None:
 
 def test_an_arm_has_its_curves_and_its_only_search_which_has_to_be_of_the_same_problems(folder):
     search(folder)
-    assert read_test_time(read_run(folder))["grpo"].metrics.keys() == {"search_accuracy"}
+    assert read_run(folder).test_time["grpo"].metrics.keys() == {"search_accuracy"}
     write_evaluation(folder / "test_time" / "grpo.json", "grpo", {"pass@1": [0.0, 1.0]})
-    assert read_test_time(read_run(folder))["grpo"].metrics.keys() == {"pass@1", "search_accuracy"}
+    assert read_run(folder).test_time["grpo"].metrics.keys() == {"pass@1", "search_accuracy"}
     search(folder, "two")  # of several searches none is taken
-    assert read_test_time(read_run(folder))["grpo"].metrics.keys() == {"pass@1"}
+    assert read_run(folder).test_time["grpo"].metrics.keys() == {"pass@1"}
     (folder / "search" / "grpo" / "two" / SEARCH_EVALUATION).unlink()
     search(folder, problems=3)
     with pytest.raises(UserError, match="has other problems than"):
-        read_test_time(read_run(folder))
+        read_run(folder)
