@@ -12,17 +12,16 @@ The data are rows as a study's CSV file has them (``experiments.study_table``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from nemo_edo.evaluation.results import AT_BEST, START, seeds_interval
-from nemo_edo.experiments.study_table import last_rows
+from nemo_edo.experiments.study_table import Row, last_rows
 from nemo_edo.metrics import Interval, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
 
-Row = Mapping[str, str]
 MARGIN = 0.03
 """The least gain in votes that counts."""
 WINNING_SHARE = 0.75

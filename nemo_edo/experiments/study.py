@@ -36,7 +36,7 @@ from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.experiments.gains import gains, markdown, verdict
-from nemo_edo.experiments.grid import Cell, Failure, Grid, quoted, run_grid
+from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
 from nemo_edo.experiments.study_table import append_rows, cell_of, cell_rows, config_digest, read_rows, stopped_row
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean
@@ -203,7 +203,7 @@ class Study(Grid):
         return True
 
 
-def run_study(study: Study, *, jobs: int = 1, say: Callable[[str], None] = print) -> list[Failure]:
+def run_study(study: Study, *, jobs: int = 1, say: Callable[[str], None] = print) -> list[FailedCell]:
     """Runs the cells that are left, and returns those that failed. Raises as ``run_grid`` does, and ConfigError for a
     config that cannot be run, before the first cell begins."""
     study.check()
