@@ -6,7 +6,7 @@ from nemo_edo.checks import config_checks, nodes, numbers, software, speed
 from nemo_edo.checks.findings import Check, RunsIn
 from nemo_edo.checks.nodes import several
 from nemo_edo.checks.numbers import PACKED, SameNumbers, a_gpu, a_spare_gpu, te_on
-from nemo_edo.checks.server_check import Server
+from nemo_edo.checks.server_check import ServerRun
 from nemo_edo.checks.tiny_model import FASTEST, MIXTURE, Setting
 
 DOCTOR, CONFIG, SELFTEST, NODES = RunsIn
@@ -70,9 +70,9 @@ CHECKS = [
     Check("training", "ED-iDPO step", SameNumbers(Setting(algorithm="idpo"), world=True), every_rank=True),
     Check("training", "checkpoint at another layout", numbers.checkpoint_at_another_layout, every_rank=True),
     Check("training", "speed", speed.training),
-    Check("server", "vLLM, refit by disk", Server(), every_rank=True),
-    Check("server", "vLLM, refit by NCCL", Server(TO_NCCL), needs=a_spare_gpu, every_rank=True),
-    Check("server", "vLLM, asleep during training", Server(ASLEEP), needs=a_gpu, every_rank=True),
+    Check("server", "vLLM, refit by disk", ServerRun(), every_rank=True),
+    Check("server", "vLLM, refit by NCCL", ServerRun(TO_NCCL), needs=a_spare_gpu, every_rank=True),
+    Check("server", "vLLM, asleep during training", ServerRun(ASLEEP), needs=a_gpu, every_rank=True),
 ]  # fmt: skip
 
 _FP8 = "another recipe (precision.fp8_recipe), or bf16; docs/scaling.md has what each needs"

@@ -8,16 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_edo.checks import advice, machine, workload
-from nemo_edo.checks.estimates import (
-    FP32,
-    Iteration,
-    Memory,
-    Workload,
-    adapter_parameters,
-    host_bytes,
-    iteration_times,
-)  # fmt: skip
+from nemo_edo.checks.estimates import FP32, Memory, Workload, adapter_parameters, host_bytes
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
+from nemo_edo.checks.iteration_time import Iteration, iteration_times
 from nemo_edo.checks.preflight import with_fitted_parallelism
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
@@ -219,13 +212,8 @@ def time(case: Case) -> Finding:
         overlapped=cfg.generation.one_step_off,
     )
     times = iteration_times(iteration)
-    parts = {
-        "generation": times.generation,
-        "log-probabilities": times.logprobs,
-        "training": times.training,
-        "refit": times.refit,
-    }
-    shown = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in parts.items())
+    parts = {"log-probabilities" if part == "logprobs" else part: seconds for part, seconds in times._asdict().items()}
+    shown = ", ".join(f"{part} {parts[part]:,.0f} s" for part in list(parts)[:4])
     return passed(
         f"an iteration of {name} on H100s: about {times.total:,.0f} s ({shown})\n"
         f"for {problems:,} problems, responses of {iteration.response:,} tokens on average and {longest:,} at most, "

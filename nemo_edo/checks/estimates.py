@@ -1,16 +1,10 @@
-"""How much memory a training run takes on each GPU, and how long an iteration takes, from sizes alone.
+"""How much memory a training run takes on each GPU, from sizes alone.
 
-**Memory.** Weights, gradients and the optimizer's state are counts of numbers, exact but for padding of a few kB.
-Activations are the tensors that the backward pass keeps, counted layer by layer as in Korthikanti et al. (2022),
-"Reducing Activation Recomputation in Large Transformer Models", for RMS norms, gated MLPs, grouped queries and an
-attention that keeps no matrix of scores, in fused kernels. They are an upper bound: every sequence of a micro-batch is
-taken to be model.seq_length long.
-
-**Time.** Counts of floating-point operations and of bytes are exact for dense models but for what is small (norms,
-softmax); what share of the hardware's peak they reach is an assumption, fitted to two published runs
-(``tests/unit/checks/test_time.py`` compares the estimates with these and with others; docs/models.md).
-
-What no formula gives is an assumption, and named as one below.
+Weights, gradients and the optimizer's state are counts of numbers, exact but for padding of a few kB. Activations are
+the tensors that the backward pass keeps, counted layer by layer as in Korthikanti et al. (2022), "Reducing Activation
+Recomputation in Large Transformer Models", for RMS norms, gated MLPs, grouped queries and an attention that keeps no
+matrix of scores, in fused kernels. They are an upper bound: every sequence of a micro-batch is taken to be
+model.seq_length long. What no formula gives is an assumption, and named as one below.
 """
 
 from __future__ import annotations
@@ -31,18 +25,6 @@ FRAGMENTATION = 0.05
 """Assumed: share of what is allocated that PyTorch's allocator cannot use."""
 LOSS_BLOCK, CPU_LOSS_BLOCK = 2**26, 2**22
 """Logits that the fused loss layer makes at a time (``parallel.linear.BLOCK_ELEMENTS``)."""
-TRAINING_EFFICIENCY = 0.30
-"""Assumed: share of the peak in forward and backward passes over responses of very different lengths. Pre-training on
-full sequences reaches 0.37 of FP8's peak and about 0.45 of BF16's (Megatron-Bridge's performance summary)."""
-DECODING_BANDWIDTH = 0.45
-"""Assumed: share of the memory's bandwidth that decoding with vLLM or TensorRT-LLM reaches, all overheads included."""
-PROMPT_EFFICIENCY = 0.50
-"""Assumed: share of the peak when prompts are read."""
-CACHE_SHARE = 0.90
-"""Share of a server's memory that weights and cache may take together (vLLM's gpu_memory_utilization)."""
-REFIT_BANDWIDTH = 0.50
-"""Assumed: share of the links' bandwidth, with the conversion of every tensor between Megatron's layout and Hugging
-Face's."""
 
 
 @dataclass(frozen=True)
@@ -318,118 +300,3 @@ def generation_bytes(load: Workload, stage: int) -> int:
     layer = 2 * load.cached_positions * load.shape.key_width // load.parallelism.tensor_model_parallel_size * number
     logits = load.generation_rows * load.shape.vocab_size if stage == load.stages - 1 else 0
     return decoding_bytes(cache=load.layers * layer, layer=layer, logits=logits)
-
-
-# --- the time of an iteration ---------------------------------------------------------------------------------------
-
-
-BF16_FLOPS, FP8_FLOPS = 989e12, 1979e12
-GPU_BYTES, GPU_BANDWIDTH = 80e9, 3.35e12
-NETWORK = 50e9
-"""An H100 SXM's figures, per second, by NVIDIA's data sheet, without sparsity; the network to other nodes is that of a
-DGX H100: one 400 Gbit/s port for each GPU."""
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """An iteration of GRPO, and what it runs on. Lengths are in tokens."""
-
-    shape: ModelShape
-    gpus: int
-    """GPUs of the trainer."""
-    server_gpus: int
-    """GPUs of the servers; the trainer's, if they take turns."""
-    server_tensor_parallel: int
-    samples: int
-    prompt: int
-    response: int
-    """Mean length."""
-    longest: int
-    """The longest response: the batch shrinks during its generation, but each of its steps takes time."""
-    epochs: int = 1
-    reference: bool = True
-    """Whether the loss has a KL to the reference."""
-    recomputation: bool = False
-    """Whether the backward pass recomputes all layers' activations."""
-    fp8: bool = False
-    overlapped: bool = False
-    """Whether the next samples are generated while these are trained on (one step off policy)."""
-
-    @property
-    def peak(self) -> float:
-        """FLOPs of one GPU."""
-        return FP8_FLOPS if self.fp8 else BF16_FLOPS
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of an iteration's parts."""
-
-    generation: float
-    logprobs: float
-    """Log-probabilities under the old policy, and under the reference if there is one."""
-    training: float
-    refit: float
-    total: float
-    tokens_per_gpu: float
-    """Trained-on tokens, prompts included, for each second of the iteration and each GPU."""
-
-
-def iteration_times(plan: Iteration) -> Times:
-    """Raises ValueError where the servers' tensor-parallel size does not divide their GPUs."""
-    if plan.server_gpus % plan.server_tensor_parallel:
-        raise ValueError(f"{plan.server_gpus} GPUs make no servers of {plan.server_tensor_parallel} GPUs each")
-    length = plan.prompt + plan.response
-    tokens = plan.samples * length
-    forward = tokens * forward_flops(plan.shape, length) / (plan.gpus * plan.peak * TRAINING_EFFICIENCY)
-    training = plan.epochs * forward * (4 if plan.recomputation else 3)
-    logprobs = forward * (2 if plan.reference else 1)
-    generation, refit, trainer = generation_seconds(plan), refit_seconds(plan), logprobs + training
-    total = (max(generation, trainer) if plan.overlapped else generation + trainer) + refit
-    gpus = plan.gpus + (0 if plan.server_gpus == plan.gpus and not plan.overlapped else plan.server_gpus)
-    return Times(generation, logprobs, training, refit, total, tokens / total / gpus)
-
-
-def forward_flops(shape: ModelShape, length: float) -> float:
-    """Operations per token in a sequence of this length: two for each weight of the matrices that it meets, the output
-    layer's included, and the scores and sums of causal attention, half of a full square (as in Megatron-LM's count)."""
-    return 2 * matrix_parameters(shape) + 2 * shape.num_layers * shape.query_width * length
-
-
-def matrix_parameters(shape: ModelShape) -> int:
-    """Weights that a token is multiplied with: of a mixture's experts, those that it is sent to."""
-    layer = sum(outputs * inputs for outputs, inputs in shape.layer_matrices.values()) + shape.layer_router
-    layer += shape.moe_router_topk * sum(outputs * inputs for outputs, inputs in shape.expert_matrices.values())
-    return shape.num_layers * layer + shape.embedding_parameters
-
-
-def generation_seconds(plan: Iteration) -> float:
-    """Time to read the prompts and generate all responses, on replicas that share them evenly.
-
-    A step of decoding reads the weights once, and every running response's keys and values. All start together if the
-    cache has room for them, otherwise in turns; the longest response decides when a turn ends.
-    """
-    size, shape, number = plan.server_tensor_parallel, plan.shape, 1 if plan.fp8 else 2
-    cached = 2 * shape.num_layers * shape.key_width * number  # a token's keys and values in all layers
-    weights = shape.parameters * number
-    room = CACHE_SHARE * size * GPU_BYTES - weights
-    mean_length = plan.prompt + plan.response / 2
-    each = plan.samples / (plan.server_gpus // size)
-    at_a_time = min(each, room / (cached * (plan.prompt + plan.response)))
-    if at_a_time < 1:
-        return float("inf")
-    bandwidth = size * GPU_BANDWIDTH * DECODING_BANDWIDTH
-    # Rows times steps is the number of tokens, whatever the lengths are; weights are read in every step.
-    steps = plan.longest if at_a_time == each else plan.response * each / at_a_time + plan.longest - plan.response
-    reading = steps * weights + each * plan.response * mean_length * cached
-    peak = size * plan.peak * PROMPT_EFFICIENCY
-    prompts = each * plan.prompt * forward_flops(shape, plan.prompt) / peak
-    decoding = each * plan.response * forward_flops(shape, mean_length) / peak
-    return prompts + max(reading / bandwidth, decoding)
-
-
-def refit_seconds(plan: Iteration) -> float:
-    """Every server's GPU gets its share of the weights in bf16 over the network, all of them at a time: each trainer's
-    shard is broadcast once."""
-    share = 2 * plan.shape.parameters / plan.server_tensor_parallel
-    return share / (NETWORK * REFIT_BANDWIDTH)

@@ -26,7 +26,7 @@ GAP = {"fp32": 1e-2, "bf16": 0.2}
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerRun:
     """A check: responses of a vLLM server whose weights are replaced between two iterations."""
 
     settings: Sequence[str] = ()

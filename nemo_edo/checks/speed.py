@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from nemo_edo.checks.estimates import TRAINING_EFFICIENCY, matrix_parameters
 from nemo_edo.checks.findings import Finding, passed
+from nemo_edo.checks.iteration_time import TRAINING_EFFICIENCY, matrix_parameters
 from nemo_edo.checks.machine import Machine
 from nemo_edo.config.model_shape import ModelShape
 

@@ -15,7 +15,7 @@ from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_edo.config import RunConfig
-    from nemo_edo.experiments.grid import Failure
+    from nemo_edo.experiments.grid import FailedCell
 
 
 def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
@@ -98,7 +98,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     return 1 if failures else 0
 
 
-def _tell_failures(failures: list[Failure]) -> None:
+def _tell_failures(failures: list[FailedCell]) -> None:
     for failure in failures:
         message = f"nemo-edo: {failure.cell.name} failed with status {failure.status}: see {failure.log}"
         print(message, file=sys.stderr)

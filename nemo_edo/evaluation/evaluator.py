@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
-from nemo_edo.evaluation.problem_metrics import Responses, plain_metrics
+from nemo_edo.evaluation.problem_metrics import ProblemResponses, plain_metrics
 from nemo_edo.evaluation.results import (
     AT_BEST,
     BEST_TEMPERATURE,
@@ -195,7 +195,7 @@ def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], gree
     of_greedy = None if greedy is None else float(greedy.success) if greedy.has_verdict else math.nan
     tokens = [item.rollout.response_ids for item in responses]
     masks = (np.array(values, dtype=bool) for values in (successes, has_verdict, well_formed))
-    found = plain_metrics(Responses(np.array(rewards, dtype=float), *masks, answers, tokens, of_greedy), samples)
+    found = plain_metrics(ProblemResponses(np.array(rewards, dtype=float), *masks, answers, tokens, of_greedy), samples)
     voting = [[item.answer for item in rollout if item.has_verdict] for rollout in rollouts]
     votes = [expected_vote_score(answers, problem.answer) for answers in voting if answers]
     judged, correct = sum(has_verdict), int(found["accuracy"][0])

@@ -16,7 +16,7 @@ from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n
 
 
 @dataclass(frozen=True)
-class Responses:
+class ProblemResponses:
     """The sampled responses to a problem, and whether the greedy one is a success; None: none was generated, NaN: it
     has no verdict."""
 
@@ -34,7 +34,7 @@ class Responses:
     greedy: float | None
 
 
-def plain_metrics(found: Responses, each: int) -> Sums:
+def plain_metrics(found: ProblemResponses, each: int) -> Sums:
     """accuracy, reward, diversity, form and length of the responses; what is measured among ``each`` of them is
     averaged over the N / ``each`` sets. Verdicts are counted where there are any."""
     size, verdicts = len(found.rewards), float(found.has_verdict.sum())

@@ -66,7 +66,6 @@ SHARES = {
 those of the largest number."""
 Sums = dict[str, tuple[float, float]]
 """metric -> (sum, count) on one problem."""
-ROUNDING = 1e-9
 Pair = tuple[np.ndarray, np.ndarray]
 """(sums [P], counts [P]) of a metric."""
 NOTHING = (0.0, 0.0)
@@ -133,34 +132,18 @@ def load_evaluation(path: Path) -> Evaluation:
     """Read ``evaluations/ARM.json``. Raises UserError naming the file and what in it is missing or malformed."""
     record = read_object(path, ("arm", "problems", "metrics"))
     try:
-        problems = tuple(record["problems"])
-        pairs = {name: (metric["sum"], metric["count"]) for name, metric in record["metrics"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        problems, temperature = tuple(record["problems"]), float(record.get("temperature", 1.0))
+        metrics = {name: np.asarray([one["sum"], one["count"]], float) for name, one in record["metrics"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: expected a list of problems, and sum and count of each metric ({error!r})") from error
     if not problems:
         raise UserError(f"{path}: problems is empty, expected at least one problem")
-    metrics = {
-        name: _per_problem(f"{path}: metrics.{name}", name, len(problems), *pair) for name, pair in pairs.items()
-    }
-    temperature = record.get("temperature", 1.0)
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        raise UserError(f"{path}: temperature is {temperature!r}, expected a number above 0")
-    return Evaluation(record["arm"], problems, metrics, float(temperature))
-
-
-def _per_problem(where: str, name: str, size: int, sums: object, counts: object) -> Pair:
-    try:
-        arrays = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: sum and count must be lists of numbers") from error
-    for key, array in zip(("sum", "count"), arrays, strict=True):
-        if array.shape != (size,) or not np.isfinite(array).all():
-            raise UserError(f"{where}.{key}: expected {size} finite numbers, one for each problem")
-    if (arrays[1] < 0).any():
-        raise UserError(f"{where}.count: a count is below 0")
-    if is_share(name) and not ((arrays[0] >= -ROUNDING) & (arrays[0] <= arrays[1] * (1 + ROUNDING))).all():
-        raise UserError(f"{where}.sum: expected numbers between 0 and their count")
-    return arrays
+    for name, pair in metrics.items():
+        if pair.shape != (2, len(problems)) or not np.isfinite(pair).all() or (pair[1] < 0).any():
+            raise UserError(
+                f"{path}: metrics.{name}: expected sums and counts (of at least 0) of {len(problems)} problems"
+            )
+    return Evaluation(record["arm"], problems, {name: (*pair,) for name, pair in metrics.items()}, temperature)
 
 
 def require_same_problems(evaluations: Mapping[str, Evaluation]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.problem_metrics import Responses, plain_metrics
+from nemo_edo.evaluation.problem_metrics import ProblemResponses, plain_metrics
 from nemo_edo.evaluation.results import JUDGE_AND_RULES, NOTHING, POOLED, SAMPLED_ENTROPY, Evaluation, Sums
 from nemo_edo.metrics import pooled_distinct
 from nemo_edo.rollouts.arrays import Samples
@@ -98,7 +98,7 @@ def analyse(
 def _plain(greedy: Samples, sampled: Samples, place: int, each: int) -> Sums:
     of_greedy = float(greedy.successes[place, 0]) if greedy.has_verdict[place, 0] else math.nan
     columns = (sampled.rewards, sampled.successes, sampled.has_verdict, sampled.well_formed, sampled.answers)
-    found = Responses(*(column[place] for column in columns), sampled.responses(place), of_greedy)
+    found = ProblemResponses(*(column[place] for column in columns), sampled.responses(place), of_greedy)
     return {
         **plain_metrics(found, each),
         SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(sampled.lengths[place].sum())),

@@ -12,16 +12,16 @@ The data are rows as a study's CSV file has them (``experiments.study_table``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+
+import pandas as pd
 
 from nemo_edo.evaluation.results import AT_BEST, START, seeds_interval
-from nemo_edo.experiments.study_table import last_rows
+from nemo_edo.experiments.study_table import Row, last_rows
 from nemo_edo.metrics import Interval, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
 
-Row = Mapping[str, str]
 MARGIN = 0.03
 """The least gain in votes that counts."""
 WINNING_SHARE = 0.75
@@ -56,35 +56,26 @@ def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote"
     temperature. Only complete studies are judged: raises ValueError where an arm lacks a seed on some task, for an arm
     with several doses, and for fewer than two seeds.
     """
-    cells = _cells(rows, metric)
-    arms = list(dict.fromkeys(arm for _, arm in cells))
-    tasks = list(dict.fromkeys(task for task, _ in cells))
-    _check_complete(cells, tasks, arms, baselines)
-    best = {task: max(baselines, key=lambda arm: fmean(cells[task, arm].values())) for task in tasks}
+    votes = _votes(rows, baselines, metric)
+    best = votes[[*baselines]].groupby("task", sort=False).mean().idxmax(axis=1)
+    rival = pd.Series([votes.at[(task, seed), best[task]] for task, seed in votes.index], votes.index)
     found = []
-    for candidate in (arm for arm in arms if arm not in baselines):
-        over_plain = {task: _apart(cells[task, candidate], cells[task, baselines[0]]) for task in tasks}
-        over_best = {task: _apart(cells[task, candidate], cells[task, best[task]]) for task in tasks}
-        for task in tasks:
+    for candidate in votes.columns.drop([*baselines]):
+        over_plain, over_best = votes[candidate] - votes[baselines[0]], votes[candidate] - rival
+        for task in best.index:
             found.append(_gain(task, candidate, baselines[0], over_plain[task]))
             found.append(_gain(task, candidate, best[task], over_best[task]))
-        found.append(_gain(ALL_TASKS, candidate, baselines[0], _over_tasks(over_plain)))
-        found.append(_gain(ALL_TASKS, candidate, "best of each task", _over_tasks(over_best)))
+        found.append(_gain(ALL_TASKS, candidate, baselines[0], over_plain.groupby("seed").mean()))
+        found.append(_gain(ALL_TASKS, candidate, "best of each task", over_best.groupby("seed").mean()))
     adjusted = holm([one.p for one in found]) if found else []
     return [replace(one, p=float(p)) for one, p in zip(found, adjusted, strict=True)]
 
 
 def tasks_won(found: Iterable[Gain]) -> dict[str, list[str]]:
     """Each candidate's tasks where it stands above both rivals."""
-    by_place: dict[tuple[str, str], list[Gain]] = {}
-    for one in found:
-        by_place.setdefault((one.candidate, one.task), []).append(one)
-    won: dict[str, list[str]] = {}
-    for (candidate, task), both in by_place.items():
-        of_candidate = won.setdefault(candidate, [])
-        if task != ALL_TASKS and all(one.stands for one in both):
-            of_candidate.append(task)
-    return won
+    table = pd.DataFrame([(one.candidate, one.task, one.stands) for one in found], columns=["candidate", "task", "won"])
+    both = table[table["task"] != ALL_TASKS].groupby(["candidate", "task"], sort=False)["won"].all()
+    return {candidate: list(both[candidate].index[both[candidate]]) for candidate in table["candidate"].unique()}
 
 
 def verdict(found: Sequence[Gain]) -> str:
@@ -113,40 +104,29 @@ def markdown(found: Sequence[Gain]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
-def _cells(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], dict[int, float]]:
-    """(task, arm) -> seed -> value, of the trained arms; 0 where a guard stopped the training."""
-    doses: dict[str, str] = {}
-    cells: dict[tuple[str, str], dict[int, float]] = {}
-    last = last_rows(rows, AT_BEST.removeprefix("/"))
-    for (task, arm, dose, seed), row in sorted(last.items(), key=lambda item: item[0][3]):
-        if arm == START:
-            continue
-        if doses.setdefault(arm, dose) != dose:
-            raise ValueError(f"{arm} has the doses {doses[arm]} and {dose}, expected one")
-        cells.setdefault((task, arm), {})[seed] = 0.0 if row["note"] else float(row[metric])
-    return cells
+def _votes(rows: Iterable[Row], baselines: Sequence[str], metric: str) -> pd.DataFrame:
+    """A column for each trained arm, a row for each task and seed; 0 where a guard stopped the training."""
+    last = last_rows(rows, AT_BEST.removeprefix("/")).items()
+    cells = pd.DataFrame(
+        [(*cell, 0.0 if row["note"] else float(row[metric])) for cell, row in last if cell[1] != START],
+        columns=["task", "arm", "dose", "seed", "vote"],
+    )
+    for arm, doses in cells.groupby("arm")["dose"].unique().items():
+        if len(doses) > 1:
+            raise ValueError(f"{arm} has the doses {' and '.join(doses)}, expected one")
+    votes = cells.pivot(index=["task", "seed"], columns="arm", values="vote")
+    votes = votes.reindex(cells["task"].unique(), level="task")
+    votes = votes.reindex(columns=list(dict.fromkeys([*cells["arm"], *baselines])))
+    for task, of_task in votes.groupby("task", sort=False):
+        for arm, missing in of_task.isna().items():
+            if missing.any():
+                raise ValueError(f"{arm} on {task} lacks the seeds {[seed for _, seed in of_task.index[missing]]}")
+        if len(of_task) < 2:
+            raise ValueError(f"{task} has {len(of_task)} seed, expected at least 2")
+    return votes
 
 
-def _check_complete(cells: Mapping, tasks: Sequence[str], arms: Sequence[str], baselines: Sequence[str]) -> None:
-    for task in tasks:
-        expected = set().union(*(cells.get((task, arm), {}) for arm in arms))
-        for arm in dict.fromkeys((*baselines, *arms)):
-            missing = expected - set(cells.get((task, arm), {}))
-            if missing:
-                raise ValueError(f"{arm} on {task} lacks the seeds {sorted(missing)}")
-        if len(expected) < 2:
-            raise ValueError(f"{task} has {len(expected)} seed, expected at least 2")
-
-
-def _apart(candidate: Mapping[int, float], rival: Mapping[int, float]) -> list[float]:
-    return [value - rival[seed] for seed, value in sorted(candidate.items())]
-
-
-def _over_tasks(apart: Mapping[str, Sequence[float]]) -> list[float]:
-    """The tasks' mean for each seed."""
-    return [fmean(values) for values in zip(*apart.values(), strict=True)]
-
-
-def _gain(task: str, candidate: str, rival: str, values: Sequence[float]) -> Gain:
+def _gain(task: str, candidate: str, rival: str, apart: pd.Series) -> Gain:
+    values = apart.tolist()
     interval = seeds_interval("vote", values, differences=True)
     return Gain(task, candidate, rival, tuple(values), interval, mean_p_value(values))

@@ -127,13 +127,13 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedCell:
     cell: Cell
     status: int
     log: Path
 
 
-def run_grid(grid: Grid, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print) -> list[Failure]:
+def run_grid(grid: Grid, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print) -> list[FailedCell]:
     """Runs the cells that are left, ``jobs`` at a time, and returns those that failed. processes: of torchrun, each.
 
     A failure stops no other cell. Raises RunStopped where this process is stopped (SIGTERM, or Ctrl-C): the cells in
@@ -178,7 +178,7 @@ class _Runner:
     processes: int
     console: GridConsole
     running: list[_Training] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedCell] = field(default_factory=list)
 
     def run(self) -> None:
         blocked, looked = self._start_more(), time.monotonic()
@@ -256,7 +256,7 @@ class _Runner:
                 news = True
                 self.running.remove(training)
                 if not self.grid.record(cell, status, _cpu_seconds_of_children() - before):
-                    self.failures.append(Failure(cell, status, self.grid.log(cell)))
+                    self.failures.append(FailedCell(cell, status, self.grid.log(cell)))
                 self.console.ended(cell.name, status)
                 training.claim.close()
             if training.warm_up and (status is not None or START in self.grid.run_folder(cell).journal()):

@@ -22,19 +22,21 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from nemo_edo.config.compose import ConfigError
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.experiments.gains import gains, markdown, verdict
-from nemo_edo.experiments.grid import Cell, Failure, Grid, quoted, run_grid
+from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
 from nemo_edo.experiments.study_table import append_rows, cell_of, cell_rows, config_digest, read_rows, stopped_row
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean
@@ -48,7 +50,7 @@ STOPPED_BY_GUARD = 3
 """The exit status of a training that a guard stopped."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TaskEntry:
     """What ``--config-name`` and the command line of a task's runs are."""
 
@@ -56,7 +58,7 @@ class TaskEntry:
     settings: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ArmEntry:
     """An arm, and the setting of it whose values are the doses."""
 
@@ -65,7 +67,7 @@ class ArmEntry:
     settings: dict[str, Any] = field(default_factory=dict)
     """Its differences from that arm."""
     dose: str = ""
-    doses: list[float] = field(default_factory=list)
+    doses: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +203,7 @@ class Study(Grid):
         return True
 
 
-def run_study(study: Study, *, jobs: int = 1, say: Callable[[str], None] = print) -> list[Failure]:
+def run_study(study: Study, *, jobs: int = 1, say: Callable[[str], None] = print) -> list[FailedCell]:
     """Runs the cells that are left, and returns those that failed. Raises as ``run_grid`` does, and ConfigError for a
     config that cannot be run, before the first cell begins."""
     study.check()
@@ -296,34 +298,18 @@ def study_file(given: str) -> Path:
 def read_study(path: Path) -> Study:
     """Raises UserError naming the file, the key, and what would be right."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        study = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), OmegaConf.load(path)))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    study = _record(Study, values, path, "")
-    tasks = {name: _record(TaskEntry, entry, path, f"tasks.{name}.") for name, entry in study.tasks.items()}
-    arms = {name: _record(ArmEntry, entry, path, f"arms.{name}.") for name, entry in study.arms.items()}
-    study = Study(**{**{one.name: getattr(study, one.name) for one in fields(study)}, "tasks": tasks, "arms": arms})
+    except ConfigKeyError as error:
+        known = [one.name for one in fields(error.object_type)]
+        near = did_you_mean(str(error.key), known)
+        raise UserError(f"{path}: unknown key {error.full_key}{near}") from error
+    except OmegaConfBaseException as error:
+        reason = str(error.msg).partition("\n")[0]
+        raise UserError(f"{path}: {error.full_key or 'the file'}: {reason}") from error
     _check(study, path)
     return study
-
-
-def _record(schema: type, values: Any, path: Path, prefix: str) -> Any:
-    """The dataclass of a mapping's values, of the types that its fields say."""
-    if not isinstance(values, Mapping):
-        raise UserError(f"{path}: {prefix.rstrip('.') or 'the file'} is {values!r}, expected a mapping")
-    known = {one.name: one for one in fields(schema)}
-    for key in values:
-        if key not in known:
-            raise UserError(f"{path}: unknown key {prefix}{key}{did_you_mean(str(key), known)}")
-    for name, one in known.items():
-        if name not in values and one.default is MISSING and one.default_factory is MISSING:
-            raise UserError(f"{path}: {prefix}{name} is missing")
-    for key, value in values.items():
-        expected = {"s": str, "l": list, "d": dict, "b": bool}[str(known[key].type)[0]]
-        if not isinstance(value, expected):
-            words = {str: "a text", list: "a list", dict: "a mapping", bool: "true or false"}[expected]
-            raise UserError(f"{path}: {prefix}{key} is {value!r}, expected {words}")
-    return schema(**values)
 
 
 def _check(study: Study, path: Path) -> None:
@@ -334,8 +320,7 @@ def _check(study: Study, path: Path) -> None:
     for key in ("tasks", "arms", "seeds"):
         if not getattr(study, key):
             raise UserError(f"{path}: {key} is empty, expected at least one")
-    whole = [isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in study.seeds]
-    if not all(whole) or len(set(study.seeds)) < len(study.seeds):
+    if min(study.seeds) < 0 or len(set(study.seeds)) < len(study.seeds):
         raise UserError(f"{path}: seeds is {study.seeds}, expected different whole numbers of at least 0")
     for name in (*study.tasks, *study.arms):
         if not re.fullmatch(r"\w+", name) or name == START:
@@ -348,15 +333,11 @@ def _check(study: Study, path: Path) -> None:
     for name, arm in study.arms.items():
         if study.held_out and len(arm.doses) > 1:
             raise UserError(f"{path}: arms.{name}.doses is {arm.doses}, expected one dose where held_out is true")
-        _check_doses(arm, f"{path}: arms.{name}")
-
-
-def _check_doses(arm: ArmEntry, place: str) -> None:
-    numbers = [isinstance(dose, int | float) and not isinstance(dose, bool) for dose in arm.doses]
-    if not all(numbers) or len({f"{dose:g}" for dose in arm.doses}) < len(arm.doses):
-        raise UserError(f"{place}.doses is {arm.doses}, expected different numbers (1e-3 needs its point: 1.0e-3)")
-    if bool(arm.dose) != bool(arm.doses):
-        raise UserError(f"{place}: dose and doses: give both, the setting and its values, or neither")
+        numbers = {f"{dose:g}" for dose in arm.doses if isinstance(dose, int | float)}
+        if len(numbers) < len(arm.doses):
+            raise UserError(f"{path}: arms.{name}.doses is {arm.doses}, expected different numbers")
+        if bool(arm.dose) != bool(arm.doses):
+            raise UserError(f"{path}: arms.{name}: dose and doses: give both, the setting and its values, or neither")
 
 
 def _written(value: Any) -> str:

@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import OverrideParseException
 
 from nemo_edo.config.compose import ConfigError, compose_run
-from nemo_edo.experiments.grid import Cell, Failure, Grid, quoted, run_grid
+from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
 from nemo_edo.report.run_set import sweep_members
 from nemo_edo.utils.files import check_folder
 
@@ -63,7 +63,9 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
     return sweep
 
 
-def run_sweep(sweep: Sweep, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print) -> list[Failure]:
+def run_sweep(
+    sweep: Sweep, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print
+) -> list[FailedCell]:
     """``run_grid``, with the sweep's list of its runs."""
     write_members(sweep)
     return run_grid(sweep, jobs=jobs, processes=processes, say=say)

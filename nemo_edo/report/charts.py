@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,8 +18,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from nemo_edo.config.arms import REPLICATE
-from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
-from nemo_edo.metrics.intervals import Interval
+from nemo_edo.evaluation.results import START, largest, metric_name
+from nemo_edo.report.charts_over_k import PROBLEMS_BAND, SEEDS_BAND, over_k_charts
 from nemo_edo.report.comparison import Comparison, Estimate
 from nemo_edo.report.conclusions import direction, plain, signed
 from nemo_edo.report.plotting import (
@@ -29,20 +28,16 @@ from nemo_edo.report.plotting import (
     ArmStyle,
     Chart,
     Line,
+    Styles,
     arm_styles,
     chart,
     interval_line,
     line_chart,
     over_seeds,
 )
-from nemo_edo.report.run_record import START_LABEL, read_test_time, setting
+from nemo_edo.report.run_record import START_LABEL, setting
 from nemo_edo.report.run_set import Trained
 
-Styles = Mapping[str, ArmStyle]
-SEEDS_BAND = " The line is the mean over seeds, the band reaches from the lowest to the highest seed."
-PROBLEMS_BAND = " With 95 % bands over the test problems."
-MOST_POINTS = 24
-"""Most points of a curve over k: of more numbers of responses, large ones are left out first."""
 FEWEST_ALPHAS = 3
 """The fewest alphas of a family that make a curve."""
 ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}
@@ -113,7 +108,7 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
     return Charts(
         first=[drawn for drawn in first if drawn],
         diversity=[drawn for drawn in diversity if drawn],
-        test_time=scaling_charts(comparison, styles) or [drawn for drawn in [_pass_chart(comparison, styles)] if drawn],
+        test_time=over_k_charts(comparison, styles),
         diagnostics=[drawn for drawn in (*found.values(), later) if drawn],
         undrawn=[title for title, drawn in found.items() if not drawn],
     )
@@ -329,77 +324,3 @@ def _alpha_charts(comparison: Comparison) -> list[Chart]:
         drawn = line_chart(f"alpha-{metric.replace('@', '-')}", title, f"{caption}exploration.", lines, styles, **axes)
         charts += [drawn] if drawn else []
     return charts
-
-
-# --- votes and pass@k -------------------------------------------------------------------------------------------------
-
-
-def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
-    ks = [int(found[1]) for metric in comparison.metrics if (found := re.fullmatch(r"pass@(\d+)", metric))]
-    lines = {}
-    for arm in comparison.labels:
-        cells = [comparison.cell(arm, f"pass@{k}") for k in ks]
-        lines[arm] = interval_line(ks, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
-    caption = "Chance that at least one of k responses is correct (unbiased estimate)."
-    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    return line_chart("pass", "pass@k", caption, lines, styles, x_title="responses (k)", y_title="pass@k")
-
-
-def scaling_charts(comparison: Comparison, styles: Styles) -> list[Chart]:
-    """Votes, pass@k and best-of-k by each score over the responses that ``evaluate --stored`` looked at, against k,
-    with the tokens of k responses; empty where nothing is stored."""
-    stored = {record.folder: read_test_time(record) for record in comparison.runs.records}
-    policies = {name: comparison.runs.policies[name].values() for name in comparison.labels}
-    found = {
-        arm: [stored[one.record.folder][one.name] for one in seeds if one.name in stored[one.record.folder]]
-        for arm, seeds in policies.items()
-    }
-    evaluations = {arm: seeds for arm, seeds in found.items() if seeds}
-    metrics = {metric for seeds in evaluations.values() for one in seeds for metric in one.metrics}
-    scores = {metric.partition("/")[2] for metric in metrics if metric.startswith("best_of@")} - {"oracle"}
-    families = {
-        "majority@": ("Majority vote", "Expected score of the majority answer of k responses."),
-        "pass@": ("pass@k", "Chance that at least one of k responses is right."),
-        **{f"best_of@/{name}": (f"Best of k by {name}", f"The response of k that {name} scores highest.")
-           for name in sorted(scores)},  # by the reward itself it is pass@k
-    }  # fmt: skip
-    bands = PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    axes = {"x_title": "responses to each problem (k)", "y_title": "share of test problems"}
-    charts = []
-    for family, (title, caption) in families.items():
-        lines = {arm: _over_k(comparison, seeds, family) for arm, seeds in evaluations.items()}
-        caption = f"{caption} Computed from the stored responses to the test problems.{bands}"
-        charts.append(line_chart(re.sub(r"\W", "-", f"samples-{family}"), title, caption, lines, styles, **axes))
-    return [drawn for drawn in charts if drawn]
-
-
-def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> Line:
-    """The family's curve over k. family: the metrics' name without k."""
-    before, _, after = family.partition("@")
-    pattern = re.compile(rf"{re.escape(before)}@(\d+){re.escape(after)}")
-    at_k = [
-        {int(k[1]): metric for metric in one.metrics if (k := pattern.fullmatch(metric)) and one.has(metric)}
-        for one in seeds
-    ]
-    kept = [{k: found[k] for k in thinned(sorted(found))} for found in at_k]
-    if comparison.is_one:
-        bootstrap = {
-            "resamples": setting(comparison.runs.records[0], "evaluation.bootstrap"),
-            "seed": comparison.seeds[0],
-        }
-        intervals = ratio_intervals({name: seeds[0].metrics[name] for name in kept[0].values()}, **bootstrap)
-        line = interval_line(list(kept[0]), list(intervals.values()))
-    else:
-        means = [{k: one.mean(name) for k, name in found.items()} for one, found in zip(seeds, kept, strict=True)]
-        line = over_seeds([pd.Series(one, dtype=float) for one in means])
-    tokens = [sum(one.mean(f"tokens@{k}") for one in seeds) / len(seeds) for k in line.index]
-    return line.assign(note=[f"{mean:.0f} tokens" if math.isfinite(mean) else "" for mean in tokens])
-
-
-def thinned(ks: Sequence[int]) -> list[int]:
-    """At most ``MOST_POINTS`` of the rising numbers, the first and the last among them, evenly spaced on a log scale
-    where there are too many."""
-    if len(ks) <= MOST_POINTS:
-        return list(ks)
-    wanted = np.geomspace(ks[0], ks[-1], MOST_POINTS)
-    return sorted({min(ks, key=lambda k, target=target: abs(k - target)) for target in wanted})

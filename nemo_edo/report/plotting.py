@@ -68,6 +68,7 @@ class Chart:
     html: str
 
 
+Styles = Mapping[str, ArmStyle]
 Line = pd.DataFrame
 """One arm's line: its index has x; the columns are y, for a band ``low`` and ``high``, and ``note``, what pointing at
 a point says as well."""
@@ -89,7 +90,7 @@ def line_chart(
     title: str,
     caption: str,
     lines: Mapping[str, Line],
-    styles: Mapping[str, ArmStyle],
+    styles: Styles,
     *,
     x_title: str,
     y_title: str,

@@ -68,6 +68,9 @@ class RunRecord:
     evaluations: dict[str, Evaluation]
     replicate: Evaluation | None
     """Of the baseline, trained again with other samples (``replicate_baseline``). It is none of the arms."""
+    test_time: dict[str, Evaluation]
+    """What ``nemo-edo evaluate --stored`` and ``nemo-edo search`` left, by evaluated policy: the curves of
+    ``test_time/ARM.json``, and ``search_accuracy`` where ``search/ARM`` has exactly one search."""
     samples: list[dict[str, Any]]
 
     @property
@@ -90,7 +93,11 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
     summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
-    named = {arm: _arm_settings(folder / "summary.json", arm, settings) for arm, settings in summary["arms"].items()}
+    names = [field.name for field in fields(ArmSettings)]
+    try:
+        named = {arm: ArmSettings(**{name: one[name] for name in names}) for arm, one in summary["arms"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / 'summary.json'}: arms lacks {error}; {RESTORE}") from error
     arms = {arm: settings for arm, settings in named.items() if arm != REPLICATE}
     config = read_mapping(folder / "config.yaml")
     if not arms and config.get("algorithm") not in ("sft", "none"):
@@ -105,9 +112,10 @@ def read_run(folder: Path) -> RunRecord:
         read_text(folder / "config.yaml"),
         summary,
         arms,
-        lines_table(_read_lines(folder / "metrics.jsonl")),
+        _read_lines(folder / "metrics.jsonl"),
         evaluations,
         load_evaluation(folder / "evaluations" / f"{REPLICATE}.json") if REPLICATE in named else None,
+        {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))},
         _read_samples(folder / "samples.json"),
     )
 
@@ -122,37 +130,21 @@ def setting(record: RunRecord, key: str) -> Any:
     return value
 
 
-def read_test_time(record: RunRecord) -> dict[str, Evaluation]:
-    """What ``nemo-edo evaluate --stored`` and ``nemo-edo search`` left in a run, by evaluated policy: the curves of
-    ``test_time/ARM.json``, and ``search_accuracy`` where ``search/ARM`` has exactly one search.
-
-    Raises UserError naming a file that is malformed, or a search of other problems.
-    """
-    found = {}
-    for arm in record.evaluations:
-        path = record.folder / "test_time" / f"{arm}.json"
-        searches = sorted((record.folder / "search" / arm).glob(f"*/{SEARCH_EVALUATION}"))
-        evaluations = [load_evaluation(path)] if path.is_file() else []
-        evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
-        if not evaluations:
-            continue
-        if len({evaluation.problems for evaluation in evaluations}) > 1:
-            raise UserError(f"{searches[0]}: has other problems than {path}, or another order; search them again")
-        metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
-        found[arm] = replace(evaluations[0], metrics=metrics)
-    return found
-
-
-def _arm_settings(path: Path, arm: str, settings: dict[str, Any]) -> ArmSettings:
-    names = [field.name for field in fields(ArmSettings)]
-    missing = [name for name in names if name not in settings]
-    if missing:
-        raise UserError(f"{path}: arms.{arm}.{missing[0]} is missing")
-    return ArmSettings(**{name: settings[name] for name in names})
+def _read_test_time(folder: Path, arm: str) -> Evaluation | None:
+    path = folder / "test_time" / f"{arm}.json"
+    searches = sorted((folder / "search" / arm).glob(f"*/{SEARCH_EVALUATION}"))
+    evaluations = [load_evaluation(path)] if path.is_file() else []
+    evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
+    if not evaluations:
+        return None
+    if len({evaluation.problems for evaluation in evaluations}) > 1:
+        raise UserError(f"{searches[0]}: has other problems than {path}, or another order; search them again")
+    metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
+    return replace(evaluations[0], metrics=metrics)
 
 
 def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
-    """``RunRecord.lines`` of the parsed lines."""
+    """``RunRecord.lines`` of the parsed lines. Raises ValueError where a number is something else."""
     frame = pd.DataFrame(lines)
     columns = dict.fromkeys(("kind", "arm", *NUMERIC_KEYS, "metrics", "final", "time", *frame.columns))
     frame = frame.reindex(columns=list(columns))
@@ -160,30 +152,23 @@ def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
     return frame
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> pd.DataFrame:
     content, lines = read_text(path), []
     _require_logged(path, content.encode())
     for place, text in enumerate(content.split("\n"), start=1):
-        if not text:
-            continue  # as after the last newline
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}:{place}: not valid JSON: {error.msg} (a line that a kill cut off may go; otherwise {RESTORE})"
-            ) from error
-        if not isinstance(line, dict) or "kind" not in line:
-            raise UserError(f"{path}:{place}: expected an object with a kind; {RESTORE}")
-        if line["kind"] not in REQUIRED_KEYS:
-            continue
-        for key in REQUIRED_KEYS[line["kind"]]:
-            if key not in line:
-                raise UserError(f"{path}:{place}: a {line['kind']} line without {key}; {RESTORE}")
-        for key in NUMERIC_KEYS:
-            if not isinstance(line.get(key), int | float | None) or isinstance(line.get(key), bool):
-                raise UserError(f"{path}:{place}: {key} is {line[key]!r}, expected a number or null; {RESTORE}")
-        lines.append(line)
-    return lines
+            line = json.loads(text or "{}")
+            required = REQUIRED_KEYS.get(line.get("kind"), ())
+            if missing := [key for key in required if key not in line]:
+                raise ValueError(f"a {line['kind']} line without {missing[0]}")
+        except (ValueError, AttributeError) as error:
+            said = f"{path}:{place}: {error} (a line that a kill cut off may go; otherwise {RESTORE})"
+            raise UserError(said) from error
+        lines += [line] if required else []
+    try:
+        return lines_table(lines)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: {error}; {RESTORE}") from error
 
 
 def _require_logged(path: Path, content: bytes) -> None:
@@ -198,16 +183,8 @@ def _require_logged(path: Path, content: bytes) -> None:
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
     samples = read_json(path)
-    if not isinstance(samples, list):
-        raise UserError(f"{path}: expected a list of problems, got {type(samples).__name__}")
-    for place, sample in enumerate(samples):
-        try:
-            texts = [sample["question"], *(one["text"] for each in sample["responses"].values() for one in each)]
-            rewards = [one["reward"] for each in sample["responses"].values() for one in each]
-            well_typed = all(isinstance(text, str) for text in texts) and sample["answer"] is not None
-            well_typed &= all(isinstance(reward, int | float) for reward in rewards)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: entry {place}: missing or malformed ({error!r})") from error
-        if not well_typed:
-            raise UserError(f"{path}: entry {place}: expected question, answer, and text and reward of each response")
+    if not isinstance(samples, list) or not all(
+        isinstance(sample, dict) and {"question", "answer"} <= sample.keys() for sample in samples
+    ):
+        raise UserError(f"{path}: expected a list of problems, each with question and answer; {RESTORE}")
     return samples

@@ -69,6 +69,11 @@ class Trained:
         replicate = self.record.replicate
         return replicate if self.name == REPLICATE and replicate else self.record.evaluations[self.name]
 
+    @property
+    def test_time(self) -> Evaluation | None:
+        """Its curves over k and its search, where there are any."""
+        return self.record.test_time.get(self.name)
+
     def lines(self, kind: str) -> pd.DataFrame:
         """The policy's lines of metrics.jsonl of one kind, in order."""
         return self.record.of(kind, self.name)

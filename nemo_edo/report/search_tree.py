@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 
 from nemo_edo.errors import UserError
 from nemo_edo.test_time.search_llm import SearchResult
+from nemo_edo.utils.files import read_object
 
 SHOWN = 6
 """Trees on a page, the first by their files' names."""
 COLUMN, ROW, MARGIN = 96, 24, 16
 """Pixels from a node to its child, between leaves, and around the tree."""
-_NUMBERS = ("reward", "width", "value")
-_STORED = ("parent", "finished", "samples", *_NUMBERS, "made_at", "expanded_at")
+_STORED = ("parent", "finished", "samples", "reward", "width", "value", "made_at", "expanded_at")
+_DRAWN = ("step", *(name for name in _STORED if name != "samples"))
 
 
 @dataclass
@@ -88,33 +89,13 @@ def read_trees(run_folder: Path) -> list[SearchTree]:
 
 
 def _read(path: Path) -> SearchTree:
+    record = read_object(path, ("question", "best", "nodes"))
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        question, best, nodes = record["question"], record["best"], record["nodes"]
-        for place, node in enumerate(nodes):
-            _check(node, place)
-        if not isinstance(question, str) or not 0 <= best < len(nodes):
-            raise ValueError(
-                f"best is {best!r}, expected the place of one of {len(nodes)} nodes, and a question's text"
-            )
-        fields = [name for name in (*_STORED, "step") if name != "samples"]
-        tree = SearchTree(path.stem, question, tuple(TreeNode(**{name: n[name] for name in fields}) for n in nodes))
-        _lay_out(tree.nodes, best)
-        return tree
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not the record of a search ({error})") from error
-
-
-def _check(node: dict[str, Any], place: int) -> None:
-    """Raises ValueError where a node is malformed, or comes before its parent."""
-    parent = node["parent"]
-    if (parent is None) != (place == 0) or not (parent is None or (isinstance(parent, int) and 0 <= parent < place)):
-        raise ValueError(f"node {place} has the parent {parent!r}, expected one before it, and none for node 0")
-    for name in _NUMBERS:
-        if isinstance(node[name], bool) or not isinstance(node[name], int | float):
-            raise ValueError(f"node {place}: {name} is {node[name]!r}, expected a number")
-    if not isinstance(node["step"], str):
-        raise ValueError(f"node {place}: step is {node['step']!r}, expected a text")
+        nodes = tuple(TreeNode(**{name: node[name] for name in _DRAWN}) for node in record["nodes"])
+        _lay_out(nodes, record["best"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{path}: not the record of a search ({error!r})") from error
+    return SearchTree(path.stem, record["question"], nodes)
 
 
 def _lay_out(nodes: Sequence[TreeNode], best: int) -> None:
@@ -125,19 +106,15 @@ def _lay_out(nodes: Sequence[TreeNode], best: int) -> None:
         nodes[place].chosen = True
         place = nodes[place].parent
     children: list[list[int]] = [[] for _ in nodes]
-    leaves = [0] * len(nodes)
-    for place in reversed(range(len(nodes))):
-        leaves[place] = leaves[place] or 1
-        if (parent := nodes[place].parent) is not None:
-            leaves[parent] += leaves[place]
-            children[parent].insert(0, place)
-    rows, depths = [0.0] * len(nodes), [0] * len(nodes)  # rows: first that of a node's first leaf
-    for place, own in enumerate(children):
-        row = rows[place]
-        for child in own:
-            rows[child], depths[child] = row, depths[place] + 1
-            row += leaves[child]
-    for place in reversed(range(len(nodes))):
-        if children[place]:
-            rows[place] = (rows[children[place][0]] + rows[children[place][-1]]) / 2
-        nodes[place].x, nodes[place].y = round(MARGIN + depths[place] * COLUMN), round(MARGIN + rows[place] * ROW)
+    for place, node in enumerate(nodes[1:], start=1):
+        children[node.parent].append(place)
+    leaves = itertools.count()
+
+    def put(place: int, depth: int) -> float:
+        """Places a node after its children, and returns its row."""
+        rows = [put(child, depth + 1) for child in children[place]] or [float(next(leaves))]
+        row = (rows[0] + rows[-1]) / 2
+        nodes[place].x, nodes[place].y = MARGIN + depth * COLUMN, round(MARGIN + row * ROW)
+        return row
+
+    put(0, 0)

@@ -49,6 +49,7 @@ def one_run(
         lines=lines_table(lines),
         evaluations={one.arm: one for one in evaluations},
         replicate=replicate,
+        test_time={},
         samples=[],
     )
     trained = {arm: {seed: Trained(record, arm)} for arm in arms}

@@ -152,7 +152,7 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> dict:
 
     def run_sweep(sweep, *, jobs: int, processes: int):
         called.update(members=[cell.name for cell in sweep.cells], jobs=jobs, processes=processes)
-        return [sweeps.Failure(sweep.cells[0], 3, Path("its.log"))] if called["fails"] else []
+        return [sweeps.FailedCell(sweep.cells[0], 3, Path("its.log"))] if called["fails"] else []
 
     monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
     monkeypatch.delenv("RANK", raising=False)

@@ -15,14 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from paper_claims import FAMILIES, METRIC, Finding, findings
+from paper_claims import markdown as claims_table
 from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
 from nemo_edo.experiments.study import Study, cpu_hours_left, read_study, verdict_lines
 from nemo_edo.experiments.study_table import Row, cell_of, last_rows, read_rows
-from nemo_edo.report.claims import FAMILIES, METRIC, Finding, findings
-from nemo_edo.report.claims import markdown as claims_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "study_tables.md"

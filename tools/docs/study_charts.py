@@ -15,11 +15,11 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
+from paper_claims import FAMILIES
 from studies_table import AT_1, SHOWN, Difference, name, over_tasks, studies, study_rows
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.evaluation.results import seeds_interval
-from nemo_edo.report.claims import FAMILIES
 from nemo_edo.report.plotting import COLORS, START_COLOR
 
 ROOT = Path(__file__).parents[2]

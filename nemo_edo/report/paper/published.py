@@ -9,11 +9,10 @@ policy is evaluated on the benchmarks that Overall is the mean of.
 
 from __future__ import annotations
 
-import csv
 import functools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+import pandas as pd
 
 TABLES = {
     "main": "Main results, in distribution",
@@ -23,6 +22,8 @@ TABLES = {
     "test_time": "Test-time scaling strategies",
     "iterations": "Accuracy over iterations",
 }
+ROW = ["backbone", "trained_on", "evaluated_on", "method"]
+"""The columns that name a row of a table."""
 OVERALL = "Overall"
 OUT_OF_DISTRIBUTION = ("AIME24", "AIME25", "MATH500", "Minerva Math", "OlympiadBench")
 """What ``Overall`` is the plain mean of."""
@@ -32,73 +33,26 @@ _BENCHMARKS = {
 }
 
 
-class Row(NamedTuple):
-    """A row of a table: a method on a backbone, trained and evaluated on these benchmarks."""
-
-    backbone: str
-    trained_on: str
-    evaluated_on: str
-    method: str
-
-
-class Column(NamedTuple):
-    """A quantity with its aggregator over responses."""
-
-    title: str
-    metrics: tuple[str, ...]
-    percent: bool
-    """False for Distinct-4, a share."""
-    iteration: int | None
-    """The evaluation during training after this iteration; None: the one at the end."""
-
-
-class Published(NamedTuple):
-    """A number of the paper, in its column's unit."""
-
-    row: Row
-    column: Column
-    value: float | None
-    """None in a figure."""
-    deviation: float | None
-    """Standard deviation over seeds, where the value is their mean."""
-
-
-class Arm(NamedTuple):
-    """The row that an experiment's arm measures, and the tables that it is in."""
-
-    row: Row
-    tables: tuple[str, ...]
-
-
-def read_csv(name: str) -> Iterator[dict[str, str]]:
-    """The rows of a file of this folder."""
-    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file)
+@functools.cache
+def read_texts(name: str) -> pd.DataFrame:
+    """A file of this folder, every cell as text."""
+    return pd.read_csv(Path(__file__).with_name(name), dtype=str, keep_default_na=False)
 
 
 @functools.cache
-def published(table: str) -> tuple[Published, ...]:
-    """The numbers of a table in the paper's order."""
-    columns = {
-        line["column"]: Column(
-            line["column"], tuple(line["metrics"].split()), bool(line["percent"]), _number(line["iteration"], int)
-        )
-        for line in read_csv("columns.csv")
-    }
-    return tuple(
-        Published(_row(line), columns[line["column"]], _number(line["value"]), _number(line["spread"]))
-        for line in read_csv("published.csv")
-        if line["table"] == table
-    )
+def published(table: str) -> pd.DataFrame:
+    """The numbers of a table in the paper's order: ``ROW``, column, value and spread (the standard deviation over
+    seeds) in the column's unit, NaN where there is none, and what ``columns.csv`` says of the column."""
+    numbers = read_texts("published.csv").query("table == @table").merge(read_texts("columns.csv"), on="column")
+    for column in ("value", "spread", "iteration"):
+        numbers[column] = pd.to_numeric(numbers[column])
+    return numbers
 
 
-@functools.cache
-def experiments() -> dict[str, dict[str, Arm]]:
-    """The experiments by their config's name: arm -> what it measures."""
-    found: dict[str, dict[str, Arm]] = {}
-    for line in read_csv("experiments.csv"):
-        found.setdefault(line["experiment"], {})[line["arm"]] = Arm(_row(line), tuple(line["tables"].split()))
-    return found
+def measured_by(experiment: str | None, arm: str | None = None) -> pd.DataFrame:
+    """The rows of ``experiments.csv`` of an experiment, or of one of its arms."""
+    rows = read_texts("experiments.csv").query("experiment == @experiment")
+    return rows if arm is None else rows.query("arm == @arm")
 
 
 def evaluated_on(benchmark: str | None, trained_on: str) -> str | None:
@@ -106,11 +60,3 @@ def evaluated_on(benchmark: str | None, trained_on: str) -> str | None:
     MATH's test set: the paper's accuracies are multiples of 1/500."""
     name = _BENCHMARKS.get(benchmark)
     return "MATH" if (trained_on, name) == ("MATH", "MATH500") else name
-
-
-def _row(line: dict[str, str]) -> Row:
-    return Row(*(line[name] for name in Row._fields))
-
-
-def _number(text: str, kind: type = float):
-    return kind(text) if text else None

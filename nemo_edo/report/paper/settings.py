@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nemo_edo.evaluation.results import START
-from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, evaluated_on, experiments, read_csv
+from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, evaluated_on, measured_by, read_texts
 from nemo_edo.report.run_record import RunRecord, setting
 from nemo_edo.report.run_set import arm_settings, flattened
 
@@ -23,11 +23,11 @@ WARM_UP = "sft.steps * sft.batch_size"
 def departures(record: RunRecord, arm: str) -> list[str]:
     """How a run's arm departs from the paper's settings, in words; empty: it is comparable, as far as settings tell."""
     name = record.config.get("experiment")
-    if name not in experiments():
+    if measured_by(name).empty:
         return ["its experiment is not one of the paper's"]
-    if arm not in experiments()[name]:
+    if measured_by(name, arm).empty:
         return [f"the paper has no {arm} among this experiment's arms"]
-    row = experiments()[name][arm].row
+    row = measured_by(name, arm).iloc[0]
     found = {**flattened(record.config), **(arm_settings(record, arm) if arm != START else {})}
     given = paper_settings(name, row.method)
     departed = []
@@ -61,9 +61,9 @@ def tested_on(record: RunRecord) -> str | None:
 def paper_settings(experiment: str, method: str) -> dict[str, Any]:
     """The settings that the paper gives for a method of an experiment, by dotted key; an arm's without a section."""
     return {
-        line["setting"]: _value(line["value"])
-        for line in read_csv("settings.csv")
-        if _matches(experiment, line["experiments"]) and _matches(method, line["methods"])
+        line.setting: _value(line.value)
+        for line in read_texts("settings.csv").itertuples()
+        if _matches(experiment, line.experiments) and _matches(method, line.methods)
     }
 
 

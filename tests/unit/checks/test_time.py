@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import scale_table
 
-from nemo_edo.checks.estimates import GPU_BANDWIDTH, forward_flops, generation_seconds, iteration_times, refit_seconds
+from nemo_edo.checks.iteration_time import (
+    GPU_BANDWIDTH,
+    forward_flops,
+    generation_seconds,
+    iteration_times,
+    refit_seconds,
+)
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,7 +13,16 @@ from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.evaluation.results import START
-from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, TABLES, evaluated_on, experiments, published
+from nemo_edo.report.paper.published import (
+    OUT_OF_DISTRIBUTION,
+    OVERALL,
+    ROW,
+    TABLES,
+    evaluated_on,
+    measured_by,
+    published,
+    read_texts,
+)
 from nemo_edo.report.paper.settings import departures
 
 FOLDER = shipped_config_dir() / "experiment"
@@ -22,6 +31,9 @@ NAMES = sorted(
 )
 OF_THE_PAPER = [name for name in NAMES if not name.startswith("builtin/")]
 TRAINED = [name for name in OF_THE_PAPER if not name.startswith("ood/")]
+EXPERIMENTS = read_texts("experiments.csv")
+MEASURED = EXPERIMENTS.assign(tables=EXPERIMENTS["tables"].str.split()).explode("tables")
+"""A line for each arm and table."""
 H100 = Devices(False, 4, 80 * 10**9)
 
 
@@ -42,7 +54,7 @@ def test_an_experiment_composes_under_its_name_with_the_papers_settings(tmp_path
     assert (cfg.experiment, cfg.name) == (name, name.replace("/", "_") + benchmark)
     if name in OF_THE_PAPER:
         record = experiment_record(tmp_path / "run", cfg)
-        found = {arm: departures(record, arm) for arm in experiments()[name]}
+        found = {arm: departures(record, arm) for arm in measured_by(name)["arm"]}
         assert found == {arm: [] for arm in found}
         assert (cfg.evaluation.samples, cfg.evaluation.rollouts) == (10, 3)
     # DAPO's buffer is a fifth of the longest response, as its authors' 4,096 of 20,480.
@@ -57,32 +69,22 @@ def test_an_experiment_fits_on_four_h100s_of_80_gb(name: str):
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_of_the_papers_tables_has_one_run_that_measures_it(table: str):
-    for row in {paper.row for paper in published(table)}:
+    arms = MEASURED[MEASURED["tables"] == table]
+    for row in published(table)[ROW].drop_duplicates().itertuples():
         elsewhere = row.evaluated_on in (OVERALL, *OUT_OF_DISTRIBUTION)
-        measured = {
-            measures.row._replace(evaluated_on=measures.row.evaluated_on == OVERALL): (name, arm)
-            for name, arms in experiments().items()
-            for arm, measures in arms.items()
-            if table in measures.tables
-        }
         method = "cot" if row.method == "searchllm" else row.method
-        name, arm = measured[row._replace(evaluated_on=elsewhere, method=method)]
-        cfg = composed(name)
-        assert arm in {START, *arm_configs(cfg)}
+        same = (arms[["backbone", "trained_on", "method"]] == [row.backbone, row.trained_on, method]).all(axis=1)
+        [measures] = arms[same & ((arms["evaluated_on"] == OVERALL) == elsewhere)].itertuples()
+        cfg = composed(measures.experiment)
+        assert measures.arm in {START, *arm_configs(cfg)}
         assert (cfg.algorithm == "none") == elsewhere
         assert elsewhere or evaluated_on(cfg.data.tested_on, row.trained_on) == row.evaluated_on
         assert elsewhere or BENCHMARKS[cfg.data.benchmark].title.lower().startswith(row.trained_on.lower())
 
 
 def test_every_experiment_of_the_tables_has_a_config_and_no_two_arms_measure_one_row():
-    assert set(experiments()) == set(OF_THE_PAPER)
-    measured = [
-        (table, measures.row)
-        for arms in experiments().values()
-        for measures in arms.values()
-        for table in measures.tables
-    ]
-    assert len(set(measured)) == len(measured)
+    assert set(MEASURED["experiment"]) == set(OF_THE_PAPER)
+    assert not MEASURED[[*ROW, "tables"]].duplicated().any()
     for name in ("alpha/math_qwen_grpo", "alpha/math_qwen_idpo"):
         assert [arm.alpha for arm in arm_configs(composed(name)).values()] == [0, 1e-4, 1e-3, 1e-2, 1e-1]
 

@@ -74,24 +74,22 @@ def test_the_start_trains_no_arm_and_has_the_warm_up_of_its_cells(written):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"task": {}}, "unknown key task; did you mean tasks"),
     ({"tasks": {"sums": {"confg": "x"}}}, "unknown key tasks.sums.confg; did you mean config"),
-    ({"tasks": {"sums": {}}}, "tasks.sums.config is missing"),
+    ({"tasks": {"sums": {}}}, "tasks.sums.config"),
     ({"tasks": {}}, "tasks is empty"),
     ({"tasks": {"a/b": {"config": "x"}}}, "'a/b' names no task or arm"),
     ({"arms": {"warmup": {}}}, "and not warmup"),
-    ({"arms": {"grpo": {"dose": "clip_high"}}}, "arms.grpo: dose and doses: give both"),
-    ({"arms": {"grpo": {"dose": "clip_high", "doses": ["1e-3"]}}}, "1e-3 needs its point"),
+    ({"arms": {"grpo": {"dose": "clip_high"}}}, "arms.grpo: dose and doses"),
     ({"arms": {"grpo": {"dose": "clip_high", "doses": [0.1, 0.1]}}}, "expected different numbers"),
-    ({"arms": {"grpo": {"doses": 0.1}}}, "arms.grpo.doses is 0.1, expected a list"),
+    ({"arms": {"grpo": {"doses": 0.1}}}, "arms.grpo.doses"),
     ({"baselines": ["grop"]}, "baselines has 'grop', which is no arm; did you mean grpo"),
-    ({"seeds": [1, 1]}, "seeds is .1, 1., expected different whole numbers"),
-    ({"seeds": [-1]}, "of at least 0"),
+    ({"seeds": [1, 1]}, "seeds is .1, 1."), ({"seeds": [-1]}, "of at least 0"), ({"seeds": [True]}, "seeds"),
     ({"keep": "all"}, "keep is 'all', expected one of nothing, results, everything"),
-    ({"name": "a/b"}, "name is 'a/b', expected letters"),
-    ({"held_out": "yes"}, "held_out is 'yes', expected true or false"),
-    ({"held_out": True, "baselines": []}, "held_out is true, so that it needs baselines, and an arm that is none"),
+    ({"name": "a/b"}, "name is 'a/b'"),
+    ({"held_out": "maybe"}, "held_out"),
+    ({"held_out": True, "baselines": []}, "held_out is true"),
     ({"held_out": True, "arms": {"grpo": {}}, "baselines": ["grpo"]}, "and an arm that is none"),
     ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "x": {"dose": "alpha", "doses": [0.1, 0.2]}}},
-     "arms.x.doses is .0.1, 0.2., expected one dose where held_out is true"),
+     "arms.x.doses is .0.1, 0.2."),
 ])
 def test_a_wrong_file_is_an_error_that_names_the_key(written, changes, message: str):
     with pytest.raises(UserError, match=message):
@@ -117,7 +115,7 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path):
     with pytest.raises(UserError, match="bad.yaml: not YAML"):
         read_study(tmp_path / "bad.yaml")
     (tmp_path / "bad.yaml").write_text("[]")
-    with pytest.raises(UserError, match="expected a mapping"):
+    with pytest.raises(UserError, match="bad.yaml: the file: "):
         read_study(tmp_path / "bad.yaml")
 
 

@@ -12,7 +12,8 @@ from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.metrics import share_interval
-from nemo_edo.report.charts import MOST_POINTS, all_charts, pareto_front, thinned
+from nemo_edo.report.charts import all_charts, pareto_front
+from nemo_edo.report.charts_over_k import MOST_POINTS, thinned
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.plotting import COLORS, DASHES, MOST_MARKERS, START_COLOR, arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs

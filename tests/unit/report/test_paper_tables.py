@@ -1,11 +1,11 @@
 """The paper's tables: a run's numbers are joined to the paper's where its settings are the paper's, and only there."""
 
-import csv
 import functools
-import io
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from helpers.experiment_run import write_evaluation, write_experiment_run
 
@@ -14,13 +14,12 @@ from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.metrics import mean_interval, share_interval
-from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, TABLES, evaluated_on, published
+from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, evaluated_on, published
 from nemo_edo.report.paper.settings import departures
 from nemo_edo.report.paper.tables import (
     NOT_MEASURED,
     NOT_RUN,
     build_table,
-    csv_text,
     html,
     markdown,
     write_table,
@@ -51,30 +50,27 @@ def run(tmp_path: Path):
 
 def cells_of(table, method: str, place: tuple = GSM8K) -> dict:
     """The lines of a row by their columns' titles."""
-    return {line.paper.column.title: line for line in table.lines if line.paper.row == (*place, method)}
+    rows = table.lines[(table.lines[ROW] == [*place, method]).all(axis=1)]
+    return {line.column: line for line in rows.itertuples()}
 
 
 def test_a_runs_number_has_the_papers_and_the_bootstrap_interval_over_problems(run):
     table = build_table("main", [run(MAIN, {"ed_grpo": HALF, START: TENTHS})])
     cell = cells_of(table, "ed-grpo")["vote@10"]
     expected = share_interval([1, 1, 1, 0], [1] * 4, resamples=2000, seed=42)
-    found = cell.measured
-    assert (found.mean, found.low, found.high) == pytest.approx((75.0, 100 * expected.low, 100 * expected.high))
-    assert (cell.paper.value, cell.deviation, cell.seeds) == (90.4, None, (42,))
-    assert cells_of(table, "cot")["greedy"].measured.mean == pytest.approx(30.0)
+    assert (cell.mean, cell.low, cell.high) == pytest.approx((75.0, 100 * expected.low, 100 * expected.high))
+    assert (cell.paper, cell.seeds, cell.state) == (90.4, "42", "") and math.isnan(cell.deviation)
+    assert cells_of(table, "cot")["greedy"].mean == pytest.approx(30.0)
     eto = cells_of(table, "eto")["greedy"]
-    assert (eto.state, eto.measured) == (NOT_RUN, None)
+    assert eto.state == NOT_RUN and math.isnan(eto.mean)
 
 
-def test_every_number_of_the_paper_is_in_its_table_and_in_its_csv_and_without_runs_none_is_measured():
-    lines = [line for name in TABLES for line in build_table(name, []).lines]
-    assert len([line for line in lines if line.paper.value is not None]) == 300
-    assert {(line.measured, line.state) for line in lines} == {(None, NOT_RUN)}
-    rows = list(csv.DictReader(io.StringIO(csv_text(build_table("main", [])))))
-    assert sorted(float(row["paper"]) for row in rows) == sorted(paper.value for paper in published("main"))
-    assert {row["state"] for row in rows} == {NOT_RUN} and {row["column"] for row in rows} == {"greedy", "vote@10"}
+def test_every_number_of_the_paper_is_in_its_table_and_without_runs_none_is_measured():
+    lines = pd.concat([build_table(name, []).lines for name in TABLES])
+    assert lines["paper"].notna().sum() == 300
+    assert lines["mean"].isna().all() and set(lines["state"]) == {NOT_RUN}
     for name in ("seeds", "alpha"):  # the paper's best-of-n there is the vote
-        assert {paper.column.title for paper in published(name)} == {"vote@10", "Distinct-4"}
+        assert set(published(name)["column"]) == {"vote@10", "Distinct-4"}
 
 
 def test_several_seeds_have_mean_deviation_and_t_interval(run):
@@ -83,10 +79,10 @@ def test_several_seeds_have_mean_deviation_and_t_interval(run):
                for seed, share in shares.items()]
     table = build_table("seeds", records)
     cells, expected = cells_of(table, "grpo"), mean_interval([75.0, 50.0, 100.0])
-    found, voted = cells["vote@10"].measured, cells["vote@10"]
-    assert (found.mean, found.low, found.high) == pytest.approx((75.0, expected.low, expected.high))
-    assert (voted.deviation, voted.seeds) == (pytest.approx(25.0), (42, 84, 126))
-    assert cells["Distinct-4"].measured.mean == pytest.approx(0.375)  # a number, not percent
+    voted = cells["vote@10"]
+    assert (voted.mean, voted.low, voted.high) == pytest.approx((75.0, expected.low, expected.high))
+    assert (voted.deviation, voted.seeds) == (pytest.approx(25.0), "42 84 126")
+    assert cells["Distinct-4"].mean == pytest.approx(0.375)  # a number, not percent
     assert f"75.0 ± 25.0 [{expected.low:.1f}, {expected.high:.1f}], 3 seeds" in markdown(table)
 
 
@@ -97,7 +93,7 @@ def test_a_seed_counts_once_but_runs_may_share_their_start(run):
     other = run(MAIN, {"dapo": HALF}, folder="c", arms={"dapo": first.config["arms"]["dapo"]})
     only = run(MAIN, {"grpo": HALF}, folder="d", arms={"grpo": {"alpha": 0.0}})
     table = build_table("main", [only, other])
-    assert all(cells_of(table, row)["vote@10"].measured for row in ("grpo", "dapo", "cot"))
+    assert all(cells_of(table, row)["vote@10"].seeds == "42" for row in ("grpo", "dapo", "cot"))
 
 
 def test_at_test_time_reward_models_rank_the_stored_responses_and_the_search_is_the_starts(run):
@@ -105,13 +101,13 @@ def test_at_test_time_reward_models_rank_the_stored_responses_and_the_search_is_
     folder = record.folder / "test_time"
     write_evaluation(folder / "ed_grpo.json", "ed_grpo", {"best_of@10/qwen": [1, 1, 1, 1], "majority@10": [0, 0, 0, 0]})
     write_evaluation(folder / f"{START}.json", START, {"search_accuracy": [1, 1, 1, 0]})
-    table = build_table("test_time", [record])
+    table = build_table("test_time", [read_run(record.folder)])
     cells = cells_of(table, "ed-grpo")
-    assert (cells["best-of-10 by qwen"].measured.mean, cells["best-of-10 by qwen"].paper.value) == (100.0, 94.8)
-    assert cells["vote@10"].measured.mean == 75.0  # the evaluation's own, before the estimate from subsets
+    assert (cells["best-of-10 by qwen"].mean, cells["best-of-10 by qwen"].paper) == (100.0, 94.8)
+    assert cells["vote@10"].mean == 75.0  # the evaluation's own, before the estimate from subsets
     assert cells["best-of-10 by skywork"].state == NOT_MEASURED
     searched = cells_of(table, "searchllm")
-    assert list(searched) == ["SearchLLM"] and searched["SearchLLM"].measured.mean == 75.0
+    assert list(searched) == ["SearchLLM"] and searched["SearchLLM"].mean == 75.0
 
 
 def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_the_paper(run):
@@ -121,15 +117,13 @@ def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_
     records = [run(name, {START: {"greedy_accuracy": share, "vote@10": share}}, folder=benchmark,
                    data=replace(data, test_benchmark=benchmark)) for benchmark, share in shares.items()]
     place = ("Qwen2.5-7B-Instruct-SFT", "s1K", OVERALL)
-    overall = cells_of(build_table("ood", records), "eto", place)["greedy"].measured
+    overall = cells_of(build_table("ood", records), "eto", place)["greedy"]
     assert overall.mean == pytest.approx(100 * (0.5 + 0.25 + 0.75 + 1.0 + 0.0) / 5)
     assert overall.low < overall.mean < overall.high
     four = cells_of(build_table("ood", records[1:]), "eto", place)["greedy"]
-    assert (four.measured, four.state) == (None, "4 of 5 benchmarks")
-    of = {}
-    for paper in published("ood"):
-        of.setdefault((paper.row[0], paper.row.method, paper.column), {})[paper.row.evaluated_on] = paper.value
-    off = sorted(abs(found[OVERALL] - sum(found[name] for name in OUT_OF_DISTRIBUTION) / 5) for found in of.values())
+    assert math.isnan(four.mean) and four.state == "4 of 5 benchmarks"
+    of = published("ood").pivot_table("value", ["backbone", "method", "column"], "evaluated_on")
+    off = sorted(abs(of[OVERALL] - of[list(OUT_OF_DISTRIBUTION)].mean(axis=1)))
     assert len(of) == 24 and off[-2] < 0.06 and off[-1] < 0.5  # rounding, and one cell that does not add up
 
 
@@ -146,8 +140,8 @@ def test_accuracy_over_iterations_is_the_logged_vote_and_the_last_of_two_counts(
     cells = cells_of(table, "grpo")
     assert list(cells) == [f"vote@10 after {t}" for t in range(4)]
     found = list(cells.values())
-    assert [cell.measured and round(cell.measured.mean, 6) for cell in found] == [10.0, 25.0, None, 50.0]
-    assert (found[1].measured.low, found[2].state) == (pytest.approx(15.0), NOT_MEASURED)
+    assert [cell.mean for cell in found] == pytest.approx([10.0, 25.0, math.nan, 50.0], nan_ok=True)
+    assert (found[0].low, found[1].low, found[2].state) == (0.0, pytest.approx(15.0), NOT_MEASURED)
 
 
 @pytest.mark.parametrize(("section", "change", "told"), [
@@ -174,7 +168,7 @@ def test_a_run_with_another_setting_than_the_papers_is_not_in_the_table_which_sa
         return
     assert any(reason.startswith(told) for reason in departures(record, "ed_grpo"))
     table = build_table("main", [record])
-    assert cells_of(table, "ed-grpo")["vote@10"].measured is None
+    assert math.isnan(cells_of(table, "ed-grpo")["vote@10"].mean)
     assert any("ED-GRPO" in line and told in line for line in table.left_out) and told in markdown(table)
 
 
@@ -188,7 +182,7 @@ def test_the_warm_up_on_s1k_is_one_epoch_of_1000_solutions(run, steps: int, depa
 def test_a_table_names_the_runs_that_are_not_the_papers_or_another_tables(run):
     own, other = run("builtin/quickstart", {"grpo": HALF}), run("alpha/math_qwen_grpo", {START: HALF})
     table = build_table("main", [own, other], {Path("killed"): "not finished"})
-    assert not table.runs and not any(line.measured for line in table.lines)
+    assert not table.runs and table.lines["mean"].isna().all()
     for run_folder, reason in ((own.folder, "its experiment is not one of the paper's"),
                                (other.folder, "is for the tables alpha"), ("killed", "not finished")):
         assert any(line.startswith(str(run_folder)) and reason in line for line in table.left_out)

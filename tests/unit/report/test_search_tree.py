@@ -87,18 +87,12 @@ def test_a_run_without_a_search_has_no_section_and_many_are_cut(run, result):
     assert [tree.name for tree in read_trees(run)] == [f"q{place}" for place in range(SHOWN)]
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    (lambda r: r.pop("best"), "'best'"),
-    (lambda r: r.update(best=99), "best is 99, expected the place of one of"),
-    (lambda r: r["nodes"][1].update(parent=5), "node 1 has the parent 5, expected one before it"),
-    (lambda r: r["nodes"][0].update(parent=0), "node 0 has the parent 0"),
-    (lambda r: r["nodes"][2].update(reward="high"), "node 2: reward is 'high', expected a number"),
-    (lambda r: r["nodes"][2].update(step=3), "node 2: step is 3, expected a text"),
-])
-def test_a_malformed_record_is_an_error_that_names_the_file(run, result, change, told):
+@pytest.mark.parametrize("change", [
+    lambda r: r.pop("best"), lambda r: r.update(best=99), lambda r: r["nodes"][1].update(parent=99),
+    lambda r: r["nodes"][2].pop("reward"), lambda r: r.update(nodes=[])])
+def test_a_malformed_record_is_an_error_that_names_the_file(run, result, change):
     record = tree_record(result)
     change(record)
     write(run, record)
-    with pytest.raises(UserError, match="q0.json: not the record of a search") as caught:
+    with pytest.raises(UserError, match="q0.json: "):
         read_trees(run)
-    assert told in str(caught.value)

@@ -23,7 +23,7 @@ from nemo_edo.data.problems import load_problems
 from nemo_edo.data.stop_tokens import read_stop_tokens
 from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
-from nemo_edo.report.run_record import read_run, read_test_time
+from nemo_edo.report.run_record import read_run
 from nemo_edo.report.run_set import find_runs, read_runs
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge_cache import JudgeCache, Reply
@@ -138,7 +138,7 @@ def model(folder: Path) -> None:
 
 
 def reported(folder: Path) -> None:
-    read_test_time(read_run(folder / "reported"))
+    read_run(folder / "reported")
 
 
 def stored(folder: Path) -> None:

@@ -19,11 +19,11 @@ import numpy as np
 import pandas as pd
 
 from nemo_edo.evaluation.results import POOLED, seeds_interval
+from nemo_edo.experiments.study_table import Row
 from nemo_edo.metrics import Interval, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
 from nemo_edo.report.conclusions import MALFORMED_BELOW
 
-Row = Mapping[str, str]
 SHOWN, NOT_SHOWN, REFUTED, NO_DATA = "shown", "not shown", "refuted", "no data"
 CLAIMS = {
     "entropy": "entropy kept",

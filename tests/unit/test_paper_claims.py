@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from paper_claims import METRIC, Family, findings, markdown
 
 from nemo_edo.experiments.study_table import COLUMNS
-from nemo_edo.report.claims import METRIC, Family, findings, markdown
 
 ED = Family("ED-GRPO", "ed_grpo", "grpo")
 DOSES = ("0.01", "0.1", "1")
