@@ -98,7 +98,7 @@ FAULTS = [  # of an unfinished run: the file, the damage, and what the same comm
     ("data/train.jsonl", truncate, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", Path.unlink, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", truncate, "delete it to generate its rollouts again"),
-    ("config.yaml", truncate, "config.yaml is damaged: it "),
+    ("config.yaml", truncate, "restore it from a copy"),  # where it breaks off depends on paths
     ("journal.json", empty, "is damaged"),
     ("journal.json", Path.unlink, "is missing; restore it"),
     ("metrics.jsonl", flip, "is damaged"),
