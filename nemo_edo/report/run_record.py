@@ -69,8 +69,8 @@ class RunRecord:
     replicate: Evaluation | None
     """Of the baseline, trained again with other samples (``replicate_baseline``). It is none of the arms."""
     test_time: dict[str, Evaluation]
-    """What ``nemo-edo evaluate --stored`` and ``nemo-edo search`` left, by evaluated policy: the curves of
-    ``test_time/ARM.json``, and ``search_accuracy`` where ``search/ARM`` has exactly one search."""
+    """The curves of ``test_time/ARM.json`` (``nemo-edo evaluate --stored``) by evaluated policy, and its
+    ``search_accuracy`` where ``search/ARM`` has exactly one search (``nemo-edo search``)."""
     samples: list[dict[str, Any]]
 
     @property
@@ -93,11 +93,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Read every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
     summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
-    names = [field.name for field in fields(ArmSettings)]
-    try:
-        named = {arm: ArmSettings(**{name: one[name] for name in names}) for arm, one in summary["arms"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / 'summary.json'}: arms lacks {error}; {RESTORE}") from error
+    named = _arm_settings(folder / "summary.json", summary["arms"])
     arms = {arm: settings for arm, settings in named.items() if arm != REPLICATE}
     config = read_mapping(folder / "config.yaml")
     if not arms and config.get("algorithm") not in ("sft", "none"):
@@ -128,6 +124,17 @@ def setting(record: RunRecord, key: str) -> Any:
             raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
         value = value[part]
     return value
+
+
+def _arm_settings(path: Path, arms: Any) -> dict[str, ArmSettings]:
+    if not isinstance(arms, dict):
+        raise UserError(f"{path}: arms is {arms!r}, expected an object; {RESTORE}")
+    names = [field.name for field in fields(ArmSettings)]
+    for arm, settings in arms.items():
+        missing = [name for name in names if not isinstance(settings, dict) or name not in settings]
+        if missing:
+            raise UserError(f"{path}: arms.{arm}.{missing[0]} is missing; {RESTORE}")
+    return {arm: ArmSettings(**{name: settings[name] for name in names}) for arm, settings in arms.items()}
 
 
 def _read_test_time(folder: Path, arm: str) -> Evaluation | None:

@@ -107,7 +107,7 @@ def _measured(number: Any, found: Mapping[tuple, Mapping[int, Trained]]) -> dict
 
 
 def _of_one_seed(number: Any, policies: Sequence[Trained]) -> Interval | None:
-    """As a share. policies: that of each benchmark."""
+    """The number as a share, with its interval. policies: one for each benchmark."""
     names, record = number.metrics.split(), policies[0].record
     if not math.isnan(number.iteration):  # an evaluation made anew replaces the one before
         lines = policies[0].lines("evaluation")

@@ -34,7 +34,7 @@ LINE = "metrics.jsonl:2: "
 
 
 @pytest.mark.parametrize(("name", "spoil", "told"), [
-    ("summary.json", lambda text: text.replace('"beta": 0.001, ', "", 1), "summary.json: arms lacks 'beta'"),
+    ("summary.json", lambda text: text.replace('"beta": 0.001, ', "", 1), ": arms.grpo.beta is missing"),
     ("samples.json", lambda text: text.replace('"answer": "11", ', "", 1), "samples.json: "),
     ("config.yaml", lambda text: "seed: 1\n", "config.yaml: evaluation.bootstrap is missing"),
     ("config.yaml", lambda text: text[:30] + "\ncolu", "config.yaml: not YAML: .*; restore it from a copy$"),
