@@ -6,14 +6,13 @@ SYNC := $(if $(PYTHON),PYTHON="$(PYTHON)") tools/uv sync --locked
 TRAINER := UV_PROJECT_ENVIRONMENT=$(VENV) $(SYNC) --extra trainer --extra bridge --extra completion \
 	$(if $(shell command -v gcc),--extra reasoning-gym) --group test
 
-# Tests run in two processes, a file's tests in one of them (tests/helpers/scheduling.py). Each uses one thread: more would
-# compete for the cores of a small machine.
+# Tests run in two processes, a file's tests in one of them, in the order of tests/conftest.py.
 WORKERS ?= 2
 # Other Pythons that the functions' tests run on (make test-pythons).
 PYTHONS ?= 3.10 3.11 3.13
 # The rest often waits: for Slurm, for servers to start, for other processes.
 REST_WORKERS ?= 3
-TEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --dist loadgroup
+TEST := $(VENV)/bin/python -m pytest --dist loadfile --no-loadscope-reorder
 # The markers are described in pyproject.toml.
 QUICK := not (slow or browser or gpu or peers or servers or slurm)
 

@@ -1,8 +1,8 @@
 """What this machine cannot run is skipped with a reason, and the last lines of a run list it."""
 
+import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+# Of all processes that tests start. More threads would compete for the cores of a small machine; torch reads their
+# number as it is imported.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    map(str, (ROOT, TESTS, ROOT / "tools" / "docs", ROOT / "tools" / "benchmarks")))
+os.environ["OMP_NUM_THREADS"] = "1"
+FIRST = ("tests/slurm", "tests/chaos", "tests/rehearsal", "tests/distributed", "tests/servers", "tests/e2e",
+         "tests/peers")
+"""Folders whose files take minutes: what begins last is to be short, since other processes then have nothing to do."""
 
 
 def _suite(path: str | Path) -> str:
@@ -29,16 +37,8 @@ def _suite(path: str | Path) -> str:
     return Path(path).resolve().relative_to(TESTS).parts[0]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from helpers.scheduling import UnitsOfWork  # only now: xdist may be absent
-
-    return UnitsOfWork(config, log)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((place for place, name in enumerate(FIRST) if item.nodeid.startswith(name)), 99))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -62,10 +62,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def nemo_edo() -> Iterator[Cli]:
+def nemo_edo() -> Cli:
     """nemo_edo("train", ...): runs a command and returns its status and output."""
-    with Cli() as cli:
-        yield cli
+    return Cli()
 
 
 @pytest.fixture(scope="session")

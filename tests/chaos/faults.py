@@ -68,6 +68,8 @@ def kill_first(scene: Scene) -> Harm:
 
 def kill_any(scene: Scene) -> Harm:
     processes = scene.running.processes()
+    if not processes:
+        return Harm("nothing: it has just ended")
     place = scene.chance.randrange(len(processes))
     doomed = processes[place]
     told = f"SIGKILL to process {place + 1} of {len(processes)}"
@@ -78,8 +80,7 @@ def kill_any(scene: Scene) -> Harm:
 
 
 def terminate(scene: Scene) -> Harm:
-    for rank in scene.running.ranks:
-        os.kill(rank, signal.SIGTERM)
+    scene.running.send(signal.SIGTERM)
     return Harm("SIGTERM", is_violent=scene.running.job.by_torchrun)  # torchrun itself ends in a traceback
 
 

@@ -10,18 +10,18 @@ import sys
 EVENTS = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree")
 
 
-def watch(folder: str, number: int, here: int, clock: float) -> None:
-    """Counts operations on files of ``folder``, a byte each to the file descriptor ``here``. Before operation
+def watch(folder: str, number: int, counted: str, clock: float) -> None:
+    """Counts operations on files of ``folder``, a byte each to the file ``counted``. Before operation
     ``number`` it stops this process (SIGSTOP) until it is told to continue; 0: at none. clock: seconds by which the
     process' clock is wrong from then on."""
-    count, own = 0, os.getpid()
+    count, own, file = 0, os.getpid(), os.open(counted, os.O_WRONLY | os.O_APPEND)
 
     def hook(event: str, args: tuple) -> None:
         nonlocal count
         if event not in EVENTS or os.getpid() != own or not str(args[0]).startswith(folder):
             return
         count += 1
-        os.write(here, b".")
+        os.write(file, b".")
         if count == number:
             os.kill(own, signal.SIGSTOP)
             set_clock(clock)

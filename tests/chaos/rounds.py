@@ -35,6 +35,8 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class Round:
+    seed: int
+    number: int
     job: Job
     fault: str
     share: float
@@ -51,7 +53,7 @@ class Round:
         if job.by_torchrun:
             possible = dict.fromkeys(("kill any", "terminate"), 1)
         [fault] = chance.choices(list(possible), list(possible.values()))
-        return cls(job, fault, chance.random(), chance.choice((0.0, chance.uniform(0, DELAY_S))), chance)
+        return cls(seed, number, job, fault, chance.random(), chance.choice((0.0, chance.uniform(0, DELAY_S))), chance)
 
 
 def undisturbed(job: Job, folder: Path) -> Undisturbed:

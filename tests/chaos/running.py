@@ -1,10 +1,8 @@
-"""Runs under way: forked from this process, which has imported everything, or started by torchrun."""
+"""Runs under way: forked (``helpers.forked``), or started by torchrun."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import os
 import signal
 import subprocess
@@ -15,10 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
-from helpers.cli import IMPORTED, run, start
+from helpers import cli
+from helpers.forked import Child
 from helpers.ports import free_ports
-
-from nemo_edo.utils.processes import end_with
 
 from .jobs import KEY, Job
 
@@ -29,36 +26,30 @@ GRACE_S = 30.0
 POLL_S = 0.01
 
 
-def warm_up() -> None:
-    """Imports what a run needs, and adapts Megatron to the machine, once for all forks."""
-    os.environ |= KEY
-    for module in (*IMPORTED, "run.own_advantages", "generation.server_engine", "rewards.custom"):
-        importlib.import_module(f"nemo_edo.{module}")
-    from nemo_edo.megatron import platform
-
-    platform.enter(1)
-    gc.collect()
-    gc.freeze()  # forks need not look at it again
-
-
 class Running:
     """A job's processes."""
 
     def __init__(self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, clock: float = 0.0) -> None:
         """pause: the file operation before which the first rank stops; 0: none."""
         self.job = job
-        self._said = tempfile.TemporaryFile("a+b")
-        self._operations = tempfile.TemporaryFile("a+b")
+        self._said, self._operations = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()
         command = job.command(folder, urls)
+        self._launcher: subprocess.Popen | None = None
+        self._children: list[Child] = []
         if job.by_torchrun:
-            launcher = start(*command, processes=job.ranks, stdout=self._said, stderr=self._said)
-            self._open = {launcher.pid: None}
+            self._launcher = cli.start(*command, processes=job.ranks, stdout=self._said, stderr=self._said)
+            self.ranks = [self._launcher.pid]
         else:
-            port = free_ports(1)[0] if job.ranks > 1 else 0
-            self._open = {self._fork(job, rank, port, command, folder, pause, clock): None for rank in range(job.ranks)}
-        self.main, *_ = self.ranks = list(self._open)
+            here = {"WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+            watch = ("tests.chaos.pauses:watch", str(folder), pause, self._operations.name, clock)
+            for rank in range(job.ranks):
+                place = {**here, "RANK": rank, "LOCAL_RANK": rank} if job.ranks > 1 else {}
+                environment = {**KEY, **{name: str(value) for name, value in place.items()}}
+                before = [watch] if rank == 0 else []
+                self._children.append(Child(cli.run, command, before, output=self._said.name, environment=environment))
+            self.ranks = [child.pid for child in self._children]
         self.statuses: dict[int, int] = {}
-        self._family = {self.main}
+        """Of the ranks that have ended."""
 
     def __enter__(self) -> Running:
         return self
@@ -69,54 +60,44 @@ class Running:
         with contextlib.suppress(Hangs):
             self._until(self.poll, GRACE_S)
 
-    def _fork(
-        self, job: Job, rank: int, port: int, command: list[str], folder: Path, pause: int, clock: float
-    ) -> int:
-        parent, child = os.getpid(), os.fork()
-        if child:
-            return child
-        end_with(parent)
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port} if job.ranks > 1 else {}  # fmt: skip
-        before = [("helpers.cli:export", {name: str(value) for name, value in here.items()})]
-        if rank == 0:
-            before.append(("tests.chaos.pauses:watch", str(folder), pause, self._operations.fileno(), clock))
-        run(command, Path.cwd(), before, (self._said.fileno(), self._said.fileno()))
-
     # --- what it does -----------------------------------------------------------------------------------------------
 
     @property
     def said(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")
+        return Path(self._said.name).read_text(errors="replace")
 
     @property
     def operations(self) -> int:
-        return os.fstat(self._operations.fileno()).st_size
+        return os.path.getsize(self._operations.name)
 
     def poll(self) -> bool:
         """Whether all its ranks have ended."""
-        for pid in list(self._open):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self._open[pid]
-                self.statuses[pid] = os.waitstatus_to_exitcode(status)
-        return not self._open
+        for place, rank in enumerate(self.ranks):
+            status = self._launcher.poll() if self._launcher else self._children[place].wait()
+            if status is not None:
+                self.statuses[rank] = status
+        return len(self.statuses) == len(self.ranks)
 
     def wait_for_pause(self) -> bool:
         """Whether the first rank stands still now; False: it has ended before."""
-        self._until(lambda: self.poll() or psutil.Process(self.main).status() == psutil.STATUS_STOPPED)
-        return bool(self._open)
+
+        def stands() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return psutil.Process(self.ranks[0]).status() == psutil.STATUS_STOPPED
+            return False
+
+        self._until(lambda: self.poll() or stands())
+        return not self.poll()
 
     def go_on(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.main, signal.SIGCONT)
+            os.kill(self.ranks[0], signal.SIGCONT)
 
     def processes(self) -> list[psutil.Process]:
         """All of the tree, the ranks first."""
         found = []
-        for rank in self._open:
-            with contextlib.suppress(psutil.NoSuchProcess):
+        for rank in self.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
                 process = psutil.Process(rank)
                 found += [process, *process.children(recursive=True)]
         return found
@@ -131,9 +112,8 @@ class Running:
             return self.poll() or any(self.statuses.values())
 
         self._until(ended)
-        if self._open:
-            for pid in self._open:
-                os.kill(pid, signal.SIGTERM)
+        if not self.poll():
+            self.send(signal.SIGTERM)
             with contextlib.suppress(Hangs):
                 self._until(self.poll, GRACE_S)
             self.kill()
@@ -144,6 +124,12 @@ class Running:
                 process.kill()
             raise Hangs(f"it left processes behind: {left}\n{self.said}")
         return next((status for status in self.statuses.values() if status), 0)
+
+    def send(self, number: int) -> None:
+        """A signal to every rank."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, number)
 
     def kill(self) -> None:
         for process in self.processes():
@@ -180,8 +166,7 @@ class Servers:
         for place, port in enumerate(self._ports):
             if self._processes[place] is None:
                 command = [sys.executable, "-m", "helpers.completions_server", str(port), str(self._state)]
-                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-                self._processes[place] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+                self._processes[place] = subprocess.Popen(command, stdout=subprocess.PIPE)
         for process in self._processes:
             if process.stdout is not None and not process.stdout.closed:
                 process.stdout.readline()  # "ready"

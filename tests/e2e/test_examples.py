@@ -1,14 +1,12 @@
 """The scripts of examples/ run as they are described."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers.cli import ENVIRONMENT
 from helpers.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -17,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(script: str, *arguments: str, cwd: Path) -> str:
     done = subprocess.run([sys.executable, str(EXAMPLES / script), *arguments], cwd=cwd, text=True,
-                          env={**os.environ, **ENVIRONMENT}, capture_output=True, timeout=500)
+                          capture_output=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -56,8 +54,7 @@ def test_the_notebook_trains_twice_in_one_kernel_which_warns_of_nothing(tmp_path
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code, shortened = re.subn(r"^SHORT = .*$", f"SHORT = {TINY}", code, flags=re.MULTILINE)
     assert shortened == 1
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, text=True, env=environment,
-                          capture_output=True, timeout=500)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, text=True, capture_output=True,
+                          timeout=500)
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     assert len(list(tmp_path.glob("runs/notebook_*/report.html"))) == 2

@@ -88,20 +88,15 @@ def empty(path: Path) -> None:
 
 
 NEWEST = "checkpoints/grpo.progress/step_00000005"
-FAULTS = [  # of an unfinished run: the file, the damage, and what the same command says where it stops
+FAULTS = [  # of an unfinished run: the file, the damage, and what the same command says where it stops. Each file in
+    # each state is in tests/unit/run/test_damaged_files.py, and random ones are in tests/chaos.
     (f"{NEWEST}/__0_0.distcp", truncate, None),
-    (f"{NEWEST}/about.json", Path.unlink, None),
-    (f"{NEWEST}/checksums.json", empty, None),
     ("checkpoints/grpo.progress/batch_00001.safetensors", flip, None),
     ("base/model.safetensors", flip, None),
-    ("base/config.json", empty, None),
     ("data/train.jsonl", truncate, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", Path.unlink, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", truncate, "delete it to generate its rollouts again"),
-    ("config.yaml", truncate, "restore it from a copy"),  # where it breaks off depends on paths
     ("journal.json", empty, "is damaged"),
-    ("journal.json", Path.unlink, "is missing; restore it"),
-    ("metrics.jsonl", flip, "is damaged"),
     ("metrics.jsonl", truncate, "it was changed; restore it"),
     ("samples/warmup.json", empty, None),
     ("checkpoints/warmup/about.json", flip, "restore it from a copy"),

@@ -1,6 +1,7 @@
 """A run with minibatches with an advantage of NaN: skipped, stopped, replayed, killed and resumed."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,26 @@ SETTINGS = [
     "replicate_baseline=false", "+arms={grpo: {alpha: 0.5}}",
 ]
 STEP = "nemo_edo.megatron.policy:MegatronPolicy.apply_gradients"
+BROKEN_ROW = 1
+"""Of a minibatch of four."""
 ONE, THREE = ["42 0 0 1"], ["42 0 0 1", "42 0 0 2", "42 0 0 3"]
+
+
+def break_minibatches(seeds: list[str]) -> None:
+    """In the run's process: minibatches with these seeds ("RUN'S ITERATION EPOCH PLACE") have an advantage of NaN."""
+    from nemo_edo.algorithms.grpo import GRPO
+
+    whole = GRPO.minibatch
+
+    def minibatch(self, collected, items, seed: str):
+        batch = whole(self, collected, items, seed)
+        if seed not in seeds:
+            return batch
+        advantages = batch.advantages.clone()
+        advantages[BROKEN_ROW] = math.nan
+        return batch.with_fields(advantages=advantages)
+
+    GRPO.minibatch = minibatch
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +47,7 @@ def runs(tmp_path_factory, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
     folder = tmp_path_factory.mktemp("runs")
 
     def run(*arguments: str, broken: list[str] = (), ends=()) -> list[dict]:
-        return attempts(nemo_edo, arguments, ends, [("helpers.broken_minibatches:break_minibatches", broken)])
+        return attempts(nemo_edo, arguments, ends, [("tests.e2e.test_guards:break_minibatches", broken)])
 
     def train(name: str, broken: list[str], *overrides: str, ends=()) -> list[dict]:
         return run("train", f"name={name}", f"output_dir={folder}", *SETTINGS, *overrides, broken=broken, ends=ends)

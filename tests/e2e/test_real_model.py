@@ -1,12 +1,10 @@
 """``make real`` with a tiny model in SmolLM2's place: its config, its export, and its check of the export."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers.cli import ENVIRONMENT
 from helpers.reward_models import write_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -35,7 +33,7 @@ def write_llama(folder: Path) -> Path:
 
 def check(run: Path, exported: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.real_model.answer", str(run), "ed_grpo_floor", str(exported)]
-    return subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_an_export_of_it_answers_in_transformers_as_in_the_run_and_another_model_does_not(tmp_path, nemo_edo):

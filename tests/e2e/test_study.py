@@ -36,9 +36,8 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def cli():
-    with Cli() as cli:
-        yield cli
+def cli() -> Cli:
+    return Cli()
 
 
 @pytest.mark.slow

@@ -5,15 +5,13 @@ An END is one of
 - [FUNCTION, n] or [FUNCTION, n, SIGNAL]: the process sends itself the signal (default: SIGKILL) as it calls FUNCTION
   ("module:Class.name", a public one) for the n-th time;
 - [GLOB, n] or [GLOB, n, SIGNAL]: as it puts the n-th file or folder of a matching path in place, or removes one;
-- a whole number n: SIGKILL at its n-th call of any function of the package;
-- a number of seconds, such as 12.5: SIGKILL after them.
+- a number n: SIGKILL at its n-th call of any function of the package.
 """
 
 import importlib.util
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,14 +38,12 @@ def attempts(cli: Cli, arguments: Sequence[str], ends: Sequence, before: Sequenc
 # --- in the command's process -------------------------------------------------------------------------------------
 
 
-def prepare(end: list | float) -> None:
+def prepare(end: list | int) -> None:
     if isinstance(end, list):
         die = die_in if ":" in end[0] else die_at_path
         die(end[0], end[1], signal.Signals[end[2] if len(end) > 2 else "SIGKILL"])
-    elif isinstance(end, int):
-        die_at_call(end)
     else:
-        kill_after(end)
+        die_at_call(end)
 
 
 def die_in(function: str, number: int, sent: int) -> None:
@@ -96,12 +92,3 @@ def die_at_call(number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(profile)
-
-
-def kill_after(seconds: float) -> None:
-    doomed = os.getpid()
-    if not os.fork():
-        time.sleep(seconds)
-        if os.getppid() == doomed:
-            os.kill(doomed, signal.SIGKILL)
-        os._exit(0)

@@ -57,8 +57,7 @@ class Terminal:
 
 
 def attach(path: str) -> None:
-    """Makes the terminal that of this process, with its standard input and output."""
-    os.setsid()
+    """Makes the terminal, and its input and output, those of this process: it leads a session that has none yet."""
     terminal = os.open(path, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(terminal, standard)

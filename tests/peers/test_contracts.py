@@ -24,8 +24,8 @@ def results(tmp_path_factory) -> dict:
     file = tmp_path_factory.mktemp("contracts") / "results.pt"
     sources = os.environ.get("PEER_SOURCES", str(HERE / "contracts"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), sources])}
-    done = subprocess.run([sys.executable, HERE / "contract_adapters.py", file], env=environment, capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    command = [sys.executable, HERE / "scripts" / "contract_adapters.py", file]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {**torch.load(file, weights_only=True), "stderr": done.stderr}
 

@@ -34,27 +34,27 @@ def gpu_environment() -> dict[str, str]:
 @pytest.fixture(scope="package")
 def gpu(gpu_environment) -> Iterator[WorkerPool]:
     """A process with the pretended GPU and Transformer Engine."""
-    with WorkerPool(1, environment=gpu_environment, lasting=True) as pool:
+    with WorkerPool(1, environment=gpu_environment) as pool:
         yield pool
 
 
 @pytest.fixture(scope="package")
 def two_gpus(gpu_environment) -> Iterator[WorkerPool]:
     """Two processes, each with one."""
-    with WorkerPool(2, environment=gpu_environment, lasting=True) as pool:
+    with WorkerPool(2, environment=gpu_environment) as pool:
         yield pool
 
 
 @pytest.fixture(scope="package")
 def bare_gpu() -> Iterator[WorkerPool]:
     """A process with the pretended GPU, and without Transformer Engine."""
-    with WorkerPool(1, environment=pretended(transformer_engine=False), lasting=True) as pool:
+    with WorkerPool(1, environment=pretended(transformer_engine=False)) as pool:
         yield pool
 
 
 @pytest.fixture(scope="package")
 def cpu() -> Iterator[WorkerPool]:
-    with WorkerPool(1, lasting=True) as pool:
+    with WorkerPool(1, environment={}) as pool:
         yield pool
 
 

@@ -54,16 +54,13 @@ def test_a_reloaded_policy_and_optimizer_resume_bit_for_bit(gpu, models, tmp_pat
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-ACROSS = {
-    "plain": {},
-    "bf16": {"precision": {"dtype": "bf16"}},
-    "distributed optimizer": {"parallelism": {"use_distributed_optimizer": True}},
-    "lora": {"lora": True},
-}
+BF16, SHARDED = {"precision": {"dtype": "bf16"}}, {"parallelism": {"use_distributed_optimizer": True}}
 
 
-@pytest.mark.parametrize("how", ACROSS.values(), ids=ACROSS)
-@pytest.mark.parametrize(("writer", "reader"), [("cpu", "gpu"), ("gpu", "cpu"), ("cpu", "two_gpus")])
+@pytest.mark.parametrize(("writer", "reader", "how"), [
+    ("cpu", "gpu", {}), ("gpu", "cpu", BF16), ("gpu", "cpu", SHARDED), ("cpu", "two_gpus", SHARDED),
+    ("cpu", "gpu", {"lora": True}),
+])  # fmt: skip
 def test_a_checkpoint_continues_on_the_other_kind_of_machine(request, models, tmp_path, writer, reader, how):
     """Its weights bit for bit, and with its optimizer's state."""
     folder = models / ("wide" if "precision" in how else "plain")

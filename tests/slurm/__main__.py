@@ -13,20 +13,20 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))  # helpers
 
-from helpers import slurm_cluster  # noqa: E402
+from . import cluster  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.slurm", description=__doc__.partition(",")[0])
     parser.add_argument("folder", type=Path, help="for its files; it must not exist yet")
     folder = parser.parse_args().folder.absolute()
-    if absent := slurm_cluster.missing():
+    if absent := cluster.missing():
         parser.error(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge")
     if folder.exists():
         parser.error(f"{folder} exists; name another folder")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with slurm_cluster.SlurmCluster(folder) as cluster:
-        print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}\nnodes n1 and n2; Ctrl-C ends them", flush=True)
+    with cluster.SlurmCluster(folder) as slurm:
+        print(f"export SLURM_CONF={slurm.environment['SLURM_CONF']}\nnodes n1 and n2; Ctrl-C ends them", flush=True)
         try:
             signal.pause()
         except KeyboardInterrupt:

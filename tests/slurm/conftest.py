@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import slurm_cluster
-from helpers.ports import free_ports
+
+from .cluster import SlurmCluster, missing
 
 TINY = [
     "threads=1", "sft.steps=80", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
@@ -22,10 +22,9 @@ TINY = [
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
-    absent = slurm_cluster.missing()
-    if absent:
+    if absent := missing():
         pytest.skip(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge")
-    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
@@ -69,9 +68,6 @@ class Launcher:
         while len(self.metrics(name, "sft_step")) < count:
             assert time.monotonic() < until, self.logs(name)
             time.sleep(0.1)
-
-    def free_port(self) -> int:
-        return free_ports(1)[0]
 
     def logs(self, name: str) -> str:
         found = sorted((self.folder / name / "launch").rglob("*.log"))

@@ -242,7 +242,7 @@ def dpo() -> dict:
 
 def example_of_the_docs() -> list[str]:
     """The metrics that the page's Python logs, with a tiny model under the name that it loads, on the CPU."""
-    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     [code] = [block for block in blocks if "from trl" in block]
     [name] = re.findall(r'model="(.*?)"', code)

@@ -1,0 +1,1 @@
+"""Launches on a real Slurm of two nodes on this machine."""
