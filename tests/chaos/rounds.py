@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from .endings import ending
+from helpers.endings import ending
+
 from .faults import FAULTS, Harm, Scene, small_disk
 from .jobs import JOBS, TORCHRUN, Job
 from .running import Hangs, Running, Servers

@@ -76,7 +76,11 @@ class Running:
             status = self._launcher.poll() if self._launcher else self._children[place].wait()
             if status is not None:
                 self.statuses[rank] = status
-        return len(self.statuses) == len(self.ranks)
+        return not self.alive()
+
+    def alive(self) -> list[int]:
+        """Ranks whose end is not known: the kernel may soon give the number of another to a new process."""
+        return [rank for rank in self.ranks if rank not in self.statuses]
 
     def wait_for_pause(self) -> bool:
         """Whether the first rank stands still now; False: it has ended before."""
@@ -96,7 +100,7 @@ class Running:
     def processes(self) -> list[psutil.Process]:
         """All of the tree, the ranks first."""
         found = []
-        for rank in self.ranks:
+        for rank in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
                 process = psutil.Process(rank)
                 found += [process, *process.children(recursive=True)]
@@ -127,7 +131,7 @@ class Running:
 
     def send(self, number: int) -> None:
         """A signal to every rank."""
-        for rank in self.ranks:
+        for rank in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
 

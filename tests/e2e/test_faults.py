@@ -1,12 +1,12 @@
 """Whatever befalls a run's folder and processes, nothing is lost and nothing is silently wrong."""
 
-import json
 import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from helpers.endings import ending
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = ["--config-name=quickstart", "sft.steps=4", "sft.batch_size=8", "sampling.samples_per_prompt=2",
@@ -32,12 +32,6 @@ def cut(whole: Path, nemo_edo) -> Path:
     command = ["train", *SMALL, f"output_dir={whole.parent}", "name=cut"]
     killed(nemo_edo, command, ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 10])
     return whole.parent / "cut"
-
-
-def results(run: Path) -> list:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = [{key: value for key, value in line.items() if key != "time"} for line in lines]
-    return [measured, *((run / "evaluations" / f"{arm}.json").read_bytes() for arm in ("warmup", "grpo"))]
 
 
 def responses(run: Path) -> dict[Path, bytes]:
@@ -113,7 +107,7 @@ def test_a_damaged_run_ends_with_the_undisturbed_numbers_or_with_one_message_tha
     assert "Traceback" not in done.stderr
     if said is None:
         assert done.returncode == 0, done.stderr
-        assert results(run) == results(whole)
+        assert ending(run) == ending(whole)
     else:
         assert done.returncode == 2
         message = done.stderr.splitlines()[-1]

@@ -1,10 +1,10 @@
 """A run with minibatches with an advantage of NaN: skipped, stopped, replayed, killed and resumed."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
+from helpers.endings import ending, metrics
 from helpers.kills import attempts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,19 +64,13 @@ def runs(tmp_path_factory, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
     }
 
 
-def lines(run: Path, kind: str | None = None) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in found
-            if kind in (None, line["kind"])]
-
-
 def test_a_run_continues_after_a_broken_step_and_counts_it(runs):
     folder, attempts = runs
     assert attempts["whole"][0]["status"] == 0, attempts["whole"][0]["said"]
-    steps = lines(folder / "whole", "train_step")
+    steps = metrics(folder / "whole", "train_step")
     assert [step["skipped_steps"] for step in steps] == [0, 1, 1, 1, 1, 1]
     assert [step["loss"] is None for step in steps] == [False, True, False, False, False, False]
-    [guard] = lines(folder / "whole", "guard")
+    [guard] = metrics(folder / "whole", "guard")
     assert (guard["arm"], guard["step"], guard["action"]) == ("grpo", 1, "skip")
 
 
@@ -84,9 +78,7 @@ def test_a_run_killed_around_a_skipped_step_ends_as_one_that_was_not(runs):
     folder, attempts = runs
     *killed, last = attempts["killed"]
     assert [attempt["status"] for attempt in killed] == [-9] * 3 and last["status"] == 0, last["said"]
-    assert lines(folder / "killed") == lines(folder / "whole")
-    evaluations = [(folder / run / "evaluations" / "grpo.json").read_bytes() for run in ("killed", "whole")]
-    assert evaluations[0] == evaluations[1]
+    assert ending(folder / "killed") == ending(folder / "whole")
 
 
 def test_so_many_broken_steps_in_a_row_end_the_run_with_a_separate_status(runs):
@@ -119,6 +111,6 @@ def test_a_stopped_run_stops_again_until_its_guard_is_changed(runs):
     assert again["status"] == 3
     assert "grpo, iteration 0, step 3: the loss is nan" in again["said"]
     assert changed["status"] == 0, changed["said"]
-    steps = lines(folder / "stopped", "train_step")
+    steps = metrics(folder / "stopped", "train_step")
     assert [step["step"] for step in steps] == list(range(6))
     assert [step["skipped_steps"] for step in steps] == [0, 1, 2, 3, 3, 3]

@@ -14,19 +14,24 @@ SAME = ("data", "base", "evaluations", "rollouts", "samples.json", "test_time")
 """All that is in them."""
 
 
+def metrics(run: Path, kind: str | None = None) -> list[dict]:
+    """Its lines, or those of a kind, without the time that they took."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines
+            if kind in (None, line["kind"])]
+
+
 def ending(run: Path) -> dict[str, str]:
     """Digests by file of the run folder; of a checkpoint, of its tensors."""
     files = [path for part in SAME for path in (run / part, *(run / part).rglob("*")) if path.is_file()]
-    found = {str(path.relative_to(run)): _digest(content(path)) for path in files}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = [{key: value for key, value in line.items() if key != "time"} for line in lines]
-    found["metrics.jsonl"] = _digest(json.dumps(measured).encode())
-    for folder in sorted((run / "checkpoints").iterdir()):
-        found[str(folder.relative_to(run))] = _digest(weights(folder))
-    return found
+    checkpoints = sorted((run / "checkpoints").iterdir())
+    contents = {**{path: _content(path) for path in files}, **{folder: _weights(folder) for folder in checkpoints},
+                run / "metrics.jsonl": json.dumps(metrics(run)).encode()}  # fmt: skip
+    return {str(path.relative_to(run)): hashlib.blake2b(content, digest_size=16).hexdigest()
+            for path, content in contents.items()}
 
 
-def content(path: Path) -> bytes:
+def _content(path: Path) -> bytes:
     """Without what readers do not look at: JSON's spaces, statistics of Parquet's columns."""
     try:
         if path.suffix == ".parquet":
@@ -38,7 +43,7 @@ def content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def weights(checkpoint: Path) -> bytes:
+def _weights(checkpoint: Path) -> bytes:
     """All of its tensors with Megatron's names; of one that cannot be read, what is wrong with it."""
     from torch.distributed.checkpoint import CheckpointException, FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -53,7 +58,3 @@ def weights(checkpoint: Path) -> bytes:
     tensors = sorted((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
     assert tensors, checkpoint
     return b"".join(name.encode() + t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in tensors)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
