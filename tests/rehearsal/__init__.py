@@ -11,6 +11,6 @@ device, into ~/.cache/nemo_edo/rehearsal, and installs Transformer Engine's Pyth
 - ``machine/``: what Python has on its path there. ``sitecustomize`` loads the device before torch is imported, and
   ``pretended_cuda`` and ``pretended_nccl`` adapt torch.cuda and torch.distributed; nothing of nemo_edo is replaced.
   ``extensions/`` has the compiled parts of Transformer Engine and of apex, in torch.
-- ``cases.py``: what is computed, once on the CPU and once here, in processes that WorkerPool forks.
+- ``cases.py``: what is computed, once on the CPU and once here, in processes that a WorkerPool starts.
 - ``test_device.py``: the device is as strict as CUDA. ``test_steps.py`` and the others compare with the CPU.
 """
