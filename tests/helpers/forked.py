@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -53,6 +54,12 @@ class Child:
 
 def _run(function: Callable, arguments: tuple, files: tuple[str, str], cwd: Path, environment: dict) -> None:
     os.setsid()
+    # The kernel kills this session once the process that has asked for it ends, and so its end of this pipe is closed.
+    # (The fork server is no sign of it: it lives as long as its processes do.)
+    sentinel = multiprocessing.parent_process().sentinel
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, os.O_ASYNC)
     for standard, path in zip((1, 2), files, strict=True):
         with open(path, "ab") as file:
             os.dup2(file.fileno(), standard)
