@@ -11,7 +11,6 @@ from typing import Annotated, Any, Optional
 from nemo_edo.config.checks import (
     IMPORT_PATH,
     Constraint,
-    Finite,
     ImportPath,
     Positive,
     PositiveInt,
@@ -46,8 +45,6 @@ class ArithmeticConfig(Section):
     """The built-in task: sum a few numbers, merging any two of those left in each step
     (``builtin_task.arithmetic``)."""
 
-    SECTION = "data.arithmetic"
-
     num_operands: Annotated[int, at_least(2)] = 4
     """Numbers to sum."""
     max_operand: PositiveInt = 9
@@ -72,8 +69,6 @@ class ArithmeticConfig(Section):
 class DataConfig(Section):
     """Problem files. ``train`` and ``test`` null: the built-in task writes them into the run folder. ``test`` alone is
     enough where nothing is trained."""
-
-    SECTION = "data"
 
     warmup: Optional[str] = None
     """Solutions for the supervised warm-up; null: ``train``."""
@@ -166,8 +161,6 @@ class RewardFunctionConfig:
 class RewardsConfig(Section):
     """How a response's final answer is compared with the problem's, or the functions that score it instead."""
 
-    SECTION = "rewards"
-
     verifier: Annotated[str, one_of("auto", "exact", "math", "judge")] = "auto"
     """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. judge: a
     language model (``rewards.judge``). auto: exact where every problem's answer is a number (GSM8K), otherwise math."""
@@ -189,7 +182,7 @@ class RewardsConfig(Section):
     """Several of them by name; the reward is the weighted sum of their scores."""
     function_time_limit_s: Positive = 60.0
     """Wall time of a function for one response; above it the run stops, and resumes where it was."""
-    success_at: Finite = 1.0
+    success_at: float = 1.0
     """The lowest reward of a success, for accuracy, pass@k, votes, pairs and guards. Verifiers give 0 or 1."""
 
     def rules(self) -> Iterator[Rule]:

@@ -12,8 +12,8 @@ from nemo_edo.config.checks import (
     PositiveInt,
     Rule,
     Section,
+    ServerUrl,
     one_of,
-    server_url,
     within,
 )
 
@@ -28,9 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class ServersConfig(Section):
     """The servers that responses come from with ``generation.backend`` vllm or trtllm."""
 
-    SECTION = "generation.servers"
-
-    urls: list[str] = field(default_factory=list)
+    urls: list[ServerUrl] = field(default_factory=list)
     """Running servers, such as http://node7:8000. Empty: the run starts its own on this machine."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key of the servers at ``urls``; null: they ask for none."""
@@ -81,8 +79,6 @@ class ServersConfig(Section):
     """The longest that a server which answers with Retry-After is left without requests."""
 
     def rules(self) -> Iterator[Rule]:
-        for url in self.urls:
-            server_url("generation.servers.urls", url, "http://node7:8000")
         yield len(self.urls) == len({url.rstrip("/") for url in self.urls}), "urls", "each server once"
         own = self.api_key_variable is None or bool(self.urls)
         yield own, "api_key_variable", "null without urls: a run's own servers get a new key"
@@ -91,8 +87,6 @@ class ServersConfig(Section):
 @dataclass
 class RefitConfig(Section):
     """The refit of servers. In process there is none: engine and trainer share the weights."""
-
-    SECTION = "generation.refit"
 
     transport: Annotated[str, one_of(*TRANSPORTS)] = "disk"
     """disk: a folder of safetensors files that the servers read again; nccl: from GPU to GPU, through vLLM's weight
@@ -119,7 +113,6 @@ class RefitConfig(Section):
 
 @dataclass
 class GenerationConfig(Section):
-    SECTION = "generation"
     backend: Annotated[str, one_of(*BACKENDS)] = IN_PROCESS
     """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``)."""
     max_batch_size: Union[int, str] = AUTO

@@ -60,8 +60,6 @@ class ExplorationWeight(Section):
 class GRPOLossConfig(ExplorationWeight):
     """The ED-GRPO objective (``losses.grpo_loss``). ``alpha = 0`` is GRPO."""
 
-    SECTION = "grpo"
-
     surrogate: Annotated[str, one_of("clip", "cispo", "reinforce")] = "clip"
     """clip: PPO's clipped ratio times advantage; cispo: every token's log-probability times its advantage and its
     ratio, a constant within the bounds; reinforce: log-probability times advantage, without ratio and clip."""
@@ -141,14 +139,12 @@ class GRPOLossConfig(ExplorationWeight):
         yield by_sequence, "sampler_level", "token, but with sampler_correction tis or icepop"
         for name in ("icepop", "sequence_mask", "clip_cov"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            yield low < high, f"{name}_low", f"a number below grpo.{name}_high = {high}"
+            yield low < high, f"{name}_low", f"a number below {name}_high = {high}"
 
 
 @dataclass
 class DPOLossConfig(ExplorationWeight):
     """The ED-iDPO objective (``losses.ed_idpo_loss``). ``alpha = 0`` is ETO."""
-
-    SECTION = "idpo"
 
     beta: Positive = 0.1
     """Strength of the trust region: the implicit reward is beta * log(pi_theta / pi_ref)."""
@@ -175,8 +171,6 @@ class DPOLossConfig(ExplorationWeight):
 class ScheduleConfig(Section):
     """How the exploration weight changes over optimizer steps (``losses.build_schedule``). The configured weight is
     the schedule's peak, or a controller's start."""
-
-    SECTION = "schedule"
 
     kind: Annotated[str, one_of(*SCHEDULES)] = "constant"
     """constant; linear, cosine or warmup-hold-decay in steps; entropy: a controller that raises the weight while the

@@ -13,7 +13,6 @@ FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 @dataclass
 class PrecisionConfig(Section):
-    SECTION = "precision"
     dtype: Annotated[str, one_of("fp32", "bf16")] = "fp32"
     """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
     fp8: Optional[Annotated[str, one_of("hybrid", "e4m3")]] = None
@@ -49,8 +48,6 @@ class PrecisionConfig(Section):
 class ParallelismConfig(Section):
     """Megatron's splits, and what else decides how much of a model is on a process. The data-parallel size is what
     remains of the world."""
-
-    SECTION = "parallelism"
 
     tensor_model_parallel_size: Optional[PositiveInt] = 1
     """Processes that share each layer. null: as few as the model fits on by the doctor's estimate, usually one; where
@@ -117,8 +114,6 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 @dataclass
 class LoRAConfig(Section):
     """LoRA (Hu et al. 2021), Megatron-Bridge's, for the warm-up and every arm. ``rank = 0`` trains all weights."""
-
-    SECTION = "lora"
 
     rank: NonNegativeInt = 0
     """Rank of the adapters, a multiple of parallelism.tensor_model_parallel_size; 0: no adapters, all weights are

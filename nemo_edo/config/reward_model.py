@@ -41,8 +41,6 @@ class RewardBaseConfig:
 class RewardDataConfig(Section):
     """Right and wrong steps, from the responses that a run has stored."""
 
-    SECTION = "data"
-
     run: Optional[str] = None
     """The run's folder."""
     arms: list[str] = field(default_factory=list)
@@ -68,8 +66,6 @@ class RewardDataConfig(Section):
 @dataclass
 class RewardTrainConfig(Section):
     """Ranking NCE (``losses.ranking_nce_loss``), by transformers' Trainer."""
-
-    SECTION = "train"
 
     steps: PositiveInt = 1000
     """Optimizer steps."""

@@ -39,8 +39,6 @@ for it, and the fused head's fourth matrix product is pure cost (docs/performanc
 class ModelConfig(Section):
     """Where the policy comes from: a Hugging Face folder, or an architecture with random weights."""
 
-    SECTION = "model"
-
     path: Optional[str] = None
     """A folder with config.json, a tokenizer and safetensors weights."""
     architecture: Optional[dict[str, Any]] = None
@@ -69,8 +67,6 @@ class ModelConfig(Section):
 class SamplingConfig(Section):
     """How an iteration's responses are sampled."""
 
-    SECTION = "sampling"
-
     samples_per_prompt: Annotated[int, at_least(2, ": advantages compare a group")] = 10
     """Responses per problem: the size of a group."""
     temperature: Positive = 1.0
@@ -96,8 +92,6 @@ class TrainConfig:
 @dataclass
 class CheckpointConfig(Section):
     """What a killed run resumes from, and which policies are kept."""
-
-    SECTION = "checkpoint"
 
     every_steps: PositiveInt = 50
     """Optimizer steps between two checkpoints; there is one before each iteration as well."""
@@ -125,8 +119,6 @@ class EarlyStopConfig(Section):
     """Ends an arm's training where its evaluations no longer improve; it is then finished, with the policy that it has
     there. ``checkpoint.best`` keeps the best one."""
 
-    SECTION = "early_stop"
-
     metric: Optional[str] = None
     """A metric of the evaluations, such as greedy_accuracy. It needs evaluation.every. null: every arm trains to its
     last iteration."""
@@ -142,8 +134,6 @@ class EarlyStopConfig(Section):
 class ProfileConfig(Section):
     """A trace of where the time of an optimizer step goes."""
 
-    SECTION = "profile"
-
     steps: Optional[list[int]] = None
     """[2,4]: each arm's optimizer steps 2 and 3 (the first is 0), with what is between them, are traced by torch's
     profiler into profile/ARM.json.gz; on a GPU they are an NVTX range as well. null: no trace."""
@@ -157,8 +147,6 @@ class ProfileConfig(Section):
 @dataclass
 class EvaluationConfig(Section):
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
-
-    SECTION = "evaluation"
 
     samples: PositiveInt = 10
     """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""

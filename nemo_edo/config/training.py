@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Optional
 
 from nemo_edo.config.checks import (
+    MAY_BE_INFINITE,
     ImportPath,
     NonNegative,
     NonNegativeInt,
@@ -24,8 +25,6 @@ from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, S
 @dataclass
 class OptimizerConfig(Section):
     """Megatron-core's Adam, with its learning-rate schedule."""
-
-    SECTION = "optimizer"
 
     lr: Positive = 1e-6
     """The highest learning rate."""
@@ -67,16 +66,14 @@ class MicroBatchConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         bounded = self.micro_batch_tokens is not None or not self.packing
-        yield bounded, "packing", f"false, or a number of {self.SECTION}.micro_batch_tokens to a pack"
-        shared = f"false, or {self.SECTION}.packing=true: prompts are shared within packs"
+        yield bounded, "packing", "false, or a number of micro_batch_tokens to a pack"
+        shared = "false, or packing=true: prompts are shared within packs"
         yield self.packing or not self.share_prompts, "share_prompts", shared
 
 
 @dataclass
 class SFTConfig(MicroBatchConfig):
     """The supervised warm-up. ``steps = 0`` leaves it out."""
-
-    SECTION = "sft"
 
     steps: NonNegativeInt = 0
     """Optimizer steps; 0 leaves the warm-up out."""
@@ -223,13 +220,16 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
         yield known, "exploration_samples", "all, paired or a number above 0"
 
 
+Bound = Annotated[float, MAY_BE_INFINITE]
+
+
 @dataclass
 class BoundsConfig(Section):
     """Bounds on one measurement, and what happens once it has reached one of them."""
 
-    floor: Optional[float] = None
+    floor: Optional[Bound] = None
     """The guard fires at this value and below; null: no floor."""
-    ceiling: Optional[float] = None
+    ceiling: Optional[Bound] = None
     """The guard fires at this value and above; null: no ceiling."""
     in_a_row: PositiveInt = 1
     """Measurements at or beyond a bound, one after another, before the guard fires."""
@@ -245,7 +245,7 @@ class BoundsConfig(Section):
 class GapBoundsConfig(BoundsConfig):
     """Bounds on the gap between trainer and engine, which rounding alone opens."""
 
-    ceiling: Optional[float] = None
+    ceiling: Optional[Bound] = None
     """The guard fires at this value and above; null: a few times what rounding gives at the model's precision and depth
     (docs/reliability.md); inf: no ceiling."""
     action: Annotated[str, one_of("warn", "stop")] = "stop"
@@ -257,8 +257,6 @@ class GuardsConfig(Section):
     """Guards of the numbers (steps that are skipped) and of the policy (bounds on what collections and steps measure).
 
     They may change between two starts of a run."""
-
-    SECTION = "guards"
 
     max_skipped_steps: PositiveInt = 3
     """Optimizer steps in a row that may be skipped, because the loss or the gradient norm is not finite (or is a spike,
