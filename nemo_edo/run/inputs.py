@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
-from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
+from nemo_edo.data.problems import MADE, load_problems, normal_question, write_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.source import SPLITS, made_problems
 from nemo_edo.data.stop_tokens import StopTokens, read_stop_tokens
@@ -93,10 +93,15 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True)
 
     if cfg.data.is_built_in:
         write_dataset(run.data, cfg.data.arithmetic)
-    if cfg.model.path is None:
-        words = cfg.data.arithmetic if cfg.data.source is None else word_vocabulary(_made_texts(cfg, run))
-        hf_config = write_base_model(run.base, cfg.model.architecture, words)
-    if cfg.model.path is None and weights:
+    if cfg.model.path is not None:
+        return
+    words = cfg.data.arithmetic
+    if cfg.data.source is not None:
+        problems = [problem for made in kept_problems(cfg, run).values() for problem in made]
+        texts = [text for problem in problems for text in (problem.question, problem.solution)]
+        words = word_vocabulary([cfg.data.prompt.replace("{question}", ""), *texts])
+    hf_config = write_base_model(run.base, cfg.model.architecture, words)
+    if weights:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -107,15 +112,6 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
 
 
-def _made_texts(cfg: RunConfig, run: RunFolder) -> Iterator[str]:
-    """The texts that a model of the made problems reads and writes."""
-    yield cfg.data.prompt.replace("{question}", "")
-    for split in SPLITS:
-        path = run.data / f"{split}.jsonl"
-        for problem in load_problems(path, **cfg.data.reading(split)).problems if path.is_file() else ():
-            yield from (problem.question, problem.solution)
-
-
 def write_made_problems(cfg: RunConfig, run: RunFolder, splits: Mapping[str, Sequence[Problem]]) -> None:
     """Keeps what ``data.source`` made in the run folder: whatever it makes next time, the run has these problems."""
     for split, problems in splits.items():
@@ -124,66 +120,111 @@ def write_made_problems(cfg: RunConfig, run: RunFolder, splits: Mapping[str, Seq
             write_problems(path, problems, benchmark=MADE, split=split, source=made_by, skipped=0)
 
 
+def kept_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
+    """The splits that ``write_made_problems`` has written."""
+    files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+    return {
+        split: load_problems(path, **cfg.data.reading(split)).problems
+        for split, path in files.items()
+        if path.is_file()
+    }
+
+
 def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
     """The policy's Hugging Face folder: that of ``model.path``, or the built-in model's."""
     return find_model(cfg.model.path) if cfg.model.path is not None else run.base
 
 
 def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]) -> Data:
-    """The run's data before its folder is touched: the built-in files come from a scratch folder.
+    """The run's data before its folder is touched: the files that a run makes come from a scratch folder.
 
     Raises UserError for anything in the data that would stop the run later, and where the disk is too small.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        builtin = RunFolder(Path(scratch))
-        if cfg.data.source is not None:
-            write_made_problems(cfg, builtin, _made_problems(cfg, run))
-        write_builtin_files(cfg, builtin, weights=False)
-        data = _in_folder(load_data(cfg, builtin), builtin, run)
-    _require_no_overlap(cfg, data)
+    data = _load_without_folder(cfg, run)
     check_space(cfg, run, data, arms)
     return data
 
 
-def _in_folder(data: Data, scratch: RunFolder, run: RunFolder) -> Data:
-    """The same problems with the places that their files will have in the run's folder, for messages."""
-    places = (f"{scratch.path}/", f"{run.path}/")
-    moved = {
-        name: [replace(one, source=one.source.replace(*places, 1)) for one in getattr(data, name)]
-        for name in ("train", "test", "warmup")
-    }
-    return replace(data, **moved)
+def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
+    """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
+    Raises UserError as ``load_data`` does."""
+    data = _load_without_folder(cfg, None)
+    return data.seq_length, len(data.train), len(data.test)
+
+
+def seq_length(cfg: RunConfig) -> int:
+    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
+    return read_sizes(cfg)[0] if cfg.model.seq_length is None else cfg.model.seq_length
+
+
+def _load_without_folder(cfg: RunConfig, run: RunFolder | None) -> Data:
+    """run: whose data they are, which resumes with the problems that ``data.source`` made when it began; None: nothing
+    will be scored."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = RunFolder(Path(folder))
+        if cfg.data.source is not None:
+            made = kept_problems(cfg, run) if run is not None and run.is_begun else {}
+            if "test" not in made:
+                made = made_problems(cfg.data.source, cfg.data.source_args, cfg.data.columns)
+            write_made_problems(cfg, scratch, made)
+        write_builtin_files(cfg, scratch, weights=False)
+        data = load_data(cfg, scratch, scores=run is not None)
+    if run is not None:  # messages name the places that the files will have
+        for problems in (data.train, data.test, data.warmup):
+            for place, problem in enumerate(problems):
+                source = problem.source.replace(f"{scratch.path}/", f"{run.path}/", 1)
+                problems[place] = replace(problem, source=source)
+    if data.overlap and not cfg.data.allow_overlap and cfg.algorithm != NONE:
+        tested, trained = data.overlap[0]
+        raise UserError(
+            f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (the first is "
+            f"{tested.source}, as {trained.source}); remove them from one of the two, or set data.allow_overlap=true"
+        )
+    return data
 
 
 def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
     """Reads and tokenises every problem. Raises UserError for whatever would stop the run later.
 
     scores: False where nothing will be scored, and what would score is not looked at."""
-    warmup_file, train_file, test_file = _problem_files(cfg.data, run)
+    files = _problem_files(cfg.data, run)
+    train_file, test_file = files.get("train"), files["test"]
     if train_file is None and cfg.algorithm != NONE:
         raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-    loaded = {}
-    if train_file is not None:
-        loaded[train_file] = load_problems(train_file, **cfg.data.reading("train"))
-    loaded[test_file] = load_problems(test_file, **cfg.data.reading("test"))
+    loaded = {files[split]: load_problems(files[split], **cfg.data.reading(split)) for split in ("train", "test")
+              if split in files}  # fmt: skip
     scorer, judge = build_scorer(cfg, loaded) if scores else (ExactAnswerScorer(), None)
-    made_warmup = cfg.data.source is not None and warmup_file != train_file
+    warmup_file = files.get("warmup", train_file)
+    made_warmup = cfg.data.source is not None and "warmup" in files
     if (cfg.sft.steps or made_warmup) and warmup_file not in loaded:
         loaded[warmup_file] = load_problems(warmup_file, **cfg.data.reading("train"))
-    if cfg.sft.steps:
-        _require_solutions(loaded[warmup_file].problems)
+    learned = loaded[warmup_file].problems if cfg.sft.steps else []
+    if unsolved := next((problem for problem in learned if not problem.solution), None):
+        raise UserError(
+            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
+            "data.columns.solution, or set sft.steps=0"
+        )
+    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems
+    trained = {problem.id: problem.source for problem in train}
+    if shared := [problem for problem in test if problem.id in trained]:
+        first = shared[0]
+        raise UserError(
+            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
+            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
+            "files different names"
+        )
+    tuning = cfg.evaluation.tuning_problems
+    if tuning > len(train):
+        expected = f"at most the number of training problems, {len(train)}"
+        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
     folder = model_folder(cfg, run)
     tokenizer = load_tokenizer(folder)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
-    train = [] if train_file is None else loaded[train_file].problems
-    test = loaded[test_file].problems
-    _require_distinct_ids(train, test)
-    _require_for_tuning(cfg, train)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
     style = prompt_style(cfg.data.prompt, cfg.data.chat_template, tokenizer)
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room)
-    solutions = encode_solutions(loaded[warmup_file].problems, tokenizer, style, limit) if cfg.sft.steps else []
+    solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
     if limit is None:
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
         check_context(folder, read_fields(folder), limit, given=False)
@@ -195,11 +236,23 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
         prompts=prompts,
         solutions=solutions,
         seq_length=limit,
-        skipped_rows=_count_skipped(loaded.values()),
+        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
         scorer=scorer,
         judge=judge,
         warmup=loaded[warmup_file].problems if made_warmup else [],
     )
+
+
+def _problem_files(data: DataConfig, run: RunFolder) -> dict[str, Path]:
+    """The files of the splits that there are; without a warm-up's, it learns from those of ``train``."""
+    if data.is_built_in:
+        return {split: run.data / f"{split}.jsonl" for split in SPLITS}
+    if data.source is not None:
+        made = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+        has_train = made["train"].is_file()  # without it, nothing is trained
+        return {split: path for split, path in made.items() if split == "test" or (has_train and path.is_file())}
+    named = {split: getattr(data, split) for split in SPLITS}
+    return {split: Path(path) for split, path in named.items() if path is not None}
 
 
 def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:
@@ -215,25 +268,6 @@ def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:
     except ValueError as error:
         raise UserError(str(error)) from error
     return found
-
-
-def seq_length(cfg: RunConfig) -> int:
-    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
-    return read_sizes(cfg)[0] if cfg.model.seq_length is None else cfg.model.seq_length
-
-
-def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
-    """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
-    Raises UserError as ``load_data`` does."""
-    with tempfile.TemporaryDirectory() as scratch:
-        builtin = RunFolder(Path(scratch))
-        if cfg.data.source is not None:
-            made = made_problems(cfg.data.source, cfg.data.source_args, cfg.data.columns)
-            write_made_problems(cfg, builtin, made)
-        write_builtin_files(cfg, builtin, weights=False)
-        data = load_data(cfg, builtin, scores=False)
-    _require_no_overlap(cfg, data)
-    return data.seq_length, len(data.train), len(data.test)
 
 
 def check_model(cfg: RunConfig) -> None:
@@ -266,17 +300,18 @@ def _check_fields(cfg: RunConfig, fields: dict, folder: Path) -> None:
 
 def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:
     """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
-    needed = 0
-    evaluated = len(data.test) * (cfg.evaluation.samples + 1)
+
+    def size(responses: int) -> int:
+        return estimate_bytes(responses, data.longest_prompt, cfg.sampling.max_new_tokens)
+
+    evaluation = size(len(data.test) * (cfg.evaluation.samples + 1))
     final = cfg.evaluation.rollouts * len(cfg.evaluation.temperature)
-    needed += final * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
+    needed = final * evaluation  # of the start
     for arm in arms:
         short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
-        evaluations = short + final
-        needed += evaluations * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
         problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
-        rollouts = problems * cfg.sampling.samples_per_prompt
-        needed += arm.iterations * estimate_bytes(rollouts, data.longest_prompt, cfg.sampling.max_new_tokens)
+        iteration = size(problems * cfg.sampling.samples_per_prompt)
+        needed += (short + final) * evaluation + arm.iterations * iteration
     check_disk_space(run.path, needed)
 
 
@@ -287,74 +322,3 @@ def given_rollouts(cfg: RunConfig, arm: str, data: Data) -> RolloutStore | None:
     folder = Path(cfg.train.rollouts)
     own = folder / arm
     return RolloutStore(own if own.is_dir() else folder, tokenizer=tokenizer_identity(data.tokenizer))
-
-
-def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path | None, Path | None, Path]:
-    """Warm-up, train, test; the first two None where there is only a file to evaluate on."""
-    if data.is_built_in:
-        return run.data / "warmup.jsonl", run.data / "train.jsonl", run.data / "test.jsonl"
-    if data.source is not None:
-        warmup, train, test = (run.data / f"{split}.jsonl" for split in SPLITS)
-        if not train.is_file():
-            return None, None, test
-        return warmup if warmup.is_file() else train, train, test
-    if data.train is None:
-        return None, None, Path(data.test)
-    return Path(data.warmup or data.train), Path(data.train), Path(data.test)
-
-
-def _made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
-    """What ``data.source`` makes for a new run; what it made for one that resumes."""
-    files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
-    if run.is_begun and files["test"].is_file():
-        kept = {split: path for split, path in files.items() if path.is_file()}
-        return {split: load_problems(path, **cfg.data.reading(split)).problems for split, path in kept.items()}
-    data = cfg.data
-    return made_problems(data.source, data.source_args, data.columns)
-
-
-def _require_solutions(problems: Sequence[Problem]) -> None:
-    """Raises UserError for a problem that a warm-up cannot learn."""
-    without = next((problem for problem in problems if not problem.solution), None)
-    if without is not None:
-        raise UserError(
-            f"{without.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
-            "data.columns.solution, or set sft.steps=0"
-        )
-
-
-def _require_for_tuning(cfg: RunConfig, train: list[Problem]) -> None:
-    wanted = cfg.evaluation.tuning_problems
-    if wanted > len(train):
-        raise UserError(
-            f"evaluation.tuning_problems is {wanted}, expected at most the number of training problems, {len(train)}"
-        )
-
-
-def _require_distinct_ids(train: list[Problem], test: list[Problem]) -> None:
-    """Raises UserError where a problem of each has one id, under which responses are stored and results compared."""
-    trained = {problem.id: problem.source for problem in train}
-    shared = [problem for problem in test if problem.id in trained]
-    if shared:
-        first = shared[0]
-        raise UserError(
-            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
-            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
-            "files different names"
-        )
-
-
-def _require_no_overlap(cfg: RunConfig, data: Data) -> None:
-    """Raises UserError where a policy would be evaluated on problems that it is trained on, unless the config allows
-    it."""
-    overlap = [] if cfg.data.allow_overlap or cfg.algorithm == NONE else data.overlap
-    if overlap:
-        tested, trained = overlap[0]
-        raise UserError(
-            f"{len(overlap)} of the {len(data.test)} test problems are train problems, too (the first is "
-            f"{tested.source}, as {trained.source}); remove them from one of the two, or set data.allow_overlap=true"
-        )
-
-
-def _count_skipped(loaded: Iterable[LoadedProblems]) -> int:
-    return sum(len(problems.skipped) for problems in loaded)

@@ -12,8 +12,7 @@ from typing import IO, Any
 
 import xxhash
 
-from nemo_edo.errors import UserError
-from nemo_edo.run.folder import RESTORE
+from nemo_edo.errors import RESTORE, UserError
 
 PLACES = ("iteration", "policy_version", "step")
 """Numbers of a line that say where it belongs, and are not measurements."""

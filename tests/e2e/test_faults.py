@@ -99,7 +99,7 @@ FAULTS = [  # of an unfinished run: the file, the damage, and what the same comm
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", Path.unlink, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", truncate, "delete it to generate its rollouts again"),
     ("config.yaml", truncate, "restore it from a copy"),  # where it breaks off depends on paths
-    ("journal.json", empty, "is damaged"),
+    ("journal.json", empty, "not valid JSON"),
     ("journal.json", Path.unlink, "is missing; restore it"),
     ("metrics.jsonl", flip, "is damaged"),
     ("metrics.jsonl", truncate, "it was changed; restore it"),
