@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -118,6 +118,10 @@ MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")
 """Of a bound that infinity switches off. All other numbers are finite."""
 
 
+_SHOWN = {"None": "null", "False": "false", "True": "true", "[]": "none", "{}": "none"}
+"""Defaults as a user writes them."""
+
+
 class Section:
     """A section of the config, checked when it is made: constraints in its fields' types, then the rules of its
     class and of those that it is derived from. Raises SettingError."""
@@ -134,6 +138,16 @@ class Section:
     def rules(self) -> Iterable[Rule]:
         """What settings ask of each other."""
         return ()
+
+    def only_if(self, used: bool, otherwise: str, *names: str) -> Iterator[Rule]:
+        """Rules for settings that have their default unless they are ``used``. otherwise: why, after the default."""
+        for name in () if used else names:
+            parent, _, leaf = name.rpartition(".")
+            section = attrgetter(parent)(self) if parent else self
+            field = type(section).__dataclass_fields__[leaf]
+            default = field.default_factory() if field.default is MISSING else field.default
+            shown = f"{default:g}" if isinstance(default, float) else _SHOWN.get(str(default), default)
+            yield getattr(section, leaf) == default, name, f"{shown} {otherwise}"
 
 
 @cache

@@ -115,12 +115,11 @@ class DataConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         yield self.chat_template in ("auto", "true", "false"), "chat_template", "one of auto, true, false"
-        yield self.source is not None or not self.source_args, "source_args", "none without data.source"
-        for name in ("warmup", "train", "test", "benchmark", "test_benchmark"):
-            alone = self.source is None or getattr(self, name) is None
-            yield alone, name, "null with data.source, which makes the problems"
-        own = not self.columns.are_named or not (self.benchmark or self.test_benchmark)
-        yield own, "benchmark", "null with data.columns, as a benchmark has its own columns"
+        yield from self.only_if(self.source is not None, "without data.source", "source_args")
+        files = ("warmup", "train", "test", "benchmark", "test_benchmark")
+        yield from self.only_if(self.source is None, "with data.source, which makes the problems", *files)
+        own = "with data.columns, as a benchmark has its own columns"
+        yield from self.only_if(not self.columns.are_named, own, "benchmark", "test_benchmark")
         both = self.train is None or self.test is not None
         yield both, "test", "a file with data.train, or neither for the built-in task"
         yield self.warmup is None or self.train is not None, "train", "a file with data.warmup"
@@ -189,18 +188,14 @@ class RewardsConfig(Section):
         for name in ("url", "model"):
             known = self.verifier != "judge" or getattr(self.judge, name) is not None
             yield known, f"judge.{name}", "a value with rewards.verifier judge"
-        yield self.function is None or not self.functions, "function", "null with rewards.functions: give one of them"
+        yield from self.only_if(not self.functions, "with rewards.functions: give one of them", "function")
         for name, one in self.functions.items():
             key = f"rewards.functions.{name}"
             require(is_import_path(one.path), f"{key}.path", one.path, IMPORT_PATH)
             require(math.isfinite(one.weight), f"{key}.weight", one.weight, "a finite number")
-        yield (
-            not self.by_function or self.verifier == "auto",
-            "verifier",
-            "auto with a custom reward, which replaces it",
-        )
-        fixed = bool(self.by_function) or self.success_at == 1
-        yield fixed, "success_at", "1 without a custom reward: verifiers give 0 or 1"
+        is_custom = bool(self.by_function)
+        yield from self.only_if(not is_custom, "with a custom reward, which replaces it", "verifier")
+        yield from self.only_if(is_custom, "without a custom reward: verifiers give 0 or 1", "success_at")
 
     @property
     def by_function(self) -> dict[str, tuple[str, RewardFunctionConfig]]:

@@ -66,7 +66,8 @@ class Sources:
     def place(self, key: str) -> str:
         """``command line: OVERRIDE`` or ``FILE:LINE``, whichever set the key last; otherwise that it is a default."""
         for override in reversed(self.setters):
-            if f"{key}.".startswith(f"{override.key_or_group}."):
+            names = f"{override.key_or_group}.", f"{key}."
+            if names[1].startswith(names[0]) or names[0].startswith(names[1]):
                 return f"command line: {override.input_line}"
         for path, package in reversed(self.files):
             if line := _line_of(path, key, package):

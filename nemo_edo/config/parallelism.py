@@ -34,14 +34,12 @@ class PrecisionConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         fp8, delayed = self.fp8 is not None, self.fp8_recipe == "delayed"
-        yield fp8 or not self.fp8_param_gather, "fp8_param_gather", "false where precision.fp8 is null"
+        yield from self.only_if(fp8, "where precision.fp8 is null", "fp8_param_gather")
         yield not fp8 or self.dtype == "bf16", "dtype", f"bf16 with precision.fp8 {self.fp8}"
-        for name in (
-            "bf16_layers_at_start",
-            "bf16_layers_at_end",
-        ):  # Transformer Engine reduces maxima once for all layers
-            yield not (fp8 and delayed and getattr(self, name)), name, "0 with fp8_recipe delayed"
-        yield not fp8 or delayed or not self.fp8_margin, "fp8_margin", f"0 with fp8_recipe {self.fp8_recipe}"
+        # Transformer Engine reduces maxima once for all layers.
+        ends = ("bf16_layers_at_start", "bf16_layers_at_end")
+        yield from self.only_if(not (fp8 and delayed), "with fp8_recipe delayed", *ends)
+        yield from self.only_if(not fp8 or delayed, f"with fp8_recipe {self.fp8_recipe}", "fp8_margin")
 
 
 @dataclass
@@ -84,17 +82,16 @@ class ParallelismConfig(Section):
     use_distributed_optimizer, bf16, and a GPU with Transformer Engine."""
 
     def rules(self) -> Iterator[Rule]:
-        staged = self.virtual_pipeline_model_parallel_size is None or self.pipeline_model_parallel_size > 1
-        one_stage = "null where pipeline_model_parallel_size is 1"
-        yield staged, "virtual_pipeline_model_parallel_size", one_stage
-        for name, met, without in (
-            ("sequence_parallel", self.tensor_model_parallel_size != 1, "tensor_model_parallel_size above 1"),
-            ("overlap_param_gather", self.use_distributed_optimizer, "use_distributed_optimizer"),
-            ("overlap_param_gather", self.overlap_grad_reduce, "overlap_grad_reduce"),
-            ("optimizer_offload_fraction", self.use_distributed_optimizer, "use_distributed_optimizer"),
-        ):
-            value = getattr(self, name)
-            yield met or not value, name, f"{type(value)(0)} without {without}"
+        staged = self.pipeline_model_parallel_size > 1
+        one_stage = "where pipeline_model_parallel_size is 1"
+        yield from self.only_if(staged, one_stage, "virtual_pipeline_model_parallel_size")
+        for needed, names in {
+            "use_distributed_optimizer": ("overlap_param_gather", "optimizer_offload_fraction"),
+            "overlap_grad_reduce": ("overlap_param_gather",),
+        }.items():
+            yield from self.only_if(getattr(self, needed), f"without {needed}", *names)
+        split = self.tensor_model_parallel_size != 1
+        yield from self.only_if(split, "without tensor_model_parallel_size above 1", "sequence_parallel")
 
     @property
     def model_ranks(self) -> int:

@@ -67,8 +67,7 @@ class MicroBatchConfig(Section):
     def rules(self) -> Iterator[Rule]:
         bounded = self.micro_batch_tokens is not None or not self.packing
         yield bounded, "packing", "false, or a number of micro_batch_tokens to a pack"
-        shared = "false, or packing=true: prompts are shared within packs"
-        yield self.packing or not self.share_prompts, "share_prompts", shared
+        yield from self.only_if(self.packing, "without packing: prompts are shared within packs", "share_prompts")
 
 
 @dataclass
@@ -179,21 +178,15 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
         samples = self.exploration_samples
         stays = samples != "reference" or self.reference == "initial"
         yield stays, "exploration_samples", "own or previous with a grpo.reference that moves"
-        groups = {
-            "redundancy_weighted": False,
-            "explore_uninformative_groups": True,
-            "explore_solved_groups_only": False,
-        }
-        for name, default in groups.items():
-            expected = f"{default} with exploration_samples={samples}, which have no groups here"
-            yield samples == "own" or getattr(self, name) == default, name, expected
-        kinds = {"advantage_scale": "std", "advantage_baseline": "mean", "advantage_deviation": "population"}
-        unused = [name for name, default in {"pass_k": None, **kinds}.items() if getattr(self, name) != default]
-        replaces = f"null with {' or '.join(unused)}, which it replaces"
-        yield self.advantage is None or not unused, "advantage", replaces
-        for name, default in {"overlong_buffer": None, **kinds}.items():
-            expected = f"{'null' if default is None else default} with pass_k, which takes no other"
-            yield self.pass_k is None or getattr(self, name) == default, name, expected
+        of_groups = ("redundancy_weighted", "explore_uninformative_groups", "explore_solved_groups_only")
+        no_groups = f"with exploration_samples={samples}, which have no groups here"
+        yield from self.only_if(samples == "own", no_groups, *of_groups)
+        kinds = ("advantage_scale", "advantage_baseline", "advantage_deviation")
+        changed = [name for is_default, name, _ in self.only_if(False, "", "pass_k", *kinds) if not is_default]
+        replaces = f"null with {' or '.join(changed)}, which it replaces"
+        yield self.advantage is None or not changed, "advantage", replaces
+        alone = "with pass_k, which takes no other"
+        yield from self.only_if(self.pass_k is None, alone, "overlong_buffer", *kinds)
 
     def explored_iteration(self, t: int) -> int:
         others = {"previous": t - 1, "reference": 0} if self.exploration_weight else {}

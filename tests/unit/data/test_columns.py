@@ -11,10 +11,8 @@ import pytest
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.data.columns import Columns
 from nemo_edo.data.problems import MADE, load_problems, write_problems
-from nemo_edo.data.rows import Row
 from nemo_edo.data.source import made_problems
 from nemo_edo.errors import UserError
-from nemo_edo.types import Problem
 
 ROWS = [{"problem": "1 + 1", "gold": "2", "level": 3, "tags": {"kinds": ["sum"], "seen": None}},
         {"problem": "Which?", "gold": "the second", "level": None, "tags": {"kinds": [], "seen": 1.5}}]
@@ -163,9 +161,3 @@ def test_settings_of_data_that_do_not_fit_are_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
         compose_run("quickstart", overrides)
     assert message in str(refused.value)
-
-
-def test_a_problem_needs_no_solution_or_answer_where_nothing_uses_them():
-    row = Row(3, "here", {"question": "Write a poem."})
-    assert Columns().problem(row, "train") == Problem(
-        "train-3", "Write a poem.", "", "", "here", "math")  # fmt: skip
