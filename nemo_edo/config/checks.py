@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -151,6 +151,17 @@ class Section:
 
 
 @cache
+def setting_types(schema: type, prefix: str = "") -> dict[str, Any]:
+    """The type of every setting and section of a dataclass by its full key; a section's type is its dataclass."""
+    types = {}
+    for name, hint in get_type_hints(schema).items():
+        types[prefix + name] = hint
+        if is_dataclass(hint):
+            types |= setting_types(hint, f"{prefix}{name}.")
+    return types
+
+
+@cache
 def _types(schema: type) -> dict[str, Any]:
     hints = get_type_hints(schema, include_extras=True)
     return {field.name: hints[field.name] for field in fields(schema)}
@@ -164,7 +175,8 @@ def _expected(hint: Any, value: Any) -> str | None:
             return expected
         return next((one.expected for one in parts[1:] if not one.holds(value)), None)
     if get_origin(hint) is Union:
-        broken = None if value is None else next(filter(None, (_expected(part, value) for part in parts)), None)
+        others = [part for part in parts if part is not type(None)]
+        broken = None if value is None else next(filter(None, (_expected(part, value) for part in others)), None)
         return broken and f"null or {broken}"
     if get_origin(hint) is list:
         return next(filter(None, (_expected(parts[0], one) for one in value)), None)

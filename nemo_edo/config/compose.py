@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
 from nemo_edo.config.arms import REPLICATE, baseline_arm
-from nemo_edo.config.checks import SettingError
+from nemo_edo.config.checks import SettingError, setting_types
 from nemo_edo.config.hydra import DEFAULT, ConfigError, Sources, compose_values, search_order
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.config.suggestions import suggestion
@@ -157,22 +157,11 @@ def _structured(schema: type) -> DictConfig:
     return OmegaConf.structured(schema)
 
 
-@cache
-def _keys(schema: type, prefix: str = "") -> dict[str, Any]:
-    """The type of every setting and section of a dataclass by its full key; a section's type is its dataclass."""
-    keys = {}
-    for name, hint in get_type_hints(schema).items():
-        keys[prefix + name] = hint
-        if is_dataclass(hint):
-            keys |= _keys(hint, f"{prefix}{name}.")
-    return keys
-
-
 def _merged(schema: DictConfig, values: DictConfig, prefix: str, place: Callable[[str], str]) -> DictConfig:
     """The schema's defaults with the values, converted to its types. prefix: of the values' full keys.
 
     Raises ConfigError for an unknown key and for a value of another type."""
-    keys = _keys(OmegaConf.get_type(schema), prefix)
+    keys = setting_types(OmegaConf.get_type(schema), prefix)
     for key, hint in keys.items():
         value = OmegaConf.select(values, key.removeprefix(prefix), default={}) if is_dataclass(hint) else {}
         if not isinstance(value, dict | DictConfig):

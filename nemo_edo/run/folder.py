@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import yaml
 
-from nemo_edo.errors import DamagedFile, UserError
+from nemo_edo.errors import RESTORE, DamagedFile, UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.utils.files import json_text, read_json, read_mapping, read_object, temporary_name, write_text
 
@@ -116,7 +116,7 @@ class RunFolder:
         if not (self.path / CONFIG).is_file():
             raise UserError(
                 f"{self.path} exists and has no config.yaml of a run; choose another name=..., or, if it is a run's "
-                f"folder, see to {self.path / CONFIG}: restore it from a copy"
+                f"folder, see to {self.path / CONFIG}: {RESTORE}"
             )
         metrics = self.path / METRICS
         if not self.is_finished and not self.is_begun and metrics.is_file() and metrics.stat().st_size:
@@ -137,7 +137,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path} exists already with another config: {key} is {there.get(key)!r} there and "
                 f"{here.get(key)!r} here ({len(different)} settings differ); choose another name=..., or remove it; "
-                f"if nobody has changed the setting, {self.path / CONFIG} is damaged: restore it from a copy"
+                f"if nobody has changed the setting, {self.path / CONFIG} is damaged: {RESTORE}"
             )
 
     def open(self, config: str) -> Path | None:

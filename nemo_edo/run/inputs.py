@@ -53,8 +53,8 @@ class Data:
     """What scores responses to them."""
     judge: Judge | None = None
     """The language model that the scorer asks, if any."""
-    warmup: list[Problem] = field(default_factory=list)
-    """What ``data.source`` made for the warm-up alone."""
+    made: dict[str, list[Problem]] = field(default_factory=dict)
+    """The splits that ``data.source`` made, before there is a run folder."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -62,11 +62,6 @@ class Data:
         trained = {normal_question(problem.question): problem for problem in self.train}
         asked = ((problem, trained.get(normal_question(problem.question))) for problem in self.test)
         return [(problem, twin) for problem, twin in asked if twin is not None]
-
-    @property
-    def made(self) -> dict[str, list[Problem]]:
-        """The splits of ``data.source``."""
-        return {"warmup": self.warmup, "train": self.train, "test": self.test}
 
     @property
     def pad_id(self) -> int:
@@ -115,9 +110,8 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True)
 def write_made_problems(cfg: RunConfig, run: RunFolder, splits: Mapping[str, Sequence[Problem]]) -> None:
     """Keeps what ``data.source`` made in the run folder: whatever it makes next time, the run has these problems."""
     for split, problems in splits.items():
-        if problems:
-            path, made_by = run.data / f"{split}.jsonl", {"function": cfg.data.source}
-            write_problems(path, problems, benchmark=MADE, split=split, source=made_by, skipped=0)
+        path, made_by = run.data / f"{split}.jsonl", {"function": cfg.data.source}
+        write_problems(path, problems, benchmark=MADE, split=split, source=made_by, skipped=0)
 
 
 def kept_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
@@ -161,16 +155,17 @@ def _load_without_folder(cfg: RunConfig, run: RunFolder | None) -> Data:
     """run: whose data they are, which resumes with the problems that ``data.source`` made when it began; None: nothing
     will be scored."""
     with tempfile.TemporaryDirectory() as folder:
-        scratch = RunFolder(Path(folder))
+        scratch, made = RunFolder(Path(folder)), {}
         if cfg.data.source is not None:
-            made = kept_problems(cfg, run) if run is not None and run.is_begun else {}
+            if run is not None and run.is_begun:
+                made = kept_problems(cfg, run)
             if "test" not in made:
                 made = made_problems(cfg.data.source, cfg.data.source_args, cfg.data.columns)
             write_made_problems(cfg, scratch, made)
         write_builtin_files(cfg, scratch, weights=False)
-        data = load_data(cfg, scratch, scores=run is not None)
+        data = replace(load_data(cfg, scratch, scores=run is not None), made=made)
     if run is not None:  # messages name the places that the files will have
-        for problems in (data.train, data.test, data.warmup):
+        for problems in (data.train, data.test):
             for place, problem in enumerate(problems):
                 source = problem.source.replace(f"{scratch.path}/", f"{run.path}/", 1)
                 problems[place] = replace(problem, source=source)
@@ -191,12 +186,12 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
     train_file, test_file = files.get("train"), files["test"]
     if train_file is None and cfg.algorithm != NONE:
         raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-    loaded = {files[split]: load_problems(files[split], **cfg.data.reading(split)) for split in ("train", "test")
-              if split in files}  # fmt: skip
+    loaded = {}
+    for split in ("train", "test") if train_file else ("test",):
+        loaded[files[split]] = load_problems(files[split], **cfg.data.reading(split))
     scorer, judge = build_scorer(cfg, loaded) if scores else (ExactAnswerScorer(), None)
     warmup_file = files.get("warmup", train_file)
-    made_warmup = cfg.data.source is not None and "warmup" in files
-    if (cfg.sft.steps or made_warmup) and warmup_file not in loaded:
+    if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = load_problems(warmup_file, **cfg.data.reading("train"))
     learned = loaded[warmup_file].problems if cfg.sft.steps else []
     if unsolved := next((problem for problem in learned if not problem.solution), None):
@@ -239,7 +234,6 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
         skipped_rows=sum(len(file.skipped) for file in loaded.values()),
         scorer=scorer,
         judge=judge,
-        warmup=loaded[warmup_file].problems if made_warmup else [],
     )
 
 

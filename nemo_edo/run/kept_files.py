@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import NONE
-from nemo_edo.errors import RESTORE, UserError
+from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.early_stop import early_stop, trained_iterations
+from nemo_edo.run.folder import RESTORE
 from nemo_edo.run.stored_run import final_iteration
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import xxhash
 
-from nemo_edo.errors import RESTORE, UserError
+from nemo_edo.errors import UserError
+from nemo_edo.run.folder import RESTORE
 
 PLACES = ("iteration", "policy_version", "step")
 """Numbers of a line that say where it belongs, and are not measurements."""
