@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
-from nemo_edo.data.problems import MADE, load_problems, normal_question, write_problems
+from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
-from nemo_edo.data.source import SPLITS, made_problems
+from nemo_edo.data.source import SPLITS
+from nemo_edo.data.source import made_problems as source_problems
 from nemo_edo.data.stop_tokens import StopTokens, read_stop_tokens
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
@@ -25,12 +27,14 @@ from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_edo.interfaces import Scorer
     from nemo_edo.rewards.judge import Judge
 
 TokenIds = tuple[int, ...]
+ARITHMETIC = "arithmetic"
+"""The built-in task's name in the manifests of its files."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Data:
     judge: Judge | None = None
     """The language model that the scorer asks, if any."""
     made: dict[str, list[Problem]] = field(default_factory=dict)
-    """The splits that ``data.source`` made, before there is a run folder."""
+    """The splits that the run makes, before they are in its folder."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -77,51 +81,51 @@ class Data:
         return max(len(prompt) for prompt in self.prompts.values())
 
 
-def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True) -> None:
-    """The built-in task's problem files and a model with random weights, where the config names no others. What
-    ``data.source`` made is in the folder already: a model without a path reads its words.
+def made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
+    """The splits that a run makes itself: those of the built-in task, or of ``data.source``. Whatever the function
+    makes next time, a run that resumes has the problems that it began with. Empty where problems are in files."""
+    data = cfg.data
+    if data.is_built_in:
+        return make_problems(data.arithmetic, run.data)
+    if data.source is None:
+        return {}
+    files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+    if run.is_begun and files["test"].is_file():
+        kept = {split: path for split, path in files.items() if path.is_file()}
+        return {split: load_problems(path, **data.reading(split)).problems for split, path in kept.items()}
+    return source_problems(data.source, data.source_args, data.columns)
 
-    Without ``weights``, all that ``load_data`` needs.
-    """
-    from nemo_edo.builtin_task.arithmetic import write_dataset
-    from nemo_edo.builtin_task.model import word_vocabulary, write_base_model
 
-    if cfg.data.is_built_in:
-        write_dataset(run.data, cfg.data.arithmetic)
-    if cfg.model.path is not None:
-        return
-    words = cfg.data.arithmetic
-    if cfg.data.source is not None:
-        problems = [problem for made in kept_problems(cfg, run).values() for problem in made]
-        texts = [text for problem in problems for text in (problem.question, problem.solution)]
-        words = word_vocabulary([cfg.data.prompt.replace("{question}", ""), *texts])
-    hf_config = write_base_model(run.base, cfg.model.architecture, words)
-    if weights:
+def write_builtin_files(cfg: RunConfig, run: RunFolder, made: Mapping[str, Sequence[Problem]] | None = None) -> None:
+    """What the config names no files of: the problems (made: these, or those of ``made_problems``), and a model with
+    random weights."""
+    made = made_problems(cfg, run) if made is None else made
+    for split, problems in made.items():
+        made_by = {"function": cfg.data.source or "the built-in task"}
+        benchmark = ARITHMETIC if cfg.data.source is None else MADE
+        path = run.data / f"{split}.jsonl"
+        write_problems(path, problems, benchmark=benchmark, split=split, source=made_by, skipped=0)
+    if cfg.model.path is None:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        hf_config = _write_tokenizer(cfg, run.base, made)
         logging.disable_progress_bar()  # version 5 shows one for a file of a megabyte
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
 
 
-def write_made_problems(cfg: RunConfig, run: RunFolder, splits: Mapping[str, Sequence[Problem]]) -> None:
-    """Keeps what ``data.source`` made in the run folder: whatever it makes next time, the run has these problems."""
-    for split, problems in splits.items():
-        path, made_by = run.data / f"{split}.jsonl", {"function": cfg.data.source}
-        write_problems(path, problems, benchmark=MADE, split=split, source=made_by, skipped=0)
+def _write_tokenizer(cfg: RunConfig, folder: Path, made: Mapping[str, Sequence[Problem]]) -> PretrainedConfig:
+    """The tokenizer and the config.json of a model without a path, which knows the words of the made problems."""
+    from nemo_edo.builtin_task.model import word_vocabulary, write_base_model
 
-
-def kept_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
-    """The splits that ``write_made_problems`` has written."""
-    files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
-    return {
-        split: load_problems(path, **cfg.data.reading(split)).problems
-        for split, path in files.items()
-        if path.is_file()
-    }
+    words = cfg.data.arithmetic
+    if cfg.data.source is not None:
+        texts = [text for split in made.values() for problem in split for text in (problem.question, problem.solution)]
+        words = word_vocabulary([cfg.data.prompt.replace("{question}", ""), *texts])
+    return write_base_model(folder, cfg.model.architecture, words)
 
 
 def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
@@ -130,11 +134,11 @@ def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
 
 
 def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]) -> Data:
-    """The run's data before its folder is touched: the files that a run makes come from a scratch folder.
+    """The run's data before its folder is touched.
 
     Raises UserError for anything in the data that would stop the run later, and where the disk is too small.
     """
-    data = _load_without_folder(cfg, run)
+    data = _load_without_folder(cfg, run, scores=True)
     check_space(cfg, run, data, arms)
     return data
 
@@ -142,7 +146,7 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]
 def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
     """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
     Raises UserError as ``load_data`` does."""
-    data = _load_without_folder(cfg, None)
+    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=False)
     return data.seq_length, len(data.train), len(data.test)
 
 
@@ -151,24 +155,12 @@ def seq_length(cfg: RunConfig) -> int:
     return read_sizes(cfg)[0] if cfg.model.seq_length is None else cfg.model.seq_length
 
 
-def _load_without_folder(cfg: RunConfig, run: RunFolder | None) -> Data:
-    """run: whose data they are, which resumes with the problems that ``data.source`` made when it began; None: nothing
-    will be scored."""
-    with tempfile.TemporaryDirectory() as folder:
-        scratch, made = RunFolder(Path(folder)), {}
-        if cfg.data.source is not None:
-            if run is not None and run.is_begun:
-                made = kept_problems(cfg, run)
-            if "test" not in made:
-                made = made_problems(cfg.data.source, cfg.data.source_args, cfg.data.columns)
-            write_made_problems(cfg, scratch, made)
-        write_builtin_files(cfg, scratch, weights=False)
-        data = replace(load_data(cfg, scratch, scores=run is not None), made=made)
-    if run is not None:  # messages name the places that the files will have
-        for problems in (data.train, data.test):
-            for place, problem in enumerate(problems):
-                source = problem.source.replace(f"{scratch.path}/", f"{run.path}/", 1)
-                problems[place] = replace(problem, source=source)
+def _load_without_folder(cfg: RunConfig, run: RunFolder, *, scores: bool) -> Data:
+    made = made_problems(cfg, run)
+    with tempfile.TemporaryDirectory() as scratch:
+        if cfg.model.path is None:
+            _write_tokenizer(cfg, Path(scratch), made)
+        data = load_data(cfg, run, scores=scores, made=made, tokenizer_folder=Path(scratch))
     if data.overlap and not cfg.data.allow_overlap and cfg.algorithm != NONE:
         tested, trained = data.overlap[0]
         raise UserError(
@@ -178,21 +170,33 @@ def _load_without_folder(cfg: RunConfig, run: RunFolder | None) -> Data:
     return data
 
 
-def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
+def load_data(
+    cfg: RunConfig,
+    run: RunFolder,
+    *,
+    scores: bool = True,
+    made: Mapping[str, list[Problem]] | None = None,
+    tokenizer_folder: Path | None = None,
+) -> Data:
     """Reads and tokenises every problem. Raises UserError for whatever would stop the run later.
 
-    scores: False where nothing will be scored, and what would score is not looked at."""
-    files = _problem_files(cfg.data, run)
+    scores: False where nothing will be scored, and what would score is not looked at. made, tokenizer_folder: before
+    there is a run folder, the problems that will be in it and the folder of its model's tokenizer."""
+    made = made or {}
+    files = _problem_files(cfg.data, run, made)
     train_file, test_file = files.get("train"), files["test"]
     if train_file is None and cfg.algorithm != NONE:
         raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-    loaded = {}
-    for split in ("train", "test") if train_file else ("test",):
-        loaded[files[split]] = load_problems(files[split], **cfg.data.reading(split))
+
+    def load(split: str) -> LoadedProblems:
+        reading = cfg.data.reading("test" if split == "test" else "train")
+        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
+
+    loaded = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
     scorer, judge = build_scorer(cfg, loaded) if scores else (ExactAnswerScorer(), None)
     warmup_file = files.get("warmup", train_file)
     if cfg.sft.steps and warmup_file not in loaded:
-        loaded[warmup_file] = load_problems(warmup_file, **cfg.data.reading("train"))
+        loaded[warmup_file] = load("warmup")
     learned = loaded[warmup_file].problems if cfg.sft.steps else []
     if unsolved := next((problem for problem in learned if not problem.solution), None):
         raise UserError(
@@ -212,7 +216,7 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
     if tuning > len(train):
         expected = f"at most the number of training problems, {len(train)}"
         raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
-    folder = model_folder(cfg, run)
+    folder = model_folder(cfg, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
@@ -234,17 +238,17 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
         skipped_rows=sum(len(file.skipped) for file in loaded.values()),
         scorer=scorer,
         judge=judge,
+        made=dict(made),
     )
 
 
-def _problem_files(data: DataConfig, run: RunFolder) -> dict[str, Path]:
+def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> dict[str, Path]:
     """The files of the splits that there are; without a warm-up's, it learns from those of ``train``."""
-    if data.is_built_in:
-        return {split: run.data / f"{split}.jsonl" for split in SPLITS}
-    if data.source is not None:
-        made = {split: run.data / f"{split}.jsonl" for split in SPLITS}
-        has_train = made["train"].is_file()  # without it, nothing is trained
-        return {split: path for split, path in made.items() if split == "test" or (has_train and path.is_file())}
+    if data.is_built_in or data.source is not None:
+        own = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+        there = {split for split, path in own.items() if split in made or (not made and path.is_file())}
+        wanted = there if "train" in there else set()  # without it, nothing is trained
+        return {split: path for split, path in own.items() if split in {*wanted, "test"}}
     named = {split: getattr(data, split) for split in SPLITS}
     return {split: Path(path) for split, path in named.items() if path is not None}
 
