@@ -4,8 +4,20 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 """What the system says of a full disk, a used up quota, and a place that may not be written to."""
 
 
+RESTORE = "restore it from a copy"
+"""What to do about a file that nothing else can stand in for."""
+
+
 class UserError(ValueError):
     """An error of the user's input, shown without a traceback; everything else is a bug and keeps its traceback."""
+
+
+class DamagedFile(UserError):
+    """A file that was written whole is missing or has other content."""
+
+    def __init__(self, fault: str) -> None:
+        """fault: the file, and what is wrong with it."""
+        super().__init__(f"{fault}; {RESTORE}")
 
 
 class StoppedByGuard(Exception):

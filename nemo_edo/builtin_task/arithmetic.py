@@ -25,6 +25,7 @@ from pathlib import Path
 from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.errors import UserError
+from nemo_edo.types import Problem
 
 STEP_ERRORS = (-2, -1, 1, 2)
 """How far off the result of a wrong step is."""
@@ -43,7 +44,19 @@ class ArithmeticFiles:
 
 
 def write_dataset(folder: str | Path, config: ArithmeticConfig) -> ArithmeticFiles:
-    """Writes warmup.jsonl, train.jsonl and test.jsonl in GSM8K's format; config alone fixes their bytes.
+    """Writes ``make_problems`` as warmup.jsonl, train.jsonl and test.jsonl in GSM8K's format."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, problems in make_problems(config, folder).items():
+        records = [{"question": problem.question, "answer": problem.solution} for problem in problems]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return ArithmeticFiles(folder / "warmup.jsonl", folder / "train.jsonl", folder / "test.jsonl")
+
+
+def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Problem]]:
+    """The problems of warmup, train and test, with solutions; config alone fixes them. folder: where their files are
+    or will be, for messages.
 
     Operands are integers from 0 to ``max_operand``. No question occurs twice, and no test question is a permutation
     of another one or of a train or warm-up question. Answers of train and test are right. In warm-up solutions, a
@@ -53,19 +66,22 @@ def write_dataset(folder: str | Path, config: ArithmeticConfig) -> ArithmeticFil
 
     Raises UserError (a ValueError) if there are not enough questions for the sizes asked.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    test, train, warmup = _sample_questions(config)
-    files = ArithmeticFiles(folder / "warmup.jsonl", folder / "train.jsonl", folder / "test.jsonl")
     rng = random.Random(f"arithmetic solutions {config.seed}")
 
     def noisy_sum(first: int, second: int) -> int:
         return _noisy_sum(first, second, config, rng)
 
-    _write_rows(files.test, [(operands, derive(operands, int.__add__, rng)) for operands in test])
-    _write_rows(files.train, [(operands, derive(operands, int.__add__, rng)) for operands in train])
-    _write_rows(files.warmup, [(operands, derive(operands, noisy_sum, rng)) for operands in warmup])
-    return files
+    def problems(split: str, questions: list[Operands], add: Callable[[int, int], int]) -> list[Problem]:
+        made = []
+        for number, operands in enumerate(questions, start=1):
+            solution, source = derive(operands, add, rng), f"{folder / split}.jsonl:{number}"
+            answer = solution.rpartition("#### ")[2]
+            made.append(Problem(f"{split}-{number}", " + ".join(map(str, operands)), solution, answer, source))
+        return made
+
+    test, train, warmup = _sample_questions(config)
+    made = {"test": problems("test", test, int.__add__), "train": problems("train", train, int.__add__)}
+    return made | {"warmup": problems("warmup", warmup, noisy_sum)}
 
 
 def is_weak_fact(first: int, second: int, config: ArithmeticConfig) -> bool:
@@ -178,11 +194,6 @@ def _noisy_sum(first: int, second: int, config: ArithmeticConfig, rng: random.Ra
 
 def _possible_errors(total: int) -> list[int]:
     return [error for error in STEP_ERRORS if total + error >= 0]
-
-
-def _write_rows(path: Path, rows: list[tuple[Operands, str]]) -> None:
-    records = [{"question": " + ".join(map(str, operands)), "answer": solution} for operands, solution in rows]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def _parse_steps(question: str, text: str) -> list[tuple[int, int, int]] | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import nemo_edo
 from nemo_edo.config.shipped import shipped_configs
@@ -17,7 +15,9 @@ from nemo_edo.utils.wording import did_you_mean
 
 HELP_WIDTH = 80
 GROUPS = ("machine", "precision", "attention", "split", "training", "server")
-"""Of the selftest's checks."""
+"""Groups of the selftest's checks."""
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""Names and settings, as argparse takes them."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Command:
     """How a command is called."""
 
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    arguments: tuple[Argument, ...]
     examples: tuple[str, ...]
     """Without the ``nemo-edo`` in front."""
     page: str
@@ -33,8 +33,8 @@ class Command:
     lists_configs: bool = False
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and overrides after the first option; the command's name is ``command``.
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments; the command's name is ``command``.
 
     Ends the process with a message for what cannot be parsed, and after the help, which is all there is without a
     command.
@@ -50,22 +50,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not argv[0].startswith("-") and argv[0] not in commands:
         parser.error(f"no command {argv[0]}{did_you_mean(argv[0], commands)} (there are: {', '.join(commands)})")
     args, rest = parser.parse_known_args(argv)
+    command = commands[args.command]
     # argparse accepts positional arguments in one place only; overrides may come before and after an option.
-    options = [argument for argument in rest if argument.startswith("-")]
-    if options:
-        _unknown_option(commands[args.command], options[0])
+    for option in (argument.partition("=")[0] for argument in rest if argument.startswith("-")):
+        known = [name[2:] for action in command._actions for name in action.option_strings if name.startswith("--")]
+        meant = did_you_mean(option.lstrip("-"), known).replace("mean ", "mean --")
+        takes_settings = "KEY=VALUE" in command.format_usage()
+        settings = ", and a setting is written without dashes: KEY=VALUE" if takes_settings and not meant else ""
+        command.error(f"unknown option {option}{meant} ({command.prog} --help lists them{settings})")
     if rest and "overrides" not in args:
-        commands[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
-    return args, rest
-
-
-def _unknown_option(command: argparse.ArgumentParser, option: str) -> NoReturn:
-    name = option.partition("=")[0]
-    known = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", command.format_help().partition("\nexamples:")[0]))
-    meant = did_you_mean(name.lstrip("-"), known).replace("mean ", "mean --")
-    takes_settings = "KEY=VALUE" in command.format_usage()
-    settings = ", and a setting is written without dashes: KEY=VALUE" if takes_settings and not meant else ""
-    command.error(f"unknown option {name}{meant} ({command.prog} --help lists them{settings})")
+        command.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -86,7 +83,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             name, help=command.help, description=_sentence(command.help), epilog=_epilog(command),
             formatter_class=_format,
         )  # fmt: skip
-        command.add_arguments(made[name])
+        for names, settings in command.arguments:
+            made[name].add_argument(*names, **settings)
     return parser, made
 
 
@@ -100,172 +98,18 @@ def _sentence(text: str) -> str:
 
 def _epilog(command: Command) -> str:
     examples = "\n".join(f"  nemo-edo {example}" for example in command.examples)
-    return f"examples:\n{examples}\n\n{_configs() if command.lists_configs else ''}docs: docs/{command.page}"
+    configs = ""
+    if command.lists_configs:
+        names = shipped_configs()
+        plain = [name for name in names if "/" not in name]
+        lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+        others = f"  and {len(names) - len(plain)} of experiment/, listed in docs/sweeps.md"
+        configs = "\n".join(["configs (--config-name):", *lines, others]) + "\n\n"
+    return f"examples:\n{examples}\n\n{configs}docs: docs/{command.page}"
 
 
-def _configs() -> str:
-    names = shipped_configs()
-    plain = [name for name in names if "/" not in name]
-    lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
-    return (
-        "configs (--config-name):\n" + "\n".join(lines) + "\n"
-        f"  and {len(names) - len(plain)} of experiment/, listed in docs/sweeps.md\n\n"
-    )
-
-
-def _train(command: argparse.ArgumentParser) -> None:
-    _add_config(command)
-    command.add_argument(
-        "-m", "--multirun", action="store_true", help="a sweep: one run for each combination of the values KEY=A,B"
-    )
-    command.add_argument("--jobs", type=_count, metavar="N", help="with -m: concurrent runs; default: 1")
-    command.add_argument("--processes", type=_count, metavar="N", help="with -m: torchrun processes per run")
-    command.add_argument(
-        "--print-config", action="store_true", help="print every setting with its value, as YAML, and train nothing"
-    )
-    command.add_argument("--cfg", choices=("job",), dest="print_config", help="the same in Hydra's words: --cfg job")
-    _add_overrides(command)
-
-
-def _launch(command: argparse.ArgumentParser) -> None:
-    _add_config(command)
-    command.add_argument("-m", "--multirun", action="store_true", help="a sweep, as a job array with one report")
-    command.add_argument(
-        "--selftest", action="store_true", help="run nemo-edo selftest on the config's nodes instead of training"
-    )
-    _add_only(command)
-    command.add_argument("--dry-run", action="store_true", help="print the job's script without submitting it")
-    _add_overrides(command)
-
-
-def _collect(command: argparse.ArgumentParser) -> None:
-    _add_config(command)
-    command.add_argument("--arm", metavar="NAME", help="default: every arm")
-    _add_overrides(command)
-
-
-def _evaluate(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="RUN|KEY=VALUE",
-        help="the run's folder (several with --stored), and settings",
-    )
-    command.add_argument("--arm", metavar="NAME", help="default: every arm")
-    command.add_argument(
-        "--stored", action="store_true", help="use the stored responses: loads no model, generates nothing"
-    )
-    _add_config(command, default=None, help="instead of RUN: evaluate the config's untrained model")
-
-
-def _search(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "overrides", nargs="*", metavar="RUN|KEY=VALUE", help="the run's folder, and settings (search.*)"
-    )
-    command.add_argument("--arm", metavar="NAME", help="default: the only arm")
-    _add_config(command, default=None, help="instead of RUN: search with the config's untrained model")
-
-
-def _score(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    command.add_argument(
-        "--model", required=True, metavar="FOLDER|URL", help="the reward model, or a vLLM server that serves it"
-    )
-    command.add_argument("--name", required=True, metavar="NAME", help="the name to store the scores under")
-    command.add_argument("--arm", metavar="NAME", help="default: every arm")
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="for a model at a URL: folder of its tokenizer and config.json"
-    )
-    _add_overrides(command)
-
-
-def _report(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's folder, a sweep's folder, or a pattern of folders"
-    )
-    command.add_argument("-o", "--out", type=Path, metavar="OUT.html", help="default: report.html in the common folder")
-    command.add_argument(
-        "--table",
-        metavar="NAME",
-        help="instead: a table of the paper (main, ood, seeds, alpha, test_time, iterations) with the runs' numbers, "
-        "to the terminal or to OUT.html, OUT.md or OUT.csv",
-    )
-    command.add_argument("--baseline", metavar="LABEL", help="for several runs: the arm to compare with")
-
-
-def _study(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "action",
-        choices=("run", "status"),
-        help="run: the cells that are left; status: how many these are, their CPU hours, and which have changed",
-    )
-    command.add_argument("file", metavar="FILE", help="a study's YAML file, or the name of one in conf/studies/")
-    command.add_argument("--jobs", type=_count, default=1, metavar="N", help="processes; default: %(default)s")
-
-
-def _doctor(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config-name", metavar="NAME", help="default: check the machine only")
-    _add_config_path(command)
-    _add_on_bad_rows(command)
-    command.add_argument("--gpus", type=_count, metavar="N", help="GPUs of all nodes; default: this machine's")
-    command.add_argument("--gpu-memory", metavar="SIZE", help="memory of each GPU; default: this machine's, or 80GB")
-    _add_overrides(command)
-
-
-def _selftest(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--folder", type=Path, default=Path("runs/selftest"),
-        help="for files that every node must see, and selftest.json; default: runs/selftest",
-    )  # fmt: skip
-    _add_only(command)
-
-
-def _add_only(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--only", nargs="+", default=(), metavar="GROUP", choices=GROUPS,
-        help=f"groups of the selftest's checks to run, of {', '.join(GROUPS)}; default: all",
-    )  # fmt: skip
-
-
-def _export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    command.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    command.add_argument(
-        "--arm", metavar="NAME", help="default: the only arm, or the arm that changes nothing in the grpo section"
-    )
-    command.add_argument(
-        "--adapter", action="store_true", help="the LoRA adapters alone, as a PEFT folder, with their base model in it"
-    )
-    command.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="size of each weights file; default: %(default)s"
-    )
-
-
-def _replay(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", type=Path, metavar="FILE", help="RUN/failures/ARM_step_XXXXXXXX.safetensors")
-    _add_overrides(command)
-
-
-def _add_config(
-    command: argparse.ArgumentParser, default: str | None = "quickstart", help: str = "default: %(default)s"
-) -> None:
-    command.add_argument("--config-name", default=default, metavar="NAME", help=help)
-    _add_config_path(command)
-    _add_on_bad_rows(command)
-
-
-def _add_config_path(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config-path", metavar="DIR", help="folder of the config; default: the package's configs")
-
-
-def _add_on_bad_rows(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--on-bad-rows", choices=("skip", "error"), help="for invalid rows of problem files; default: the config's"
-    )
-
-
-def _add_overrides(command: argparse.ArgumentParser) -> None:
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, in Hydra's override syntax")
+def _argument(*names: str, **settings: Any) -> Argument:
+    return names, settings
 
 
 def _count(text: str) -> int:
@@ -275,10 +119,42 @@ def _count(text: str) -> int:
     return value
 
 
+_CONFIG_PATH = _argument("--config-path", metavar="DIR", help="folder of the config; default: the package's configs")
+_ON_BAD_ROWS = _argument(
+    "--on-bad-rows", choices=("skip", "error"), help="for invalid rows of problem files; default: the config's"
+)
+_OVERRIDES = _argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, in Hydra's override syntax")
+_RUN = _argument("run", type=Path, metavar="RUN", help="the run's folder")
+_ARM = _argument("--arm", metavar="NAME", help="default: every arm")
+_ONLY = _argument(
+    "--only", nargs="+", default=(), metavar="GROUP", choices=GROUPS,
+    help=f"groups of the selftest's checks to run, of {', '.join(GROUPS)}; default: all",
+)  # fmt: skip
+
+
+def _config(default: str | None = "quickstart", help: str = "default: %(default)s") -> tuple[Argument, ...]:
+    return _argument("--config-name", default=default, metavar="NAME", help=help), _CONFIG_PATH, _ON_BAD_ROWS
+
+
+def _multirun(help: str) -> Argument:
+    return _argument("-m", "--multirun", action="store_true", help=help)
+
+
 COMMANDS = {
     "train": Command(
         "train a policy for each arm of a config, and write the report",
-        _train,
+        (
+            *_config(),
+            _multirun("a sweep: one run for each combination of the values KEY=A,B"),
+            _argument("--jobs", type=_count, metavar="N", help="with -m: concurrent runs; default: 1"),
+            _argument("--processes", type=_count, metavar="N", help="with -m: torchrun processes per run"),
+            _argument(
+                "--print-config", action="store_true",
+                help="print every setting with its value, as YAML, and train nothing",
+            ),
+            _argument("--cfg", choices=("job",), dest="print_config", help="the same in Hydra's words: --cfg job"),
+            _OVERRIDES,
+        ),
         (
             "train",
             "train --config-name idpo_quickstart seed=2",
@@ -291,7 +167,17 @@ COMMANDS = {
     ),
     "launch": Command(
         "submit a config, or a sweep, as a Slurm job",
-        _launch,
+        (
+            *_config(),
+            _multirun("a sweep, as a job array with one report"),
+            _argument(
+                "--selftest", action="store_true",
+                help="run nemo-edo selftest on the config's nodes instead of training",
+            ),
+            _ONLY,
+            _argument("--dry-run", action="store_true", help="print the job's script without submitting it"),
+            _OVERRIDES,
+        ),
         (
             "launch cluster=slurm --dry-run",
             "launch cluster=slurm cluster.nodes=2 --selftest --dry-run",
@@ -302,14 +188,25 @@ COMMANDS = {
     ),
     "collect": Command(
         "generate and store the responses of a config's first iteration, without training",
-        _collect,
+        (*_config(), _ARM, _OVERRIDES),
         ("collect --arm grpo", "collect --config-name rivals"),
         "sweeps.md",
         lists_configs=True,
     ),
     "evaluate": Command(
         "evaluate a run's trained policies, or any model",
-        _evaluate,
+        (
+            _argument(
+                "overrides", nargs="*", metavar="RUN|KEY=VALUE",
+                help="the run's folder (several with --stored), and settings",
+            ),
+            _ARM,
+            _argument(
+                "--stored", action="store_true",
+                help="use the stored responses: loads no model, generates nothing",
+            ),
+            *_config(None, "instead of RUN: evaluate the config's untrained model"),
+        ),
         (
             "evaluate runs/quickstart evaluation.samples=16",
             "evaluate runs/a runs/b --stored",
@@ -319,19 +216,51 @@ COMMANDS = {
     ),
     "search": Command(
         "solve test problems by SearchLLM, with a run's policy or any model",
-        _search,
+        (
+            _argument(
+                "overrides", nargs="*", metavar="RUN|KEY=VALUE", help="the run's folder, and settings (search.*)"
+            ),
+            _argument("--arm", metavar="NAME", help="default: the only arm"),
+            *_config(None, "instead of RUN: search with the config's untrained model"),
+        ),
         ("search runs/quickstart --arm grpo search.reward_model=DIR",),
         "evaluation.md",
     ),
     "score": Command(
         "score a run's stored responses with a process reward model",
-        _score,
+        (
+            _RUN,
+            _argument(
+                "--model", required=True, metavar="FOLDER|URL",
+                help="the reward model, or a vLLM server that serves it",
+            ),
+            _argument("--name", required=True, metavar="NAME", help="the name to store the scores under"),
+            _ARM,
+            _argument(
+                "--tokenizer", type=Path, metavar="DIR",
+                help="for a model at a URL: folder of its tokenizer and config.json",
+            ),
+            _OVERRIDES,
+        ),
         ("score runs/quickstart --model DIR --name prm",),
         "evaluation.md",
     ),
     "report": Command(
         "write the report of one or several runs, a single HTML file",
-        _report,
+        (
+            _argument(
+                "runs", nargs="+", metavar="RUN", help="a run's folder, a sweep's folder, or a pattern of folders"
+            ),
+            _argument(
+                "-o", "--out", type=Path, metavar="OUT.html", help="default: report.html in the common folder"
+            ),
+            _argument(
+                "--table", metavar="NAME",
+                help="instead: a table of the paper (main, ood, seeds, alpha, test_time, iterations) with the runs' "
+                "numbers, to the terminal or to OUT.html, OUT.md or OUT.csv",
+            ),
+            _argument("--baseline", metavar="LABEL", help="for several runs: the arm to compare with"),
+        ),
         (
             "report runs/quickstart",
             "report 'runs/seed_*' -o seeds.html --baseline GRPO",
@@ -341,26 +270,64 @@ COMMANDS = {
     ),
     "study": Command(
         "train every cell of tasks x arms x doses x seeds, and write their results to one CSV file",
-        _study,
+        (
+            _argument(
+                "action", choices=("run", "status"),
+                help="run: the cells that are left; status: how many these are, their CPU hours, and which have "
+                "changed",
+            ),
+            _argument("file", metavar="FILE", help="a study's YAML file, or the name of one in conf/studies/"),
+            _argument("--jobs", type=_count, default=1, metavar="N", help="processes; default: %(default)s"),
+        ),
         ("study run doses --jobs 4", "study status doses"),
         "studies.md",
     ),
     "doctor": Command(
         "check a config and this machine before a run",
-        _doctor,
+        (
+            _argument("--config-name", metavar="NAME", help="default: check the machine only"),
+            _CONFIG_PATH,
+            _ON_BAD_ROWS,
+            _argument("--gpus", type=_count, metavar="N", help="GPUs of all nodes; default: this machine's"),
+            _argument(
+                "--gpu-memory", metavar="SIZE", help="memory of each GPU; default: this machine's, or 80GB"
+            ),
+            _OVERRIDES,
+        ),
         ("doctor", "doctor --config-name grpo_gsm8k model=llama3_1_8b --gpus 8"),
         "scaling.md",
         lists_configs=True,
     ),
     "selftest": Command(
         "try at small scale what this machine can do: precisions, splits, training, servers",
-        _selftest,
+        (
+            _argument(
+                "--folder", type=Path, default=Path("runs/selftest"),
+                help="for files that every node must see, and selftest.json; default: runs/selftest",
+            ),
+            _ONLY,
+        ),
         ("selftest", "selftest --only machine precision"),
         "first_day.md",
     ),
     "export": Command(
         "write a trained policy as a Hugging Face folder",
-        _export,
+        (
+            _RUN,
+            _argument("out", type=Path, metavar="OUT", help="the folder to write"),
+            _argument(
+                "--arm", metavar="NAME",
+                help="default: the only arm, or the arm that changes nothing in the grpo section",
+            ),
+            _argument(
+                "--adapter", action="store_true",
+                help="the LoRA adapters alone, as a PEFT folder, with their base model in it",
+            ),
+            _argument(
+                "--max-shard-size", default="5GB", metavar="SIZE",
+                help="size of each weights file; default: %(default)s",
+            ),
+        ),
         (
             "export runs/quickstart exported/grpo --arm grpo",
             "export runs/lora exported/adapter --arm grpo --adapter",
@@ -369,8 +336,11 @@ COMMANDS = {
     ),
     "replay": Command(
         "find the responses behind a training step that a guard stopped",
-        _replay,
+        (
+            _argument("file", type=Path, metavar="FILE", help="RUN/failures/ARM_step_XXXXXXXX.safetensors"),
+            _OVERRIDES,
+        ),
         ("replay runs/quickstart/failures/grpo_step_00000012.safetensors",),
         "reliability.md",
     ),
-}
+}  # fmt: skip

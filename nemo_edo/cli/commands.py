@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from nemo_edo.experiments.grid import FailedCell
 
 
-def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
-    from nemo_edo.config import RewardModelRunConfig
-    from nemo_edo.config.compose import compose_job, require_run, resolved_yaml
-
-    overrides = _overrides(args, more_overrides)
+def _train(args: argparse.Namespace) -> int:
+    overrides = _overrides(args)
     if args.multirun:
         if args.print_config:
             raise UserError("--print-config is for one run: leave out -m")
         return _sweep(args, overrides)
     if args.jobs or args.processes:
         raise UserError("--jobs and --processes are for sweeps: add -m")
+    from nemo_edo.config import RewardModelRunConfig
+    from nemo_edo.config.compose import compose_job, require_run, resolved_yaml
+
     cfg = compose_job(args.config_name, overrides, args.config_path)
     if args.print_config:
         say(resolved_yaml(cfg).rstrip())
@@ -48,43 +48,6 @@ def _train(args: argparse.Namespace, more_overrides: list[str]) -> int:
     return 0
 
 
-def _overrides(args: argparse.Namespace, more_overrides: list[str]) -> list[str]:
-    bad_rows = [f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else []
-    given = [*args.overrides, *more_overrides]
-    for text in given:
-        if text in shipped_configs():
-            raise UserError(f"{text}: a config is named with --config-name {text}")
-    return [*given, *bad_rows]
-
-
-def _named_config(args: argparse.Namespace, more_overrides: list[str]) -> RunConfig:
-    """Checked before torch and Megatron are imported."""
-    from nemo_edo.checks.preflight import preflight
-    from nemo_edo.config.compose import compose_run
-
-    return preflight(compose_run(args.config_name, _overrides(args, more_overrides), args.config_path))
-
-
-def _runs_and_overrides(
-    args: argparse.Namespace, more_overrides: list[str], *, stored: bool = False
-) -> tuple[list[Path], list[str]]:
-    """The folders of runs, none with --config-name, and the overrides. Raises UserError for arguments that cannot be
-    combined."""
-    given = args.overrides + more_overrides
-    runs = [Path(one) for one in given if "=" not in one or Path(one).is_dir()]
-    if args.config_name is None and (args.config_path or args.on_bad_rows):
-        raise UserError("--config-path and --on-bad-rows need --config-name; a run's folder has its own config")
-    if args.config_name is not None and (runs or args.arm or stored):
-        wrong = runs[0] if runs else "--arm" if args.arm else "--stored"
-        raise UserError(f"{wrong} cannot be combined with --config-name, which names one policy: the config's model")
-    return runs, [one for one in given if Path(one) not in runs]
-
-
-def _collect(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    cfg = _named_config(args, more_overrides)
-    _jobs().collect(cfg, args.arm)
-
-
 def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     from nemo_edo.experiments.sweep import plan_sweep, run_sweep
 
@@ -98,16 +61,10 @@ def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     return 1 if failures else 0
 
 
-def _tell_failures(failures: list[FailedCell]) -> None:
-    for failure in failures:
-        message = f"nemo-edo: {failure.cell.name} failed with status {failure.status}: see {failure.log}"
-        print(message, file=sys.stderr)
-
-
-def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
+def _launch(args: argparse.Namespace) -> None:
     from nemo_edo.cluster.launch import launch, plan, plan_selftest
 
-    config = (args.config_name, _overrides(args, more_overrides), args.config_path)
+    config = (args.config_name, _overrides(args), args.config_path)
     if args.multirun and args.selftest:
         raise UserError("--selftest tries the nodes, not a sweep: leave out -m")
     if args.only and not args.selftest:
@@ -116,49 +73,60 @@ def _launch(args: argparse.Namespace, more_overrides: list[str]) -> None:
     say(launch(planned, dry_run=args.dry_run))
 
 
-def _evaluate(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    runs, overrides = _runs_and_overrides(args, more_overrides, stored=args.stored)
+def _collect(args: argparse.Namespace) -> None:
+    cfg = _named_config(args)
+    _jobs().collect(cfg, args.arm)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    runs, overrides = _runs_and_overrides(args, stored=args.stored)
     if args.config_name is not None:
-        cfg = _named_config(args, more_overrides)
+        cfg = _named_config(args)
         say_all(_jobs().evaluate_model(cfg))
-        return
-    if not runs:
+    elif not runs:
         raise UserError("name the folder of a run, or a config with --config-name")
-    if args.stored:
+    elif args.stored:
         from nemo_edo.run.evaluate_stored import evaluate_stored
 
         say_all(evaluate_stored(runs, args.arm, overrides))
-        return
-    if len(runs) > 1:
+    elif len(runs) > 1:
         raise UserError(f"evaluate takes one run, not {len(runs)}; --stored takes several")
-    _jobs().evaluate(runs[0], args.arm, overrides)
+    else:
+        _jobs().evaluate(runs[0], args.arm, overrides)
 
 
-def _search(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    runs, overrides = _runs_and_overrides(args, more_overrides)
+def _search(args: argparse.Namespace) -> None:
+    runs, overrides = _runs_and_overrides(args)
     if args.config_name is None and len(runs) != 1:
         raise UserError(f"name the folder of one run, or a config with --config-name; got {len(runs)} runs")
-    cfg = _named_config(args, more_overrides) if args.config_name is not None else None
+    cfg = _named_config(args) if args.config_name is not None else None
     _quiet()
     from nemo_edo.search import job
 
     say_all(job.search(runs[0], args.arm, overrides) if cfg is None else job.search_model(cfg))
 
 
-def _report(args: argparse.Namespace, _: list[str]) -> None:
+def _score(args: argparse.Namespace) -> None:
+    from nemo_edo.config.compose import compose_job
+
+    # With the URL, so that composing the config checks the other settings of servers together with it.
+    urls = [f"servers.urls=['{args.model}']"] if args.model.startswith(("http://", "https://")) else []
+    cfg = compose_job("score", urls + args.overrides)
+    _quiet()
+    from nemo_edo.reward_models import score_run
+
+    say_all(score_run.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg))
+
+
+def _report(args: argparse.Namespace) -> None:
     from nemo_edo.report.page import write_report
     from nemo_edo.report.run_set import find_runs, read_runs
 
-    if args.table is not None:
-        _table(args)
+    if args.table is None:
+        say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
         return
-    say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
-
-
-def _table(args: argparse.Namespace) -> None:
     from nemo_edo.report.paper.published import TABLES
     from nemo_edo.report.paper.tables import write_table
-    from nemo_edo.report.run_set import find_runs
 
     if args.table not in TABLES:
         raise UserError(f"--table is {args.table!r}, expected one of {', '.join(TABLES)}")
@@ -167,7 +135,7 @@ def _table(args: argparse.Namespace) -> None:
     say_all(write_table(find_runs(args.runs), args.table, args.out))
 
 
-def _study(args: argparse.Namespace, _: list[str]) -> int:
+def _study(args: argparse.Namespace) -> int:
     _quiet()
     from nemo_edo.experiments.study import read_study, run_study, status_lines, study_file, verdict_lines
 
@@ -182,19 +150,7 @@ def _study(args: argparse.Namespace, _: list[str]) -> int:
     return 1 if left else 0
 
 
-def _score(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    from nemo_edo.config.compose import compose_job
-
-    # With the URL, so that composing the config checks the other settings of servers together with it.
-    urls = [f"servers.urls=['{args.model}']"] if args.model.startswith(("http://", "https://")) else []
-    cfg = compose_job("score", urls + args.overrides + more_overrides)
-    _quiet()
-    from nemo_edo.reward_models import score_run
-
-    say_all(score_run.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg))
-
-
-def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from nemo_edo.checks.installed import about, what_trainer_lacks
 
     try:
@@ -206,7 +162,7 @@ def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
         say_all(f"{name:12} {said}" for name, said in about().items())  # of an installation of the functions alone
         return 0
 
-    overrides = _overrides(args, more_overrides)
+    overrides = _overrides(args)
     if args.config_name is None and overrides:
         raise UserError(f"{' '.join(overrides)}: settings need --config-name")
     memory = args.gpu_memory and parse_size("--gpu-memory", args.gpu_memory, ("GB", "GIB"))
@@ -215,22 +171,55 @@ def _doctor(args: argparse.Namespace, more_overrides: list[str]) -> int:
     return 0 if good else 2
 
 
-def _selftest(args: argparse.Namespace, _: list[str]) -> int:
+def _selftest(args: argparse.Namespace) -> int:
     _quiet()
     from nemo_edo.checks.selftest import selftest
 
     return 0 if selftest(args.folder, args.only) else 1
 
 
-def _export(args: argparse.Namespace, _: list[str]) -> None:
+def _export(args: argparse.Namespace) -> None:
     from nemo_edo.utils.files import parse_size
 
     size = parse_size("--max-shard-size", args.max_shard_size)
     _jobs().export(args.run, args.out, args.arm, size, args.adapter)
 
 
-def _replay(args: argparse.Namespace, more_overrides: list[str]) -> None:
-    _jobs().replay(args.file, args.overrides + more_overrides)
+def _replay(args: argparse.Namespace) -> None:
+    _jobs().replay(args.file, args.overrides)
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    for text in args.overrides:
+        if text in shipped_configs():
+            raise UserError(f"{text}: a config is named with --config-name {text}")
+    return [*args.overrides, *([f"data.on_bad_rows={args.on_bad_rows}"] if args.on_bad_rows else [])]
+
+
+def _named_config(args: argparse.Namespace) -> RunConfig:
+    """Checked before torch and Megatron are imported."""
+    from nemo_edo.checks.preflight import preflight
+    from nemo_edo.config.compose import compose_run
+
+    return preflight(compose_run(args.config_name, _overrides(args), args.config_path))
+
+
+def _runs_and_overrides(args: argparse.Namespace, *, stored: bool = False) -> tuple[list[Path], list[str]]:
+    """The folders of runs, none with --config-name, and the overrides. Raises UserError for arguments that cannot be
+    combined."""
+    runs = [Path(one) for one in args.overrides if "=" not in one or Path(one).is_dir()]
+    if args.config_name is None and (args.config_path or args.on_bad_rows):
+        raise UserError("--config-path and --on-bad-rows need --config-name; a run's folder has its own config")
+    if args.config_name is not None and (runs or args.arm or stored):
+        wrong = runs[0] if runs else "--arm" if args.arm else "--stored"
+        raise UserError(f"{wrong} cannot be combined with --config-name, which names one policy: the config's model")
+    return runs, [one for one in args.overrides if Path(one) not in runs]
+
+
+def _tell_failures(failures: list[FailedCell]) -> None:
+    for failure in failures:
+        message = f"nemo-edo: {failure.cell.name} failed with status {failure.status}: see {failure.log}"
+        print(message, file=sys.stderr)
 
 
 def _jobs():
@@ -274,5 +263,4 @@ RUN = {
     "export": _export,
     "replay": _replay,
 }
-"""What runs each of ``arguments.COMMANDS``: it takes the arguments and the overrides after the first option, and
-returns the exit status (None: 0)."""
+"""The function of each of ``arguments.COMMANDS``; it returns the exit status (None: 0)."""

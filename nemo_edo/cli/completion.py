@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import get_type_hints
 
 from nemo_edo.config import RunConfig
+from nemo_edo.config.checks import setting_types
 from nemo_edo.config.shipped import shipped_configs
 
 
@@ -26,13 +25,5 @@ def complete(parser: argparse.ArgumentParser, commands: dict[str, argparse.Argum
 
 def settings(prefix: str) -> list[str]:
     """The keys below the prefix, a level at a time: ``grpo.`` for a section, ``grpo.beta=`` for a setting."""
-    return [key for key in _keys(RunConfig) if key.startswith(prefix) and "." not in key[len(prefix) :].rstrip(".")]
-
-
-def _keys(schema: type, section: str = "") -> Iterator[str]:
-    for name, hint in get_type_hints(schema).items():
-        if is_dataclass(hint):
-            yield f"{section}{name}."
-            yield from _keys(hint, f"{section}{name}.")
-        else:
-            yield f"{section}{name}="
+    keys = [f"{key}{'.' if is_dataclass(hint) else '='}" for key, hint in setting_types(RunConfig).items()]
+    return [key for key in keys if key.startswith(prefix) and "." not in key[len(prefix) :].rstrip(".")]

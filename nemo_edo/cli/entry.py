@@ -26,12 +26,12 @@ def main(argv: list[str] | None = None) -> int:
     130 where Ctrl-C ended another command."""
     end_with_torchrun()  # before the imports, which take a while
     given = sys.argv[1:] if argv is None else argv
-    args, rest = parse(given)
+    args = parse(given)
     args.given, args.own_process = given, argv is None
     has_workers = args.command in WITH_WORKERS and os.environ.get("WORLD_SIZE", "1") != "1"
     if has_workers and os.environ["RANK"] != "0":
         return serve()
-    status = _run(args, rest)
+    status = _run(args)
     if has_workers:
         dismiss(status)
     tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
@@ -59,9 +59,9 @@ def dismiss(status: int) -> None:
     dismiss_workers(met_only=status != 0)
 
 
-def _run(args: argparse.Namespace, rest: list[str]) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
-        return RUN[args.command](args, rest) or 0
+        return RUN[args.command](args) or 0
     except UserError as error:
         print(f"nemo-edo: error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,8 @@ dataclasses; the files have differences only. Checks that need no files, weights
 and name the key as a user writes it.
 """
 
+# ruff: noqa: F401
+
 from nemo_edo.config.cluster import ClusterConfig, ContainerConfig
 from nemo_edo.config.data import ArithmeticConfig, DataConfig, RewardsConfig
 from nemo_edo.config.generation import GenerationConfig, RefitConfig, ServersConfig
@@ -44,49 +46,3 @@ from nemo_edo.config.training import (
     OptimizerConfig,
     SFTConfig,
 )
-
-__all__ = [
-    "AGGREGATIONS",
-    "ALGORITHMS",
-    "ArithmeticConfig",
-    "BoundsConfig",
-    "CheckpointConfig",
-    "EarlyStopConfig",
-    "ClusterConfig",
-    "ContainerConfig",
-    "DPOLossConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "FUSED_FROM_LOGITS",
-    "GRPOConfig",
-    "GRPOLossConfig",
-    "GapBoundsConfig",
-    "GenerationConfig",
-    "GuardsConfig",
-    "IDPOConfig",
-    "JudgeConfig",
-    "LoRAConfig",
-    "LoopConfig",
-    "MicroBatchConfig",
-    "ModelConfig",
-    "NONE",
-    "OptimizerConfig",
-    "ParallelismConfig",
-    "PrecisionConfig",
-    "ProfileConfig",
-    "RefitConfig",
-    "RewardBaseConfig",
-    "RewardDataConfig",
-    "RewardModelRunConfig",
-    "RewardTrainConfig",
-    "RewardsConfig",
-    "RunConfig",
-    "SFT",
-    "SFTConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "ScoreConfig",
-    "SearchLLMConfig",
-    "ServersConfig",
-    "TrainConfig",
-]

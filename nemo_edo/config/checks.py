@@ -9,8 +9,9 @@ Errors name the key as a user writes it. No check reads files, weights or device
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -20,11 +21,25 @@ from nemo_edo.utils.import_path import is_import_path
 
 Rule = tuple[bool, str, str]
 """(whether it is kept, the setting, what would be right)"""
+_OF_PASSWORDS = re.compile(r"(?<=://)[^\s'\",\]]*[@?#][^\s'\",\]]*")
+
+
+def without_passwords(text: str) -> str:
+    """The text without what may be a password in a URL."""
+    return _OF_PASSWORDS.sub("***", text)
+
+
+class SettingError(ValueError):
+    """A value that a setting may not have. ``key``: the setting, from the section that was checked on."""
+
+    def __init__(self, key: str, value: object, expected: str) -> None:
+        super().__init__(without_passwords(f"{key} is {value!r}, expected {expected}"))
+        self.key = key
 
 
 def require(condition: bool, key: str, value: object, expected: str) -> None:
     if not condition:
-        raise ValueError(f"{key} is {value!r}, expected {expected}")
+        raise SettingError(key, value, expected)
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,6 @@ Positive = Annotated[float, above(0)]
 PositiveInt = Annotated[int, above(0)]
 NonNegative = Annotated[float, at_least(0)]
 NonNegativeInt = Annotated[int, at_least(0)]
-Finite = Annotated[float, Constraint(math.isfinite, "a finite number")]
 Share = Annotated[float, within(0, 1)]
 NotEmpty = Annotated[str, Constraint(bool, "a text")]
 FolderName = Annotated[
@@ -83,32 +97,68 @@ ImportPath = Annotated[str, Constraint(is_import_path, IMPORT_PATH)]
 """Of a user's function."""
 
 
+def _is_server_url(value: str) -> bool:
+    """Configs are written to files, so that an address has no password."""
+    try:
+        parts = urlsplit(value)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or an address
+        return False
+    return fits and not set("@?#") & set(value) and value.isprintable() and " " not in value
+
+
+ServerUrl = Annotated[
+    str,
+    Constraint(
+        _is_server_url,
+        "a URL such as http://node7:8000, without user, password, query and fragment; api_key_variable gives a key",
+    ),
+]
+MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")
+"""Of a bound that infinity switches off. All other numbers are finite."""
+
+
+_SHOWN = {"None": "null", "False": "false", "True": "true", "[]": "none", "{}": "none"}
+"""Defaults as a user writes them."""
+
+
 class Section:
     """A section of the config, checked when it is made: constraints in its fields' types, then the rules of its
-    class and of those that it is derived from. Raises ValueError."""
-
-    SECTION = ""
-    """Its key; without one where several sections have the class."""
+    class and of those that it is derived from. Raises SettingError."""
 
     def __post_init__(self) -> None:
         for name, hint in _types(type(self)).items():
             value = getattr(self, name)
             expected = _expected(hint, value)
-            require(expected is None, self._key(name), value, expected or "")
+            require(expected is None, name, value, expected or "")
         for schema in reversed(type(self).__mro__):
-            for fits, name, expected in vars(schema).get("rules", _no_rules)(self):
-                require(fits, self._key(name), attrgetter(name)(self), expected)
+            for fits, name, expected in vars(schema).get("rules", lambda _: ())(self):
+                require(fits, name, attrgetter(name)(self), expected)
 
     def rules(self) -> Iterable[Rule]:
         """What settings ask of each other."""
         return ()
 
-    def _key(self, name: str) -> str:
-        return f"{self.SECTION}.{name}".lstrip(".")
+    def only_if(self, used: bool, otherwise: str, *names: str) -> Iterator[Rule]:
+        """Rules for settings that have their default unless they are ``used``. otherwise: why, after the default."""
+        for name in () if used else names:
+            parent, _, leaf = name.rpartition(".")
+            section = attrgetter(parent)(self) if parent else self
+            field = type(section).__dataclass_fields__[leaf]
+            default = field.default_factory() if field.default is MISSING else field.default
+            shown = f"{default:g}" if isinstance(default, float) else _SHOWN.get(str(default), default)
+            yield getattr(section, leaf) == default, name, f"{shown} {otherwise}"
 
 
-def _no_rules(_: Section) -> Iterable[Rule]:
-    return ()
+@cache
+def setting_types(schema: type, prefix: str = "") -> dict[str, Any]:
+    """The type of every setting and section of a dataclass by its full key; a section's type is its dataclass."""
+    types = {}
+    for name, hint in get_type_hints(schema).items():
+        types[prefix + name] = hint
+        if is_dataclass(hint):
+            types |= setting_types(hint, f"{prefix}{name}.")
+    return types
 
 
 @cache
@@ -121,24 +171,13 @@ def _expected(hint: Any, value: Any) -> str | None:
     """What would be right in place of the value; None where it fits."""
     parts = get_args(hint)
     if get_origin(hint) is Annotated:
+        if MAY_BE_INFINITE not in parts and (expected := _expected(parts[0], value)):
+            return expected
         return next((one.expected for one in parts[1:] if not one.holds(value)), None)
     if get_origin(hint) is Union:
-        broken = None if value is None else next(filter(None, (_expected(part, value) for part in parts)), None)
+        others = [part for part in parts if part is not type(None)]
+        broken = None if value is None else next(filter(None, (_expected(part, value) for part in others)), None)
         return broken and f"null or {broken}"
     if get_origin(hint) is list:
         return next(filter(None, (_expected(parts[0], one) for one in value)), None)
-    return None
-
-
-def server_url(key: str, value: str, example: str) -> None:
-    """A server's address without a password: configs are written to files. What may be one is not shown."""
-    expected = f"a URL such as {example}, without user, password, query and fragment; api_key_variable gives a key"
-    secretive = set("@?#") & set(value)
-    try:
-        parts = urlsplit(value)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or an address
-        fits = False
-    if secretive:
-        raise ValueError(f"{key} has a {', a '.join(sorted(secretive))}, expected {expected}")
-    require(fits and value.isprintable() and " " not in value, key, value, expected)
+    return "a finite number" if isinstance(value, float) and not math.isfinite(value) else None

@@ -31,8 +31,6 @@ SlurmTime = Annotated[
 class ContainerConfig(Section):
     """What the tasks of a job run in."""
 
-    SECTION = "cluster.container"
-
     kind: Annotated[str, one_of("none", "pyxis", "apptainer")] = "none"
     """none: the cluster's nodes as they are. pyxis: Slurm's plugin for enroot (srun --container-image). apptainer."""
     image: Optional[str] = None
@@ -47,8 +45,6 @@ class ContainerConfig(Section):
 @dataclass
 class ClusterConfig(Section):
     """``nemo-edo launch``: the scheduler's job. It changes no number of a run."""
-
-    SECTION = "cluster"
 
     kind: Annotated[str, one_of("local", "slurm")] = "local"
     """local: launch refuses, use train. slurm: an sbatch script is written and submitted."""

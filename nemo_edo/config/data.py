@@ -11,7 +11,6 @@ from typing import Annotated, Any, Optional
 from nemo_edo.config.checks import (
     IMPORT_PATH,
     Constraint,
-    Finite,
     ImportPath,
     Positive,
     PositiveInt,
@@ -46,8 +45,6 @@ class ArithmeticConfig(Section):
     """The built-in task: sum a few numbers, merging any two of those left in each step
     (``builtin_task.arithmetic``)."""
 
-    SECTION = "data.arithmetic"
-
     num_operands: Annotated[int, at_least(2)] = 4
     """Numbers to sum."""
     max_operand: PositiveInt = 9
@@ -72,8 +69,6 @@ class ArithmeticConfig(Section):
 class DataConfig(Section):
     """Problem files. ``train`` and ``test`` null: the built-in task writes them into the run folder. ``test`` alone is
     enough where nothing is trained."""
-
-    SECTION = "data"
 
     warmup: Optional[str] = None
     """Solutions for the supervised warm-up; null: ``train``."""
@@ -120,12 +115,11 @@ class DataConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         yield self.chat_template in ("auto", "true", "false"), "chat_template", "one of auto, true, false"
-        yield self.source is not None or not self.source_args, "source_args", "none without data.source"
-        for name in ("warmup", "train", "test", "benchmark", "test_benchmark"):
-            alone = self.source is None or getattr(self, name) is None
-            yield alone, name, "null with data.source, which makes the problems"
-        own = not self.columns.are_named or not (self.benchmark or self.test_benchmark)
-        yield own, "benchmark", "null with data.columns, as a benchmark has its own columns"
+        yield from self.only_if(self.source is not None, "without data.source", "source_args")
+        files = ("warmup", "train", "test", "benchmark", "test_benchmark")
+        yield from self.only_if(self.source is None, "with data.source, which makes the problems", *files)
+        own = "with data.columns, as a benchmark has its own columns"
+        yield from self.only_if(not self.columns.are_named, own, "benchmark", "test_benchmark")
         both = self.train is None or self.test is not None
         yield both, "test", "a file with data.train, or neither for the built-in task"
         yield self.warmup is None or self.train is not None, "train", "a file with data.warmup"
@@ -166,8 +160,6 @@ class RewardFunctionConfig:
 class RewardsConfig(Section):
     """How a response's final answer is compared with the problem's, or the functions that score it instead."""
 
-    SECTION = "rewards"
-
     verifier: Annotated[str, one_of("auto", "exact", "math", "judge")] = "auto"
     """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. judge: a
     language model (``rewards.judge``). auto: exact where every problem's answer is a number (GSM8K), otherwise math."""
@@ -189,25 +181,21 @@ class RewardsConfig(Section):
     """Several of them by name; the reward is the weighted sum of their scores."""
     function_time_limit_s: Positive = 60.0
     """Wall time of a function for one response; above it the run stops, and resumes where it was."""
-    success_at: Finite = 1.0
+    success_at: float = 1.0
     """The lowest reward of a success, for accuracy, pass@k, votes, pairs and guards. Verifiers give 0 or 1."""
 
     def rules(self) -> Iterator[Rule]:
         for name in ("url", "model"):
             known = self.verifier != "judge" or getattr(self.judge, name) is not None
             yield known, f"judge.{name}", "a value with rewards.verifier judge"
-        yield self.function is None or not self.functions, "function", "null with rewards.functions: give one of them"
+        yield from self.only_if(not self.functions, "with rewards.functions: give one of them", "function")
         for name, one in self.functions.items():
             key = f"rewards.functions.{name}"
             require(is_import_path(one.path), f"{key}.path", one.path, IMPORT_PATH)
             require(math.isfinite(one.weight), f"{key}.weight", one.weight, "a finite number")
-        yield (
-            not self.by_function or self.verifier == "auto",
-            "verifier",
-            "auto with a custom reward, which replaces it",
-        )
-        fixed = bool(self.by_function) or self.success_at == 1
-        yield fixed, "success_at", "1 without a custom reward: verifiers give 0 or 1"
+        is_custom = bool(self.by_function)
+        yield from self.only_if(not is_custom, "with a custom reward, which replaces it", "verifier")
+        yield from self.only_if(is_custom, "without a custom reward: verifiers give 0 or 1", "success_at")
 
     @property
     def by_function(self) -> dict[str, tuple[str, RewardFunctionConfig]]:

@@ -12,8 +12,8 @@ from nemo_edo.config.checks import (
     PositiveInt,
     Rule,
     Section,
+    ServerUrl,
     one_of,
-    server_url,
     within,
 )
 
@@ -28,9 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class ServersConfig(Section):
     """The servers that responses come from with ``generation.backend`` vllm or trtllm."""
 
-    SECTION = "generation.servers"
-
-    urls: list[str] = field(default_factory=list)
+    urls: list[ServerUrl] = field(default_factory=list)
     """Running servers, such as http://node7:8000. Empty: the run starts its own on this machine."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key of the servers at ``urls``; null: they ask for none."""
@@ -81,18 +79,14 @@ class ServersConfig(Section):
     """The longest that a server which answers with Retry-After is left without requests."""
 
     def rules(self) -> Iterator[Rule]:
-        for url in self.urls:
-            server_url("generation.servers.urls", url, "http://node7:8000")
         yield len(self.urls) == len({url.rstrip("/") for url in self.urls}), "urls", "each server once"
-        own = self.api_key_variable is None or bool(self.urls)
-        yield own, "api_key_variable", "null without urls: a run's own servers get a new key"
+        own = "without urls: a run's own servers get a new key"
+        yield from self.only_if(bool(self.urls), own, "api_key_variable")
 
 
 @dataclass
 class RefitConfig(Section):
     """The refit of servers. In process there is none: engine and trainer share the weights."""
-
-    SECTION = "generation.refit"
 
     transport: Annotated[str, one_of(*TRANSPORTS)] = "disk"
     """disk: a folder of safetensors files that the servers read again; nccl: from GPU to GPU, through vLLM's weight
@@ -114,12 +108,11 @@ class RefitConfig(Section):
     """Seconds that a replica may take to load them."""
 
     def rules(self) -> Iterator[Rule]:
-        yield self.transport != "nccl" or self.lora == "merged", "lora", "merged with generation.refit.transport nccl"
+        yield from self.only_if(self.transport != "nccl", "with generation.refit.transport nccl", "lora")
 
 
 @dataclass
 class GenerationConfig(Section):
-    SECTION = "generation"
     backend: Annotated[str, one_of(*BACKENDS)] = IN_PROCESS
     """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``)."""
     max_batch_size: Union[int, str] = AUTO
@@ -142,30 +135,22 @@ class GenerationConfig(Section):
     importance correction (grpo.sampler_correction)."""
 
     def rules(self) -> Iterator[Rule]:
-        rows, apart, ahead = self.max_batch_size, self.placement == "apart", self.one_step_off
-        fits = rows == AUTO or (isinstance(rows, int) and rows > 0)
-        yield fits, "max_batch_size", f"a number above 0 or {AUTO}"
+        rows, apart = self.max_batch_size, self.placement == "apart"
+        yield rows == AUTO or (isinstance(rows, int) and rows > 0), "max_batch_size", f"a number above 0 or {AUTO}"
         one_process = f"with generation.backend {IN_PROCESS}: trainer and engine are one process, on the same weights"
-        yield self.is_served or not ahead, "one_step_off", f"false {one_process}"
-        yield self.is_served or apart, "placement", f"apart {one_process}"
-        asleep = "false with generation.placement shared: the servers sleep while the trainer trains"
-        yield apart or not ahead, "one_step_off", asleep
-        own = "disk with generation.placement shared: NCCL refuses two processes on one GPU"
-        yield apart or self.refit.transport == "disk", "refit.transport", own
+        yield from self.only_if(self.is_served, one_process, "one_step_off", "placement")
+        asleep = "with generation.placement shared: the servers sleep while the trainer trains"
+        yield from self.only_if(apart, asleep, "one_step_off")
+        one_gpu = "with generation.placement shared: NCCL refuses two processes on one GPU"
+        yield from self.only_if(apart, one_gpu, "refit.transport")
         if self.backend == "trtllm":
             with_it = "with generation.backend trtllm"
-            yield (
-                self.servers.host in LOOPBACK,
-                "servers.host",
-                f"a loopback address {with_it}: its server asks for no key",
-            )
-            of_folder = f"null {with_it}: it computes in the model folder's data type"
-            yield self.servers.dtype is None, "servers.dtype", of_folder
-            yield apart, "placement", f"apart {with_it}"
-            yield self.refit.transport == "disk", "refit.transport", f"disk {with_it}"
-            yield self.refit.lora == "merged", "refit.lora", f"merged {with_it}"
-            relaunched = f"none {with_it}: its servers take new weights by a restart, so the run starts them"
-            yield not self.servers.urls, "servers.urls", relaunched
+            host = f"a loopback address {with_it}: its server asks for no key"
+            yield self.servers.host in LOOPBACK, "servers.host", host
+            yield from self.only_if(False, f"{with_it}: it computes in the model folder's data type", "servers.dtype")
+            yield from self.only_if(False, with_it, "placement", "refit.transport", "refit.lora")
+            restarted = f"{with_it}: its servers take new weights by a restart, so the run starts them"
+            yield from self.only_if(False, restarted, "servers.urls")
 
     @property
     def is_served(self) -> bool:

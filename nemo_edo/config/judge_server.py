@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
-from nemo_edo.config.checks import NonNegative, Positive, PositiveInt, Rule, Section, Share, one_of, server_url
+from nemo_edo.config.checks import NonNegative, Positive, PositiveInt, Rule, Section, ServerUrl, Share, one_of
 
 PROMPT = """You compare a given answer to a mathematics problem with its reference answer.
 
@@ -37,9 +37,7 @@ PLACEHOLDERS = ("{question}", "{reference}", "{answer}", "{response}")
 class JudgeConfig(Section):
     """The judge of ``rewards.verifier`` judge. Other verifiers ignore it."""
 
-    SECTION = "rewards.judge"
-
-    url: Optional[str] = None
+    url: Optional[ServerUrl] = None
     """Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1."""
     model: Optional[str] = None
     """What the server calls the model."""
@@ -87,8 +85,6 @@ class JudgeConfig(Section):
     """Price of a million reply tokens."""
 
     def rules(self) -> Iterator[Rule]:
-        if self.url is not None:
-            server_url("rewards.judge.url", self.url, "http://node7:8000/v1")
         asks = "{reference}" in self.prompt and ("{answer}" in self.prompt or "{response}" in self.prompt)
         yield asks, "prompt", "a text with {reference}, and with {answer} or {response}"
         both = (self.prompt_price is None) == (self.completion_price is None)

@@ -60,8 +60,6 @@ class ExplorationWeight(Section):
 class GRPOLossConfig(ExplorationWeight):
     """The ED-GRPO objective (``losses.grpo_loss``). ``alpha = 0`` is GRPO."""
 
-    SECTION = "grpo"
-
     surrogate: Annotated[str, one_of("clip", "cispo", "reinforce")] = "clip"
     """clip: PPO's clipped ratio times advantage; cispo: every token's log-probability times its advantage and its
     ratio, a constant within the bounds; reinforce: log-probability times advantage, without ratio and clip."""
@@ -132,23 +130,20 @@ class GRPOLossConfig(ExplorationWeight):
     def rules(self) -> Iterator[Rule]:
         open_below = self.surrogate == "cispo" and self.clip_low == 1
         yield 0 <= self.clip_low < 1 or open_below, "clip_low", "a number in [0, 1), or 1 with surrogate cispo"
-        clips, has_none = self.surrogate == "clip", f"with surrogate {self.surrogate}, which has no other"
-        yield clips or self.dual_clip is None, "dual_clip", f"null {has_none}"
-        yield clips or self.importance_sampling_level == "token", "importance_sampling_level", f"token {has_none}"
+        alone = f"with surrogate {self.surrogate}, which has no other"
+        yield from self.only_if(self.surrogate == "clip", alone, "dual_clip", "importance_sampling_level")
         has_length = self.aggregation != "seq-mean-token-sum-norm" or (self.norm_length or 0) > 0
         yield has_length, "norm_length", "a number above 0 with aggregation seq-mean-token-sum-norm"
-        by_sequence = self.sampler_level == "token" or self.sampler_correction in ("tis", "icepop")
-        yield by_sequence, "sampler_level", "token, but with sampler_correction tis or icepop"
+        corrects = self.sampler_correction in ("tis", "icepop")
+        yield from self.only_if(corrects, "without sampler_correction tis or icepop", "sampler_level")
         for name in ("icepop", "sequence_mask", "clip_cov"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            yield low < high, f"{name}_low", f"a number below grpo.{name}_high = {high}"
+            yield low < high, f"{name}_low", f"a number below {name}_high = {high}"
 
 
 @dataclass
 class DPOLossConfig(ExplorationWeight):
     """The ED-iDPO objective (``losses.ed_idpo_loss``). ``alpha = 0`` is ETO."""
-
-    SECTION = "idpo"
 
     beta: Positive = 0.1
     """Strength of the trust region: the implicit reward is beta * log(pi_theta / pi_ref)."""
@@ -167,16 +162,14 @@ class DPOLossConfig(ExplorationWeight):
     """A floor (below 0) under each token's log-ratio in the exploration term. Ours, not the paper's: off by default."""
 
     def rules(self) -> Iterator[Rule]:
-        smooths = self.preference_loss == "sigmoid" or not self.label_smoothing
-        yield smooths, "label_smoothing", "0 with preference_loss ipo, which has none"
+        is_dpo = self.preference_loss == "sigmoid"
+        yield from self.only_if(is_dpo, "with preference_loss ipo, which has none", "label_smoothing")
 
 
 @dataclass
 class ScheduleConfig(Section):
     """How the exploration weight changes over optimizer steps (``losses.build_schedule``). The configured weight is
     the schedule's peak, or a controller's start."""
-
-    SECTION = "schedule"
 
     kind: Annotated[str, one_of(*SCHEDULES)] = "constant"
     """constant; linear, cosine or warmup-hold-decay in steps; entropy: a controller that raises the weight while the

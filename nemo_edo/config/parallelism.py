@@ -13,7 +13,6 @@ FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 @dataclass
 class PrecisionConfig(Section):
-    SECTION = "precision"
     dtype: Annotated[str, one_of("fp32", "bf16")] = "fp32"
     """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
     fp8: Optional[Annotated[str, one_of("hybrid", "e4m3")]] = None
@@ -35,22 +34,18 @@ class PrecisionConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         fp8, delayed = self.fp8 is not None, self.fp8_recipe == "delayed"
-        yield fp8 or not self.fp8_param_gather, "fp8_param_gather", "false where precision.fp8 is null"
+        yield from self.only_if(fp8, "where precision.fp8 is null", "fp8_param_gather")
         yield not fp8 or self.dtype == "bf16", "dtype", f"bf16 with precision.fp8 {self.fp8}"
-        for name in (
-            "bf16_layers_at_start",
-            "bf16_layers_at_end",
-        ):  # Transformer Engine reduces maxima once for all layers
-            yield not (fp8 and delayed and getattr(self, name)), name, "0 with fp8_recipe delayed"
-        yield not fp8 or delayed or not self.fp8_margin, "fp8_margin", f"0 with fp8_recipe {self.fp8_recipe}"
+        # Transformer Engine reduces maxima once for all layers.
+        ends = ("bf16_layers_at_start", "bf16_layers_at_end")
+        yield from self.only_if(not (fp8 and delayed), "with fp8_recipe delayed", *ends)
+        yield from self.only_if(not fp8 or delayed, f"with fp8_recipe {self.fp8_recipe}", "fp8_margin")
 
 
 @dataclass
 class ParallelismConfig(Section):
     """Megatron's splits, and what else decides how much of a model is on a process. The data-parallel size is what
     remains of the world."""
-
-    SECTION = "parallelism"
 
     tensor_model_parallel_size: Optional[PositiveInt] = 1
     """Processes that share each layer. null: as few as the model fits on by the doctor's estimate, usually one; where
@@ -87,17 +82,16 @@ class ParallelismConfig(Section):
     use_distributed_optimizer, bf16, and a GPU with Transformer Engine."""
 
     def rules(self) -> Iterator[Rule]:
-        staged = self.virtual_pipeline_model_parallel_size is None or self.pipeline_model_parallel_size > 1
-        one_stage = "null where pipeline_model_parallel_size is 1"
-        yield staged, "virtual_pipeline_model_parallel_size", one_stage
-        for name, met, without in (
-            ("sequence_parallel", self.tensor_model_parallel_size != 1, "tensor_model_parallel_size above 1"),
-            ("overlap_param_gather", self.use_distributed_optimizer, "use_distributed_optimizer"),
-            ("overlap_param_gather", self.overlap_grad_reduce, "overlap_grad_reduce"),
-            ("optimizer_offload_fraction", self.use_distributed_optimizer, "use_distributed_optimizer"),
-        ):
-            value = getattr(self, name)
-            yield met or not value, name, f"{type(value)(0)} without {without}"
+        staged = self.pipeline_model_parallel_size > 1
+        one_stage = "where pipeline_model_parallel_size is 1"
+        yield from self.only_if(staged, one_stage, "virtual_pipeline_model_parallel_size")
+        for needed, names in {
+            "use_distributed_optimizer": ("overlap_param_gather", "optimizer_offload_fraction"),
+            "overlap_grad_reduce": ("overlap_param_gather",),
+        }.items():
+            yield from self.only_if(getattr(self, needed), f"without {needed}", *names)
+        split = self.tensor_model_parallel_size != 1
+        yield from self.only_if(split, "without tensor_model_parallel_size above 1", "sequence_parallel")
 
     @property
     def model_ranks(self) -> int:
@@ -117,8 +111,6 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 @dataclass
 class LoRAConfig(Section):
     """LoRA (Hu et al. 2021), Megatron-Bridge's, for the warm-up and every arm. ``rank = 0`` trains all weights."""
-
-    SECTION = "lora"
 
     rank: NonNegativeInt = 0
     """Rank of the adapters, a multiple of parallelism.tensor_model_parallel_size; 0: no adapters, all weights are

@@ -41,8 +41,6 @@ class RewardBaseConfig:
 class RewardDataConfig(Section):
     """Right and wrong steps, from the responses that a run has stored."""
 
-    SECTION = "data"
-
     run: Optional[str] = None
     """The run's folder."""
     arms: list[str] = field(default_factory=list)
@@ -68,8 +66,6 @@ class RewardDataConfig(Section):
 @dataclass
 class RewardTrainConfig(Section):
     """Ranking NCE (``losses.ranking_nce_loss``), by transformers' Trainer."""
-
-    SECTION = "train"
 
     steps: PositiveInt = 1000
     """Optimizer steps."""
@@ -98,8 +94,7 @@ class RewardTrainConfig(Section):
     """Steps between two checkpoints, which a killed training resumes from."""
 
     def rules(self) -> Iterator[Rule]:
-        bounded = self.weighting == "softmax" or self.l2 > 0
-        yield bounded, "l2", "a number above 0 with train.weighting uniform"
+        yield self.weighting == "softmax" or self.l2 > 0, "l2", "a number above 0 with train.weighting uniform"
         divides = self.micro_batch_size is None or self.batch_size % self.micro_batch_size == 0
         yield divides, "micro_batch_size", f"null or a divisor of train.batch_size = {self.batch_size}"
 
@@ -154,4 +149,4 @@ class ScoreConfig(Section):
     servers: ServersConfig = field(default_factory=ServersConfig)
 
     def rules(self) -> Iterator[Rule]:
-        yield not self.servers.urls or not self.serve, "servers.urls", "none with serve: it starts its own servers"
+        yield from self.only_if(not self.serve, "with serve: it starts its own servers", "servers.urls")

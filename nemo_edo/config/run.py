@@ -39,8 +39,6 @@ for it, and the fused head's fourth matrix product is pure cost (docs/performanc
 class ModelConfig(Section):
     """Where the policy comes from: a Hugging Face folder, or an architecture with random weights."""
 
-    SECTION = "model"
-
     path: Optional[str] = None
     """A folder with config.json, a tokenizer and safetensors weights."""
     architecture: Optional[dict[str, Any]] = None
@@ -69,8 +67,6 @@ class ModelConfig(Section):
 class SamplingConfig(Section):
     """How an iteration's responses are sampled."""
 
-    SECTION = "sampling"
-
     samples_per_prompt: Annotated[int, at_least(2, ": advantages compare a group")] = 10
     """Responses per problem: the size of a group."""
     temperature: Positive = 1.0
@@ -96,8 +92,6 @@ class TrainConfig:
 @dataclass
 class CheckpointConfig(Section):
     """What a killed run resumes from, and which policies are kept."""
-
-    SECTION = "checkpoint"
 
     every_steps: PositiveInt = 50
     """Optimizer steps between two checkpoints; there is one before each iteration as well."""
@@ -125,8 +119,6 @@ class EarlyStopConfig(Section):
     """Ends an arm's training where its evaluations no longer improve; it is then finished, with the policy that it has
     there. ``checkpoint.best`` keeps the best one."""
 
-    SECTION = "early_stop"
-
     metric: Optional[str] = None
     """A metric of the evaluations, such as greedy_accuracy. It needs evaluation.every. null: every arm trains to its
     last iteration."""
@@ -142,8 +134,6 @@ class EarlyStopConfig(Section):
 class ProfileConfig(Section):
     """A trace of where the time of an optimizer step goes."""
 
-    SECTION = "profile"
-
     steps: Optional[list[int]] = None
     """[2,4]: each arm's optimizer steps 2 and 3 (the first is 0), with what is between them, are traced by torch's
     profiler into profile/ARM.json.gz; on a GPU they are an NVTX range as well. null: no trace."""
@@ -157,8 +147,6 @@ class ProfileConfig(Section):
 @dataclass
 class EvaluationConfig(Section):
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
-
-    SECTION = "evaluation"
 
     samples: PositiveInt = 10
     """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""
@@ -185,8 +173,8 @@ class EvaluationConfig(Section):
         shown = {f"{temperature:g}" for temperature in self.temperature}
         fits = bool(shown) and min(self.temperature) > 0 and len(shown) == len(self.temperature)
         yield fits, "temperature", "different numbers above 0, for example [1.0,0.6]"
-        nothing = "0 with a single evaluation.temperature: there is nothing to choose"
-        yield len(shown) > 1 or not self.tuning_problems, "tuning_problems", nothing
+        nothing = "with a single evaluation.temperature: there is nothing to choose"
+        yield from self.only_if(len(shown) > 1, nothing, "tuning_problems")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -257,7 +245,7 @@ class RunConfig(Section):
         metrics = self.evaluation.metrics
         for name, metric in (("checkpoint.best", self.checkpoint.best), ("early_stop.metric", self.early_stop.metric)):
             yield metric is None or metric in metrics, name, f"null or one of {', '.join(metrics)}"
-            yield metric is None or self.has_arms, name, f"null with algorithm {self.algorithm}, which trains no arm"
+            yield from self.only_if(self.has_arms, f"with algorithm {self.algorithm}, which trains no arm", name)
             during = "null, or evaluations during the training: set evaluation.every"
             yield metric is None or self.evaluation.every > 0, name, during
 
@@ -272,17 +260,15 @@ class RunConfig(Section):
         require(self.has_arms or not self.arms, "arms", list(self.arms), alone)
         yield self.algorithm != SFT or self.sft.steps > 0, "sft.steps", "a number above 0 with algorithm sft"
         nothing, untrained = self.algorithm == NONE, "with algorithm none: nothing is trained"
-        yield not nothing or self.sft.steps == 0, "sft.steps", f"0 {untrained}"
-        yield not nothing or self.generation.placement == "apart", "generation.placement", f"apart {untrained}"
+        yield from self.only_if(not nothing, untrained, "sft.steps", "generation.placement")
         both = nothing or self.data.source is not None or (self.data.train is None) == (self.data.test is None)
         yield both, "data.train", "a file with data.test, or neither for the built-in task"
 
     def _rules_of_generation(self) -> Iterator[Rule]:
         """What the engine can do, and whether the model has room for a response."""
         backend, sampling = self.generation.backend, self.sampling
-        for name in ("context_parallel_size", "expert_model_parallel_size"):
-            fits = getattr(self.parallelism, name) == 1 or backend != IN_PROCESS
-            yield fits, f"parallelism.{name}", f"1 with generation.backend {IN_PROCESS}"
+        splits = ("parallelism.context_parallel_size", "parallelism.expert_model_parallel_size")
+        yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
         length, longest = self.model.seq_length, sampling.max_new_tokens
         room = f"room for a prompt and sampling.max_new_tokens = {longest} tokens"
         yield length is None or length > longest, "model.seq_length", room
@@ -290,10 +276,9 @@ class RunConfig(Section):
             # Servers have log-probabilities before the temperature, or after the cut; trtllm the former alone.
             where = f"with generation.backend {backend}"
             where += f" and sampling.top_p {sampling.top_p}" if sampling.top_p < 1 else ""
-            whole = f"1 {where}: only there is its log-probability that of the whole distribution that is sampled"
-            yield sampling.temperature == 1, "sampling.temperature", whole
-            tested = self.evaluation.temperature == [1.0]
-            yield tested, "evaluation.temperature", f"[1.0] {where}: its servers know no other"
+            whole = f"{where}: only there is its log-probability that of the whole distribution that is sampled"
+            yield from self.only_if(False, whole, "sampling.temperature")
+            yield from self.only_if(False, f"{where}: its servers know no other", "evaluation.temperature")
 
     def check_arm(self, training: LoopConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""

@@ -24,8 +24,6 @@ WIDTHS, MEANS = ("sd", "variance"), ("reward", "linear")
 class SearchLLMConfig(Section):
     """The paper's Algorithm 2, a tree search over reasoning steps (``test_time.search_llm``)."""
 
-    SECTION = "search"
-
     name: FolderName = "search"
     """The results are in search/ARM/NAME of the run's folder."""
     reward_model: Optional[str] = None

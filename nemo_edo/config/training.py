@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Optional
 
 from nemo_edo.config.checks import (
+    MAY_BE_INFINITE,
     ImportPath,
     NonNegative,
     NonNegativeInt,
@@ -24,8 +25,6 @@ from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, S
 @dataclass
 class OptimizerConfig(Section):
     """Megatron-core's Adam, with its learning-rate schedule."""
-
-    SECTION = "optimizer"
 
     lr: Positive = 1e-6
     """The highest learning rate."""
@@ -67,16 +66,13 @@ class MicroBatchConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         bounded = self.micro_batch_tokens is not None or not self.packing
-        yield bounded, "packing", f"false, or a number of {self.SECTION}.micro_batch_tokens to a pack"
-        shared = f"false, or {self.SECTION}.packing=true: prompts are shared within packs"
-        yield self.packing or not self.share_prompts, "share_prompts", shared
+        yield bounded, "packing", "false, or a number of micro_batch_tokens to a pack"
+        yield from self.only_if(self.packing, "without packing: prompts are shared within packs", "share_prompts")
 
 
 @dataclass
 class SFTConfig(MicroBatchConfig):
     """The supervised warm-up. ``steps = 0`` leaves it out."""
-
-    SECTION = "sft"
 
     steps: NonNegativeInt = 0
     """Optimizer steps; 0 leaves the warm-up out."""
@@ -182,21 +178,15 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
         samples = self.exploration_samples
         stays = samples != "reference" or self.reference == "initial"
         yield stays, "exploration_samples", "own or previous with a grpo.reference that moves"
-        groups = {
-            "redundancy_weighted": False,
-            "explore_uninformative_groups": True,
-            "explore_solved_groups_only": False,
-        }
-        for name, default in groups.items():
-            expected = f"{default} with exploration_samples={samples}, which have no groups here"
-            yield samples == "own" or getattr(self, name) == default, name, expected
-        kinds = {"advantage_scale": "std", "advantage_baseline": "mean", "advantage_deviation": "population"}
-        unused = [name for name, default in {"pass_k": None, **kinds}.items() if getattr(self, name) != default]
-        replaces = f"null with {' or '.join(unused)}, which it replaces"
-        yield self.advantage is None or not unused, "advantage", replaces
-        for name, default in {"overlong_buffer": None, **kinds}.items():
-            expected = f"{'null' if default is None else default} with pass_k, which takes no other"
-            yield self.pass_k is None or getattr(self, name) == default, name, expected
+        of_groups = ("redundancy_weighted", "explore_uninformative_groups", "explore_solved_groups_only")
+        no_groups = f"with exploration_samples={samples}, which have no groups here"
+        yield from self.only_if(samples == "own", no_groups, *of_groups)
+        kinds = ("advantage_scale", "advantage_baseline", "advantage_deviation")
+        changed = [name for is_default, name, _ in self.only_if(False, "", "pass_k", *kinds) if not is_default]
+        replaces = f"null with {' or '.join(changed)}, which it replaces"
+        yield self.advantage is None or not changed, "advantage", replaces
+        alone = "with pass_k, which takes no other"
+        yield from self.only_if(self.pass_k is None, alone, "overlong_buffer", *kinds)
 
     def explored_iteration(self, t: int) -> int:
         others = {"previous": t - 1, "reference": 0} if self.exploration_weight else {}
@@ -223,13 +213,16 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
         yield known, "exploration_samples", "all, paired or a number above 0"
 
 
+Bound = Annotated[float, MAY_BE_INFINITE]
+
+
 @dataclass
 class BoundsConfig(Section):
     """Bounds on one measurement, and what happens once it has reached one of them."""
 
-    floor: Optional[float] = None
+    floor: Optional[Bound] = None
     """The guard fires at this value and below; null: no floor."""
-    ceiling: Optional[float] = None
+    ceiling: Optional[Bound] = None
     """The guard fires at this value and above; null: no ceiling."""
     in_a_row: PositiveInt = 1
     """Measurements at or beyond a bound, one after another, before the guard fires."""
@@ -245,7 +238,7 @@ class BoundsConfig(Section):
 class GapBoundsConfig(BoundsConfig):
     """Bounds on the gap between trainer and engine, which rounding alone opens."""
 
-    ceiling: Optional[float] = None
+    ceiling: Optional[Bound] = None
     """The guard fires at this value and above; null: a few times what rounding gives at the model's precision and depth
     (docs/reliability.md); inf: no ceiling."""
     action: Annotated[str, one_of("warn", "stop")] = "stop"
@@ -257,8 +250,6 @@ class GuardsConfig(Section):
     """Guards of the numbers (steps that are skipped) and of the policy (bounds on what collections and steps measure).
 
     They may change between two starts of a run."""
-
-    SECTION = "guards"
 
     max_skipped_steps: PositiveInt = 3
     """Optimizer steps in a row that may be skipped, because the loss or the gradient norm is not finite (or is a spike,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed
-from nemo_edo.data.rows import Row, RowError
+from nemo_edo.data.rows import Row, RowError, text_of
+from nemo_edo.types import Problem
 
 NUMBER, MATH, TEXT = "number", "math", "text"
 """Kinds of gold answers: a canonical number; LaTeX or words that rules can compare; prose that needs a judge."""
@@ -51,22 +52,21 @@ class Benchmark:
     """The hub's names of splits, where they differ."""
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def gold(self, row: Row) -> Gold:
+    def problem(self, row: Row, stem: str) -> Problem:
         """Raises RowError for a row without the columns, or with contents that are not the benchmark's."""
-        if isinstance(row.content, RowError):
-            raise row.content
-        values = {ours: _value(row.content, names) for ours, names in {**self.columns, **self.optional}.items()}
+        content = row.fields()
+        values = {
+            ours: next((content[name] for name in names if content.get(name) is not None), None)
+            for ours, names in {**self.columns, **self.optional}.items()
+        }
         for ours, names in self.columns.items():
             if values[ours] is None:
-                there = ", ".join(row.content) or "none"
+                there = ", ".join(content) or "none"
                 raise RowError(f'has no "{names[0]}" (its columns: {there}); expected {self.expected}')
         gold = self.read(values)
-        for name in ("question", "answer"):
-            if not getattr(gold, name).strip():
-                raise RowError(f"has a blank {name}; expected {self.expected}")
-        if any("\ud800" <= character <= "\udfff" for character in gold.question + gold.solution + gold.answer):
-            raise RowError("holds half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer can encode")
-        return gold
+        for name in ("question", "solution", "answer"):
+            text_of(getattr(gold, name), name, may_be_blank=name == "solution")
+        return Problem(f"{stem}-{row.number}", gold.question, gold.solution, gold.answer, row.source, gold.kind)
 
     @property
     def expected(self) -> str:
@@ -90,19 +90,9 @@ def gsm8k_solution(text: str) -> tuple[str, str]:
     return solution, final_answer(solution)
 
 
-def _value(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f'"{name}" is of type {type(value).__name__}, expected a text')
-    return value
-
-
 def _boxed_gold(values: Mapping[str, Any]) -> Gold:
     """MATH: the last box of the solution."""
-    question, solution = _text(values["question"], "problem"), _text(values["solution"], "solution")
+    question, solution = text_of(values["question"], "problem"), text_of(values["solution"], "solution")
     answer = _BOXED.extract(solution)
     if answer is None:
         raise RowError('"solution" has no \\boxed{} answer whose braces close')
@@ -111,10 +101,10 @@ def _boxed_gold(values: Mapping[str, Any]) -> Gold:
 
 def _stated_gold(values: Mapping[str, Any]) -> Gold:
     """A column with the answer only; the solution, if there is one, in another column."""
-    question, answer = _text(values["question"], "question"), clean_answer(str(values["answer"]))
+    question, answer = text_of(values["question"], "question"), clean_answer(str(values["answer"]))
     answer = _BOXED.extract(answer) or answer
     solution = values.get("solution") or f"The final answer is ${answer}$."
-    return Gold(question, _text(solution, "solution"), answer, MATH)
+    return Gold(question, text_of(solution, "solution"), answer, MATH)
 
 
 def _aime_gold(values: Mapping[str, Any]) -> Gold:
@@ -142,7 +132,7 @@ def _olympiad_gold(values: Mapping[str, Any]) -> Gold:
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise RowError('"final_answer" is not a list of texts')
     context, solutions = values["context"], values["solution"]
-    question = _text(values["question"], "question")
+    question = text_of(values["question"], "question")
     answer = clean_answer(", ".join(clean_answer(answer) for answer in answers))
     solution = "\n\n".join(solutions) if isinstance(solutions, list) else solutions
     return Gold(
@@ -155,7 +145,7 @@ def _s1k_gold(values: Mapping[str, Any]) -> Gold:
 
     What SFT learns is the trace of thought and the attempt, where they are given, and the sentence with the answer.
     """
-    question, reference = _text(values["question"], "question"), _text(values["solution"], "solution").strip()
+    question, reference = text_of(values["question"], "question"), text_of(values["solution"], "solution").strip()
     stated = _BOXED.extract(reference) or _PHRASE.extract(reference)
     short = "\n" not in reference and len(reference) <= _LONGEST_RULED and not _PROSE.search(reference)
     answer = stated or (clean_answer(reference) if short else None)
@@ -167,8 +157,8 @@ def _s1k_gold(values: Mapping[str, Any]) -> Gold:
 
 
 def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
-    solution, answer = gsm8k_solution(_text(values["solution"], "answer"))
-    return Gold(_text(values["question"], "question"), solution, answer, NUMBER)
+    solution, answer = gsm8k_solution(text_of(values["solution"], "answer"))
+    return Gold(text_of(values["question"], "question"), solution, answer, NUMBER)
 
 
 _PROBLEM = ("problem", "Problem", "question")

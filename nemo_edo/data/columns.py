@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from nemo_edo.data.answers import canonical_number
 from nemo_edo.data.benchmarks import MATH, NUMBER
-from nemo_edo.data.rows import RowError
+from nemo_edo.data.rows import Row, RowError, text_of
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean, shown
 
@@ -32,39 +32,29 @@ class Columns:
     def are_named(self) -> bool:
         return any(value is not None for value in vars(self).values())
 
-    def problem(self, row: Mapping[str, Any], *, stem: str, number: int, source: str) -> Problem:
-        """The problem of a row, named ``STEM-ID``; the row's number, from 1, is its id where it has none.
+    def problem(self, row: Row, stem: str) -> Problem:
+        """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none.
 
         Raises RowError for a missing column, and for a value that is none of JSON's.
         """
-        left = dict(row)
-        question = self._text(left, "question")
-        if question is None:
-            raise RowError(f'has no column "{self.question or "question"}"{_nearest("question", row)}')
-        answer, solution, own_id = (self._text(left, name) for name in ("answer", "solution", "id"))
-        metadata = plain_values(left)
-        answer, kind = answer or "", MATH if canonical_number(answer or "") is None else NUMBER
-        return Problem(f"{stem}-{own_id or number}", question, solution or "", answer, source, kind, metadata)
-
-    def _text(self, row: dict[str, Any], name: str) -> str | None:
-        """Takes the column out of the row; None where it has none of the setting's own name."""
-        column = getattr(self, name) or name
-        if column not in row:
-            if getattr(self, name) is not None:
-                raise RowError(f'has no column "{column}" (data.columns.{name}){_nearest(column, row)}')
-            return None
-        value = row.pop(column)
-        whole = isinstance(value, int) and not isinstance(value, bool) and name in ("answer", "id")
-        if not isinstance(value, str) and not whole:
-            expected = "a text or a whole number" if name in ("answer", "id") else "a text"
-            given = "null" if value is None else shown(value)
-            raise RowError(f'column "{column}" is {given}, expected {expected}')
-        text = str(value)
-        if not text.strip():
-            raise RowError(f'column "{column}" is blank, expected a text')
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise RowError(f'column "{column}" holds half of a surrogate pair, which no tokenizer can encode')
-        return text
+        content = row.fields()
+        texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
+        for name in ("question", "answer", "solution", "id"):
+            setting = getattr(self, name)
+            column = setting or name
+            if column in content:
+                may_be_number = name in ("answer", "id")
+                texts[name] = text_of(metadata.pop(column, None), column, may_be_number=may_be_number)
+            elif setting is not None or name == "question":
+                names = [str(one) for one in content]
+                near = f"{did_you_mean(column, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"
+                named_by = f" (data.columns.{name})" if setting is not None else ""
+                raise RowError(f'has no column "{column}"{named_by}{near}')
+        kind = MATH if canonical_number(texts["answer"]) is None else NUMBER
+        return Problem(
+            f"{stem}-{texts['id']}", texts["question"], texts["solution"], texts["answer"], row.source, kind,
+            plain_values(metadata),
+        )  # fmt: skip
 
 
 def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,8 +69,3 @@ def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
                 "mapping of them; convert the column, or leave it out"
             ) from error
     return values
-
-
-def _nearest(name: str, row: Mapping[str, Any]) -> str:
-    names = [str(one) for one in row]
-    return f"{did_you_mean(name, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"

@@ -45,32 +45,27 @@ def render_prompt(template: str, question: str) -> str:
 def encode_prompts(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
-    style: PromptStyle | str,
+    style: PromptStyle,
     *,
     max_prompt_tokens: int | None,
 ) -> dict[str, TokenIds]:
     """Prompt token ids by problem id.
 
-    ``style``: a text is a template without chat. What the tokenizer puts in front by itself (Llama's BOS) is kept: a
-    template must not write it a second time. A chat template writes all special tokens, and nothing is added to them.
-    ``max_prompt_tokens`` is what the response leaves of the context; None: there is no limit.
+    What the tokenizer puts in front by itself (Llama's BOS) is kept: a template must not write it a second time. A chat
+    template writes all special tokens, and nothing is added to them. ``max_prompt_tokens`` is what the response leaves
+    of the context; None: there is no limit.
 
     Raises UserError (a ValueError) if a prompt is longer, or holds text that the tokenizer does not know.
     """
     prompts = {problem.id: _encode_prompt(problem, tokenizer, style) for problem in problems}
-    _require_fit(
-        problems,
-        [len(prompts[problem.id]) for problem in problems],
-        limit=max_prompt_tokens,
-        what="prompt",
-        room="that sampling.max_new_tokens leaves of model.seq_length",
-        remedy="raise model.seq_length, lower sampling.max_new_tokens",
-    )
+    lengths = [len(prompts[problem.id]) for problem in problems]
+    limit = (max_prompt_tokens, "that sampling.max_new_tokens leaves of model.seq_length")
+    _require_fit(problems, lengths, "prompt", *limit, "raise model.seq_length, lower sampling.max_new_tokens")
     return prompts
 
 
 def encode_solutions(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str, seq_length: int | None
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, seq_length: int | None
 ) -> list[tuple[TokenIds, TokenIds]]:
     """(prompt ids, solution ids with the end-of-sequence token) of each problem, in order.
 
@@ -83,22 +78,15 @@ def encode_solutions(
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
     pairs = []
     for problem in problems:
-        prompt = _encode_prompt(problem, tokenizer, style)
         solution = _encode(problem.solution, tokenizer, problem, special=False)
-        pairs.append((prompt, (*solution, tokenizer.eos_token_id)))
-    _require_fit(
-        problems,
-        [len(prompt) + len(solution) for prompt, solution in pairs],
-        limit=seq_length,
-        what="prompt with its solution",
-        room="of model.seq_length",
-        remedy="raise model.seq_length",
-    )
+        pairs.append((_encode_prompt(problem, tokenizer, style), (*solution, tokenizer.eos_token_id)))
+    lengths = [len(prompt) + len(solution) for prompt, solution in pairs]
+    limit = (seq_length, "of model.seq_length")
+    _require_fit(problems, lengths, "prompt with its solution", *limit, "raise model.seq_length")
     return pairs
 
 
-def _encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: PromptStyle | str) -> TokenIds:
-    style = PromptStyle(style, chat=False) if isinstance(style, str) else style
+def _encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> TokenIds:
     text = render_prompt(style.template, problem.question)
     if style.chat:
         message = [{"role": "user", "content": text}]
@@ -118,12 +106,12 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase, problem: Problem, *, 
 
 
 def _require_fit(
-    problems: Sequence[Problem], lengths: list[int], *, limit: int | None, what: str, room: str, remedy: str
+    problems: Sequence[Problem], lengths: list[int], what: str, limit: int | None, room: str, remedy: str
 ) -> None:
     """Raises UserError if a length exceeds the limit; it names the longest, whose length settles the new limit."""
     if not problems or limit is None or max(lengths) <= limit:
         return
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    longest = lengths.index(max(lengths))
     too_long = sum(length > limit for length in lengths)
     raise UserError(
         f"{problems[longest].source}: the {what} has {lengths[longest]} tokens, more than the {limit} {room}; "

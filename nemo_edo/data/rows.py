@@ -4,13 +4,13 @@ was saved to disk, or the hub."""
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import shown
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -23,45 +23,62 @@ class RowError(ValueError):
     """What is wrong with one row, without its place."""
 
 
-class RepeatedKeyError(RowError):
-    """An object of the row has one key twice."""
-
-
 @dataclass(frozen=True)
 class Row:
     number: int
     """Number of the line or row, from 1."""
     source: str
     """``path:line``, ``path:row N`` or the row's own file."""
-    content: dict[str, Any] | RowError
+    content: Any
+    """The value that was read, or a RowError."""
+
+    def fields(self) -> dict[str, Any]:
+        """Raises RowError for a row that could not be read or is no object."""
+        if isinstance(self.content, RowError):
+            raise self.content
+        if not isinstance(self.content, dict):
+            raise RowError("is not a JSON object")
+        return self.content
+
+
+def text_of(value: Any, name: str, *, may_be_number: bool = False, may_be_blank: bool = False) -> str:
+    """A row's value as a text. Raises RowError for a value of another type, a blank one, and half a surrogate pair."""
+    is_number = may_be_number and isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, str) and not is_number:
+        expected = "a text or a whole number" if may_be_number else "a text"
+        raise RowError(f'"{name}" is {"null" if value is None else shown(value)}, expected {expected}')
+    text = str(value)
+    if not text.strip() and not may_be_blank:
+        raise RowError(f'"{name}" is blank, expected a text')
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RowError(f'"{name}" holds half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer can encode')
+    return text
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a ``.jsonl``, ``.json`` or ``.parquet`` file, or those of all such files below a folder, in the
-    order of their names, numbers by value. In a folder, a ``.json`` file that holds one object is one row (MATH). Also
-    those of a folder that ``Dataset.save_to_disk`` wrote.
+    """The rows of a ``.json``, ``.parquet`` or JSON-lines file, or those of all such files below a folder, in the order
+    of their names, numbers by value. In a folder, a ``.json`` file that holds one object is one row (MATH). Also those
+    of a folder that ``Dataset.save_to_disk`` wrote.
 
-    Raises ProblemFileError where a file cannot be read, or has another ending.
+    Raises ProblemFileError where a file cannot be read.
     """
-    if is_saved_dataset(path):
-        yield from _saved_rows(path)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        yield from _numbered(path, _saved_rows(path))
     elif path.is_dir():
-        yield from _folder_rows(path)
+        files = [file for file in path.rglob("*") if file.suffix in (".json", ".jsonl", ".parquet")]
+        if not files:
+            raise ProblemFileError(f"{path}: has no .json, .jsonl or .parquet file")
+        rows = (row for file in sorted(files, key=_by_number) for row in _rows_of_a_folder(file))
+        for number, row in enumerate(rows, start=1):
+            yield Row(number, row.source, row.content)
     elif path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix == ".json":
-        yield from _json_rows(path)
-    elif path.suffix == ".jsonl":
-        for number, line in numbered_lines(path):
-            yield Row(number, f"{path}:{number}", _parsed(line))
+        yield from _numbered(path, _parquet_rows(path))
+    elif path.suffix == ".json" and _content(path).lstrip().startswith(b"["):
+        yield from _numbered(path, _list_rows(path))
     else:
-        expected = "expected .jsonl, .json, .parquet or a folder of them"
-        raise ProblemFileError(f"{path}: is not a file of problems; {expected}")
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Whether it is a folder that the package ``datasets`` wrote."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+        for number, line in enumerate(_content(path).split(b"\n"), start=1):  # not at Unicode's other line separators
+            if line.strip():
+                yield Row(number, f"{path}:{number}", _parsed(line))
 
 
 def hub_rows(name: str, configs: tuple[str, ...], split: str) -> Iterator[Row]:
@@ -85,12 +102,6 @@ def hub_rows(name: str, configs: tuple[str, ...], split: str) -> Iterator[Row]:
             yield Row(number, f"{name}:{config}/{split}:{number}", row)
 
 
-def numbered_lines(path: Path) -> list[tuple[int, bytes]]:
-    """Line numbers from 1 and contents, blank lines left out. Split at ``\\n`` only, as JSONL has it."""
-    lines = read_bytes(path).removeprefix(_BYTE_ORDER_MARK).split(b"\n")
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
 def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -98,103 +109,82 @@ def read_bytes(path: Path) -> bytes:
         raise ProblemFileError(f"{path}: cannot be read ({error.strerror}); expected a file of problems") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises RepeatedKeyError for a key that an object has twice: JSON readers silently take the last."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise RepeatedKeyError(f'has the key "{repeated}" twice; keep one of the two')
-    return made
+def _content(path: Path) -> bytes:
+    return read_bytes(path).removeprefix(_BYTE_ORDER_MARK)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+def _numbered(path: Path, rows: Iterable[Any]) -> Iterator[Row]:
+    return (Row(number, f"{path}:row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+class _Pairs(list):
+    """An object as its pairs, since JSON readers silently take the last of two values of a key."""
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_Pairs)
 """Made once: ``json.loads`` with a hook makes one for each row, which takes as long as the row."""
-_LAST_WINS = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def parse_json(text: bytes, expected: str, decode: Callable[[str], Any] = _DECODER.decode) -> Any:
-    """The JSON value; ``expected`` ends the messages. Raises RowError, with ``_DECODER`` for repeated keys as well."""
+def _decoded(text: bytes) -> Any:
+    """The JSON value, its objects as ``_Pairs``. Raises RowError."""
     try:
-        return decode(text.decode("utf-8"))
-    except RepeatedKeyError:
-        raise
+        return _DECODER.decode(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RowError(f"is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise RowError(f"is not valid JSON ({error.msg} at column {error.colno}); {expected}") from error
+        raise RowError(f"is not valid JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested without end
-        raise RowError(f"is not valid JSON ({error}); {expected}") from error
+        raise RowError(f"is not valid JSON ({error})") from error
 
 
-def _elements(text: str) -> list[Any]:
-    """Those of a list, one by one: a RepeatedKeyError in place of one that has a key twice."""
-    found, place = [], _SPACE.match(text, text.index("[") + 1).end()
-    while True:
-        try:
-            element, end = _DECODER.raw_decode(text, place)
-        except RepeatedKeyError as error:
-            element, end = error, _LAST_WINS.raw_decode(text, place)[1]
-        found.append(element)
-        end = _SPACE.match(text, end).end()
-        if text[end:].rstrip() == "]":
-            return found
-        if text[end : end + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-        place = _SPACE.match(text, end + 1).end()
+def _plain(value: Any) -> Any:
+    """Raises RowError for an object that has a key twice."""
+    if not isinstance(value, list):
+        return value
+    if not isinstance(value, _Pairs):
+        return [_plain(one) for one in value]
+    keys = [key for key, _ in value]
+    if len(set(keys)) < len(keys):
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise RowError(f'has the key "{repeated}" twice; keep one of the two')
+    return {key: _plain(one) for key, one in value}
 
 
-def _parsed(text: bytes) -> dict[str, Any] | RowError:
+def _plain_or_error(value: Any) -> Any:
     try:
-        row = parse_json(text, "expected a JSON object")
+        return _plain(value)
     except RowError as error:
         return error
-    return _object_or_error(row)
 
 
-def _object_or_error(row: Any) -> dict[str, Any] | RowError:
-    return row if isinstance(row, dict | RowError) else RowError("is not a JSON object")
-
-
-def _json_rows(path: Path) -> Iterator[Row]:
-    """The rows of a list of objects, or of one object per line under another ending."""
-    content = read_bytes(path).removeprefix(_BYTE_ORDER_MARK)
-    if not content.lstrip().startswith(b"["):
-        for number, line in numbered_lines(path):
-            yield Row(number, f"{path}:{number}", _parsed(line))
-        return
+def _parsed(text: bytes) -> Any:
     try:
-        rows = _list_rows(content)
+        return _plain(_decoded(text))
     except RowError as error:
-        raise ProblemFileError(f"{path}: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        yield Row(number, f"{path}:row {number}", _object_or_error(row))
+        return error
 
 
-def _list_rows(content: bytes) -> list[Any]:
-    expected = "expected a list of objects"
+def _list_rows(path: Path) -> Iterator[Any]:
     try:
-        return parse_json(content, expected)
-    except RepeatedKeyError:  # which says not in which row
-        return parse_json(content, expected, _elements)
+        rows = _decoded(_content(path))
+    except RowError as error:
+        raise ProblemFileError(f"{path}: {error}; expected a list of objects") from error
+    return map(_plain_or_error, rows)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.read_table(path, page_checksum_verification=True)
         images = [name for name in table.column_names if name.startswith("image")]
-        rows = table.drop_columns(images).to_pylist()
+        return table.drop_columns(images).to_pylist()
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ProblemFileError(f"{path}: is not a readable Parquet file ({error}); download it again") from error
-    for number, row in enumerate(rows, start=1):
-        yield Row(number, f"{path}:row {number}", row)
 
 
-def _saved_rows(folder: Path) -> Iterator[Row]:
+def _saved_rows(folder: Path) -> Iterable[dict[str, Any]]:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -204,21 +194,13 @@ def _saved_rows(folder: Path) -> Iterator[Row]:
     if isinstance(dataset, DatasetDict):
         splits = ", ".join(dataset)
         raise ProblemFileError(f"{folder}: has the splits {splits}; name one, such as {folder / next(iter(dataset))}")
-    for number, row in enumerate(dataset.with_format(None), start=1):
-        yield Row(number, f"{folder}:row {number}", row)
+    return dataset.with_format(None)
 
 
-def _folder_rows(folder: Path) -> Iterator[Row]:
-    files = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".parquet")]
-    if not files:
-        raise ProblemFileError(f"{folder}: has no .json, .jsonl or .parquet file")
-    number = 0
-    for path in sorted(files, key=_by_number):
-        single = path.suffix == ".json" and read_bytes(path).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
-        rows = [Row(1, str(path), _parsed(read_bytes(path)))] if single else read_rows(path)
-        for row in rows:
-            number += 1
-            yield Row(number, row.source, row.content)
+def _rows_of_a_folder(file: Path) -> Iterable[Row]:
+    if file.suffix == ".json" and _content(file).lstrip().startswith(b"{"):
+        return [Row(1, str(file), _parsed(_content(file)))]
+    return read_rows(file)
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from nemo_edo.data.columns import Columns, plain_values
-from nemo_edo.data.rows import ProblemFileError, RowError
+from nemo_edo.data.problems import read_problems
+from nemo_edo.data.rows import ProblemFileError, Row, RowError, text_of
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import load_function, said
@@ -46,7 +47,15 @@ def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> 
     if not isinstance(splits, Mapping) or "test" not in splits or not splits.keys() <= set(SPLITS):
         found = f"the splits {', '.join(map(str, splits))}" if isinstance(splits, Mapping) else type(splits).__name__
         raise UserError(f'data.source ({path}) returned {found}, expected {{"train": problems, "test": problems}}')
-    made = {name: _checked(path, name, rows, columns) for name, rows in splits.items()}
+    made = {}
+    for split, rows in splits.items():
+        numbered = (Row(number, f"{path} {split} {number}", row) for number, row in enumerate(rows, start=1))
+        name, expected = f"data.source ({path}) {split}", "expected problems"
+        # The function's bad rows are its author's to correct: the first one is named.
+        loaded = read_problems(name, numbered, lambda row, split=split: _problem(row, columns, split), "skip", expected)
+        for bad in loaded.skipped:
+            raise ProblemFileError(f"data.source: {bad.source}: {bad.reason}")
+        made[split] = loaded.problems
     for split in SPLITS[:-1]:
         shared = {problem.id for problem in made.get(split, [])} & {problem.id for problem in made["test"]}
         if shared:
@@ -54,28 +63,12 @@ def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> 
     return made
 
 
-def _checked(path: str, split: str, rows: Iterable[Any], columns: Columns) -> list[Problem]:
-    problems: dict[str, Problem] = {}
-    for number, row in enumerate(rows, start=1):
-        source = f"{path} {split} {number}"
-        try:
-            problem = _problem(row, columns, split, number, source)
-            if problem.id in problems:
-                raise RowError(f"has the id {problem.id}, as {problems[problem.id].source} has; ids are unique")
-        except RowError as error:
-            raise ProblemFileError(f"data.source: {source}: {error}") from error
-        problems[problem.id] = problem
-    if not problems:
-        raise ProblemFileError(f"data.source: {path} made no {split} problems")
-    return list(problems.values())
-
-
-def _problem(row: Any, columns: Columns, split: str, number: int, source: str) -> Problem:
-    if isinstance(row, Problem):
-        texts = (row.id, row.question, row.solution, row.answer)
-        if not all(isinstance(text, str) for text in texts) or not row.question.strip():
-            raise RowError("is a Problem whose id, question, solution and answer are not texts, or without a question")
-        return replace(row, metadata=plain_values(row.metadata))
-    if not isinstance(row, Mapping):
-        raise RowError(f"is of type {type(row).__name__}, expected a Problem or a dict")
-    return columns.problem(row, stem=split, number=number, source=source)
+def _problem(row: Row, columns: Columns, split: str) -> Problem:
+    if isinstance(row.content, Problem):
+        problem = row.content
+        for name in ("id", "question", "solution", "answer"):
+            text_of(getattr(problem, name), name, may_be_blank=name in ("solution", "answer"))
+        return replace(problem, metadata=plain_values(problem.metadata))
+    if not isinstance(row.content, Mapping):
+        raise RowError(f"is of type {type(row.content).__name__}, expected a Problem or a dict")
+    return columns.problem(replace(row, content=dict(row.content)), split)

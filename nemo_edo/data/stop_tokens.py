@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import read_object
@@ -51,46 +51,31 @@ def read_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, more: Ite
 
     Raises UserError where no source names one, and for an id that is not in the vocabulary, naming its source.
     """
-    of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    sources: dict[str, list[int]] = {"the tokenizer": of_tokenizer}
+    named = {"the tokenizer": tokenizer.eos_token_id}
+    size = len(tokenizer)
     for name in ("generation_config.json", "config.json"):
-        sources[name] = _named_in(folder / name)
-    sources[SETTING] = list(more)
-    size = _vocabulary_size(folder, tokenizer)
-    for source, ids in sources.items():
+        fields = read_object(folder / name, ()) if (folder / name).is_file() else {}
+        named[name] = fields.get(KEY)
+        model_size = fields.get("vocab_size") if name == "config.json" else None
+        size = max(size, model_size if isinstance(model_size, int) else 0)  # the model's may be larger
+    named[SETTING] = list(more)
+    named_by = {}
+    for source, value in named.items():
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        where = source if source in (SETTING, "the tokenizer") else f"{folder / source}: {KEY}"
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise UserError(f"{where} is {value!r}, expected a token id or a list of token ids")
         for token in ids:
             if not 0 <= token < size:
-                where = source if source in (SETTING, "the tokenizer") else f"{folder / source}: {KEY}"
                 raise UserError(f"{where} names the end token {token}; the model's vocabulary has 0 to {size - 1}")
-    named_by = {source: tuple(ids) for source, ids in sources.items() if ids}
+        if ids:
+            named_by[source] = tuple(ids)
     if not named_by:
         raise UserError(
             f"nothing in {folder} names an end token, so responses could not end: set eos_token in "
             f"tokenizer_config.json, {KEY} in generation_config.json, or {SETTING}"
         )
     found = sorted({token for ids in named_by.values() for token in ids})
-    return StopTokens(named_by, {token: _text(tokenizer, token) for token in found})
-
-
-def _named_in(path: Path) -> list[int]:
-    """``eos_token_id`` of a file that may be absent: a number, a list of numbers, or null."""
-    fields = _fields(path)
-    value = fields.get(KEY)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise UserError(f"{path}: {KEY} is {value!r}, expected a token id or a list of token ids")
-    return ids
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    return read_object(path, ()) if path.is_file() else {}
-
-
-def _vocabulary_size(folder: Path, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The model's, which may be larger than the tokenizer's."""
-    size = _fields(folder / "config.json").get("vocab_size")
-    return max(size if isinstance(size, int) else 0, len(tokenizer))
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    return tokenizer.convert_ids_to_tokens(token) or "(not in the tokenizer)"
+    return StopTokens(
+        named_by, {token: tokenizer.convert_ids_to_tokens(token) or "(not in the tokenizer)" for token in found}
+    )

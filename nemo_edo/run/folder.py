@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import yaml
 
-from nemo_edo.errors import UserError
+from nemo_edo.errors import RESTORE, DamagedFile, UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.utils.files import json_text, read_json, read_mapping, read_object, temporary_name, write_text
 
@@ -24,8 +24,6 @@ MAY_CHANGE = (
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently. Searches keep their own settings."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
-RESTORE = "restore it from a copy, or train again under another name=..."
-"""What to do about a file that nothing else can stand in for."""
 BEST = ".best"
 """What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LAUNCH = "launch"
@@ -51,8 +49,7 @@ class RunFolder:
 
     def best_checkpoint(self, arm: str, iteration: int | None = None) -> Path:
         """Checkpoint of the arm's best policy by the chosen metric, or of another one that is kept by it."""
-        name = f"{arm}{BEST}" if iteration is None else f"{arm}{BEST}_{_iteration_name(iteration)}"
-        return self.path / "checkpoints" / name
+        return self.path / "checkpoints" / (f"{arm}{BEST}" + ("" if iteration is None else f"_iter_{iteration:05d}"))
 
     def best_checkpoints(self, arm: str) -> list[Path]:
         """All that are kept by the chosen metric."""
@@ -72,8 +69,7 @@ class RunFolder:
 
     def evaluation(self, arm: str, iteration: int | None = None) -> Path:
         """The arm's results, problem by problem: the final ones, or those before an iteration."""
-        name = arm if iteration is None else f"{arm}/{_iteration_name(iteration)}"
-        return self.path / "evaluations" / f"{name}.json"
+        return self.path / "evaluations" / (f"{arm}.json" if iteration is None else f"{arm}/iter_{iteration:05d}.json")
 
     def evaluated_iterations(self, arm: str) -> list[int]:
         """Those before which the arm's policy has been evaluated, in order."""
@@ -98,9 +94,8 @@ class RunFolder:
 
     def evaluation_before(self, arm: str, iteration: int) -> Path:
         """The arm's last evaluation before the iteration; where it has none, that of the policy it started from."""
-        found = (self.path / "evaluations" / arm).glob("iter_*.json")
-        earlier = [path for path in found if path.stem < _iteration_name(iteration)]
-        return max(earlier, default=self.evaluation(START))
+        earlier = [t for t in self.evaluated_iterations(arm) if t < iteration]
+        return self.evaluation(arm, earlier[-1]) if earlier else self.evaluation(START)
 
     def require_arm(self, arm: str, known: Iterable[str]) -> None:
         """Raises UserError unless the run has trained the arm to its end."""
@@ -121,26 +116,28 @@ class RunFolder:
         if not (self.path / CONFIG).is_file():
             raise UserError(
                 f"{self.path} exists and has no config.yaml of a run; choose another name=..., or, if it is a run's "
-                f"folder, see to {self.path / CONFIG}: restore it from a copy"
+                f"folder, see to {self.path / CONFIG}: {RESTORE}"
             )
         metrics = self.path / METRICS
         if not self.is_finished and not self.is_begun and metrics.is_file() and metrics.stat().st_size:
-            raise UserError(f"{self.path / JOURNAL}, which tells what is done, is missing; {RESTORE}")
+            raise DamagedFile(f"{self.path / JOURNAL}, which tells what is done, is missing")
         from nemo_edo.config.compose import default_values
 
         there, here = read_mapping(self.path / CONFIG), yaml.safe_load(config)
         if len(there) < len(here) and list(there) == list(here)[: len(there)]:
-            raise UserError(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}; {RESTORE}")
+            raise DamagedFile(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}")
         # An earlier version's config lacks the settings that were added since: their defaults are what it did.
-        there, here = (_completed(one, default_values(here.get("job"))) for one in (there, here))
+        defaults = _flat(default_values(here.get("job")))
+        there, here = (defaults | _flat(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
-        different = sorted(key for key in _differences(there, here) if not f"{key}.".startswith(free))
+        changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
+        different = sorted(key for key in changed if not f"{key}.".startswith(free))
         if different:
             key = different[0]
             raise UserError(
-                f"{self.path} exists already with another config: {key} is {_at(there, key)!r} there and "
-                f"{_at(here, key)!r} here ({len(different)} settings differ); choose another name=..., or remove it; "
-                f"if nobody has changed the setting, {self.path / CONFIG} is damaged: restore it from a copy"
+                f"{self.path} exists already with another config: {key} is {there.get(key)!r} there and "
+                f"{here.get(key)!r} here ({len(different)} settings differ); choose another name=..., or remove it; "
+                f"if nobody has changed the setting, {self.path / CONFIG} is damaged: {RESTORE}"
             )
 
     def open(self, config: str) -> Path | None:
@@ -218,12 +215,7 @@ class RunFolder:
         """The stages that are done, in order: "files", the warm-up, the arms, "report". Of each its "metrics_bytes",
         the length of metrics.jsonl at its end, and what else was noted."""
         path = self.path / JOURNAL
-        if not path.exists():
-            return {}
-        try:
-            return read_object(path, ())
-        except UserError as error:
-            raise UserError(f"{path} is damaged ({error}); {RESTORE}") from error
+        return read_object(path, ()) if path.exists() else {}
 
     def note(self, stage: str, **notes: Any) -> None:
         """Adds a stage that is done."""
@@ -257,11 +249,6 @@ class RunFolder:
         self.write_json(str(path.relative_to(self.path)), evaluation.record())
 
 
-def _iteration_name(iteration: int) -> str:
-    """Names sort by iteration."""
-    return f"iter_{iteration:05d}"
-
-
 def check_arm_names(arms: Iterable[str]) -> None:
     """Raises UserError for a name that cannot be that of an arm's folders and files."""
     for arm in arms:
@@ -273,24 +260,9 @@ def check_arm_names(arms: Iterable[str]) -> None:
             raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
 
 
-def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The values, and the defaults of keys that they lack."""
-    both = {
-        key: _completed(value, defaults[key])
-        for key, value in values.items()
-        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
-    }
-    return defaults | values | both
-
-
-def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = a.keys() | b.keys()
-        return [path for key in keys for path in _differences(a.get(key), b.get(key), f"{prefix}{key}.")]
-    return [] if a == b else [prefix.rstrip(".")]
-
-
-def _at(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their full keys."""
+    flat = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
 from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
-from nemo_edo.data.source import SPLITS, made_problems
+from nemo_edo.data.source import SPLITS
+from nemo_edo.data.source import made_problems as source_problems
 from nemo_edo.data.stop_tokens import StopTokens, read_stop_tokens
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
@@ -25,12 +27,14 @@ from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Problem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from nemo_edo.interfaces import Scorer
     from nemo_edo.rewards.judge import Judge
 
 TokenIds = tuple[int, ...]
+ARITHMETIC = "arithmetic"
+"""The built-in task's name in the manifests of its files."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Data:
     """What scores responses to them."""
     judge: Judge | None = None
     """The language model that the scorer asks, if any."""
-    warmup: list[Problem] = field(default_factory=list)
-    """What ``data.source`` made for the warm-up alone."""
+    made: dict[str, list[Problem]] = field(default_factory=dict)
+    """The splits that the run makes, before they are in its folder."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -62,11 +66,6 @@ class Data:
         trained = {normal_question(problem.question): problem for problem in self.train}
         asked = ((problem, trained.get(normal_question(problem.question))) for problem in self.test)
         return [(problem, twin) for problem, twin in asked if twin is not None]
-
-    @property
-    def made(self) -> dict[str, list[Problem]]:
-        """The splits of ``data.source``."""
-        return {"warmup": self.warmup, "train": self.train, "test": self.test}
 
     @property
     def pad_id(self) -> int:
@@ -82,46 +81,51 @@ class Data:
         return max(len(prompt) for prompt in self.prompts.values())
 
 
-def write_builtin_files(cfg: RunConfig, run: RunFolder, *, weights: bool = True) -> None:
-    """The built-in task's problem files and a model with random weights, where the config names no others. What
-    ``data.source`` made is in the folder already: a model without a path reads its words.
+def made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
+    """The splits that a run makes itself: those of the built-in task, or of ``data.source``. Whatever the function
+    makes next time, a run that resumes has the problems that it began with. Empty where problems are in files."""
+    data = cfg.data
+    if data.is_built_in:
+        return make_problems(data.arithmetic, run.data)
+    if data.source is None:
+        return {}
+    files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+    if run.is_begun and files["test"].is_file():
+        kept = {split: path for split, path in files.items() if path.is_file()}
+        return {split: load_problems(path, **data.reading(split)).problems for split, path in kept.items()}
+    return source_problems(data.source, data.source_args, data.columns)
 
-    Without ``weights``, all that ``load_data`` needs.
-    """
-    from nemo_edo.builtin_task.arithmetic import write_dataset
-    from nemo_edo.builtin_task.model import word_vocabulary, write_base_model
 
-    if cfg.data.is_built_in:
-        write_dataset(run.data, cfg.data.arithmetic)
+def write_builtin_files(cfg: RunConfig, run: RunFolder, made: Mapping[str, Sequence[Problem]] | None = None) -> None:
+    """What the config names no files of: the problems (made: these, or those of ``made_problems``), and a model with
+    random weights."""
+    made = made_problems(cfg, run) if made is None else made
+    for split, problems in made.items():
+        made_by = {"function": cfg.data.source or "the built-in task"}
+        benchmark = ARITHMETIC if cfg.data.source is None else MADE
+        path = run.data / f"{split}.jsonl"
+        write_problems(path, problems, benchmark=benchmark, split=split, source=made_by, skipped=0)
     if cfg.model.path is None:
-        words = cfg.data.arithmetic if cfg.data.source is None else word_vocabulary(_made_texts(cfg, run))
-        hf_config = write_base_model(run.base, cfg.model.architecture, words)
-    if cfg.model.path is None and weights:
         import torch
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        hf_config = _write_tokenizer(cfg, run.base, made)
         logging.disable_progress_bar()  # version 5 shows one for a file of a megabyte
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
 
 
-def _made_texts(cfg: RunConfig, run: RunFolder) -> Iterator[str]:
-    """The texts that a model of the made problems reads and writes."""
-    yield cfg.data.prompt.replace("{question}", "")
-    for split in SPLITS:
-        path = run.data / f"{split}.jsonl"
-        for problem in load_problems(path, **cfg.data.reading(split)).problems if path.is_file() else ():
-            yield from (problem.question, problem.solution)
+def _write_tokenizer(cfg: RunConfig, folder: Path, made: Mapping[str, Sequence[Problem]]) -> PretrainedConfig:
+    """The tokenizer and the config.json of a model without a path, which knows the words of the made problems."""
+    from nemo_edo.builtin_task.model import word_vocabulary, write_base_model
 
-
-def write_made_problems(cfg: RunConfig, run: RunFolder, splits: Mapping[str, Sequence[Problem]]) -> None:
-    """Keeps what ``data.source`` made in the run folder: whatever it makes next time, the run has these problems."""
-    for split, problems in splits.items():
-        if problems:
-            path, made_by = run.data / f"{split}.jsonl", {"function": cfg.data.source}
-            write_problems(path, problems, benchmark=MADE, split=split, source=made_by, skipped=0)
+    words = cfg.data.arithmetic
+    if cfg.data.source is not None:
+        texts = [text for split in made.values() for problem in split for text in (problem.question, problem.solution)]
+        words = word_vocabulary([cfg.data.prompt.replace("{question}", ""), *texts])
+    return write_base_model(folder, cfg.model.architecture, words)
 
 
 def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
@@ -130,60 +134,96 @@ def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
 
 
 def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]) -> Data:
-    """The run's data before its folder is touched: the built-in files come from a scratch folder.
+    """The run's data before its folder is touched.
 
     Raises UserError for anything in the data that would stop the run later, and where the disk is too small.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        builtin = RunFolder(Path(scratch))
-        if cfg.data.source is not None:
-            write_made_problems(cfg, builtin, _made_problems(cfg, run))
-        write_builtin_files(cfg, builtin, weights=False)
-        data = _in_folder(load_data(cfg, builtin), builtin, run)
-    _require_no_overlap(cfg, data)
+    data = _load_without_folder(cfg, run, scores=True)
     check_space(cfg, run, data, arms)
     return data
 
 
-def _in_folder(data: Data, scratch: RunFolder, run: RunFolder) -> Data:
-    """The same problems with the places that their files will have in the run's folder, for messages."""
-    places = (f"{scratch.path}/", f"{run.path}/")
-    moved = {
-        name: [replace(one, source=one.source.replace(*places, 1)) for one in getattr(data, name)]
-        for name in ("train", "test", "warmup")
-    }
-    return replace(data, **moved)
+def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
+    """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
+    Raises UserError as ``load_data`` does."""
+    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=False)
+    return data.seq_length, len(data.train), len(data.test)
 
 
-def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
+def seq_length(cfg: RunConfig) -> int:
+    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
+    return read_sizes(cfg)[0] if cfg.model.seq_length is None else cfg.model.seq_length
+
+
+def _load_without_folder(cfg: RunConfig, run: RunFolder, *, scores: bool) -> Data:
+    made = made_problems(cfg, run)
+    with tempfile.TemporaryDirectory() as scratch:
+        if cfg.model.path is None:
+            _write_tokenizer(cfg, Path(scratch), made)
+        data = load_data(cfg, run, scores=scores, made=made, tokenizer_folder=Path(scratch))
+    if data.overlap and not cfg.data.allow_overlap and cfg.algorithm != NONE:
+        tested, trained = data.overlap[0]
+        raise UserError(
+            f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (the first is "
+            f"{tested.source}, as {trained.source}); remove them from one of the two, or set data.allow_overlap=true"
+        )
+    return data
+
+
+def load_data(
+    cfg: RunConfig,
+    run: RunFolder,
+    *,
+    scores: bool = True,
+    made: Mapping[str, list[Problem]] | None = None,
+    tokenizer_folder: Path | None = None,
+) -> Data:
     """Reads and tokenises every problem. Raises UserError for whatever would stop the run later.
 
-    scores: False where nothing will be scored, and what would score is not looked at."""
-    warmup_file, train_file, test_file = _problem_files(cfg.data, run)
+    scores: False where nothing will be scored, and what would score is not looked at. made, tokenizer_folder: before
+    there is a run folder, the problems that will be in it and the folder of its model's tokenizer."""
+    made = made or {}
+    files = _problem_files(cfg.data, run, made)
+    train_file, test_file = files.get("train"), files["test"]
     if train_file is None and cfg.algorithm != NONE:
         raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-    loaded = {}
-    if train_file is not None:
-        loaded[train_file] = load_problems(train_file, **cfg.data.reading("train"))
-    loaded[test_file] = load_problems(test_file, **cfg.data.reading("test"))
+
+    def load(split: str) -> LoadedProblems:
+        reading = cfg.data.reading("test" if split == "test" else "train")
+        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
+
+    loaded = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
     scorer, judge = build_scorer(cfg, loaded) if scores else (ExactAnswerScorer(), None)
-    made_warmup = cfg.data.source is not None and warmup_file != train_file
-    if (cfg.sft.steps or made_warmup) and warmup_file not in loaded:
-        loaded[warmup_file] = load_problems(warmup_file, **cfg.data.reading("train"))
-    if cfg.sft.steps:
-        _require_solutions(loaded[warmup_file].problems)
-    folder = model_folder(cfg, run)
+    warmup_file = files.get("warmup", train_file)
+    if cfg.sft.steps and warmup_file not in loaded:
+        loaded[warmup_file] = load("warmup")
+    learned = loaded[warmup_file].problems if cfg.sft.steps else []
+    if unsolved := next((problem for problem in learned if not problem.solution), None):
+        raise UserError(
+            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
+            "data.columns.solution, or set sft.steps=0"
+        )
+    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems
+    trained = {problem.id: problem.source for problem in train}
+    if shared := [problem for problem in test if problem.id in trained]:
+        first = shared[0]
+        raise UserError(
+            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
+            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
+            "files different names"
+        )
+    tuning = cfg.evaluation.tuning_problems
+    if tuning > len(train):
+        expected = f"at most the number of training problems, {len(train)}"
+        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
+    folder = model_folder(cfg, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
-    train = [] if train_file is None else loaded[train_file].problems
-    test = loaded[test_file].problems
-    _require_distinct_ids(train, test)
-    _require_for_tuning(cfg, train)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
     style = prompt_style(cfg.data.prompt, cfg.data.chat_template, tokenizer)
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room)
-    solutions = encode_solutions(loaded[warmup_file].problems, tokenizer, style, limit) if cfg.sft.steps else []
+    solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
     if limit is None:
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
         check_context(folder, read_fields(folder), limit, given=False)
@@ -195,11 +235,22 @@ def load_data(cfg: RunConfig, run: RunFolder, *, scores: bool = True) -> Data:
         prompts=prompts,
         solutions=solutions,
         seq_length=limit,
-        skipped_rows=_count_skipped(loaded.values()),
+        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
         scorer=scorer,
         judge=judge,
-        warmup=loaded[warmup_file].problems if made_warmup else [],
+        made=dict(made),
     )
+
+
+def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> dict[str, Path]:
+    """The files of the splits that there are; without a warm-up's, it learns from those of ``train``."""
+    if data.is_built_in or data.source is not None:
+        own = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+        there = {split for split, path in own.items() if split in made or (not made and path.is_file())}
+        wanted = there if "train" in there else set()  # without it, nothing is trained
+        return {split: path for split, path in own.items() if split in {*wanted, "test"}}
+    named = {split: getattr(data, split) for split in SPLITS}
+    return {split: Path(path) for split, path in named.items() if path is not None}
 
 
 def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:
@@ -215,25 +266,6 @@ def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:
     except ValueError as error:
         raise UserError(str(error)) from error
     return found
-
-
-def seq_length(cfg: RunConfig) -> int:
-    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
-    return read_sizes(cfg)[0] if cfg.model.seq_length is None else cfg.model.seq_length
-
-
-def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
-    """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
-    Raises UserError as ``load_data`` does."""
-    with tempfile.TemporaryDirectory() as scratch:
-        builtin = RunFolder(Path(scratch))
-        if cfg.data.source is not None:
-            made = made_problems(cfg.data.source, cfg.data.source_args, cfg.data.columns)
-            write_made_problems(cfg, builtin, made)
-        write_builtin_files(cfg, builtin, weights=False)
-        data = load_data(cfg, builtin, scores=False)
-    _require_no_overlap(cfg, data)
-    return data.seq_length, len(data.train), len(data.test)
 
 
 def check_model(cfg: RunConfig) -> None:
@@ -266,17 +298,18 @@ def _check_fields(cfg: RunConfig, fields: dict, folder: Path) -> None:
 
 def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:
     """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
-    needed = 0
-    evaluated = len(data.test) * (cfg.evaluation.samples + 1)
+
+    def size(responses: int) -> int:
+        return estimate_bytes(responses, data.longest_prompt, cfg.sampling.max_new_tokens)
+
+    evaluation = size(len(data.test) * (cfg.evaluation.samples + 1))
     final = cfg.evaluation.rollouts * len(cfg.evaluation.temperature)
-    needed += final * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
+    needed = final * evaluation  # of the start
     for arm in arms:
         short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
-        evaluations = short + final
-        needed += evaluations * estimate_bytes(evaluated, data.longest_prompt, cfg.sampling.max_new_tokens)
         problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
-        rollouts = problems * cfg.sampling.samples_per_prompt
-        needed += arm.iterations * estimate_bytes(rollouts, data.longest_prompt, cfg.sampling.max_new_tokens)
+        iteration = size(problems * cfg.sampling.samples_per_prompt)
+        needed += (short + final) * evaluation + arm.iterations * iteration
     check_disk_space(run.path, needed)
 
 
@@ -287,74 +320,3 @@ def given_rollouts(cfg: RunConfig, arm: str, data: Data) -> RolloutStore | None:
     folder = Path(cfg.train.rollouts)
     own = folder / arm
     return RolloutStore(own if own.is_dir() else folder, tokenizer=tokenizer_identity(data.tokenizer))
-
-
-def _problem_files(data: DataConfig, run: RunFolder) -> tuple[Path | None, Path | None, Path]:
-    """Warm-up, train, test; the first two None where there is only a file to evaluate on."""
-    if data.is_built_in:
-        return run.data / "warmup.jsonl", run.data / "train.jsonl", run.data / "test.jsonl"
-    if data.source is not None:
-        warmup, train, test = (run.data / f"{split}.jsonl" for split in SPLITS)
-        if not train.is_file():
-            return None, None, test
-        return warmup if warmup.is_file() else train, train, test
-    if data.train is None:
-        return None, None, Path(data.test)
-    return Path(data.warmup or data.train), Path(data.train), Path(data.test)
-
-
-def _made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
-    """What ``data.source`` makes for a new run; what it made for one that resumes."""
-    files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
-    if run.is_begun and files["test"].is_file():
-        kept = {split: path for split, path in files.items() if path.is_file()}
-        return {split: load_problems(path, **cfg.data.reading(split)).problems for split, path in kept.items()}
-    data = cfg.data
-    return made_problems(data.source, data.source_args, data.columns)
-
-
-def _require_solutions(problems: Sequence[Problem]) -> None:
-    """Raises UserError for a problem that a warm-up cannot learn."""
-    without = next((problem for problem in problems if not problem.solution), None)
-    if without is not None:
-        raise UserError(
-            f"{without.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
-            "data.columns.solution, or set sft.steps=0"
-        )
-
-
-def _require_for_tuning(cfg: RunConfig, train: list[Problem]) -> None:
-    wanted = cfg.evaluation.tuning_problems
-    if wanted > len(train):
-        raise UserError(
-            f"evaluation.tuning_problems is {wanted}, expected at most the number of training problems, {len(train)}"
-        )
-
-
-def _require_distinct_ids(train: list[Problem], test: list[Problem]) -> None:
-    """Raises UserError where a problem of each has one id, under which responses are stored and results compared."""
-    trained = {problem.id: problem.source for problem in train}
-    shared = [problem for problem in test if problem.id in trained]
-    if shared:
-        first = shared[0]
-        raise UserError(
-            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
-            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
-            "files different names"
-        )
-
-
-def _require_no_overlap(cfg: RunConfig, data: Data) -> None:
-    """Raises UserError where a policy would be evaluated on problems that it is trained on, unless the config allows
-    it."""
-    overlap = [] if cfg.data.allow_overlap or cfg.algorithm == NONE else data.overlap
-    if overlap:
-        tested, trained = overlap[0]
-        raise UserError(
-            f"{len(overlap)} of the {len(data.test)} test problems are train problems, too (the first is "
-            f"{tested.source}, as {trained.source}); remove them from one of the two, or set data.allow_overlap=true"
-        )
-
-
-def _count_skipped(loaded: Iterable[LoadedProblems]) -> int:
-    return sum(len(problems.skipped) for problems in loaded)

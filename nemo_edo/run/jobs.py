@@ -273,9 +273,7 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
         for path in (*folder.data.glob("*"), *folder.base.glob("*")):
             if path.is_dir():  # all of them are files
                 shutil.rmtree(path)
-        if cfg.data.source is not None:
-            inputs.write_made_problems(cfg, folder, data.made)
-        inputs.write_builtin_files(cfg, folder)
+        inputs.write_builtin_files(cfg, folder, data.made)
         folder.note("files", metrics_bytes=0, checksums=checksums())
 
 

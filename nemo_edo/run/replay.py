@@ -42,7 +42,10 @@ def replay(path: Path, overrides: list[str]) -> None:
     if not arm or not (run / "config.yaml").is_file():
         raise UserError(f"{path} is not a batch that a run has kept: RUN/failures/ARM_step_XXXXXXXX.safetensors")
     batch, about = read_batch(path)
-    model = _model(run, arm, overrides, path.with_suffix(""))
+    cfg = compose_run("config", overrides, config_dir=run)
+    training = arm_configs(cfg).get(arm, cfg.sft)
+    model = build.build_model(cfg, RunFolder(run), training, weights=path.with_suffix(""))
+    model.start_training(1)  # the gradient's norm is checked by the optimizer
     weight = about["metrics"].get("exploration_weight")  # SFT has none
     print(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")
     measured, reasons = measure(model, weight, batch)
@@ -50,7 +53,16 @@ def replay(path: Path, overrides: list[str]) -> None:
     faults = 0
     for row in range(0, batch.size, batch.unit):
         rows = batch.rows(slice(row, row + batch.unit))
-        if rows.mask.any() and (fault := _fault(model, weight, rows)):
+        if not rows.mask.any():
+            continue
+        of_row, said = measure(model, weight, rows)
+        found = {
+            "given": [name for name, value in rows.tensors().items() if not _is_finite(value, rows.mask)],
+            "computed": [name for name, value in of_row.items() if not math.isfinite(value)],
+            "the loss says": said,
+        }
+        fault = "; ".join(f"{words}: {', '.join(names)}" for words, names in found.items() if names)
+        if fault:
             faults += 1
             print(f"row {row}{f' and {row + 1}' if batch.unit == 2 else ''}: {fault}")
     if not faults:
@@ -93,16 +105,7 @@ def _measure_share(
     return {**means, "padding_share": share.padding_share, "grad_norm": norm}, said
 
 
-def _fault(model: RemotePolicy, exploration_weight: float | None, rows: TrainingBatch) -> str:
-    """What in a row (a pair) is not finite; empty where all is."""
-    measured, reasons = measure(model, exploration_weight, rows)
-    given = [name for name, value in rows.tensors().items() if not _finite(value, rows.mask)]
-    computed = [name for name, value in measured.items() if not math.isfinite(value)]
-    parts = {"given": given, "computed": computed, "the loss says": reasons}
-    return "; ".join(f"{words}: {', '.join(found)}" for words, found in parts.items() if found)
-
-
-def _finite(values: Tensor, mask: Tensor) -> bool:
+def _is_finite(values: Tensor, mask: Tensor) -> bool:
     """Padding may contain anything."""
     counted = values[mask != 0] if values.shape == mask.shape else values
     return bool(torch.isfinite(counted).all())
@@ -110,13 +113,6 @@ def _finite(values: Tensor, mask: Tensor) -> bool:
 
 def _sum(values: Tensor, micro: TrainingBatch) -> LossTerm:
     return LossTerm(values.detach()[micro.mask != 0].sum(), micro.mask.sum())
-
-
-def _model(run: Path, arm: str, overrides: list[str], weights: Path) -> RemotePolicy:
-    cfg = compose_run("config", overrides, config_dir=run)
-    model = build.build_model(cfg, RunFolder(run), arm_configs(cfg).get(arm, cfg.sft), weights=weights)
-    model.start_training(1)  # the gradient's norm is checked by the optimizer
-    return model
 
 
 def _shown(metrics: dict[str, float]) -> str:

@@ -76,7 +76,10 @@ class SavedProgress:
             try:
                 self._load(folder)
             except DamagedCheckpoint as error:
-                _put_aside(folder, str(error))
+                warnings.warn(f"{error}; resuming from before it", stacklevel=2)
+                aside = folder.with_name(folder.name + DAMAGED)  # otherwise it would pass for the newest again
+                shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+                folder.rename(aside)
             else:
                 return
 
@@ -84,23 +87,23 @@ class SavedProgress:
         workers = self._model.workers
         workers.call(Worker.check_checkpoint, folder)
         notes = checkpoint.load_extra(folder)
-        self._check_iteration(notes)
+        if notes["batch"] is not None:
+            # Within an iteration: without its batch and its rollouts the run would end without noticing.
+            batch = self.folder / notes["batch"]["file"]
+            if not batch.is_file():
+                raise DamagedCheckpoint(f"{batch} is missing")
+            if checksum(batch) != notes["batch"]["checksum"]:
+                raise DamagedCheckpoint(f"{batch} has other content than was written")
+            try:
+                self._stored(notes["position"]["iteration"])
+            except UserError as error:
+                raise DamagedCheckpoint(str(error)) from error
         changed = workers.call(Worker.resume, folder, self._keeps_reference)[0]
         if changed:
             print(f"resuming with another layout than {folder} was saved with: {changed}; sums round differently now")
         self.start = Position(**notes["position"])
         self.metrics_mark = notes
         self._batch, self._saved_at = notes["batch"], self.start.steps_taken
-
-    def _check_iteration(self, notes: dict[str, Any]) -> None:
-        """Within an iteration, its batch and its rollouts: the run would end without noticing that these are gone."""
-        if notes["batch"] is None:
-            return
-        _require_unchanged(self.folder / notes["batch"]["file"], notes["batch"]["checksum"])
-        try:
-            self._stored(notes["position"]["iteration"])
-        except UserError as error:
-            raise DamagedCheckpoint(str(error)) from error
 
     def kept(self, iteration: int) -> Collected:
         """``algorithms.progress.Progress``."""
@@ -142,12 +145,12 @@ class SavedProgress:
         self.settle()  # one at a time
         require_finite(self._model, f"after step {position.steps_taken}", f"resumes from step {self._saved_at}")
         if position.step and self._collected is not None and self._batch is None:
-            self._batch = self._write_batch(position.iteration)
-        notes = {
-            "position": asdict(position),
-            **self._metrics_mark(),
-            "batch": self._batch if position.step else None,
-        }
+            path = self.folder / f"batch_{position.iteration:05d}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_collected(self._collected, path)
+            self._batch = {"file": path.name, "checksum": checksum(path)}
+        batch = self._batch if position.step else None
+        notes = {"position": asdict(position), **self._metrics_mark(), "batch": batch}
         folder, reshardable = self.folder / f"step_{position.steps_taken:08d}", self._config.reshardable
         self._model.workers.call(Worker.begin_save, folder, self._keeps_reference, notes, reshardable)
         self._is_writing = True
@@ -161,12 +164,6 @@ class SavedProgress:
             self._is_writing = False
             self._prune()
 
-    def _write_batch(self, iteration: int) -> dict[str, Any]:
-        path = self.folder / f"batch_{iteration:05d}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_collected(self._collected, path)
-        return {"file": path.name, "checksum": checksum(path)}
-
     def _checkpoints(self) -> list[Path]:
         """The checkpoints in the order of their steps."""
         return sorted(path for path in self.folder.glob("step_*") if not path.suffix)
@@ -174,7 +171,13 @@ class SavedProgress:
     def _prune(self) -> None:
         """Removes all but the newest checkpoints, the newest that can do without the batch that these share, and their
         batches. Nothing is being written now."""
-        batches = {folder: file for folder in self._checkpoints() for file in _batch_files(folder)}
+        batches = {}
+        for folder in self._checkpoints():
+            try:
+                batch = checkpoint.load_extra(folder)["batch"]
+            except DamagedCheckpoint:
+                continue
+            batches[folder] = batch and batch["file"]
         newest = list(batches)[-self._config.keep :]
         shared = batches[newest[-1]]
         others = [folder for folder, file in batches.items() if shared is not None and file != shared]
@@ -188,15 +191,6 @@ class SavedProgress:
                 path.unlink()
 
 
-def _batch_files(folder: Path) -> list[str | None]:
-    """The name of the batch that a checkpoint needs, or None; nothing for a checkpoint that does not tell."""
-    try:
-        notes = checkpoint.load_extra(folder)
-    except DamagedCheckpoint:
-        return []
-    return [notes["batch"] and notes["batch"]["file"]]
-
-
 def require_finite(model: RemotePolicy, when: str, rerun: str = "resumes from the last checkpoint") -> None:
     """Raises StoppedByGuard where a weight is not finite: saved, it would end each resumed run.
 
@@ -207,20 +201,6 @@ def require_finite(model: RemotePolicy, when: str, rerun: str = "resumes from th
             f"not all weights are finite numbers {when}, so they are not saved: rerun the command, which {rerun}; "
             "if it ends here again, start another run with a lower optimizer.lr"
         )
-
-
-def _put_aside(folder: Path, fault: str) -> None:
-    """Renames a damaged checkpoint: otherwise it would pass for the newest again."""
-    warnings.warn(f"{fault}; resuming from before it", stacklevel=2)
-    aside = folder.with_name(folder.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
-    folder.rename(aside)
-
-
-def _require_unchanged(path: Path, expected: str) -> None:
-    if not path.is_file() or checksum(path) != expected:
-        state = "has other content than was written" if path.is_file() else "is missing"
-        raise DamagedCheckpoint(f"{path} {state}")
 
 
 # --- an iteration's batch on disk ---------------------------------------------------------------------------------

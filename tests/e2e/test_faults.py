@@ -90,7 +90,7 @@ FAULTS = [  # of an unfinished run: the file, the damage, and what the same comm
     ("data/train.jsonl", truncate, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", Path.unlink, None),
     ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", truncate, "delete it to generate its rollouts again"),
-    ("journal.json", empty, "is damaged"),
+    ("journal.json", empty, "not valid JSON"),
     ("metrics.jsonl", truncate, "it was changed; restore it"),
     ("samples/warmup.json", empty, None),
     ("checkpoints/warmup/about.json", flip, "restore it from a copy"),

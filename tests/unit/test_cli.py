@@ -285,7 +285,7 @@ def test_a_wrong_config_is_an_error_before_torch_is_loaded():
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_place_that_cannot_be_written_to_is_one_message_that_names_it(tmp_path, monkeypatch, capsys, code: int):
-    def fail(args, rest) -> None:
+    def fail(args) -> None:
         with replacing(tmp_path / "report.html"):
             raise OSError(code, os.strerror(code))
 

@@ -172,20 +172,6 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     assert status == 0
 
 
-def test_commands_are_found_behind_torchrun_and_docker_and_over_several_lines():
-    assert {page for page, _ in COMMANDS} >= {"README.md", "quickstart.md", "configuration.md", "install.md"}
-    [train, *_] = [arguments for page, arguments in COMMANDS if page == "install.md" and arguments[0] == "train"]
-    assert train[-1] == "data.test=/data/test.jsonl"
-
-
-def test_names_of_the_training_examples_are_all_different():
-    """Each example would be refused after another one of its name."""
-    named = [tuple(a for a in arguments if a.startswith("name=")) or tuple(arguments) for page, arguments in COMMANDS
-             if page in ("quickstart.md", "sweeps.md") and arguments[0] == "train"]
-    assert len(named) > 5
-    assert len(set(named)) == len(named)
-
-
 OWN_PYTHON = [(page, code) for page, code in blocks("python") if "import trl" not in code and "from trl" not in code]
 """Without the example in TRL, which tests/peers runs."""
 
@@ -220,13 +206,6 @@ def keys(section: object, prefix: str = "") -> list[str]:
     for name, value in vars(section).items():
         found += [prefix + name, *(keys(value, f"{prefix}{name}.") if hasattr(value, "__dataclass_fields__") else [])]
     return found
-
-
-@pytest.mark.parametrize("page", ["", "BEGIN", "END BEGIN", "BEGIN END END"])
-def test_a_page_without_one_pair_of_markers_is_refused(page: str):
-    text = page.replace("BEGIN", config_table.BEGIN).replace("END", config_table.END)
-    with pytest.raises(ValueError, match="the page needs one line"):
-        config_table.updated(text)
 
 
 def anchors(page: Path) -> set[str]:
@@ -317,8 +296,3 @@ def test_every_image_of_the_docs_has_a_script_that_makes_it():
 @pytest.mark.parametrize("source", sorted(ROOT.glob("docs/images/*.dot")), ids=lambda path: path.stem)
 def test_diagrams_are_drawn_from_their_current_text(source: Path):
     assert draw.mark(source) in source.with_suffix(".svg").read_text(encoding="utf-8"), "run: make pictures"
-
-
-def test_links_of_the_front_page_become_links_of_the_site():
-    text = "[a](docs/b.md#c) [d](LICENSE) [e](https://f) [g](CONTRIBUTING.md#h) [i](#j)"
-    assert site_hooks.site_links(text) == "[a](b.md#c) d [e](https://f) [g](contributing.md#h) [i](#j)"

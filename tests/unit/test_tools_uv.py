@@ -69,21 +69,3 @@ def test_without_a_python_312_two_commands_are_named(machine):
     done = machine({"bin/python3": RUNS_311})
     assert done.returncode == 1 and not done.stdout
     assert "pyenv install 3.12" in done.stderr and "make PYTHON=" in done.stderr
-
-
-def test_a_python_that_uv_downloads_is_taken(machine, tmp_path):
-    downloads = """#!/bin/sh
-case "$*" in
-  *"python dir") exit 0 ;;
-  "python find"*) cat "$HOME/found" 2>/dev/null; exit $? ;;
-  "python install"*) echo /managed/python3.12 >"$HOME/found"; exit 0 ;;
-esac
-echo "$UV_PYTHON: $*"
-"""
-    done = machine({"bin/uv": downloads, "bin/python3": RUNS_311})
-    assert done.stdout == "/managed/python3.12: sync\n", done.stderr
-
-
-def test_no_uv_and_no_python_to_install_it_with_is_one_message(machine):
-    done = machine({"bin/uv": "#!/bin/sh\nexit 2\n"})
-    assert done.returncode == 1 and "apt-get install python3-venv" in done.stderr

@@ -13,7 +13,6 @@ from nemo_edo.data.columns import Columns
 from nemo_edo.data.problems import MADE, load_problems, write_problems
 from nemo_edo.data.source import made_problems
 from nemo_edo.errors import UserError
-from nemo_edo.types import Problem
 
 ROWS = [{"problem": "1 + 1", "gold": "2", "level": 3, "tags": {"kinds": ["sum"], "seen": None}},
         {"problem": "Which?", "gold": "the second", "level": None, "tags": {"kinds": [], "seen": 1.5}}]
@@ -54,12 +53,12 @@ def test_gsm8k_rows_keep_their_other_columns_in_any_format(tmp_path: Path):
     ([{"problems": "x", "gold": "2"}], NAMED,
      'has no column "problem" (data.columns.question); did you mean problems? (its columns: problems, gold)'),
     ([{"prompt": "x"}], Columns(answer="prompt"), 'has no column "question" (its columns: prompt)'),
-    ([{"problem": "x", "gold": None}], NAMED, 'column "gold" is null, expected a text or a whole number'),
-    ([{"problem": "x", "gold": 2.5}], NAMED, 'column "gold" is 2.5 (float), expected a text or a whole number'),
-    ([{"problem": "x", "gold": True}], NAMED, 'column "gold" is True (bool)'),
-    ([{"problem": ["x"], "gold": "2"}], NAMED, 'column "problem" is [\'x\'] (list), expected a text'),
-    ([{"problem": b"x", "gold": "2"}], NAMED, 'column "problem" is b\'x\' (bytes), expected a text'),
-    ([{"problem": " ", "gold": "2"}], NAMED, 'column "problem" is blank'),
+    ([{"problem": "x", "gold": None}], NAMED, '"gold" is null, expected a text or a whole number'),
+    ([{"problem": "x", "gold": 2.5}], NAMED, '"gold" is 2.5 (float), expected a text or a whole number'),
+    ([{"problem": "x", "gold": True}], NAMED, '"gold" is True (bool)'),
+    ([{"problem": ["x"], "gold": "2"}], NAMED, '"problem" is [\'x\'] (list), expected a text'),
+    ([{"problem": b"x", "gold": "2"}], NAMED, '"problem" is b\'x\' (bytes), expected a text'),
+    ([{"problem": " ", "gold": "2"}], NAMED, '"problem" is blank'),
     ([{"problem": "x", "gold": "2", "raw": b"x"}], NAMED, 'column "raw" is b\'x\' (bytes), which is not a text, a'),
     ([{"problem": "x", "gold": "2", "day": datetime.date(2024, 1, 2)}], NAMED, 'column "day" is datetime.date(2024'),
     ([{"problem": "x", "id": "a"}, {"problem": "y", "id": "a"}], Columns(question="problem", id="id"),
@@ -136,7 +135,7 @@ def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_pat
     ("my_data:make", {}, "data.source_args do not fit data.source (my_data:make): missing a required argument: 'size'"),
     ("my_data:make", {"size": 1, "siz": 2}, "got an unexpected keyword argument 'siz'; it is my_data:make(size, *,"),
     ("my_data:make", {"size": 1, "fails": True}, "data.source (my_data:make) raised OSError: no network (/"),
-    ("my_data:make", {"size": 0}, "my_data:make made no train problems"),
+    ("my_data:make", {"size": 0}, "(my_data:make) train: has no rows"),
     ("my_data:rows", {}, 'returned list, expected {"train": problems, "test": problems}'),
     ("my_data:odd", {}, 'my_data:odd test 2: has no column "question"; did you mean quest?'),
     ("my_data:same", {}, "gave train and test problems the same id, such as a"),
@@ -162,9 +161,3 @@ def test_settings_of_data_that_do_not_fit_are_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
         compose_run("quickstart", overrides)
     assert message in str(refused.value)
-
-
-def test_a_problem_needs_no_solution_or_answer_where_nothing_uses_them():
-    row = {"question": "Write a poem."}
-    assert Columns().problem(row, stem="train", number=3, source="here") == Problem(
-        "train-3", "Write a poem.", "", "", "here", "math")  # fmt: skip

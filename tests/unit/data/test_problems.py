@@ -60,8 +60,8 @@ BAD_LINES = {
     '["a", "b"]': "is not a JSON object",
     '{"question": "a"}': 'has no "answer" (its keys: question)',
     '{"problem": "a", "answer": "#### 1"}': 'has no "question" (its keys: problem, answer)',
-    '{"question": 3, "answer": "#### 1"}': '"question" is of type int, expected a text',
-    '{"question": "a", "answer": null}': '"answer" is of type NoneType, expected a text',
+    '{"question": 3, "answer": "#### 1"}': '"question" is 3 (int), expected a text',
+    '{"question": "a", "answer": null}': '"answer" is null, expected a text',
     '{"question": " \\n", "answer": "#### 1"}': '"question" is blank',
     '{"question": "a", "answer": "#### one"}': '"answer" does not end in one "#### number" line',
     '{"question": "a", "answer": "#### 1\\n#### 1"}': '"answer" does not end in one "#### number" line',
@@ -121,14 +121,6 @@ def test_a_folders_files_are_one_list_of_problems_whatever_their_names(tmp_path)
     assert [problem.source for problem in loaded.problems] == [f"{tmp_path}/{name}/train.jsonl:1" for name in "ab"]
     assert [bad.source for bad in loaded.skipped] == [f"{tmp_path}/a/train.jsonl:2", f"{tmp_path}/b/train.jsonl:2"]
     assert f"the same as in {tmp_path}/a/train.jsonl:1," in loaded.skipped[1].reason
-
-
-def test_file_that_cannot_be_read_is_named_with_the_cause(tmp_path):
-    loop = tmp_path / "loop.jsonl"
-    loop.symlink_to(loop)
-    for path in (tmp_path / "none.jsonl", loop):
-        with pytest.raises(ProblemFileError, match=rf"^{path}: cannot be read \("):
-            load_problems(path, on_bad_rows="skip")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

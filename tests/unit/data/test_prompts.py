@@ -5,7 +5,7 @@ from nemo_edo.config import ArithmeticConfig
 from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, prompt_style, render_prompt
 from nemo_edo.types import Problem
 
-TEMPLATE = "{question}\n"
+TEMPLATE = PromptStyle("{question}\n", chat=False)
 
 
 def problem(line: int, question: str, solution: str = "1 + 2 = 3\n#### 3") -> Problem:
@@ -98,7 +98,8 @@ def test_chat_template_wraps_the_prompt_begins_the_answer_and_adds_no_second_spe
 
 
 def test_chat_template_is_used_where_there_is_one_asked_for_or_never(chatty, tokenizer):
-    assert [prompt_style(TEMPLATE, asked, chatty).chat for asked in ("auto", "true", "false")] == [True, True, False]
-    assert [prompt_style(TEMPLATE, asked, tokenizer).chat for asked in ("auto", "false")] == [False, False]
+    found = [prompt_style(TEMPLATE.template, asked, chatty).chat for asked in ("auto", "true", "false")]
+    assert found == [True, True, False]
+    assert [prompt_style(TEMPLATE.template, asked, tokenizer).chat for asked in ("auto", "false")] == [False, False]
     with pytest.raises(ValueError, match="data.chat_template is true, but the tokenizer .* has no chat template"):
-        prompt_style(TEMPLATE, "true", tokenizer)
+        prompt_style(TEMPLATE.template, "true", tokenizer)

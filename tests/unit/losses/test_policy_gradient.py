@@ -299,13 +299,13 @@ def test_the_losses_have_the_values_of_nemo_rls_own_tests(case, changes, expecte
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"surrogate": "pg"}, "grpo.surrogate is 'pg'"), ({"clip_low": 1.0}, "grpo.clip_low is 1.0"),
-    ({"surrogate": "cispo", "dual_clip": 3.0}, "grpo.dual_clip is 3.0, expected null with surrogate cispo"),
-    ({"surrogate": "reinforce", "importance_sampling_level": "sequence"}, "grpo.importance_sampling_level is 'seq"),
-    ({"sampler_level": "sequence"}, "grpo.sampler_level is 'sequence', expected token"),
-    ({"sampler_correction": "sequence-mask", "sampler_level": "sequence"}, "grpo.sampler_level is 'sequence'"),
-    ({"sequence_mask_low": 2.0}, "grpo.sequence_mask_low is 2.0, expected a number below grpo.sequence_mask_high"),
-    ({"kl_importance": "yes"}, "grpo.kl_importance is 'yes'"),
+    ({"surrogate": "pg"}, "surrogate is 'pg'"), ({"clip_low": 1.0}, "clip_low is 1.0"),
+    ({"surrogate": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0, expected null with surrogate cispo"),
+    ({"surrogate": "reinforce", "importance_sampling_level": "sequence"}, "importance_sampling_level is 'seq"),
+    ({"sampler_level": "sequence"}, "sampler_level is 'sequence', expected token"),
+    ({"sampler_correction": "sequence-mask", "sampler_level": "sequence"}, "sampler_level is 'sequence'"),
+    ({"sequence_mask_low": 2.0}, "sequence_mask_low is 2.0, expected a number below sequence_mask_high"),
+    ({"kl_importance": "yes"}, "kl_importance is 'yes'"),
 ])
 def test_settings_that_exclude_each_other_are_named(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):

@@ -225,7 +225,7 @@ def test_an_ema_reference_in_bf16_adds_up_moves_below_bf16s_spacing(tiny_qwen2):
 @pytest.mark.parametrize("settings", [
     GRPOConfig(exploration_coefficient=0.3, log_ratio_floor=-0.1, sampler_correction="tis", entropy_coefficient=0.1),
     IDPOConfig(exploration_coefficient=0.3, log_ratio_floor=-0.1, beta=0.3),
-], ids=lambda settings: settings.SECTION)
+], ids=lambda settings: type(settings).__name__)
 def test_the_loss_of_a_micro_batch_waits_for_the_device_at_most_twice(make_model, pairs, settings):
     batch = pairs.with_fields(sampler_logprobs=pairs.old_logprobs - 0.1)
 

@@ -115,8 +115,8 @@ def test_s1k_has_prose_answers_and_its_solutions_begin_with_the_reasoning():
 
 @pytest.mark.parametrize(("row", "reason"), [
     ('{"problem": "P", "solution": "It is 5."}', "has no \\boxed{} answer"),
-    ('{"problem": "  ", "solution": "\\\\boxed{5}"}', "has a blank question"),
-    ('{"problem": 5, "solution": "\\\\boxed{5}"}', '"problem" is of type int'),
+    ('{"problem": "  ", "solution": "\\\\boxed{5}"}', "is blank"),
+    ('{"problem": 5, "solution": "\\\\boxed{5}"}', '"problem" is 5 (int)'),
     ("{", "is not valid JSON"),
 ])
 def test_bad_row_of_a_benchmark_is_named_with_its_line(tmp_path, row, reason):

@@ -54,11 +54,9 @@ def folder_there(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
-    "empty": lambda path: os.truncate(path, 0),
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "flipped": flip,
     "another type": another_type,
-    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00\x80" * 9),
     "a folder": folder_there,
 }
 
@@ -158,7 +156,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "metrics.jsonl": (cut_metrics, ""),
     "reported/config.yaml": (reported, "half"),
     "reported/summary.json": (reported, ""),
-    "reported/metrics.jsonl": (reported, "empty, half"),  # nothing tells how many lines there were
+    "reported/metrics.jsonl": (reported, "half"),  # nothing tells how many lines there were
     "reported/samples.json": (reported, ""),
     "reported/evaluations/grpo.json": (reported, ""),
     "reported/test_time/grpo.json": (reported, "missing, a folder"),
@@ -180,7 +178,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "batch.safetensors": (lambda folder: read_batch(folder / "batch.safetensors"), "flipped"),  # has a checksum
     "scores/sampled.parquet": (lambda folder: ScoreStore(folder / "scores").read("sampled"), ""),
     "search/results.parquet": (lambda folder: read_results(folder / "search"), ""),
-    "judge.sqlite": (ask_cache, "missing, empty"),
+    "judge.sqlite": (ask_cache, "missing"),
 }
 """What reads a file, and the damages that it need not notice: a file may be absent, or begin anew. Parquet has parts
 that say nothing, such as a column's statistics: then what is read is the same."""

@@ -22,7 +22,7 @@ from nemo_edo.algorithms.progress import Position
 from nemo_edo.config import CheckpointConfig, OptimizerConfig
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.data.shares import MicroBatching
-from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.losses import sft_loss
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
@@ -312,13 +312,6 @@ def test_a_batch_comes_back_to_the_last_bit(tmp_path):
         assert read.batch.tensors()[name].numpy().tobytes() == tensor.numpy().tobytes()
     assert read.items == [[0, 1], []]
     assert repr(read.statistics) == repr(statistics)
-
-
-@pytest.mark.parametrize("content", [b"", b"something else", bytes(100)])
-def test_a_file_that_is_not_a_batch_is_an_error_that_names_it(tmp_path, content: bytes):
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(UserError, match="file is not a batch"):
-        read_collected(tmp_path / "file")
 
 
 # --- the signal ---------------------------------------------------------------------------------------------------
