@@ -34,13 +34,13 @@ class Gain:
     """A candidate's votes minus a baseline's."""
 
     task: str
-    """Or ``ALL_TASKS``: each seed's mean over the tasks, minus the plain method's or the mean of the best baselines."""
+    """A task, or ``ALL_TASKS``: each seed's mean over tasks, minus the plain method's or that of the best baselines."""
     candidate: str
     rival: str
     values: tuple[float, ...]
-    """By seed."""
+    """The differences by seed."""
     interval: Interval
-    """Over seeds, 95 %, by Student's t."""
+    """The mean over seeds with Student's t interval (95 %)."""
     p: float
     """Two-sided; adjusted by Holm's method for all tests of the table."""
 
