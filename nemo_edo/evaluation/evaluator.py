@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
-from nemo_edo.evaluation.problem_metrics import ProblemResponses, plain_metrics
+from nemo_edo.evaluation.problem_metrics import plain_metrics
 from nemo_edo.evaluation.results import (
     AT_BEST,
     BEST_TEMPERATURE,
@@ -84,29 +85,31 @@ class Evaluator:
         Returns the evaluation and the first rollout's scored responses at the first temperature, for the report's
         examples.
         """
-        samples = self.config.samples
-        each = rollouts * samples
-        main, *others = self.config.temperature
-        greedy = self._scored(GREEDY, requests[::each], 0.0, self.problems)
-        found = self._sampled(kind_at(main, self.config), requests, main)
-        everything = [*greedy, *(item for responses in found for item in responses)]
-        rows = self._rows(found, main, greedy, rollouts)
-        measured = {main: rows}
+        samples, (main, *others) = self.config.samples, self.config.temperature
+        greedy = self._scored(GREEDY, requests[:: rollouts * samples], 0.0, self.problems)
+        rows, found = self._rows(requests, main, greedy, rollouts)
+        first = [item for responses in found for item in responses[:samples]]
+        everything, measured = [*greedy, *chain(*found)], {main: rows}
         for temperature in others:
-            again = self._sampled(kind_at(temperature, self.config), requests, temperature)
-            everything += [item for responses in again for item in responses]
-            measured[temperature] = self._rows(again, temperature, None, rollouts)
-            rows = _joined(rows, self._main(measured[temperature]), at_temperature(temperature))
+            measured[temperature], found = self._rows(requests, temperature, None, rollouts)
+            everything += chain(*found)
+        named = [(at_temperature(temperature), measured[temperature]) for temperature in others]
         if tuning is not None:
-            best = max(measured, key=self.tuned(tuning).get)  # the first of equals
-            rows = _joined(rows, self._main(measured[best]), AT_BEST)
-            rows = [{**row, BEST_TEMPERATURE: (best, 1.0)} for row in rows]
+            votes = self.tuned(tuning)
+            best = max(measured, key=votes.get)  # the first of equals
+            named += [(AT_BEST, measured[best]), ("", [{BEST_TEMPERATURE: (best, 1.0)}] * len(rows))]
+        # Of another temperature all but the greedy accuracy is kept, and pass@k of the largest k alone.
+        left_out = {"greedy_accuracy", *(f"pass@{k}" for k in range(1, samples))}
+        for suffix, others_rows in named:
+            rows = [
+                row | {name + suffix: value for name, value in other.items() if name not in left_out}
+                for row, other in zip(rows, others_rows, strict=True)
+            ]
         unneeded = {
             "abstained": all(item.has_verdict for item in everything),
             "reward": all(item.reward == item.success for item in everything),
         }
         rows = [{name: sums for name, sums in row.items() if not unneeded.get(plain_name(name))} for row in rows]
-        first = [item for responses in found for item in responses[:samples]]
         return Evaluation.of_rows(arm, [problem.id for problem in self.problems], rows, temperature=main), first
 
     def tuned(self, tuning: Tuning) -> dict[float, float]:
@@ -122,37 +125,30 @@ class Evaluator:
             means[temperature] = sums / counts if counts else 0.0  # a judge may have abstained on all of them
         return means
 
-    def _sampled(
-        self, kind: str, requests: Sequence[GenerationRequest], temperature: float
-    ) -> list[list[ScoredRollout]]:
-        """Each problem's responses."""
-        scored = self._scored(kind, requests, temperature, self.problems)
-        return minibatches(scored, len(requests) // len(self.problems))
-
     def _rows(
         self,
-        of_problem: Sequence[Sequence[ScoredRollout]],
+        requests: Sequence[GenerationRequest],
         temperature: float,
         greedy: Sequence[ScoredRollout] | None,
         rollouts: int,
-    ) -> list[Sums]:
-        samples = len(of_problem[0]) // rollouts
-        first = [item for responses in of_problem for item in responses[:samples]]
-        exact = self.policy is not None
-        name = "entropy" if exact else SAMPLED_ENTROPY
-        entropies = self._entropies(first, samples, temperature) if exact else _sampled_entropies(of_problem)
+    ) -> tuple[list[Sums], list[list[ScoredRollout]]]:
+        """The metrics at a temperature, and the responses that they are of, both by problem."""
+        samples = self.config.samples
+        scored = self._scored(kind_at(temperature, self.config), requests, temperature, self.problems)
+        of_problem = minibatches(scored, rollouts * samples)
+        if self.policy is not None:
+            name, entropies = "entropy", self._entropies(of_problem, temperature)
+        else:
+            logprobs = [[p for one in responses for p in one.rollout.response_logprobs] for responses in of_problem]
+            name, entropies = SAMPLED_ENTROPY, [(-math.fsum(one), float(len(one))) for one in logprobs]
         of_all = pooled_distinct([item.rollout.response_ids for item in responses] for responses in of_problem)
         pooled = zip(*(values.tolist() for values in of_all), strict=True)
         columns = (self.problems, of_problem, greedy or [None] * len(of_problem), entropies, pooled)
-        return [
+        rows = [
             {**_metrics(problem, minibatches(responses, samples), answer), POOLED: distinct, name: entropy}
             for problem, responses, answer, entropy, distinct in zip(*columns, strict=True)
         ]
-
-    def _main(self, rows: Sequence[Sums]) -> list[Sums]:
-        """What is kept of another temperature: all but the greedy accuracy, and pass@k of the largest k alone."""
-        left_out = {"greedy_accuracy", *(f"pass@{k}" for k in range(1, self.config.samples))}
-        return [{name: value for name, value in row.items() if name not in left_out} for row in rows]
+        return rows, of_problem
 
     def _scored(
         self, kind: str, requests: Sequence[GenerationRequest], temperature: float, problems: Sequence[Problem]
@@ -162,47 +158,36 @@ class Evaluator:
         return self.keeping(kind, answer)(requests)
 
     def _entropies(
-        self, scored: Sequence[ScoredRollout], samples: int, temperature: float
+        self, of_problem: Sequence[Sequence[ScoredRollout]], temperature: float
     ) -> list[tuple[float, float]]:
-        """(sum of entropies, tokens) of each problem's responses."""
-        batch = build_batch([(s.rollout.prompt_ids, s.rollout.response_ids) for s in scored], pad_id=self.pad_id)
+        """(sum of entropies, tokens) of each problem's responses in the first rollout."""
+        samples = self.config.samples
+        first = [item.rollout for responses in of_problem for item in responses[:samples]]
+        batch = build_batch([(one.prompt_ids, one.response_ids) for one in first], pad_id=self.pad_id)
         _, entropies = self.policy.logprobs(batch, temperature=temperature)
         sums = (entropies * batch.mask).sum(dim=1).reshape(-1, samples).sum(dim=1)
         counts = batch.mask.sum(dim=1).reshape(-1, samples).sum(dim=1)
         return list(zip(sums.tolist(), counts.tolist(), strict=True))
 
 
-def _joined(rows: Sequence[Sums], others: Sequence[Sums], suffix: str) -> list[Sums]:
-    """The rows with the metrics of other ones, their names with the suffix."""
-    return [
-        {**row, **{name + suffix: value for name, value in other.items()}}
-        for row, other in zip(rows, others, strict=True)
-    ]
-
-
-def _sampled_entropies(of_problem: Sequence[Sequence[ScoredRollout]]) -> list[tuple[float, float]]:
-    """(minus the sum of log-probabilities, tokens) of each problem's responses."""
-    flat = [[value for item in responses for value in item.rollout.response_logprobs] for responses in of_problem]
-    return [(-math.fsum(logprobs), float(len(logprobs))) for logprobs in flat]
-
-
 def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout | None) -> Sums:
     responses, samples = [item for rollout in rollouts for item in rollout], len(rollouts[0])
-    columns = ("reward", "success", "has_verdict", "well_formed", "answer")
-    rewards, successes, has_verdict, well_formed, answers = (
-        [getattr(item, name) for item in responses] for name in columns
-    )
+    answers, tokens = ([one.answer for one in responses], [one.rollout.response_ids for one in responses])
     of_greedy = None if greedy is None else float(greedy.success) if greedy.has_verdict else math.nan
-    tokens = [item.rollout.response_ids for item in responses]
-    masks = (np.array(values, dtype=bool) for values in (successes, has_verdict, well_formed))
-    found = plain_metrics(ProblemResponses(np.array(rewards, dtype=float), *masks, answers, tokens, of_greedy), samples)
+    found = plain_metrics(
+        samples,
+        of_greedy,
+        tokens,
+        answers,
+        rewards_N=np.array([one.reward for one in responses], dtype=float),
+        successes_N=np.array([one.success for one in responses], dtype=bool),
+        has_verdict_N=np.array([one.has_verdict for one in responses], dtype=bool),
+        well_formed_N=np.array([one.well_formed for one in responses], dtype=bool),
+    )
     voting = [[item.answer for item in rollout if item.has_verdict] for rollout in rollouts]
-    votes = [expected_vote_score(answers, problem.answer) for answers in voting if answers]
-    judged, correct = sum(has_verdict), int(found["accuracy"][0])
-    return {
-        **found,
-        f"vote@{samples}": (sum(votes) / len(votes), 1.0) if votes else NOTHING,
-        **{
-            f"pass@{k}": (pass_at_k(judged, correct, k), 1.0) if k <= judged else NOTHING for k in range(1, samples + 1)
-        },
-    }
+    votes = [expected_vote_score(given, problem.answer) for given in voting if given]
+    found[f"vote@{samples}"] = (sum(votes) / len(votes), 1.0) if votes else NOTHING
+    correct, judged = map(int, found["accuracy"])
+    for k in range(1, samples + 1):
+        found[f"pass@{k}"] = (pass_at_k(judged, correct, k), 1.0) if k <= judged else NOTHING
+    return found

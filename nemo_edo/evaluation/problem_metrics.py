@@ -1,12 +1,8 @@
-"""The metrics of one problem's responses, whether they were just generated or read back from a run's folder.
-
-Dimension: N responses to the problem.
-"""
+"""The metrics of one problem's responses, whether they were just generated or read back from a run's folder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,47 +11,41 @@ from nemo_edo.evaluation.results import NOTHING, Sums
 from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n
 
 
-@dataclass(frozen=True)
-class ProblemResponses:
-    """The sampled responses to a problem, and whether the greedy one is a success; None: none was generated, NaN: it
-    has no verdict."""
+def plain_metrics(
+    each: int,
+    greedy: float | None,
+    tokens: Sequence[Any],
+    answers: Sequence[Hashable | None],
+    *,
+    rewards_N: np.ndarray,
+    successes_N: np.ndarray,
+    has_verdict_N: np.ndarray,
+    well_formed_N: np.ndarray,
+) -> Sums:
+    """accuracy, reward, diversity, form and length of N sampled responses to a problem.
 
-    rewards: np.ndarray
-    """[N] float64."""
-    successes: np.ndarray
-    """[N] bool."""
-    has_verdict: np.ndarray
-    """[N] bool, False where a judge abstained."""
-    well_formed: np.ndarray
-    """[N] bool."""
-    answers: Sequence[Hashable | None]
-    tokens: Sequence[Any]
-    """The token ids of each."""
-    greedy: float | None
-
-
-def plain_metrics(found: ProblemResponses, each: int) -> Sums:
-    """accuracy, reward, diversity, form and length of the responses; what is measured among ``each`` of them is
-    averaged over the N / ``each`` sets. Verdicts are counted where there are any."""
-    size, verdicts = len(found.rewards), float(found.has_verdict.sum())
-    sets = [slice(start, start + each) for start in range(0, size, each)]
+    What is measured among ``each`` of them is averaged over the N / ``each`` sets. Verdicts are counted where a judge
+    did not abstain (``has_verdict_N``). greedy: whether the greedy response is a success; None: none was generated,
+    NaN: it has no verdict. tokens: the token ids of each response.
+    """
+    size, verdicts = len(rewards_N), float(has_verdict_N.sum())
 
     def over_sets(values: Sequence[Any], measure: Callable[[Sequence[Any]], float]) -> tuple[float, float]:
-        return sum(float(measure(values[one])) for one in sets) / len(sets), 1.0
+        sets = [values[start : start + each] for start in range(0, size, each)]
+        return sum(float(measure(one)) for one in sets) / len(sets), 1.0
 
-    greedy: Sums = {}
-    if found.greedy is not None:
-        greedy = {"greedy_accuracy": NOTHING if np.isnan(found.greedy) else (float(found.greedy), 1.0)}
-    asked = size + len(greedy)
-    abstained = size - verdicts + (found.greedy is not None and bool(np.isnan(found.greedy)))
+    of_greedy: Sums = {}
+    if greedy is not None:
+        of_greedy = {"greedy_accuracy": NOTHING if np.isnan(greedy) else (float(greedy), 1.0)}
+    abstained = size - verdicts + (greedy is not None and bool(np.isnan(greedy)))
     return {
-        **greedy,
-        "accuracy": (float(found.successes[found.has_verdict].sum()), verdicts),
-        "reward": (float(found.rewards[found.has_verdict].sum()), verdicts),
-        "distinct_4": over_sets(found.tokens, distinct_n),
-        "distinct_answers": over_sets(found.answers, distinct_answers),
-        "answer_entropy": over_sets(found.answers, answer_entropy),
-        "well_formed": (float(found.well_formed.sum()), float(size)),
-        "response_length": (float(sum(map(len, found.tokens))), float(size)),
-        "abstained": (float(abstained), float(asked)),
+        **of_greedy,
+        "accuracy": (float(successes_N[has_verdict_N].sum()), verdicts),
+        "reward": (float(rewards_N[has_verdict_N].sum()), verdicts),
+        "distinct_4": over_sets(tokens, distinct_n),
+        "distinct_answers": over_sets(answers, distinct_answers),
+        "answer_entropy": over_sets(answers, answer_entropy),
+        "well_formed": (float(well_formed_N.sum()), float(size)),
+        "response_length": (float(sum(map(len, tokens))), float(size)),
+        "abstained": (float(abstained), float(size + len(of_greedy))),
     }

@@ -33,7 +33,7 @@ BEST_TEMPERATURE = "best_temperature"
 SAMPLED_ENTROPY = "entropy_sampled"
 """The mean entropy as the sampled tokens' log-probabilities estimate it, without the whole distributions."""
 JUDGE_AND_RULES = ("judge_agreement", "accuracy_by_judge", "accuracy_by_rules")
-"""Over the responses that both a judge and the rules compared."""
+"""Metrics over the responses that both a judge and the rules compared."""
 POOLED = "distinct_4_pooled"
 """Distinct-4 of the responses to all problems together, the paper's; ``distinct_4`` is a mean over problems."""
 NAMES = {
@@ -81,18 +81,15 @@ class Evaluation:
     metrics: dict[str, tuple[np.ndarray, np.ndarray]]
     """name -> (sums [P], counts [P]) float64; the metric is sum(sums) / sum(counts)."""
     temperature: float = 1.0
-    """Of the sampled responses, where a metric's name has no other; evaluations before this was recorded had 1."""
+    """The sampled responses', where a metric's name has no other; evaluations before this was recorded had 1."""
 
     @classmethod
     def of_rows(
         cls, arm: str, problems: Sequence[str], rows: Sequence[Sums], *, temperature: float = 1.0
     ) -> Evaluation:
-        """``rows``: of each problem its metrics, the same ones for every problem."""
-        metrics = {
-            name: (np.array([row[name][0] for row in rows]), np.array([row[name][1] for row in rows]))
-            for name in rows[0]
-        }
-        return cls(arm, tuple(problems), metrics, temperature)
+        """``rows``: the metrics of each problem, the same ones for every problem."""
+        pairs = {name: (*np.array([row[name] for row in rows], float).T,) for name in rows[0]}
+        return cls(arm, tuple(problems), pairs, temperature)
 
     def has(self, metric: str) -> bool:
         """Whether the metric was measured on any problem."""
@@ -106,7 +103,7 @@ class Evaluation:
         return float(sums_P.sum() / counts_P.sum())
 
     def intervals(self, *, resamples: int, seed: int) -> dict[str, Interval]:
-        """Of the metrics that were measured on any problem, with 95 % intervals over problems (``ratio_intervals``)."""
+        """95 % intervals over problems (``ratio_intervals``) of the metrics that were measured on any problem."""
         measured = {metric: pair for metric, pair in self.metrics.items() if self.has(metric)}
         return ratio_intervals(measured, resamples=resamples, seed=seed)
 
@@ -116,16 +113,9 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """The content of ``evaluations/ARM.json``, which ``load_evaluation`` reads."""
-        metrics = {
-            name: {"sum": sums_P.tolist(), "count": counts_P.tolist()}
-            for name, (sums_P, counts_P) in self.metrics.items()
-        }
-        return {
-            "arm": self.arm,
-            "temperature": self.temperature,
-            "problems": list(self.problems),
-            "metrics": metrics,
-        }
+        metrics = {name: {"sum": pair[0].tolist(), "count": pair[1].tolist()} for name, pair in self.metrics.items()}
+        shared = {"arm": self.arm, "temperature": self.temperature, "problems": list(self.problems)}
+        return {**shared, "metrics": metrics}
 
 
 def load_evaluation(path: Path) -> Evaluation:
@@ -167,11 +157,10 @@ def require_same_problems(evaluations: Mapping[str, Evaluation]) -> None:
 def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, float]:
     """Numbers of test problems, by the greedy response (full reward): wrong ``before`` and right ``after``, and the
     other way round. Raises ValueError where the two were evaluated on different problems."""
-    results = []
-    for evaluation in (before, after):
-        sums_P, counts_P = evaluation.metrics["greedy_accuracy"]
-        results.append(dict(zip(evaluation.problems, (counts_P > 0) & (sums_P >= counts_P), strict=True)))
-    changes = solved_and_lost(*results)
+    pairs = [(one.problems, *one.metrics["greedy_accuracy"]) for one in (before, after)]
+    changes = solved_and_lost(
+        *(dict(zip(ids, (counts > 0) & (sums >= counts), strict=True)) for ids, sums, counts in pairs)
+    )
     return {"newly_solved": float(len(changes.newly_solved)), "lost": float(len(changes.lost))}
 
 
@@ -224,13 +213,9 @@ def kind_at(temperature: float, config: EvaluationConfig, *, tuning: bool = Fals
 
 def kinds(config: EvaluationConfig, *, final: bool) -> tuple[str, ...]:
     """What an evaluation generates. Only a ``final`` one samples at several temperatures."""
-    others = config.temperature[1:] if final else []
-    tuned = config.temperature if final and config.tuning_problems else []
-    return (
-        *KINDS,
-        *(kind_at(temperature, config) for temperature in others),
-        *(kind_at(temperature, config, tuning=True) for temperature in tuned),
-    )
+    others = [kind_at(temperature, config) for temperature in config.temperature[1:]]
+    tuning = [kind_at(temperature, config, tuning=True) for temperature in config.temperature]
+    return (*KINDS, *(others if final else ()), *(tuning if final and config.tuning_problems else ()))
 
 
 def metric_name(metric: str) -> str:

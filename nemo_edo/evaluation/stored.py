@@ -9,14 +9,26 @@ Dimensions: P problems, N responses to each.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.problem_metrics import ProblemResponses, plain_metrics
-from nemo_edo.evaluation.results import JUDGE_AND_RULES, NOTHING, POOLED, SAMPLED_ENTROPY, Evaluation, Sums
-from nemo_edo.metrics import pooled_distinct
+from nemo_edo.evaluation.problem_metrics import plain_metrics
+from nemo_edo.evaluation.results import (
+    JUDGE_AND_RULES,
+    NOTHING,
+    POOLED,
+    SAMPLED_ENTROPY,
+    Evaluation,
+    Sums,
+    metric_name,
+    paired_interval,
+)
+from nemo_edo.metrics import Interval, holm, mcnemar, paired_permutation_test, pooled_distinct
+from nemo_edo.metrics.paired import cohen_kappa
 from nemo_edo.rollouts.arrays import Samples
 from nemo_edo.test_time.best_of_n import aggregate_steps
 from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_curve
@@ -24,7 +36,27 @@ from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_c
 ORACLE = "oracle"
 """The score that knows the reward."""
 Scores = Mapping[str, np.ndarray]
-"""name -> [P, N], one score for each response; best-of-k takes the highest."""
+"""name -> [P, N], one score for each response; best-of-k takes the highest score."""
+PLAIN = (
+    *("greedy_accuracy", "accuracy", "reward", "distinct_4", POOLED, "distinct_answers", "answer_entropy"),
+    SAMPLED_ENTROPY,
+    *("well_formed", "response_length", "abstained", *JUDGE_AND_RULES),
+)
+COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", SAMPLED_ENTROPY)
+"""Plain metrics that are tested between arms, along with each curve at its largest k."""
+LABEL_WIDTH, CELL_WIDTH, COLUMNS = 24, 10, 7
+
+
+@dataclass(frozen=True)
+class Tested:
+    """arm - baseline on the same problems."""
+
+    arm: str
+    metric: str
+    interval: Interval
+    p: float
+    """p-value of no difference: McNemar's exact test for greedy answers, otherwise the paired permutation test;
+    adjusted by Holm's method for all that were tested together."""
 
 
 def aggregated(name: str, steps: Sequence[Sequence[Sequence[float]]], how: str) -> np.ndarray:
@@ -74,17 +106,32 @@ def analyse(
             f"{arm}: {total} responses to each problem are stored, which evaluation.samples={each} does not divide; "
             "give the evaluation.samples that they were generated with"
         )
-    of_all = pooled_distinct(sampled.responses(place) for place in range(len(sampled.problems)))
-    rows = [
-        {
-            **_plain(greedy, sampled, place, each),
-            POOLED: (float(of_all[0][place]), float(of_all[1][place])),
+    pooled = pooled_distinct(sampled.responses(place) for place in range(len(sampled.problems)))
+    rows: list[Sums] = []
+    for place in range(len(sampled.problems)):
+        of_greedy = float(greedy.successes[place, 0]) if greedy.has_verdict[place, 0] else math.nan
+        plain = plain_metrics(
+            each,
+            of_greedy,
+            sampled.responses(place),
+            sampled.answers[place],
+            rewards_N=sampled.rewards[place],
+            successes_N=sampled.successes[place],
+            has_verdict_N=sampled.has_verdict[place],
+            well_formed_N=sampled.well_formed[place],
+        )
+        compared = sampled.rules[place] >= 0
+        judge, rules = sampled.rewards[place, compared] == 1, sampled.rules[place, compared] == 1
+        agreement = ((judge == rules).sum(), judge.sum(), rules.sum())
+        rows.append({
+            **plain,
+            SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(sampled.lengths[place].sum())),
+            **{n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)},
+            POOLED: (float(pooled[0][place]), float(pooled[1][place])),
             **_curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed),
-        }
-        for place in range(len(sampled.problems))
-    ]
-    weighing = {name for name, scores_PN in scores.items() if weighs(scores_PN)}
-    unneeded = {name for name in rows[0] if name.startswith("weighted@") and name.partition("/")[2] not in weighing}
+        })  # fmt: skip
+    unneeded = {f"weighted@{k}/{name}" for name, scores_PN in scores.items() if not weighs(scores_PN)
+                for k in range(1, total + 1)}  # fmt: skip
     if sampled.has_verdict.all() and greedy.has_verdict.all():
         unneeded.add("abstained")
     if (sampled.rewards == sampled.successes).all():
@@ -95,45 +142,124 @@ def analyse(
     return Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
 
 
-def _plain(greedy: Samples, sampled: Samples, place: int, each: int) -> Sums:
-    of_greedy = float(greedy.successes[place, 0]) if greedy.has_verdict[place, 0] else math.nan
-    columns = (sampled.rewards, sampled.successes, sampled.has_verdict, sampled.well_formed, sampled.answers)
-    found = ProblemResponses(*(column[place] for column in columns), sampled.responses(place), of_greedy)
-    return {
-        **plain_metrics(found, each),
-        SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(sampled.lengths[place].sum())),
-        **_judge_and_rules(sampled.rewards[place], sampled.rules[place]),
-    }
-
-
-def _judge_and_rules(rewards: np.ndarray, rules: np.ndarray) -> Sums:
-    compared = rules >= 0
-    judge, rules = rewards[compared] == 1, rules[compared] == 1
-    counts = ((judge == rules).sum(), judge.sum(), rules.sum())
-    return {name: (float(c), float(compared.sum())) for name, c in zip(JUDGE_AND_RULES, counts, strict=True)}
-
-
 def _curves(sampled: Samples, place: int, scores: Mapping[str, np.ndarray], subsets: int, seed: int) -> Sums:
+    """Every curve of a problem at each k up to N; nothing beyond the number of its responses with a verdict."""
     with_verdict = np.flatnonzero(sampled.has_verdict[place])
     right, answers = sampled.successes[place, with_verdict], sampled.answers[place, with_verdict].tolist()
-    total, rewards = len(sampled.has_verdict[place]), right.astype(np.float64)
-    curves: dict[str, np.ndarray] = {"tokens@{}": sampled.lengths[place].mean() * np.arange(1, total + 1)}
-    empty = np.zeros(0)
-    curves["pass@{}"] = curves["majority@{}"] = curves[f"best_of@{{}}/{ORACLE}"] = empty
-    for name in scores:
-        curves[f"best_of@{{}}/{name}"] = curves[f"weighted@{{}}/{name}"] = empty
-    if with_verdict.size:
-        circles = Circles.sample(with_verdict.size, subsets, np.random.default_rng([seed, place]))
-        curves["pass@{}"] = pass_curve(with_verdict.size, int(right.sum()))
-        curves["majority@{}"] = vote_curve(answers, right, circles)
-        curves[f"best_of@{{}}/{ORACLE}"] = best_of_curve(rewards, rewards)
-        for name, all_scores in scores.items():
-            own = all_scores[with_verdict]
-            curves[f"best_of@{{}}/{name}"] = best_of_curve(own, rewards)
-            if weighs(own):
-                curves[f"weighted@{{}}/{name}"] = vote_curve(answers, right, circles, own)
+    judged, total, rewards = len(with_verdict), len(sampled.has_verdict[place]), right.astype(np.float64)
+    circles = Circles.sample(judged, subsets, np.random.default_rng([seed, place])) if judged else None
+    curves = {
+        "tokens@{}": sampled.lengths[place].mean() * np.arange(1, total + 1),
+        "pass@{}": pass_curve(judged, int(right.sum())) if judged else (),
+        "majority@{}": vote_curve(answers, right, circles) if judged else (),
+        f"best_of@{{}}/{ORACLE}": best_of_curve(rewards, rewards) if judged else (),
+    }
+    for name, all_scores in scores.items():
+        own = all_scores[with_verdict]
+        curves[f"best_of@{{}}/{name}"] = best_of_curve(own, rewards) if judged else ()
+        curves[f"weighted@{{}}/{name}"] = vote_curve(answers, right, circles, own) if judged and weighs(own) else ()
     return {
         family.format(k): (float(curve[k - 1]), 1.0) if k <= len(curve) else NOTHING
         for family, curve in curves.items()
         for k in range(1, total + 1)
     }
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+def families(evaluation: Evaluation) -> dict[str, list[int]]:
+    """Each curve, as its name with {} for k, and the k that it was measured at."""
+    found: dict[str, list[int]] = {}
+    for name in filter(evaluation.has, evaluation.metrics):
+        if match := re.fullmatch(r"(.*?@)(\d+)(.*)", name):
+            found.setdefault(f"{match[1]}{{}}{match[3]}", []).append(int(match[2]))
+    return found
+
+
+def shown_sizes(largest: int) -> list[int]:
+    """The powers of two below the largest k, and that: as many of the largest as fit on a line."""
+    powers = [2**power for power in range(largest.bit_length()) if 2**power < largest]
+    return [*powers, largest][-COLUMNS:]
+
+
+def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -> str:
+    """One block for each arm, in at most 100 columns: its plain metrics, and its curves with intervals under them."""
+    blocks = []
+    for label, evaluation in evaluations.items():
+        found = evaluation.intervals(resamples=resamples, seed=seed)
+        lines = [f"{label}: {len(evaluation.problems)} problems, temperature {evaluation.temperature:g}"]
+        for name, one in ((name, found[name]) for name in PLAIN if name in found):
+            lines.append(f"  {metric_name(name):<38}{_number(one.mean)}  [{_number(one.low)}, {_number(one.high)}]")
+        if evaluation.has(JUDGE_AND_RULES[0]):
+            lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
+        curves = families(evaluation)
+        sizes = shown_sizes(max((k for measured in curves.values() for k in measured), default=1))
+        lines.append(_line("of k responses", [f"k={k}" for k in sizes]))
+        for family in curves:
+            cells = [found.get(family.format(k)) for k in sizes]
+            lines.append(_line(family.format("k"), [one and _number(one.mean) for one in cells]))
+            if not family.startswith("tokens@"):
+                lines.append(_line("", [one and _short(one) for one in cells]))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def kappa(evaluation: Evaluation) -> float:
+    """Cohen's kappa of judge and rules, from the totals over problems."""
+    same, judge, rules = (round(evaluation.metrics[name][0].sum()) for name in JUDGE_AND_RULES)
+    compared = round(evaluation.metrics[JUDGE_AND_RULES[0]][1].sum())
+    both = (judge + rules - (compared - same)) // 2
+    return cohen_kappa(both, judge - both, rules - both, compared - judge - rules + both)
+
+
+def differences(
+    evaluations: Mapping[str, Evaluation], baseline: str, *, resamples: int, seed: int
+) -> tuple[Tested, ...]:
+    """Every other arm against the baseline. Raises UserError where two answered different problems."""
+    base, tests = evaluations[baseline], []
+    for label, evaluation in evaluations.items():
+        if evaluation.problems != base.problems:
+            raise UserError(
+                f"{label} and {baseline} were evaluated on different problems, or in another order; differences are "
+                "paired by problem, so evaluate both on the same file"
+            )
+        curves = [family.format(max(sizes)) for family, sizes in families(evaluation).items()]
+        for metric in [*COMPARED, *curves] if label != baseline else ():
+            # Tokens are a cost, and the oracle's best of k equals pass@k.
+            is_tested = not metric.startswith("tokens@") and not metric.endswith(f"/{ORACLE}")
+            if not (is_tested and evaluation.has(metric) and base.has(metric)):
+                continue
+            (sums_a, counts_a), (sums_b, counts_b) = ours, theirs = evaluation.metrics[metric], base.metrics[metric]
+            both = (counts_a > 0) & (counts_b > 0)
+            values = sums_a[both] / counts_a[both], sums_b[both] / counts_b[both]
+            if not both.any():
+                p = 1.0
+            elif metric == "greedy_accuracy" and np.isin(values, (0.0, 1.0)).all():
+                p = mcnemar(*values)
+            else:
+                p = paired_permutation_test(*values, seed=seed)
+            interval = paired_interval(metric, ours, theirs, resamples=resamples, seed=seed)
+            tests.append(Tested(label, metric, interval, p))
+    adjusted = holm([one.p for one in tests])
+    return tuple(replace(one, p=float(p)) for one, p in zip(tests, adjusted, strict=True))
+
+
+def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
+    lines = [f"differences from {baseline} on the same problems, 95 % intervals, p adjusted for {len(tested)} tests:"]
+    for one in tested:
+        interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
+        lines.append(f"  {one.arm:<24} {metric_name(one.metric):<34} {interval}  p = {one.p:.3g}")
+    return "\n".join(lines)
+
+
+def _line(label: str, cells: list[str | None]) -> str:
+    return (f"  {label:<{LABEL_WIDTH}}" + "".join(f"{cell or '-':>{CELL_WIDTH}}" for cell in cells)).rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _short(interval: Interval) -> str:
+    return "-".join(f"{end:.2f}".removeprefix("0") for end in (interval.low, interval.high))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -25,7 +25,7 @@ from nemo_edo.report.comparison import LEVEL
 MARGIN = 0.03
 """The least gain in votes that counts."""
 WINNING_SHARE = 0.75
-"""Of the tasks, which a candidate has to win."""
+"""The share of the tasks that a candidate has to win."""
 ALL_TASKS = "all tasks"
 
 
@@ -34,13 +34,13 @@ class Gain:
     """A candidate's votes minus a baseline's."""
 
     task: str
-    """Or ``ALL_TASKS``: each seed's mean over the tasks, minus the plain method's or the mean of the best baselines."""
+    """A task, or ``ALL_TASKS``: each seed's mean over tasks, minus the plain method's or that of the best baselines."""
     candidate: str
     rival: str
     values: tuple[float, ...]
-    """By seed."""
+    """The differences by seed."""
     interval: Interval
-    """Over seeds, 95 %, by Student's t."""
+    """The mean over seeds with Student's t interval (95 %)."""
     p: float
     """Two-sided; adjusted by Holm's method for all tests of the table."""
 
@@ -50,7 +50,7 @@ class Gain:
 
 
 def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote") -> list[Gain]:
-    """For every arm of the rows that is no baseline: two gains for each task, and two for all tasks.
+    """For every arm of the rows that is not a baseline: two gains for each task, and two for all tasks.
 
     baselines: names of arms; the first is the plain method. The last evaluation of each cell counts, at the best
     temperature. Only complete studies are judged: raises ValueError where an arm lacks a seed on some task, for an arm
@@ -59,38 +59,40 @@ def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote"
     votes = _votes(rows, baselines, metric)
     best = votes[[*baselines]].groupby("task", sort=False).mean().idxmax(axis=1)
     rival = pd.Series([votes.at[(task, seed), best[task]] for task, seed in votes.index], votes.index)
-    found = []
+    apart: list[tuple[str, str, str, list[float]]] = []
     for candidate in votes.columns.drop([*baselines]):
         over_plain, over_best = votes[candidate] - votes[baselines[0]], votes[candidate] - rival
         for task in best.index:
-            found.append(_gain(task, candidate, baselines[0], over_plain[task]))
-            found.append(_gain(task, candidate, best[task], over_best[task]))
-        found.append(_gain(ALL_TASKS, candidate, baselines[0], over_plain.groupby("seed").mean()))
-        found.append(_gain(ALL_TASKS, candidate, "best of each task", over_best.groupby("seed").mean()))
-    adjusted = holm([one.p for one in found]) if found else []
-    return [replace(one, p=float(p)) for one, p in zip(found, adjusted, strict=True)]
+            apart.append((task, candidate, baselines[0], over_plain[task].tolist()))
+            apart.append((task, candidate, best[task], over_best[task].tolist()))
+        apart.append((ALL_TASKS, candidate, baselines[0], over_plain.groupby("seed").mean().tolist()))
+        apart.append((ALL_TASKS, candidate, "best of each task", over_best.groupby("seed").mean().tolist()))
+    adjusted = holm([mean_p_value(values) for *_, values in apart]) if apart else []
+    return [
+        Gain(*names, tuple(values), seeds_interval("vote", values, differences=True), float(p))
+        for (*names, values), p in zip(apart, adjusted, strict=True)
+    ]
 
 
 def tasks_won(found: Iterable[Gain]) -> dict[str, list[str]]:
-    """Each candidate's tasks where it stands above both rivals."""
+    """The tasks on which each candidate stands above both rivals."""
     table = pd.DataFrame([(one.candidate, one.task, one.stands) for one in found], columns=["candidate", "task", "won"])
     both = table[table["task"] != ALL_TASKS].groupby(["candidate", "task"], sort=False)["won"].all()
     return {candidate: list(both[candidate].index[both[candidate]]) for candidate in table["candidate"].unique()}
 
 
 def verdict(found: Sequence[Gain]) -> str:
-    """In a sentence; a candidate wins that wins ``WINNING_SHARE`` of the tasks."""
+    """The verdict in a sentence; a candidate wins that wins ``WINNING_SHARE`` of the tasks."""
     won = tasks_won(found)
     tasks = len({one.task for one in found} - {ALL_TASKS})
     most = math.ceil(WINNING_SHARE * tasks)
     winners = [candidate for candidate, of_candidate in won.items() if len(of_candidate) >= most]
-    each = "; ".join(f"{candidate} wins {len(names)} of {tasks}{_named(names)}" for candidate, names in won.items())
+    each = "; ".join(
+        f"{candidate} wins {len(names)} of {tasks}" + (f" ({', '.join(names)})" if names else "")
+        for candidate, names in won.items()
+    )
     head = f"The claim is won by {' and '.join(winners)}" if winners else "No candidate wins the claim"
     return f"{head} (at least {most} of {tasks} tasks): {each}."
-
-
-def _named(names: Sequence[str]) -> str:
-    return f" ({', '.join(names)})" if names else ""
 
 
 def markdown(found: Sequence[Gain]) -> str:
@@ -124,9 +126,3 @@ def _votes(rows: Iterable[Row], baselines: Sequence[str], metric: str) -> pd.Dat
         if len(of_task) < 2:
             raise ValueError(f"{task} has {len(of_task)} seed, expected at least 2")
     return votes
-
-
-def _gain(task: str, candidate: str, rival: str, apart: pd.Series) -> Gain:
-    values = apart.tolist()
-    interval = seeds_interval("vote", values, differences=True)
-    return Gain(task, candidate, rival, tuple(values), interval, mean_p_value(values))

@@ -1,8 +1,8 @@
 """The runner of sweeps and studies: every cell of a grid is one training, in a separate process and folder.
 
-A process, because Megatron's platform changes it for good, and what one run leaves in memory must not affect the next.
-Cells are claimed by locks on files, which end with their process: several commands, on several machines with one file
-system, may run a grid together. The first cell of a warm-up trains it; the others wait for it, and begin after it.
+Megatron's platform changes a process for good, and what one run leaves in memory must not affect the next. Locks on
+files say which command trains a cell, and end with their process: several commands, on several machines with one file
+system, may run a grid together. The first cell of a warm-up trains it; the others wait for it, and adopt it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from nemo_edo.experiments.grid_console import GridConsole
 from nemo_edo.run.folder import CONFIG, JOURNAL, METRICS, RunFolder
 
 POLL_SECONDS = 0.1
-"""Between two looks at the processes."""
+"""How often the processes are looked at."""
 WAIT_SECONDS = 1.0
-"""Between two looks at cells that wait for a warm-up, or that another command has."""
+"""How often cells are looked at that wait for a warm-up, or that another command trains."""
 LOGS, CLAIMS = "logs", "claims"
 AFTER_THE_WARM_UP = {
     *("name", "output_dir", "experiment", "algorithm", "grpo", "idpo", "arms", "replicate_baseline", "train"),
     *("search", "checkpoint", "early_stop", "profile", "cluster", "exp_manager"),
 }
-"""The sections that reach neither the warm-up nor its evaluation."""
+"""Sections of the config that reach neither the warm-up nor its evaluation."""
 ADOPTED = (
     *("data", "base", "kernels.json", f"checkpoints/{START}", f"evaluations/{START}", f"evaluations/{START}.json"),
     *(f"test_time/{START}.json", f"samples/{START}.json"),
@@ -117,12 +117,11 @@ class Grid:
         return [cell for cell in self.cells if not self.run_folder(cell).is_finished]
 
     def donors(self, cell: Cell) -> list[Cell]:
-        """The cells whose warm-up can be that of this one."""
+        """The cells whose warm-up this one can adopt."""
         return [other for other in self.cells if other.warm_up == cell.warm_up]
 
     def record(self, cell: Cell, status: int, cpu_seconds: float) -> bool:
-        """Takes note of a cell whose process has ended, and returns whether the cell is done. cpu_seconds: of the
-        process and its children."""
+        """Notes that a cell's process has ended, with the CPU time of it and its children; whether the cell is done."""
         return status == 0
 
 
@@ -134,17 +133,16 @@ class FailedCell:
 
 
 def run_grid(grid: Grid, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print) -> list[FailedCell]:
-    """Runs the cells that are left, ``jobs`` at a time, and returns those that failed. processes: of torchrun, each.
+    """Trains the cells that are left, ``jobs`` at a time, and returns those that failed. processes: of torchrun, each.
 
     A failure stops no other cell. Raises RunStopped where this process is stopped (SIGTERM, or Ctrl-C): the cells in
     training are asked to stop and waited for, and the same command resumes from there.
     """
-    (grid.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
-    (grid.folder / LOGS).mkdir(exist_ok=True)
+    (grid.folder / LOGS).mkdir(parents=True, exist_ok=True)
     left = grid.left()
-    finished = len(grid.cells) - sum(cell in left for cell in grid.cells)
+    finished = sum(cell not in left for cell in grid.cells)
     runner = _Runner(grid, left, jobs, processes, GridConsole(finished + len(left), finished, jobs, say))
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # both stops raise KeyboardInterrupt
     try:
         runner.run()
     except KeyboardInterrupt as interrupt:
@@ -155,19 +153,15 @@ def run_grid(grid: Grid, *, jobs: int = 1, processes: int = 1, say: Callable[[st
     return runner.failures
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 @dataclass
 class _Training:
-    """A cell in training. Its claims end where their files are closed."""
+    """A cell in training. Its locks end where their files are closed."""
 
     cell: Cell
     process: subprocess.Popen
-    claim: IO
-    warm_up: IO | None
-    """The claim of the warm-up that it trains."""
+    lock: IO
+    warm_up_lock: IO | None
+    """Held until the warm-up that this cell trains is finished."""
 
 
 @dataclass
@@ -181,12 +175,12 @@ class _Runner:
     failures: list[FailedCell] = field(default_factory=list)
 
     def run(self) -> None:
-        blocked, looked = self._start_more(), time.monotonic()
+        blocked, looked = self._start_cells(), time.monotonic()
         while self.running or blocked:
             time.sleep(POLL_SECONDS)
             self.console.look()
-            if self._reap() or time.monotonic() - looked >= WAIT_SECONDS:
-                blocked, looked = self._start_more(), time.monotonic()
+            if self._note_ends() or time.monotonic() - looked >= WAIT_SECONDS:
+                blocked, looked = self._start_cells(), time.monotonic()
 
     def close(self) -> None:
         self.console.close()
@@ -195,85 +189,68 @@ class _Runner:
         for training in self.running:
             training.process.wait()
 
-    def _start_more(self) -> bool:
-        """Starts cells as far as there is room. Returns whether a cell waits for a warm-up."""
-        busy = set()  # warm-ups in training
+    def _start_cells(self) -> bool:
+        """Starts cells as far as there is room, and returns whether one waits for a warm-up in training."""
+        busy, locks = set(), self.grid.folder / CLAIMS
         for cell in list(self.waiting):
             if len(self.running) >= self.jobs:
                 break
-            if cell.warm_up in busy:
-                continue
-            claim = hold(self.grid.folder / CLAIMS / f"{cell.name}.lock")
-            if claim is None:  # another command has it
+            lock = hold(locks / f"{cell.name}.lock") if cell.warm_up not in busy else None
+            if lock is None:
                 continue
             if cell not in self.grid.left():  # another command has finished it
                 self.waiting.remove(cell)
-                claim.close()
-            elif not self._start(cell, claim):
-                busy.add(cell.warm_up)
-                claim.close()
+                lock.close()
+                continue
+            folder, donor, warm_up_lock = self.grid.run_folder(cell), None, None
+            if cell.warm_up is not None and START not in folder.journal():
+                warm_up_lock = hold(locks / f"warm-up {cell.warm_up}.lock")
+                if warm_up_lock is None:
+                    busy.add(cell.warm_up)
+                    lock.close()
+                    continue
+                if not folder.path.exists():
+                    sources = ((other, self.grid.run_folder(other)) for other in self.grid.donors(cell))
+                    kept = (one for one in sources if START in one[1].journal() and one[1].checkpoint(START).is_dir())
+                    donor, source = next(kept, (None, None))
+                    if donor is not None:
+                        adopt_warm_up(source, folder, cell.config)
+            environment = dict(os.environ)
+            if self.jobs > 1:  # otherwise each process would start a thread on every core
+                threads = max(1, len(os.sched_getaffinity(0)) // (self.jobs * self.processes))
+                environment.setdefault("OMP_NUM_THREADS", str(threads))
+            with self.grid.log(cell).open("a", encoding="utf-8") as log:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+                process = subprocess.Popen(cell.command(self.processes), env=environment, **streams)
+            self.console.started(cell.name, self.grid.log(cell), donor and donor.name)
+            self.running.append(_Training(cell, process, lock, warm_up_lock))
+            self.waiting.remove(cell)
         return bool(busy)
 
-    def _start(self, cell: Cell, claim: IO) -> bool:
-        """Starts the cell, after another's warm-up where one is finished; False where that is still in training."""
-        folder, warm_up, donor = self.grid.run_folder(cell), None, None
-        if cell.warm_up is not None and START not in folder.journal():
-            warm_up = hold(self.grid.folder / CLAIMS / f"warm-up {cell.warm_up}.lock")
-            if warm_up is None:
-                return False
-            donor = None if folder.path.exists() else self._donor(cell)
-            if donor is not None:
-                adopt_warm_up(self.grid.run_folder(donor), folder, cell.config)
-        self.console.started(cell.name, self.grid.log(cell), donor and donor.name)
-        self.running.append(_Training(cell, self._process(cell), claim, warm_up))
-        self.waiting.remove(cell)
-        return True
-
-    def _donor(self, cell: Cell) -> Cell | None:
-        """A cell that has finished the warm-up, and still has its files."""
-        for other in self.grid.donors(cell):
-            folder = self.grid.run_folder(other)
-            if START in folder.journal() and folder.checkpoint(START).is_dir():
-                return other
-        return None
-
-    def _process(self, cell: Cell) -> subprocess.Popen:
-        environment = dict(os.environ)
-        if self.jobs > 1:  # otherwise each process would start a thread on every core
-            threads = max(1, len(os.sched_getaffinity(0)) // (self.jobs * self.processes))
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
-        with self.grid.log(cell).open("a", encoding="utf-8") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-            return subprocess.Popen(cell.command(self.processes), env=environment, **streams)
-
-    def _reap(self) -> bool:
-        """Takes note of processes that have ended and of finished warm-ups; whether there were any."""
+    def _note_ends(self) -> bool:
+        """Notes which processes have ended and which warm-ups are finished; whether there were any."""
         news = False
         for training in list(self.running):
-            cell, before = training.cell, _cpu_seconds_of_children()
-            status = training.process.poll()
+            cell, before = training.cell, resource.getrusage(resource.RUSAGE_CHILDREN)
+            status = training.process.poll()  # which adds an ended process to the usage of the children
             if status is not None:
                 news = True
                 self.running.remove(training)
-                if not self.grid.record(cell, status, _cpu_seconds_of_children() - before):
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                if not self.grid.record(cell, status, cpu_seconds):
                     self.failures.append(FailedCell(cell, status, self.grid.log(cell)))
                 self.console.ended(cell.name, status)
-                training.claim.close()
-            if training.warm_up and (status is not None or START in self.grid.run_folder(cell).journal()):
+                training.lock.close()
+            if training.warm_up_lock and (status is not None or START in self.grid.run_folder(cell).journal()):
                 news = True
-                training.warm_up.close()
-                training.warm_up = None
+                training.warm_up_lock.close()
+                training.warm_up_lock = None
         return news
 
 
-def _cpu_seconds_of_children() -> float:
-    """Of those that have ended and were waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def hold(path: Path, *, wait: bool = False) -> IO | None:
-    """The file with its lock, which lasts until it is closed or the process ends; None where another has it."""
+    """The open file with a lock, which lasts until the file is closed; None where another process has the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", encoding="utf-8")
     try:

@@ -3,49 +3,41 @@ the time left; on a terminal also the last line of each cell in progress."""
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_edo.run.console import clock_time
 from nemo_edo.utils.status_line import StatusLine
 
 LAST_BYTES = 8192
-"""Of a cell's log, in which its last line is looked for."""
+"""The part of a cell's log in which its last line is looked for."""
 LOOKED_AT_EVERY_S = 1.0
+Clock = Callable[[], float]
 _OF_A_RUN = re.compile(r"^\[\d+/\d+\] .*", re.MULTILINE)
 _OF_AN_EVALUATION = re.compile(r"^\[\d+/\d+\] (\S+) after \d+: (.*)", re.MULTILINE)
 
 
-@dataclass
 class GridConsole:
-    """total: cells; finished: those that finished earlier; jobs: that run at a time."""
+    """The lines of a grid of ``total`` cells, ``jobs`` of them at a time, after those that finished earlier."""
 
-    total: int
-    finished: int
-    jobs: int
-    say: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
-    _started: int = 0
-    _running: dict[str, tuple[Path, float]] = field(default_factory=dict)
-    """Cell -> its log, and when it started."""
-    _durations: list[float] = field(default_factory=list)
-    _line: StatusLine = field(default_factory=StatusLine)
-    _looked: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.finished:
-            self.say(f"{self.finished} of {self.total} runs finished earlier")
+    def __init__(
+        self, total: int, finished: int, jobs: int, say: Callable[[str], None], clock: Clock = time.monotonic
+    ) -> None:
+        self.total, self.finished, self.jobs, self.say, self.clock = total, finished, jobs, say, clock
+        self._running: dict[str, tuple[Path, float]] = {}  # cell -> its log, and when it started
+        self._durations: list[float] = []
+        self._line, self._looked = StatusLine(), 0.0
+        if finished:
+            say(f"{finished} of {total} runs finished earlier")
 
     def started(self, name: str, log: Path, donor: str | None) -> None:
         """donor: the cell whose warm-up it has."""
-        self._started += 1
         self._running[name] = log, self.clock()
         shared = f", with the warm-up of {donor}" if donor else ""
-        self.say(f"[{self.finished + self._started}/{self.total}] {name}{shared}: see {log}")
+        place = self.finished + len(self._durations) + len(self._running)
+        self.say(f"[{place}/{self.total}] {name}{shared}: see {log}")
 
     def ended(self, name: str, status: int) -> None:
         log, begun = self._running.pop(name)
@@ -75,5 +67,5 @@ def _end_of(log: Path) -> str:
     if not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - LAST_BYTES, 0))
+        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
         return file.read().decode(errors="replace")

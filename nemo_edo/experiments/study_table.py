@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, default_values, resolved_yaml
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, Evaluation, largest, load_evaluation
+from nemo_edo.evaluation.results import START, largest, load_evaluation
 from nemo_edo.experiments.grid import hold
 from nemo_edo.run.folder import RunFolder
 
@@ -75,25 +75,28 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Adds a cell's rows at once, whatever other processes add."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with hold(path.with_name(f".{path.name}.lock"), wait=True), path.open("a", encoding="utf-8", newline="") as file:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows(rows)
-        file.write(text.getvalue())
+        table = pd.DataFrame(rows, columns=COLUMNS)
+        file.write(table.to_csv(index=False, header=file.tell() == 0, lineterminator="\n"))
 
 
 def cell_rows(key: CellKey, cfg: RunConfig, folder: RunFolder, cpu_seconds: float, commit: str) -> list[Row]:
-    """The rows of a finished cell from its run's folder."""
-    arms = arm_configs(cfg)
-    arm, iterations = next(((name, arms[name].iterations) for name in arms), (START, 0))
+    """The rows of a finished cell from its run's folder, one for each evaluation and temperature."""
+    arm, iterations = next(((name, arm.iterations) for name, arm in arm_configs(cfg).items()), (START, 0))
     places = {iteration: folder.evaluation(arm, iteration) for iteration in folder.evaluated_iterations(arm)}
-    places[iterations] = folder.evaluation(arm)
-    return [
-        {**_row(key, cfg, cpu_seconds, commit), "iteration": str(iteration), **values}
-        for iteration, path in places.items()
-        for values in _by_temperature(load_evaluation(path))
-    ]
+    rows = []
+    for iteration, path in {**places, iterations: folder.evaluation(arm)}.items():
+        evaluation = load_evaluation(path)
+        row = {**_row(key, cfg, cpu_seconds, commit), "iteration": str(iteration)}
+        row["problems"] = str(len(evaluation.problems))
+        # A metric's name ends with /t0.6 or /best where it is not at the first temperature.
+        for suffix in dict.fromkeys(name.partition("/")[2] for name in evaluation.metrics):
+            names = [name.partition("/")[0] for name in evaluation.metrics if name.partition("/")[2] == suffix]
+            columns = dict(zip(METRICS, METRICS, strict=True))
+            columns |= {"vote": largest(names, "vote@"), "pass": largest(names, "pass@")}
+            found = {column: f"{name}/{suffix}" if suffix else name for column, name in columns.items()}
+            values = {column: f"{evaluation.mean(name):.5f}" for column, name in found.items() if evaluation.has(name)}
+            rows.append({**row, "temperature": suffix.removeprefix("t") or f"{evaluation.temperature:g}", **values})
+    return rows
 
 
 def stopped_row(key: CellKey, cfg: RunConfig, cpu_seconds: float, commit: str, why: str) -> Row:
@@ -107,10 +110,10 @@ def _row(key: CellKey, cfg: RunConfig, cpu_seconds: float, commit: str) -> Row:
 
 
 def config_digest(cfg: RunConfig) -> str:
-    """Of all settings that are not at their defaults, without the run's name and folder: a setting that a later version
-    adds does not change it."""
-    values = yaml.safe_load(resolved_yaml(cfg))
-    changed = _changed({**values, "name": "", "output_dir": ""}, default_values(None))
+    """A digest of all settings that are not at their defaults, without the run's name and folder: a setting that a
+    later version adds does not change it."""
+    values = {**yaml.safe_load(resolved_yaml(cfg)), "name": "", "output_dir": ""}
+    changed = _changed(values, default_values(None))
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -119,22 +122,8 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
     for key, value in values.items():
         default = defaults.get(key)
         if isinstance(value, dict) and isinstance(default, dict) and key != "arms":
-            value = _changed(value, default)
-            if value:
-                found[key] = value
+            if changed := _changed(value, default):
+                found[key] = changed
         elif value != default:
             found[key] = value
     return found
-
-
-def _by_temperature(evaluation: Evaluation) -> Iterator[Row]:
-    """``METRICS`` at each temperature. A metric's name ends with /t0.6 or /best where it is not at the first."""
-    suffixes = list(dict.fromkeys(name.partition("/")[2] for name in evaluation.metrics))
-    for suffix in suffixes:
-        names = [name.partition("/")[0] for name in evaluation.metrics if name.partition("/")[2] == suffix]
-        aliases = {"vote": largest(names, "vote@"), "pass": largest(names, "pass@")}
-        end = f"/{suffix}" if suffix else ""
-        found = {metric: f"{aliases.get(metric, metric)}{end}" for metric in METRICS}
-        values = {metric: f"{evaluation.mean(name):.5f}" for metric, name in found.items() if evaluation.has(name)}
-        first = f"{getattr(evaluation, 'temperature', 1.0):g}"
-        yield {"temperature": suffix.removeprefix("t") or first, "problems": str(len(evaluation.problems)), **values}

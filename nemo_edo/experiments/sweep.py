@@ -44,19 +44,22 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
     ``ConfigError`` where nothing is swept or any run's config is wrong, and ``UserError`` where a run's folder
     belongs to another run: before the first one starts.
     """
-    parsed = _parse(overrides)
-    choices = [_choices(override) for override in parsed]
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE") from error
+    combinations = list(product(*map(_choices, parsed)))
     swept = [place for place, override in enumerate(parsed) if override.is_sweep_override()]
     if not swept:
         raise ConfigError("nothing is swept: give a setting several values, as in seed=1,2,3")
-    combinations = list(product(*choices))
     first = compose_run(config_name, list(combinations[0]), config_dir)
     folder = Path(first.output_dir) / first.name
-    names = _names([[combination[place] for place in swept] for combination in combinations])
     cells = []
-    for name, combination in zip(names, combinations, strict=True):
+    for name, values in zip(
+        _names([[one[place] for place in swept] for one in combinations]), combinations, strict=True
+    ):
         place = (f"output_dir={quoted(str(folder))}", f"name={quoted(name)}")
-        cells.append(Cell(name=name, config_name=config_name, overrides=(*combination, *place), config_dir=config_dir))
+        cells.append(Cell(name=name, config_name=config_name, overrides=(*values, *place), config_dir=config_dir))
     sweep = Sweep(config_name, folder, tuple(cells))
     for cell in sweep.cells:
         sweep.run_folder(cell).check_free(cell.config)
@@ -80,13 +83,6 @@ def write_members(sweep: Sweep) -> None:
     members |= {cell.name: list(cell.overrides) for cell in sweep.cells}
     text = yaml.safe_dump({"config": sweep.config_name, "members": members}, sort_keys=False, width=1000)
     path.write_text(text, encoding="utf-8")
-
-
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE") from error
 
 
 def _choices(override: Override) -> list[str]:
@@ -114,13 +110,8 @@ def _names(swept: list[list[str]]) -> list[str]:
         ",".join(f"{key}={line.partition('=')[2]}" for key, line in zip(shown, lines, strict=True)) for lines in swept
     ]
     plain = [re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\[\]{}'\"]", "", name)) for name in names]
+    digests = [hashlib.sha256(name.encode()).hexdigest()[:8] for name in names]
     return [
-        short
-        if plain.count(short) == 1 and len(short) <= LONGEST_NAME
-        else f"{short[: LONGEST_NAME - 9]}-{_digest(name)}"
-        for short, name in zip(plain, names, strict=True)
+        short if plain.count(short) == 1 and len(short) <= LONGEST_NAME else f"{short[: LONGEST_NAME - 9]}-{digest}"
+        for short, digest in zip(plain, digests, strict=True)
     ]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,8 +19,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from nemo_edo.config.arms import REPLICATE
-from nemo_edo.evaluation.results import START, largest, metric_name
-from nemo_edo.report.charts_over_k import PROBLEMS_BAND, SEEDS_BAND, over_k_charts
+from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
+from nemo_edo.metrics import Interval
 from nemo_edo.report.comparison import Comparison, Estimate
 from nemo_edo.report.conclusions import direction, plain, signed
 from nemo_edo.report.plotting import (
@@ -44,7 +45,11 @@ ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}
 """Family of arms that differ in alpha -> the label of the same arm without exploration."""
 NOISE_COLOR = "rgba(128,128,128,0.22)"
 SPREAD = 0.7
-"""Of a metric's row in the forest, the part over which its arms are spread."""
+"""The part of a metric's row in the forest over which its arms are spread."""
+SEEDS_BAND = " The line is the mean over seeds, the band reaches from the lowest to the highest seed."
+PROBLEMS_BAND = " With 95 % bands over the test problems."
+MOST_POINTS = 24
+"""Most points of a curve over k: of more numbers of responses, large ones are left out first."""
 
 
 class Curves(NamedTuple):
@@ -53,7 +58,7 @@ class Curves(NamedTuple):
     key: str
     title: str
     caption: str
-    """With the runs' temperatures in place of {}."""
+    """The text below the chart; {} stands for the runs' temperatures."""
     kind: str
     y: str
     y_title: str
@@ -86,7 +91,7 @@ class Charts:
     """The charts of each section that have something to draw."""
 
     first: list[Chart]
-    """Of the first screen."""
+    """The charts of the first screen."""
     diversity: list[Chart]
     test_time: list[Chart]
     diagnostics: list[Chart]
@@ -95,23 +100,19 @@ class Charts:
 
 
 def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
-    """``metrics``: of the table on the first screen. Charts of what only some runs have, responses stored for more
-    compute at test time, several alphas or test results during training, are not missed."""
+    """``metrics``: those of the table on the first screen. Charts of what only some runs have, responses stored for
+    more compute at test time, several alphas or test results during training, are not missed."""
     styles = arm_styles({START: START_LABEL} | comparison.labels)
     if comparison.replicate:
         styles[REPLICATE] = ArmStyle(f"{comparison.replicate}, replicate", START_COLOR, "longdash", "circle")
     test = _interim_chart(comparison, styles, "greedy_accuracy", "Greedy test accuracy")
-    found = {row.title: _curves_chart(comparison, styles, row) for row in (_REWARD, *_DIAGNOSTICS)}
-    first = [forest_chart(comparison, styles, metrics), test or found.pop(_REWARD.title)]
-    diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
     later = _interim_chart(comparison, styles, "distinct_4", "Distinct-4 on the test problems")
-    return Charts(
-        first=[drawn for drawn in first if drawn],
-        diversity=[drawn for drawn in diversity if drawn],
-        test_time=over_k_charts(comparison, styles),
-        diagnostics=[drawn for drawn in (*found.values(), later) if drawn],
-        undrawn=[title for title, drawn in found.items() if not drawn],
-    )
+    curves = {row.title: _curves_chart(comparison, styles, row) for row in (_REWARD, *_DIAGNOSTICS)}
+    first = [forest_chart(comparison, styles, metrics), test or curves.pop(_REWARD.title)]
+    diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
+    test_time = [one for one in _stored_charts(comparison, styles) if one] or [_pass_chart(comparison, styles)]
+    sections = [[one for one in found if one] for found in (first, diversity, test_time, [*curves.values(), later])]
+    return Charts(*sections, undrawn=[title for title, drawn in curves.items() if not drawn])
 
 
 # --- the first screen -------------------------------------------------------------------------------------------------
@@ -135,16 +136,16 @@ def forest_chart(comparison: Comparison, styles: Styles, metrics: list[str]) -> 
     figure.add_vline(0, line={"color": START_COLOR, "width": 1})
     for index, arm in enumerate(arms):
         offset = SPREAD * ((index + 0.5) / len(arms) - 0.5)
-        found = [(place, one) for place, metric in enumerate(rows) if (one := comparison.difference(arm, metric))]
-        apart = [f"<br>noise of training ±{noise[d.metric]:.3f}" if d.metric in noise else "" for _, d in found]
+        cells = {place: one for place, metric in enumerate(rows) if (one := comparison.difference(arm, metric))}
+        texts = []
+        for d in cells.values():
+            apart = f"<br>noise of training ±{noise[d.metric]:.3f}" if d.metric in noise else ""
+            texts.append(f"{metric_name(d.metric)} {signed(d)}{apart}<br>{direction(d)}")
         figure.add_scatter(
-            x=[d.interval.mean for _, d in found],
-            y=[place + offset for place, _ in found],
-            error_x=_bars([d for _, d in found], thickness=1.5),
-            text=[
-                f"{metric_name(d.metric)} {signed(d)}{far}<br>{direction(d)}"
-                for (_, d), far in zip(found, apart, strict=True)
-            ],
+            x=[d.interval.mean for d in cells.values()],
+            y=[place + offset for place in cells],
+            error_x=_bars(list(cells.values()), thickness=1.5),
+            text=texts,
             hovertemplate=f"<b>{html.escape(styles[arm].label)}</b><br>%{{text}}<extra></extra>",
             **_mark(styles[arm], 8),
         )
@@ -190,8 +191,8 @@ def _curves_chart(comparison: Comparison, styles: Styles, curves: Curves) -> Cha
 
 
 def _by_x(trained: Trained, kind: str, y: str) -> pd.Series:
-    """The values by iteration, of optimizer steps their means; of the warm-up the means of blocks of steps, by the
-    last step of each."""
+    """The values by iteration: the last of a collection, the mean of optimizer steps. Those of the warm-up by the last
+    step of a block of steps, as its mean."""
     lines = trained.lines(kind)
     x = lines["iteration"]
     if kind == "collection":
@@ -203,26 +204,25 @@ def _by_x(trained: Trained, kind: str, y: str) -> pd.Series:
 
 
 def _interim_chart(comparison: Comparison, styles: Styles, metric: str, title: str) -> Chart | None:
-    """Evaluations during training; without any there is no curve."""
+    """The metric at evaluations during training, of which the last counts where one was repeated; without any there
+    is no curve."""
     lines = {}
     for arm, found in _trainings(comparison).items():
-        cells = [_interim(trained, metric) for trained in found]
-        lines[arm] = cells[0] if comparison.is_one else over_seeds([one["y"] for one in cells])
+        curves = []
+        for trained in found:
+            logged = trained.lines("evaluation")
+            last = (
+                logged.drop_duplicates("iteration", keep="last") if not logged["final"].eq(True).all() else logged[:0]
+            )
+            pairs = zip(last["iteration"], last["metrics"], strict=True)
+            cells = {x: metrics[metric] for x, metrics in pairs if metrics.get(metric)}
+            ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
+            curves.append(pd.DataFrame(ends, list(cells), ["y", "low", "high"], dtype=float))
+        lines[arm] = curves[0] if comparison.is_one else over_seeds([one["y"] for one in curves])
     caption = "Test problems, at each evaluation during training and at the end."
     caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
     axes = {"x_title": "iteration", "y_title": metric_name(metric)}
     return line_chart(f"test-{metric}", title, caption, lines, styles, **axes)
-
-
-def _interim(trained: Trained, metric: str) -> Line:
-    """The metric by iteration; an evaluation that was repeated replaces the one before."""
-    lines = trained.lines("evaluation")
-    if lines["final"].eq(True).all():
-        lines = lines.iloc[:0]
-    last = lines.drop_duplicates("iteration", keep="last")
-    cells = {x: one[metric] for x, one in zip(last["iteration"], last["metrics"], strict=True) if one.get(metric)}
-    ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
-    return pd.DataFrame(ends, list(cells), ["y", "low", "high"], dtype=float)
 
 
 # --- diversity --------------------------------------------------------------------------------------------------------
@@ -241,15 +241,13 @@ def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
         caption += f" The dashed line is the matched accuracy {level:.3f}, large marks are the means around it."
     marks = []
     for arm, value in comparison.matched.values["entropy"].items():
-        mark = go.Scatter(
-            x=[level], y=[value.interval.mean], hovertemplate="matched: %{y:.4g}", **_mark(styles[arm], 13)
-        )
+        place = {"x": [level], "y": [value.interval.mean], "hovertemplate": "matched: %{y:.4g}"}
+        mark = go.Scatter(**place, **_mark(styles[arm], 13))
         marks.append(mark.update(marker_line={"width": 1.5, "color": "white"}))
     lines = {}
     for arm, by_seed in comparison.arms.items():
-        reward, entropy = (
-            over_seeds([_by_x(one, "collection", y) for one in by_seed.values()])["y"] for y in ("reward", "entropy")
-        )
+        curves = {y: [_by_x(one, "collection", y) for one in by_seed.values()] for y in ("reward", "entropy")}
+        reward, entropy = (over_seeds(found)["y"] for found in curves.values())
         lines[arm] = pd.DataFrame({"y": entropy.to_numpy()}, reward)
     axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
     return line_chart("matched", "Entropy against accuracy", caption, lines, styles, marks=marks, level=level, **axes)
@@ -264,20 +262,13 @@ def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
         return None
     means = {arm: (x.interval.mean, y.interval.mean) for arm, (x, y) in cells.items()}
     xs, ys = zip(*(means[arm] for arm in pareto_front(means)), strict=True)
-    figure = go.Figure()
-    figure.add_scatter(
-        x=xs, y=ys, mode="lines", line={"color": START_COLOR, "width": 1, "dash": "dash"}, hoverinfo="skip"
-    )
-    for arm, (x, y) in cells.items():
-        bars = [_bars([cell], thickness=1, color=styles[arm].faded(0.5)) if cell.known else None for cell in (x, y)]
-        figure.add_scatter(
-            x=[x.interval.mean],
-            y=[y.interval.mean],
-            error_x=bars[0],
-            error_y=bars[1],
-            hovertemplate="%{x:.3f}, %{y:.3f}",
-            **_mark(styles[arm], 11),
-        )
+    figure, dashed = go.Figure(), {"color": START_COLOR, "width": 1, "dash": "dash"}
+    figure.add_scatter(x=xs, y=ys, mode="lines", line=dashed, hoverinfo="skip")
+    for arm, pair in cells.items():
+        bars = [_bars([cell], thickness=1, color=styles[arm].faded(0.5)) if cell.known else None for cell in pair]
+        x, y = ([mean] for mean in means[arm])
+        shown = {"error_x": bars[0], "error_y": bars[1], "hovertemplate": "%{x:.3f}, %{y:.3f}"}
+        figure.add_scatter(x=x, y=y, **shown, **_mark(styles[arm], 11))
     figure.update_xaxes(title_text="Distinct-4")
     figure.update_yaxes(title_text=metric_name(metric))
     chance = "the test problems" if comparison.is_one else "seeds where an arm has several"
@@ -299,7 +290,7 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     return sorted(front, key=points.__getitem__)
 
 
-def _alpha_charts(comparison: Comparison) -> list[Chart]:
+def _alpha_charts(comparison: Comparison) -> list[Chart | None]:
     """The voted accuracy and Distinct-4 against alpha, a line for each family of arms that differ in alpha alone."""
     families: dict[str, dict[float, str]] = {family: {} for family in ALPHA_FAMILIES}
     for arm, by_seed in comparison.arms.items():
@@ -309,7 +300,7 @@ def _alpha_charts(comparison: Comparison) -> list[Chart]:
                 families[family][settings.alpha] = arm
     families = {family: dict(sorted(arms.items())) for family, arms in families.items() if len(arms) >= FEWEST_ALPHAS}
     alphas = sorted({alpha for arms in families.values() for alpha in arms})
-    charts = []
+    charts, styles = [], arm_styles({family: family for family in families})
     for metric in (largest(comparison.metrics, "vote@"), "distinct_4"):
         if metric not in comparison.metrics:
             continue
@@ -317,10 +308,80 @@ def _alpha_charts(comparison: Comparison) -> list[Chart]:
         for family, arms in families.items():
             cells = [comparison.cell(arm, metric) for arm in arms.values()]
             lines[family] = interval_line([alphas.index(alpha) for alpha in arms], [c and c.interval for c in cells])
-        caption = "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
-        title, ticks = f"Sensitivity to alpha: {metric_name(metric)}", [f"{alpha:g}" for alpha in alphas]
-        axes = {"x_title": "alpha", "y_title": metric_name(metric), "ticks": ticks}
-        styles = arm_styles({family: family for family in families})
-        drawn = line_chart(f"alpha-{metric.replace('@', '-')}", title, f"{caption}exploration.", lines, styles, **axes)
-        charts += [drawn] if drawn else []
+        caption = (
+            "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
+            "exploration."
+        )
+        key, title = f"alpha-{metric.replace('@', '-')}", f"Sensitivity to alpha: {metric_name(metric)}"
+        axes = {"x_title": "alpha", "y_title": metric_name(metric), "ticks": [f"{alpha:g}" for alpha in alphas]}
+        charts.append(line_chart(key, title, caption, lines, styles, **axes))
     return charts
+
+
+# --- over the number of responses k -----------------------------------------------------------------------------------
+
+
+def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
+    """pass@k of the evaluations, where no responses were looked at anew."""
+    ks = [int(found[1]) for metric in comparison.metrics if (found := re.fullmatch(r"pass@(\d+)", metric))]
+    lines = {}
+    for arm in comparison.labels:
+        cells = [comparison.cell(arm, f"pass@{k}") for k in ks]
+        lines[arm] = interval_line(ks, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
+    caption = "Chance that at least one of k responses is correct (unbiased estimate)."
+    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+    return line_chart("pass", "pass@k", caption, lines, styles, x_title="responses (k)", y_title="pass@k")
+
+
+def _stored_charts(comparison: Comparison, styles: Styles) -> list[Chart | None]:
+    """Votes, pass@k and best-of-k by each score over the responses that ``evaluate --stored`` looked at, against k,
+    with the tokens of k responses; empty where nothing is stored."""
+    evaluations = {
+        arm: seeds
+        for arm in comparison.labels
+        if (seeds := [one.test_time for one in comparison.runs.policies[arm].values() if one.test_time])
+    }
+    metrics = {metric for seeds in evaluations.values() for one in seeds for metric in one.metrics}
+    scores = {metric.partition("/")[2] for metric in metrics if metric.startswith("best_of@")} - {"oracle"}
+    families = {
+        "majority@": ("Majority vote", "Expected score of the majority answer of k responses."),
+        "pass@": ("pass@k", "Chance that at least one of k responses is right."),
+        **{f"best_of@/{name}": (f"Best of k by {name}", f"The response of k that {name} scores highest.")
+           for name in sorted(scores)},  # by the reward itself it is pass@k
+    }  # fmt: skip
+    bands = PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
+    axes = {"x_title": "responses to each problem (k)", "y_title": "share of test problems"}
+    charts = []
+    for family, (title, caption) in families.items():
+        lines = {arm: _over_k(comparison, seeds, family) for arm, seeds in evaluations.items()}
+        caption = f"{caption} Computed from the stored responses to the test problems.{bands}"
+        charts.append(line_chart(re.sub(r"\W", "-", f"samples-{family}"), title, caption, lines, styles, **axes))
+    return charts
+
+
+def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> Line:
+    """The family's curve over k. family: the metrics' name without k."""
+    pattern = re.compile(re.escape(family).replace("@", r"@(\d+)"))
+    curves = []  # k -> metric
+    for one in seeds:
+        names = {int(k[1]): name for name in one.metrics if (k := pattern.fullmatch(name)) and one.has(name)}
+        curves.append({k: names[k] for k in thinned(sorted(names))})
+    if comparison.is_one:
+        resamples = setting(comparison.runs.records[0], "evaluation.bootstrap")
+        pairs = {name: seeds[0].metrics[name] for name in curves[0].values()}
+        intervals = ratio_intervals(pairs, resamples=resamples, seed=comparison.seeds[0])
+        line = interval_line(list(curves[0]), list(intervals.values()))
+    else:
+        means = [{k: one.mean(name) for k, name in curve.items()} for one, curve in zip(seeds, curves, strict=True)]
+        line = over_seeds([pd.Series(one, dtype=float) for one in means])
+    tokens = [sum(one.mean(f"tokens@{k}") for one in seeds) / len(seeds) for k in line.index]
+    return line.assign(note=[f"{mean:.0f} tokens" if math.isfinite(mean) else "" for mean in tokens])
+
+
+def thinned(ks: Sequence[int]) -> list[int]:
+    """At most ``MOST_POINTS`` of the rising numbers, the first and the last among them, evenly spaced on a log scale
+    where there are too many."""
+    if len(ks) <= MOST_POINTS:
+        return list(ks)
+    wanted = np.geomspace(ks[0], ks[-1], MOST_POINTS)
+    return sorted({min(ks, key=lambda k, target=target: abs(k - target)) for target in wanted})

@@ -9,9 +9,9 @@ baseline (``replicate_baseline``) instead, which gives a scale and decides nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,8 +34,7 @@ from nemo_edo.report.run_set import RunSet, Trained
 
 SOLVED_METRIC = "greedy_accuracy"
 LEVEL = 0.05
-"""Of the p-value, corrected by Holm's method, below which a difference is shown."""
-BySeed = Mapping[int, Trained]
+"""A difference is shown where its p-value, corrected by Holm's method, is smaller."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Estimate:
 
     by_seed: dict[int, float]
     interval: Interval
-    """Over problems in a set of one run, over seeds (Student's t) in a set of several; its ends are NaN where one seed
-    of several runs leaves them open."""
+    """The interval over problems in a set of one run, over seeds (Student's t) in a set of several; its ends are NaN
+    where one seed of several runs leaves them open."""
 
     @property
     def known(self) -> bool:
@@ -66,11 +65,11 @@ class Difference(Estimate):
     arm: str
     metric: str
     over_problems: Interval
-    """Over all seeds together, with its paired interval over problems."""
+    """The difference over all seeds together, with its paired interval over problems."""
     p_value: float
     """Two-sided, of a mean of 0 over seeds (paired t test); NaN with one seed."""
-    p_adjusted: float = math.nan
-    """The same by Holm's method for all the differences of the report that have one."""
+    p_adjusted: float
+    """The p-value corrected by Holm's method for all the differences of the report that have one."""
 
     @property
     def shown(self) -> bool:
@@ -140,7 +139,7 @@ class Comparison:
 
     @property
     def temperature(self) -> float:
-        """Of the evaluations' sampled responses, where a metric's name has no other."""
+        """The temperature of the sampled responses, where a metric's name has no other."""
         return next(iter(self.runs.records[0].evaluations.values())).temperature
 
     @property
@@ -159,9 +158,6 @@ class Comparison:
     def difference(self, arm: str, metric: str) -> Difference | None:
         return next((d for d in self.differences if (d.arm, d.metric) == (arm, metric)), None)
 
-    def seeds_of(self, policy: str) -> list[int]:
-        return sorted(self.runs.policies[policy])
-
 
 def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     """Compares every arm with the baseline.
@@ -170,21 +166,59 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     first arm that is plain GRPO or ETO, or the first arm where none is. An arm alone is compared with its start, where
     that was evaluated. Raises UserError for a baseline that is not an arm.
     """
-    policies, first = runs.policies, runs.records[0]
-    baseline = _baseline(runs, baseline)
+    policies, first, baseline = runs.policies, runs.records[0], _baseline(runs, baseline)
     evaluated = [one.evaluation for name, found in policies.items() if name != REPLICATE for one in found.values()]
     metrics = tuple(sorted({metric for one in evaluated for metric in one.metrics}, key=metric_order))
+    bootstrap = setting(first, "evaluation.bootstrap")
+    over_problems = {"resamples": bootstrap, "seed": runs.seeds[0] if runs.is_one else 0}
+    table: dict[str, dict[str, Estimate]] = {}
+    for name, found in policies.items():
+        evaluations = {seed: found[seed].evaluation for seed in sorted(found)}
+        by_metric = {metric: {seed: one for seed, one in evaluations.items() if one.has(metric)} for metric in metrics}
+        values = {m: {seed: one.mean(m) for seed, one in having.items()} for m, having in by_metric.items() if having}
+        if runs.is_one:
+            intervals = next(iter(found.values())).evaluation.intervals(**over_problems)
+        else:
+            intervals = {metric: seeds_interval(metric, [*by_seed.values()]) for metric, by_seed in values.items()}
+        table[name] = {metric: Estimate(by_seed, intervals[metric]) for metric, by_seed in values.items()}
+
+    rows = []
+    for arm, metric in product(runs.arms, compared_metrics(metrics)):
+        if baseline in (None, arm) or metric not in table[arm] or metric not in table[baseline]:
+            continue
+        ours, theirs = table[arm][metric].by_seed, table[baseline][metric].by_seed
+        by_seed = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+        if by_seed:
+            pooled = [
+                np.sum([policies[name][seed].evaluation.metrics[metric] for seed in by_seed], axis=0)
+                for name in (arm, baseline)
+            ]
+            paired = paired_interval(metric, *pooled, **over_problems)
+            over_seeds = seeds_interval(metric, [*by_seed.values()], differences=True)
+            rows.append((by_seed, paired if runs.is_one else over_seeds, arm, metric, paired))
+    p_values = np.array([mean_p_value(list(by_seed.values())) for by_seed, *_ in rows])
+    adjusted, tested = np.full(len(rows), math.nan), ~np.isnan(p_values)
+    adjusted[tested] = holm(p_values[tested])
+    differences = [Difference(*row, float(p), float(q)) for row, p, q in zip(rows, p_values, adjusted, strict=True)]
+
+    again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in policies.get(REPLICATE, {}).values()]
+    noise = {}
+    for metric in metrics:
+        apart = [a.evaluation.mean(metric) - b.evaluation.mean(metric) for a, b in again]  # NaN where one lacks it
+        known = [gap for gap in apart if math.isfinite(gap)]
+        if known:
+            noise[metric] = math.sqrt(sum(gap**2 for gap in known) / len(known))
     return Comparison(
         runs=runs,
         labels={name: runs.labels.get(name) or first.label(name) for name in policies if name != REPLICATE},
         metrics=metrics,
-        table={name: _estimates(runs, found, metrics) for name, found in policies.items()},
+        table=table,
         baseline=baseline,
-        replicate=_replicated(policies[REPLICATE].values())[0].settings.label if REPLICATE in policies else None,
-        noise=_noise(policies.get(REPLICATE, {}), metrics),
-        differences=_differences(runs, baseline, compared_metrics(metrics)),
-        from_start=_changes(policies, START),
-        from_baseline=_changes(policies, baseline) if baseline in runs.arms else {},
+        replicate=again[0][1].settings.label if again else None,
+        noise=noise,
+        differences=tuple(differences),
+        from_start=_changes(runs, START),
+        from_baseline=_changes(runs, baseline) if baseline in runs.arms else {},
         matched=_matched(runs, baseline),
     )
 
@@ -198,91 +232,23 @@ def _baseline(runs: RunSet, wanted: str | None) -> str | None:
     if len(runs.arms) < 2:
         return START if START in runs.policies and runs.arms else None
     if runs.is_one:
-        own = runs.records[0].summary["baseline"]
+        own, path = runs.records[0].summary["baseline"], runs.records[0].folder / "summary.json"
         if own is not None and own not in runs.arms:
-            raise UserError(
-                f"{runs.records[0].folder / 'summary.json'}: the baseline {own!r} is not an arm; the arms are "
-                f"{', '.join(runs.arms)}"
-            )
+            raise UserError(f"{path}: the baseline {own!r} is not an arm; the arms are {', '.join(runs.arms)}")
         return own
     plain = [arm for arm, by_seed in runs.arms.items() if next(iter(by_seed.values())).settings.label in PLAIN_LABELS]
     return (plain or list(runs.arms))[0]
 
 
-def _over_problems(runs: RunSet) -> dict[str, Any]:
-    """The settings of intervals over problems."""
-    return {
-        "resamples": setting(runs.records[0], "evaluation.bootstrap"),
-        "seed": runs.seeds[0] if runs.is_one else 0,
-    }
-
-
-def _values(found: BySeed, metric: str) -> dict[int, float]:
-    return {seed: one.evaluation.mean(metric) for seed, one in sorted(found.items()) if one.evaluation.has(metric)}
-
-
-def _over_seeds(metric: str, values: Mapping[int, float], *, differences: bool = False) -> Estimate:
-    return Estimate(dict(values), seeds_interval(metric, list(values.values()), differences=differences))
-
-
-def _estimates(runs: RunSet, found: BySeed, metrics: Sequence[str]) -> dict[str, Estimate]:
-    """Of the metrics that were measured."""
-    values = {metric: by_seed for metric in metrics if (by_seed := _values(found, metric))}
-    if not runs.is_one:
-        return {metric: _over_seeds(metric, by_seed) for metric, by_seed in values.items()}
-    [only] = found.values()
-    intervals = only.evaluation.intervals(**_over_problems(runs))
-    return {metric: Estimate(by_seed, intervals[metric]) for metric, by_seed in values.items()}
-
-
-def _differences(runs: RunSet, baseline: str | None, metrics: Sequence[str]) -> tuple[Difference, ...]:
-    found, policies = [], runs.policies
-    for arm in runs.arms if baseline is not None else ():
-        for metric in metrics if arm != baseline else ():
-            ours, theirs = (_values(policies[name], metric) for name in (arm, baseline))
-            by_seed = {seed: value - theirs[seed] for seed, value in ours.items() if seed in theirs}
-            if not by_seed:
-                continue
-            pooled = [_pooled(policies[name], metric, by_seed) for name in (arm, baseline)]
-            over_problems = paired_interval(metric, *pooled, **_over_problems(runs))
-            interval = over_problems if runs.is_one else _over_seeds(metric, by_seed, differences=True).interval
-            p_value = mean_p_value(list(by_seed.values()))
-            found.append(Difference(by_seed, interval, arm, metric, over_problems, p_value))
-    adjusted = iter(holm([one.p_value for one in found if not math.isnan(one.p_value)]))
-    return tuple(one if math.isnan(one.p_value) else replace(one, p_adjusted=float(next(adjusted))) for one in found)
-
-
-def _pooled(found: BySeed, metric: str, seeds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(sums [P], counts [P]) of the seeds together."""
-    sums, counts = zip(*(found[seed].evaluation.metrics[metric] for seed in seeds), strict=True)
-    return np.sum(sums, axis=0), np.sum(counts, axis=0)
-
-
-def _replicated(again: Iterable[Trained]) -> list[Trained]:
-    """The baselines that the replicates repeat."""
-    return [Trained(one.record, one.record.summary["baseline"]) for one in again]
-
-
-def _noise(again: BySeed, metrics: Sequence[str]) -> dict[str, float]:
-    pairs = list(zip(again.values(), _replicated(again.values()), strict=True))
-    noise = {}
-    for metric in metrics:
-        apart = [a.evaluation.mean(metric) - b.evaluation.mean(metric) for a, b in pairs]  # NaN where one lacks it
-        known = [gap for gap in apart if math.isfinite(gap)]
-        if known:
-            noise[metric] = math.sqrt(sum(gap**2 for gap in known) / len(known))
-    return noise
-
-
-def _changes(policies: Mapping[str, BySeed], before: str) -> dict[str, Changes]:
-    """Of every other arm, since ``before``; without those that have no seed where both were measured."""
-    found = {}
-    old = {seed: one.evaluation for seed, one in policies.get(before, {}).items() if one.evaluation.has(SOLVED_METRIC)}
-    for arm in (name for name in policies if name not in (START, REPLICATE, before)):
-        new = {seed: one.evaluation for seed, one in policies[arm].items() if one.evaluation.has(SOLVED_METRIC)}
-        changes = [newly_solved_and_lost(old[seed], new[seed]) for seed in new if seed in old]
-        if changes:
-            found[arm] = Changes(*(sum(one[key] for one in changes) / len(changes) for key in ("newly_solved", "lost")))
+def _changes(runs: RunSet, before: str) -> dict[str, Changes]:
+    """The changes of every other arm since ``before``, where both were measured in some seed."""
+    found, old = {}, runs.policies.get(before, {})
+    for arm, by_seed in runs.arms.items():
+        both = [seed for seed in by_seed if seed in old and arm != before]
+        pairs = [(old[seed].evaluation, by_seed[seed].evaluation) for seed in both]
+        counts = [newly_solved_and_lost(*pair) for pair in pairs if all(one.has(SOLVED_METRIC) for one in pair)]
+        if counts:
+            found[arm] = Changes(*(sum(one[key] for one in counts) / len(counts) for key in ("newly_solved", "lost")))
     return found
 
 
@@ -300,21 +266,18 @@ def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
             accuracies[seed] = matched.accuracy
         values += [(arm, seed, *found) for arm, found in matched.values.items()]
         last += [(arm, seed, *curve[-1, 1:]) for arm, curve in curves.items() if len(curve) and len(curves) > 1]
-    matched, at_end = (pd.DataFrame(rows, columns=["arm", "seed", *MATCHED_MEASURES]) for rows in (values, last))
-    base = matched[matched["arm"] == baseline].set_index("seed")
-    apart = matched[(matched["arm"] != baseline) & matched["seed"].isin(base.index)].copy()
-    for measure in MATCHED_MEASURES:
-        apart[measure] -= apart["seed"].map(base[measure])
-    cells = _cells(runs, matched), _cells(runs, apart, differences=True), _cells(runs, at_end)
-    return MatchedArms(accuracies, *cells, left_out)
-
-
-def _cells(runs: RunSet, table: pd.DataFrame, *, differences: bool = False) -> Cells:
-    """Of each arm the measures that it has in some seed. table: columns arm, seed and the measures."""
-    cells: Cells = {measure: {} for measure in MATCHED_MEASURES}
-    for measure in MATCHED_MEASURES:
-        for arm in runs.arms:
-            by_seed = table[table["arm"] == arm].set_index("seed")[measure].dropna().to_dict()
+    matched, at_end = (
+        pd.DataFrame(rows, columns=["arm", "seed", *MATCHED_MEASURES]).set_index(["arm", "seed"])
+        for rows in (values, last)
+    )
+    is_base = matched.index.get_level_values("arm") == baseline
+    apart = matched[~is_base].sub(matched[is_base].droplevel("arm"), level="seed")
+    cells: list[Cells] = []
+    for table in (matched, apart, at_end):
+        cells.append({measure: {} for measure in MATCHED_MEASURES})
+        for measure, arm in product(MATCHED_MEASURES, runs.arms):
+            by_seed = table[table.index.get_level_values("arm") == arm][measure].droplevel("arm").dropna().to_dict()
             if by_seed:
-                cells[measure][arm] = _over_seeds(measure, by_seed, differences=differences)
-    return cells
+                interval = seeds_interval(measure, [*by_seed.values()], differences=table is apart)
+                cells[-1][measure][arm] = Estimate(by_seed, interval)
+    return MatchedArms(accuracies, *cells, left_out)

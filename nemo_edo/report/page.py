@@ -5,6 +5,8 @@ No request leaves the page, whatever the responses in it contain.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,21 @@ from nemo_edo.evaluation.results import POOLED, main_metrics, metric_name
 from nemo_edo.report.charts import all_charts
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.conclusions import conclusions, direction, short_name, terminal_table
-from nemo_edo.report.facts import differing_settings, duration, facts, headline, markdown_table, phases
-from nemo_edo.report.run_set import RunSet
+from nemo_edo.report.plotting import DASHES, SYMBOLS
+from nemo_edo.report.run_record import setting
+from nemo_edo.report.run_set import RunSet, arm_settings
 from nemo_edo.report.sample_browser import sample_browser
 from nemo_edo.report.search_tree import read_trees
 from nemo_edo.report.table_export import numbers
 from nemo_edo.utils.files import write_text
+from nemo_edo.utils.phases import PHASES
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLOTLY = Path(__file__).parent / "vendor" / "plotly-basic.min.js"
 """Plotly's partial bundle of scatter, bar and pie charts (npm's plotly.js-basic-dist-min 4.1.1): a quarter of the whole
 that the Python package has."""
-FILTERS = {"metric_name": metric_name, "duration": duration, "direction": direction, "short_name": short_name}
+SHOWN_S = 0.1
+"""Shorter phases, in seconds, are not named."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +83,14 @@ def write_whole(path: Path, text: str) -> None:
 def render(comparison: Comparison, said: list[str], title: str) -> str:
     """The page. title: of several runs; one has its name. Everything is escaped except plotly's own script and the
     charts that plotly wrote."""
-    main = main_metrics(comparison.metrics)
+    runs, main = comparison.runs, main_metrics(comparison.metrics)
     first = [metric for metric in main if metric not in ("accuracy", POOLED)]
-    records = comparison.runs.records
-    run = records[0] if comparison.is_one else None
+    run = runs.records[0] if comparison.is_one else None
     return render_page(
         "report.html.j2",
         title=run.summary["name"] if run else title,
         run=run,
-        records=records,
+        records=runs.records,
         comparison=comparison,
         labels=comparison.labels,
         headline=headline(comparison),
@@ -97,8 +101,8 @@ def render(comparison: Comparison, said: list[str], title: str) -> str:
         markdown=markdown_table(comparison, first),
         charts=all_charts(comparison, first),
         samples=sample_browser(comparison),
-        differing=differing_settings(comparison.runs),
-        phases=phases(comparison.runs),
+        differing=differing_settings(runs),
+        phases=phases(runs),
         trees=read_trees(run.folder) if run else [],
         plotly_js=Markup(PLOTLY.read_text(encoding="utf-8")),
     )
@@ -109,5 +113,103 @@ def render_page(template: str, **values: Any) -> str:
     loader = FileSystemLoader(TEMPLATES)
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, **options)
-    environment.filters |= FILTERS
+    environment.filters |= {"metric_name": metric_name, "short_name": short_name, "direction": direction}
+    environment.filters |= {"duration": duration, "dash_array": DASHES.get, "symbol_path": SYMBOLS.get}
     return environment.get_template(template).render(Markup=Markup, **values)
+
+
+# --- what the page says besides results: what was run, on what, how long, and how the arms differ ---------------------
+
+
+def headline(comparison: Comparison) -> list[str]:
+    """The facts under the page's name: seeds, date, commit, machine, duration, size. Older runs lack some."""
+    records, seeds = comparison.runs.records, comparison.seeds
+    dates = sorted(record.summary["date"][:16].replace("T", " ") for record in records if "date" in record.summary)
+    commits, machines = (_different(record.summary.get(key) for record in records) for key in ("commit", "machine"))
+    said = [
+        "" if comparison.is_one else f"{len(records)} runs",
+        f"{len(comparison.runs.left_out)} left out" if comparison.runs.left_out else "",
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}",
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))} UTC" if dates else "",
+        f"commit {commits}" if commits else "",
+        machines,
+        duration(sum(record.summary["time"]["total_s"] for record in records)),
+        f"{comparison.problems} test problems",
+    ]
+    return [fact for fact in said if fact]
+
+
+def _different(values: Iterable[str | None]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))
+
+
+def facts(comparison: Comparison) -> dict[str, str]:
+    """What was run, and on how much data. Comparable runs share their data, model, warm-up and evaluation."""
+    records, first = comparison.runs.records, comparison.runs.records[0]
+    found = {"Baseline": comparison.labels.get(comparison.baseline, "none"), "Model": setting(first, "model.path")}
+    if not found["Model"]:
+        shown, architecture = ("model_type", "num_hidden_layers", "hidden_size"), setting(first, "model.architecture")
+        found["Model"] = ", ".join(f"{key} {value}" for key, value in architecture.items() if key in shown)
+    if first.config.get("algorithm") != "none":
+        data = setting(first, "data")
+        training = data.get("source") or data["train"]
+        if setting(first, "data.test") is None and not data.get("source"):
+            training = f"{data['arithmetic']['train_problems']} problems of the built-in task"
+        prompts, each = setting(first, "grpo.problems_per_iteration"), setting(first, "sampling.samples_per_prompt")
+        found["Training"] = f"{training}, {prompts or 'all'} prompts x {each} responses per iteration"
+        found["Warm-up"] = f"{setting(first, 'sft.steps')} supervised steps"
+    stopped = [
+        f"{about['label']}{'' if comparison.is_one else f' (seed {record.seed})'} {about['stopped_early']}"
+        for record in records
+        for about in record.summary["arms"].values()
+        if "stopped_early" in about
+    ]
+    if stopped:
+        found["Stopped early"] = "; ".join(stopped)
+    samples, rollouts = (setting(first, f"evaluation.{key}") for key in ("samples", "rollouts"))
+    sampled = f"{rollouts} x {samples} responses each at temperature {comparison.temperature:g}"
+    found["Test"] = f"{comparison.problems} problems, greedy and {sampled}"
+    versions = (", ".join(f"{name} {version}" for name, version in one.summary["versions"].items()) for one in records)
+    return {**found, "Versions": _different(versions)}
+
+
+def differing_settings(runs: RunSet) -> dict[str, list[str]]:
+    """Setting -> its value in each arm, of the settings in which arms differ; "" where an arm's algorithm lacks it."""
+    trained = [by_seed[min(by_seed)] for by_seed in runs.arms.values()]
+    of_arms = [
+        {key: f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+         for key, value in arm_settings(one.record, one.name).items()}
+        for one in trained
+    ]  # fmt: skip
+    keys = dict.fromkeys(key for settings in of_arms for key in settings)
+    values = {key: [settings.get(key, "") for settings in of_arms] for key in keys}
+    return {key: by_arm for key, by_arm in values.items() if len(set(by_arm)) > 1}
+
+
+def phases(runs: RunSet) -> list[tuple[str, float]]:
+    """(phase, seconds) of all runs together, the longest first; nothing of runs whose lines have no phases."""
+    seconds: Counter[str] = Counter()
+    for clocks in (clocks for record in runs.records for clocks in record.lines.query("kind == 'phases'")["time"]):
+        named = {phase: clocks.get(f"{phase}_s", 0.0) for phase in PHASES}
+        seconds.update({**named, "without a name": clocks["wall_s"] - sum(named.values())})
+    return [(phase.replace("_", " "), spent) for phase, spent in seconds.most_common() if spent >= SHOWN_S]
+
+
+def markdown_table(comparison: Comparison, metrics: list[str]) -> str:
+    """The first screen's table for a README or an issue."""
+    rows = [["arm", *map(metric_name, metrics)], ["---"] * (len(metrics) + 1)]
+    for arm, label in comparison.labels.items():
+        rows.append([" ".join(label.split()).replace("|", "\\|").replace("<", "&lt;")])  # no markup of Markdown
+        for cell in (comparison.cell(arm, metric) for metric in metrics):
+            ends = f" [{cell.interval.low:.3f}, {cell.interval.high:.3f}]" if cell and cell.known else ""
+            rows[-1].append(f"{cell.interval.mean:.3f}{ends}" if cell else "")
+    if comparison.replicate:
+        noise = comparison.noise
+        rows.append(["noise of training", *(f"±{noise[m]:.3f}" if m in noise else "" for m in metrics)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"

@@ -9,7 +9,6 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,14 +44,6 @@ class ArmStyle:
     dash: str
     symbol: str
 
-    @property
-    def dash_array(self) -> str:
-        return DASHES[self.dash]
-
-    @property
-    def symbol_path(self) -> str:
-        return SYMBOLS[self.symbol]
-
     def faded(self, alpha: float) -> str:
         red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
         return f"rgba({red},{green},{blue},{alpha})"
@@ -79,9 +70,8 @@ def arm_styles(labels: Mapping[str, str]) -> dict[str, ArmStyle]:
     dashes, symbols = list(DASHES), list(SYMBOLS)
     styles = {START: ArmStyle(labels[START], START_COLOR, "dot", "circle")} if START in labels else {}
     for index, arm in enumerate(arm for arm in labels if arm != START):
-        styles[arm] = ArmStyle(
-            labels[arm], COLORS[index % len(COLORS)], dashes[index % len(dashes)], symbols[index % len(symbols)]
-        )
+        color, dash, symbol = (choices[index % len(choices)] for choices in (COLORS, dashes, symbols))
+        styles[arm] = ArmStyle(labels[arm], color, dash, symbol)
     return styles
 
 
@@ -147,10 +137,8 @@ def interval_line(x: Sequence[float], cells: Sequence[Interval | None]) -> Line:
 
 
 def over_seeds(curves: Sequence[pd.Series]) -> Line:
-    """The mean of the seeds' curves, with the band between the lowest and the highest seed where there are several.
-
-    It has the x that all of them have, in order; NaN where a seed has no finite value there.
-    """
+    """The mean of the seeds' curves at the x that all of them have, NaN where a seed has no finite value; with the band
+    between the lowest and the highest seed where there are several."""
     table = pd.concat(curves, axis=1, join="inner").sort_index() if curves else pd.DataFrame(dtype=float)
     line = pd.DataFrame({"y": table.mean(axis=1, skipna=False)})
     if len(curves) > 1:
@@ -159,36 +147,19 @@ def over_seeds(curves: Sequence[pd.Series]) -> Line:
 
 
 def chart(key: str, title: str, caption: str, figure: go.Figure, legend: Sequence[ArmStyle]) -> Chart:
-    return Chart(key, title, caption, tuple(legend), chart_html(figure, key))
-
-
-def chart_html(figure: go.Figure, key: str) -> str:
-    """The figure in the report's style, as a fragment without plotly's script."""
-    axis: dict[str, Any] = {
-        "gridcolor": "rgba(128,128,128,0.25)",
-        "zeroline": False,
-        "automargin": True,
-        "linecolor": "rgba(128,128,128,0.6)",
-        "title_standoff": 8,
-        "title_font_size": 12,
-    }
+    """The figure in the report's style, as a fragment of HTML without plotly's script."""
+    axis = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
+    axis |= {"linecolor": "rgba(128,128,128,0.6)", "title_standoff": 8, "title_font_size": 12}
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
-    figure.update_layout(
-        template="none",
-        font=FONT,
-        showlegend=False,
-        height=HEIGHT,
-        hovermode="closest",
-        margin={"l": 8, "r": 12, "t": 8, "b": 8},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        dragmode=False,
-    )
-    return figure.to_html(
+    layout = {"font": FONT, "showlegend": False, "height": HEIGHT, "margin": {"l": 8, "r": 12, "t": 8, "b": 8}}
+    clear = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+    figure.update_layout(template="none", **layout, hovermode="closest", **clear, dragmode=False)
+    text = figure.to_html(
         full_html=False,
         include_plotlyjs=False,
         div_id=f"chart-{key}",
         default_height=f"{HEIGHT}px",
         config={"responsive": True, "displayModeBar": False},
     )
+    return Chart(key, title, caption, tuple(legend), text)

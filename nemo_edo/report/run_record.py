@@ -67,7 +67,7 @@ class RunRecord:
     """metrics.jsonl, a row for each line of the kinds of ``REQUIRED_KEYS``, in order; NaN where a line lacks a key."""
     evaluations: dict[str, Evaluation]
     replicate: Evaluation | None
-    """Of the baseline, trained again with other samples (``replicate_baseline``). It is none of the arms."""
+    """The evaluation of the baseline, trained again with other samples (``replicate_baseline``). It is not an arm."""
     test_time: dict[str, Evaluation]
     """The curves of ``test_time/ARM.json`` (``nemo-edo evaluate --stored``) by evaluated policy, and its
     ``search_accuracy`` where ``search/ARM`` has exactly one search (``nemo-edo search``)."""
@@ -91,17 +91,31 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
-    summary = read_object(folder / "summary.json", ("name", "seed", "versions", "arms", "baseline", "time"))
-    named = _arm_settings(folder / "summary.json", summary["arms"])
-    arms = {arm: settings for arm, settings in named.items() if arm != REPLICATE}
+    """Reads every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
+    path = folder / "summary.json"
+    summary = read_object(path, ("name", "seed", "versions", "arms", "baseline", "time"))
+    if not isinstance(summary["arms"], dict):
+        raise UserError(f"{path}: arms is {summary['arms']!r}, expected an object; {RESTORE}")
+    arms, names = {}, [field.name for field in fields(ArmSettings)]
+    for arm, settings in summary["arms"].items():
+        missing = [name for name in names if not isinstance(settings, dict) or name not in settings]
+        if missing:
+            raise UserError(f"{path}: arms.{arm}.{missing[0]} is missing; {RESTORE}")
+        arms[arm] = ArmSettings(**{name: settings[name] for name in names})
+    has_replicate = arms.pop(REPLICATE, None) is not None
     config = read_mapping(folder / "config.yaml")
     if not arms and config.get("algorithm") not in ("sft", "none"):
-        raise UserError(f"{folder / 'summary.json'}: arms is empty, expected the settings of at least one arm")
+        raise UserError(f"{path}: arms is empty, expected the settings of at least one arm")
+    if has_replicate and summary["baseline"] not in arms:
+        raise UserError(f"{path}: baseline is {summary['baseline']!r}, expected one of {list(arms)}")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
-    evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in (*evaluated, *arms)}
-    if REPLICATE in named and summary["baseline"] not in arms:
-        raise UserError(f"{folder / 'summary.json'}: baseline is {summary['baseline']!r}, expected one of {list(arms)}")
+    evaluated += [*arms, *([REPLICATE] if has_replicate else [])]
+    evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in evaluated}
+    replicate = evaluations.pop(REPLICATE, None)
+    samples = read_json(folder / "samples.json")
+    needed = {"question", "answer"}
+    if not isinstance(samples, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in samples):
+        raise UserError(f"{folder / 'samples.json'}: expected problems, each with question and answer; {RESTORE}")
     return RunRecord(
         folder,
         config,
@@ -110,9 +124,9 @@ def read_run(folder: Path) -> RunRecord:
         arms,
         _read_lines(folder / "metrics.jsonl"),
         evaluations,
-        load_evaluation(folder / "evaluations" / f"{REPLICATE}.json") if REPLICATE in named else None,
+        replicate,
         {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))},
-        _read_samples(folder / "samples.json"),
+        samples,
     )
 
 
@@ -124,17 +138,6 @@ def setting(record: RunRecord, key: str) -> Any:
             raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
         value = value[part]
     return value
-
-
-def _arm_settings(path: Path, arms: Any) -> dict[str, ArmSettings]:
-    if not isinstance(arms, dict):
-        raise UserError(f"{path}: arms is {arms!r}, expected an object; {RESTORE}")
-    names = [field.name for field in fields(ArmSettings)]
-    for arm, settings in arms.items():
-        missing = [name for name in names if not isinstance(settings, dict) or name not in settings]
-        if missing:
-            raise UserError(f"{path}: arms.{arm}.{missing[0]} is missing; {RESTORE}")
-    return {arm: ArmSettings(**{name: settings[name] for name in names}) for arm, settings in arms.items()}
 
 
 def _read_test_time(folder: Path, arm: str) -> Evaluation | None:
@@ -160,11 +163,17 @@ def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _read_lines(path: Path) -> pd.DataFrame:
-    content, lines = read_text(path), []
-    _require_logged(path, content.encode())
-    for place, text in enumerate(content.split("\n"), start=1):
+    """The lines, once they are found to begin with those that the run had logged by its last stage."""
+    text, lines = read_text(path), []
+    content, journal = text.encode(), path.with_name("journal.json")
+    stages = read_object(journal, ()) if journal.is_file() else {}
+    for mark in [mark for mark in stages.values() if "metrics_checksum" in mark][-1:]:  # earlier versions had none
+        size = mark["metrics_bytes"]
+        if len(content) < size or xxhash.xxh3_128_hexdigest(content[:size]) != mark["metrics_checksum"]:
+            raise UserError(f"{path}: its first {size} bytes are not those that were written; {RESTORE}")
+    for place, one in enumerate(text.split("\n"), start=1):
         try:
-            line = json.loads(text or "{}")
+            line = json.loads(one or "{}")
             required = REQUIRED_KEYS.get(line.get("kind"), ())
             if missing := [key for key in required if key not in line]:
                 raise ValueError(f"a {line['kind']} line without {missing[0]}")
@@ -176,22 +185,3 @@ def _read_lines(path: Path) -> pd.DataFrame:
         return lines_table(lines)
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}; {RESTORE}") from error
-
-
-def _require_logged(path: Path, content: bytes) -> None:
-    """Raises UserError where the lines that the run had logged by its last stage are not those that are there."""
-    journal = path.with_name("journal.json")
-    stages = read_object(journal, ()) if journal.is_file() else {}
-    for mark in [mark for mark in stages.values() if "metrics_checksum" in mark][-1:]:  # earlier versions had none
-        size = mark["metrics_bytes"]
-        if len(content) < size or xxhash.xxh3_128_hexdigest(content[:size]) != mark["metrics_checksum"]:
-            raise UserError(f"{path}: its first {size} bytes are not those that were written; {RESTORE}")
-
-
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    samples = read_json(path)
-    if not isinstance(samples, list) or not all(
-        isinstance(sample, dict) and {"question", "answer"} <= sample.keys() for sample in samples
-    ):
-        raise UserError(f"{path}: expected a list of problems, each with question and answer; {RESTORE}")
-    return samples

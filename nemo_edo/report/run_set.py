@@ -120,16 +120,28 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
     for argument in arguments:
         path = Path(argument)
         matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(argument))]
-        runs = [run for match in matches for run in _runs_in(match)]
+        runs: list[Path] = []
+        for match in matches:
+            if (match / "config.yaml").is_file():
+                runs.append(match)
+            elif (match / "sweep.yaml").is_file():
+                runs += [match / name for name in sweep_members(match)]
+            else:
+                runs += sorted(config.parent for config in match.glob("*/config.yaml"))
         if not runs:
             raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
         named += [run for run in runs if run not in named]
     if len(arguments) == 1 and named == [Path(arguments[0])]:
         return FoundRuns((named[0],), {}, named[0])
-    left_out = {run: reason for run in named if (reason := _unfinished(run))}
+    left_out = {}
+    for run in named:
+        if not (run / "config.yaml").is_file():
+            left_out[run] = "it has not started"
+        elif not (run / "summary.json").is_file():
+            left_out[run] = "it has not finished"
     finished = tuple(run for run in named if run not in left_out)
     if not finished:
-        raise UserError(f"none of the {len(named)} runs has finished; {next(iter(left_out))}: {left_out[named[0]]}")
+        raise UserError(f"none of the {len(named)} runs has finished; {named[0]}: {left_out[named[0]]}")
     alone = len(arguments) == 1 and Path(arguments[0]).is_dir()
     common = Path(arguments[0]) if alone else Path(os.path.commonpath([run.absolute().parent for run in named]))
     return FoundRuns(finished, left_out, common)
@@ -141,8 +153,9 @@ def read_runs(found: FoundRuns) -> RunSet:
     records = tuple(read_run(folder) for folder in found.folders)
     for record in records[1:]:
         _require_same_settings(records[0], record)
-    evaluations = [(r, {**r.evaluations, **({REPLICATE: r.replicate} if r.replicate else {})}) for r in records]
-    require_same_problems({f"{r.folder}: {arm}": e for r, found in evaluations for arm, e in found.items()})
+    evaluations = {f"{one.folder}: {arm}": result for one in records for arm, result in one.evaluations.items()}
+    evaluations |= {f"{one.folder}: {REPLICATE}": one.replicate for one in records if one.replicate}
+    require_same_problems(evaluations)
     if len(records) == 1:
         arms = {name: {records[0].seed: Trained(records[0], name)} for name in records[0].arms}
         labels = {name: records[0].label(name) for name in arms}
@@ -185,20 +198,6 @@ def sweep_members(folder: Path) -> dict[str, list[str]]:
     return members
 
 
-def _runs_in(path: Path) -> list[Path]:
-    if (path / "config.yaml").is_file():
-        return [path]
-    if (path / "sweep.yaml").is_file():
-        return [path / name for name in sweep_members(path)]
-    return sorted(config.parent for config in path.glob("*/config.yaml")) if path.is_dir() else []
-
-
-def _unfinished(run: Path) -> str | None:
-    if not (run / "config.yaml").is_file():
-        return "it has not started"
-    return None if (run / "summary.json").is_file() else "it has not finished"
-
-
 def _require_same_settings(first: RunRecord, other: RunRecord) -> None:
     theirs, ours = flattened(first.config), flattened(other.config)
     differing = [
@@ -217,37 +216,27 @@ def _require_same_settings(first: RunRecord, other: RunRecord) -> None:
 
 
 def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, Trained]]:
+    """The arms by label. Where several arms have the same one, the settings that tell them apart are added to it."""
     groups: dict[tuple, list[Trained]] = {}
     for record in records:
         for name, known in record.arms.items():
             settings = json.dumps(sorted(arm_settings(record, name).items()), default=str)
-            groups.setdefault((known.label, _plain_numbers(settings)), []).append(Trained(record, name))
-    labels = _labels([found[0] for found in groups.values()])
+            alike = json.dumps(json.loads(settings, parse_int=float))  # 0 and 0.0 are one setting
+            groups.setdefault((known.label, alike), []).append(Trained(record, name))
     arms: dict[str, dict[int, Trained]] = {}
-    for label, found in zip(labels, groups.values(), strict=True):
+    for (plain, _), found in groups.items():
+        own, *others = (
+            arm_settings(first.record, first.name)
+            for first in (found[0], *(more[0] for (label, _), more in groups.items() if label == plain))
+        )
+        apart = [key for key in own if any(other.get(key) != own[key] for other in others)]
+        label = ", ".join([plain, *(f"{key} {own[key]}" for key in apart)])
         arms[label] = {}
         for trained in found:
-            seed = trained.record.seed
-            if seed in arms[label]:
+            first = arms[label].setdefault(trained.record.seed, trained)
+            if first is not trained:
                 raise UserError(
-                    f"{arms[label][seed].record.folder} and {trained.record.folder} both trained {label} with seed "
-                    f"{seed}: a seed counts once, so name one of them only"
+                    f"{first.record.folder} and {trained.record.folder} both trained {label} with seed "
+                    f"{first.record.seed}: a seed counts once, so name one of them only"
                 )
-            arms[label][seed] = trained
     return arms
-
-
-def _plain_numbers(text: str) -> str:
-    """0 and 0.0 are one setting."""
-    return json.dumps(json.loads(text, parse_int=float))
-
-
-def _labels(arms: Sequence[Trained]) -> list[str]:
-    """Each arm's label; where several arms have the same, with the settings that tell them apart."""
-    labels = []
-    for arm in arms:
-        alike = [arm_settings(other.record, other.name) for other in arms if other.settings.label == arm.settings.label]
-        own = arm_settings(arm.record, arm.name)
-        apart = [key for key in own if any(other.get(key) != own[key] for other in alike)]
-        labels.append(", ".join([arm.settings.label, *(f"{key} {own[key]}" for key in apart)]))
-    return labels

@@ -20,7 +20,7 @@ from nemo_edo.report.run_record import RunRecord
 from nemo_edo.rollouts.store import RolloutStore
 
 MOST_CHARACTERS = 600_000
-"""Of the packed data in a page, which is to stay under 2 MB."""
+"""The most packed data in a page, which is to stay under 2 MB."""
 LIKELY_RATIO = 25
 """Text is packed at most about this well: more than this times ``MOST_CHARACTERS`` is not tried."""
 _COLUMNS = ("problem_id", "sample_index", "text", "reward", "answer", "finished")
@@ -37,7 +37,7 @@ class BrowsedSamples:
     """gzip as base64 of JSON: ``policies``, each with its label and whether it was ``trained``, and ``problems``, each
     with ``id``, ``question``, ``answer`` and the ``responses`` of each policy."""
     problems: int
-    """In the page, of the first test problems."""
+    """The number of test problems in the page, the first ones."""
     each: int
     """Sampled responses of a policy to a problem in the page, at most."""
     complete: bool
@@ -47,13 +47,12 @@ class BrowsedSamples:
 def sample_browser(comparison: Comparison) -> BrowsedSamples | None:
     """The responses of each policy's first seed; None where none are stored. A policy with damaged ones is left out,
     with a warning."""
-    runs, first = comparison.runs, comparison.runs.records[0]
-    trained = {name: runs.policies[name] for name in comparison.labels}
-    found = {
-        name: _responses(first if name == START else by_seed[min(by_seed)].record, by_seed[min(by_seed)].name)
-        for name, by_seed in trained.items()
-    }
-    found = {name: responses for name, responses in found.items() if responses}
+    runs, first, found = comparison.runs, comparison.runs.records[0], {}
+    for name in comparison.labels:
+        by_seed = runs.policies[name]
+        trained = by_seed[min(by_seed)]
+        if responses := _responses(first if name == START else trained.record, trained.name):
+            found[name] = responses
     if not found:
         return None
     ids = next(iter(first.evaluations.values())).problems
@@ -73,7 +72,7 @@ def sample_browser(comparison: Comparison) -> BrowsedSamples | None:
 
 
 def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
-    """Of the policy's final evaluation by problem, the greedy one first; empty where none is stored, or not all."""
+    """The responses of the policy's final evaluation by problem, the greedy one first; none where some are lost."""
     iteration = record.arms[arm].iterations if arm in record.arms else 0
     found: dict[str, list[Response]] = {}
     for kind in KINDS:
@@ -96,7 +95,13 @@ def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
 def _packed(policies: list[dict], problems: list[dict[str, Any]], each: int) -> tuple[str, int, int]:
     """The data with as many responses to each problem as fit, or of as many problems with one, and their numbers."""
     while True:
-        shown = [{**problem, "responses": [_first(one, each) for one in problem["responses"]]} for problem in problems]
+        shown = []
+        for problem in problems:
+            kept = [
+                [r for r in one if r[0]] + [r for r in one if not r[0]][:each]  # the greedy one, and the first sampled
+                for one in problem["responses"]
+            ]
+            shown.append({**problem, "responses": kept})
         text = json.dumps({"policies": policies, "problems": shown}, ensure_ascii=False, separators=(",", ":"))
         if len(text) <= LIKELY_RATIO * MOST_CHARACTERS:
             packed = base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode()
@@ -106,8 +111,3 @@ def _packed(policies: list[dict], problems: list[dict[str, Any]], each: int) -> 
             each //= 2
         else:
             problems = problems[: len(problems) // 2]
-
-
-def _first(responses: list[Response], each: int) -> list[Response]:
-    """The greedy response and the first ``each`` sampled ones."""
-    return [r for r in responses if r[0]] + [r for r in responses if not r[0]][:each]

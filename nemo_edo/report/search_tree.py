@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ SHOWN = 6
 COLUMN, ROW, MARGIN = 96, 24, 16
 """Pixels from a node to its child, between leaves, and around the tree."""
 _STORED = ("parent", "finished", "samples", "reward", "width", "value", "made_at", "expanded_at")
-_DRAWN = ("step", *(name for name in _STORED if name != "samples"))
 
 
 @dataclass
@@ -31,19 +29,11 @@ class TreeNode:
     value: float
     made_at: int
     expanded_at: int | None
-    x: int = 0
+    x: int
     """Pixels."""
-    y: int = 0
-    chosen: bool = False
+    y: int
+    chosen: bool
     """Whether it is on the path to the answer."""
-
-    @property
-    def about(self) -> str:
-        """The node in words."""
-        expanded = "not expanded" if self.expanded_at is None else f"expanded in iteration {self.expanded_at}"
-        numbers = f"reward {self.reward:.3f}, width {self.width:.3f}, f {self.value:.3f}"
-        ended = ", finished" if self.finished else ""
-        return f"{self.step or 'the question'} ({numbers}; made in iteration {self.made_at}, {expanded}{ended})"
 
 
 @dataclass(frozen=True)
@@ -51,15 +41,9 @@ class SearchTree:
     name: str
     question: str
     nodes: tuple[TreeNode, ...]
-
-    @property
-    def width(self) -> int:
-        """Pixels of the drawing."""
-        return max(node.x for node in self.nodes) + COLUMN
-
-    @property
-    def height(self) -> int:
-        return max(node.y for node in self.nodes) + MARGIN
+    width: int
+    """Pixels of the drawing."""
+    height: int
 
     @property
     def edges(self) -> list[tuple[TreeNode, TreeNode]]:
@@ -85,36 +69,41 @@ def tree_record(result: SearchResult) -> dict[str, Any]:
 
 def read_trees(run_folder: Path) -> list[SearchTree]:
     """The run's first ``SHOWN`` trees; none where nothing was searched. Raises UserError naming a malformed file."""
-    return [_read(path) for path in sorted((run_folder / "search").glob("*.json"))[:SHOWN]]
+    found = []
+    for path in sorted((run_folder / "search").glob("*.json"))[:SHOWN]:
+        record = read_object(path, ("question", "best", "nodes"))
+        try:
+            found.append(_drawn(path.stem, record))
+        except (KeyError, TypeError, IndexError) as error:
+            raise UserError(f"{path}: not the record of a search ({error!r})") from error
+    return found
 
 
-def _read(path: Path) -> SearchTree:
-    record = read_object(path, ("question", "best", "nodes"))
-    try:
-        nodes = tuple(TreeNode(**{name: node[name] for name in _DRAWN}) for node in record["nodes"])
-        _lay_out(nodes, record["best"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path}: not the record of a search ({error!r})") from error
-    return SearchTree(path.stem, record["question"], nodes)
-
-
-def _lay_out(nodes: Sequence[TreeNode], best: int) -> None:
+def _drawn(name: str, record: dict[str, Any]) -> SearchTree:
     """Gives each node its place: to the right by depth, leaves one below the other, a parent in the middle of its
     children. Parents come before their children."""
-    place: int | None = best
+    nodes = record["nodes"]
+    chosen, place = set(), record["best"]
     while place is not None:
-        nodes[place].chosen = True
-        place = nodes[place].parent
+        chosen.add(place)
+        place = nodes[place]["parent"]
     children: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes[1:], start=1):
-        children[node.parent].append(place)
-    leaves = itertools.count()
+        children[node["parent"]].append(place)
+    leaves, places = itertools.count(), {}
 
     def put(place: int, depth: int) -> float:
         """Places a node after its children, and returns its row."""
         rows = [put(child, depth + 1) for child in children[place]] or [float(next(leaves))]
         row = (rows[0] + rows[-1]) / 2
-        nodes[place].x, nodes[place].y = MARGIN + depth * COLUMN, round(MARGIN + row * ROW)
+        places[place] = MARGIN + depth * COLUMN, round(MARGIN + row * ROW)
         return row
 
     put(0, 0)
+    kept = ("step", *(key for key in _STORED if key != "samples"))
+    drawn = []
+    for place, node in enumerate(nodes):
+        x, y = places[place]
+        drawn.append(TreeNode(**{key: node[key] for key in kept}, x=x, y=y, chosen=place in chosen))
+    width, height = (max(ends) for ends in zip(*places.values(), strict=True))
+    return SearchTree(name, record["question"], tuple(drawn), width + COLUMN, height + MARGIN)

@@ -167,20 +167,8 @@ def test_every_chart_has_visible_traces_within_its_frame(opened):
     assert [chart for chart in charts if chart[1] == 0 or not chart[2]] == []
 
 
-def test_the_page_does_not_scroll_sideways(opened):
-    needed, width = opened.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-    assert needed <= width
-
-
-def test_wide_tables_scroll_within_their_own_container(opened):
-    boxes = opened.execute_script(
-        "return [...document.querySelectorAll('.scroll')].map((box) => [box.clientWidth, innerWidth])")
-    assert boxes
-    assert all(box <= width for box, width in boxes)
-
-
-def test_no_visible_text_is_smaller_than_twelve_pixels(opened):
-    small = opened.execute_script("""
+def test_with_everything_unfolded_nothing_is_wider_than_the_page_and_no_text_is_small(opened):
+    needed, width, boxes, nodes, small = opened.execute_script("""
         document.querySelectorAll("details").forEach((details) => details.open = true);
         const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), small = [];
         while (walker.nextNode()) {
@@ -188,30 +176,20 @@ def test_no_visible_text_is_smaller_than_twelve_pixels(opened):
           if (!walker.currentNode.data.trim() || !owner.getClientRects().length) continue;
           if (parseFloat(getComputedStyle(owner).fontSize) < 12) small.push(walker.currentNode.data);
         }
-        return small;""")
-    assert small == []
+        return [document.documentElement.scrollWidth, innerWidth,
+                [...document.querySelectorAll(".scroll")].map((box) => box.getBoundingClientRect().right),
+                [...document.querySelectorAll(".tree .node")].filter((n) => n.getBoundingClientRect().width).length,
+                small];""")
+    assert needed <= width and boxes and max(boxes) <= width
+    assert (nodes, small) == (7, [])
 
 
-def test_a_script_in_the_runs_text_is_shown_and_does_not_run(opened):
+def test_nothing_is_fetched_and_a_script_in_the_runs_text_is_shown_and_does_not_run(opened, page):
+    assert fetched(opened) == {page}
+    assert [entry for entry in opened.get_log("browser") if entry["level"] == "SEVERE"] == []
     attacked, title, shown = opened.execute_script(
         "return [window.attacked, document.title, document.body.textContent.includes(\"document.title = 'attacked'\")]")
     assert (attacked, title, shown) == (None, "quickstart: nemo_edo report", True)
-
-
-def test_nothing_is_fetched_and_the_console_stays_clean(opened, page):
-    assert fetched(opened) == {page}
-    assert [entry for entry in opened.get_log("browser") if entry["level"] == "SEVERE"] == []
-
-
-def test_search_trees_and_an_opened_problem_stay_within_the_page(opened):
-    opened.execute_script("document.querySelectorAll('details').forEach((details) => details.open = true)")
-    needed, width = opened.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-    assert needed <= width
-    nodes, tree_box = opened.execute_script("""
-        const size = (node) => node.getBoundingClientRect().width;
-        return [[...document.querySelectorAll(".tree .node")].filter(size).length,
-                document.querySelector(".tree").closest(".scroll").getBoundingClientRect().right];""")
-    assert (nodes, tree_box <= width) == (7, True)
 
 
 def test_on_paper_the_charts_fit_the_controls_are_gone_and_a_dark_screens_colours_too(driver, page):

@@ -59,9 +59,9 @@ class Test:
     dose: str
     """Empty for a slope."""
     values: tuple[float, ...]
-    """By seed."""
+    """The differences by seed."""
     interval: Interval
-    """Over seeds, 95 %; its ends are NaN with one."""
+    """The mean over seeds with its 95 % interval; the ends are NaN with one seed."""
     p: float
     """Two-sided, adjusted by Holm's method for all tests of the table; NaN with one seed."""
 
@@ -161,7 +161,7 @@ def _tests(metric: str, by_dose: pd.DataFrame) -> Iterable[Test]:
 
 
 def _judged(finding: Finding, adjusted: Iterable[float]) -> Finding:
-    """With the next adjusted p-values, and the verdict that follows from them."""
+    """The finding with the next adjusted p-values, and the verdict that follows from them."""
     numbers = iter(adjusted)
     tests = tuple(replace(test, p=next(numbers)) if len(test.values) > 1 else test for test in finding.tests)
     signs = {np.sign(test.interval.mean) for test in tests if test.p < LEVEL}

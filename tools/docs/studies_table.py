@@ -46,7 +46,7 @@ MEANED = (*SHOWN, *METRIC.values(), "well_formed")
 """The columns that have a mean over tasks; METRIC's and the last are those of the claims."""
 BASELINE = "grpo"
 ITS_BASELINE = {family.arm: family.baseline for family in FAMILIES}
-"""Of the paper's forms: over all tasks each is compared with its dose 0."""
+"""The baselines of the paper's forms: over all tasks each form is compared with its dose 0."""
 Arm = tuple[str, str]
 """(name, dose)"""
 AT_1 = dict.fromkeys(SHOWN, "1")
@@ -121,7 +121,7 @@ def tables(study: Study) -> list[str]:
 
 
 def study_rows(study: Study) -> list[Row]:
-    """Of the study's cells and their starts: the file may have other studies' too."""
+    """The rows of the study's cells and their starts: the file may have other studies' too."""
     wanted = {cell.key for cell in study.cells} | {
         study.start(task, seed).key for task in study.tasks for seed in study.seeds
     }

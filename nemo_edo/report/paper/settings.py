@@ -60,22 +60,15 @@ def tested_on(record: RunRecord) -> str | None:
 
 def paper_settings(experiment: str, method: str) -> dict[str, Any]:
     """The settings that the paper gives for a method of an experiment, by dotted key; an arm's without a section."""
-    return {
-        line.setting: _value(line.value)
-        for line in read_texts("settings.csv").itertuples()
-        if _matches(experiment, line.experiments) and _matches(method, line.methods)
-    }
-
-
-def _matches(name: str, patterns: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns.split("|"))
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    found = {}
+    for line in read_texts("settings.csv").itertuples():
+        pairs = ((experiment, line.experiments), (method, line.methods))
+        if all(any(fnmatchcase(name, one) for one in patterns.split("|")) for name, patterns in pairs):
+            try:
+                found[line.setting] = json.loads(line.value)
+            except ValueError:
+                found[line.setting] = line.value
+    return found
 
 
 def _word(value: Any) -> str:

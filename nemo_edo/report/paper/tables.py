@@ -44,9 +44,9 @@ class PaperTable:
     problems with one seed, over seeds (Student's t) with several; deviation is the standard deviation over seeds
     (n - 1). state says why nothing is measured."""
     runs: list[str]
-    """Those that measure a row: folder, seed and model."""
+    """The runs that measure a row: folder, seed and model."""
     left_out: list[str]
-    """Runs and arms that measure none, with the reason."""
+    """Runs and arms that measure no row, with the reason."""
 
 
 def build_table(name: str, records: Sequence[RunRecord], left_out: Mapping[Path, str] | None = None) -> PaperTable:
@@ -57,27 +57,24 @@ def build_table(name: str, records: Sequence[RunRecord], left_out: Mapping[Path,
     found: dict[tuple, dict[int, Trained]] = {}
     runs: dict[str, None] = {}
     unused = [f"{folder}: {reason}" for folder, reason in (left_out or {}).items()]
-    for record in records:
-        for arm in record.evaluations:
-            reasons, measures = departures(record, arm), measured_by(record.config.get("experiment"), arm)
-            if not reasons and name not in measures["tables"].item().split():
-                of = measures["tables"].item().replace(" ", ", ")
-                reasons = [f"{record.config['experiment']} is for the tables {of}"]
-            if reasons:
-                unused.append(f"{record.folder}, {record.label(arm)}: {', '.join(reasons)}")
-                continue
-            [row] = measures[ROW].itertuples(index=False)
-            row = row._replace(evaluated_on=evaluated_on(tested_on(record), row.trained_on))
-            first = found.setdefault(tuple(row), {}).setdefault(record.seed, Trained(record, arm))
-            # Only the start of runs with arms may be there twice: they share it, and the first counts.
-            again = first.record is not record or first.name != arm
-            if again and not (arm == START and record.arms):
-                raise UserError(
-                    f"{first.record.folder} and {record.folder} both measured {row.method} on {row.evaluated_on} with "
-                    f"seed {record.seed}: a seed counts once, so name one of them only"
-                )
-            model = setting(record, "model.path") or "built-in model"
-            runs[f"{record.folder} (seed {record.seed}, {model})"] = None
+    for record, arm in [(one, arm) for one in records for arm in one.evaluations]:
+        reasons, measures = departures(record, arm), measured_by(record.config.get("experiment"), arm)
+        if not reasons and name not in (tables := measures["tables"].item().split()):
+            reasons = [f"{record.config['experiment']} is for the tables {', '.join(tables)}"]
+        if reasons:
+            unused.append(f"{record.folder}, {record.label(arm)}: {', '.join(reasons)}")
+            continue
+        [row] = measures[ROW].itertuples(index=False)
+        row = row._replace(evaluated_on=evaluated_on(tested_on(record), row.trained_on))
+        first = found.setdefault(tuple(row), {}).setdefault(record.seed, Trained(record, arm))
+        # Only the start of runs with arms may be there twice: they share it, and the first counts.
+        if (first.record is not record or first.name != arm) and not (arm == START and record.arms):
+            raise UserError(
+                f"{first.record.folder} and {record.folder} both measured {row.method} on {row.evaluated_on} with "
+                f"seed {record.seed}: a seed counts once, so name one of them only"
+            )
+        model = setting(record, "model.path") or "built-in model"
+        runs[f"{record.folder} (seed {record.seed}, {model})"] = None
     paper = published(name)
     measured = pd.DataFrame([_measured(number, found) for number in paper.itertuples()], index=paper.index)
     lines = paper.rename(columns={"value": "paper", "spread": "paper_deviation"}).join(measured)
@@ -91,19 +88,18 @@ def _measured(number: Any, found: Mapping[tuple, Mapping[int, Trained]]) -> dict
     parts = [found.get((number.backbone, number.trained_on, tested, method), {}) for tested in benchmarks]
     seeds = sorted(set.intersection(*map(set, parts)))
     by_seed = {seed: one for seed in seeds if (one := _of_one_seed(number, [part[seed] for part in parts]))}
+    measured = {**dict.fromkeys(("mean", "low", "high", "deviation"), math.nan), "seeds": "", "state": ""}
     if not by_seed:
         run = sum(map(bool, parts))
         state = NOT_RUN if not run else f"{run} of {len(parts)} benchmarks" if run < len(parts) else NOT_MEASURED
-        return {**dict.fromkeys(("mean", "low", "high", "deviation"), math.nan), "seeds": "", "state": state}
+        return {**measured, "state": state}
     factor = 100.0 if number.percent else 1.0
     means = [one.mean * factor for one in by_seed.values()]
+    measured["seeds"] = " ".join(map(str, by_seed))
     if len(means) > 1:
-        interval, deviation = mean_interval(means), float(np.std(means, ddof=1))
-    else:
-        [one] = by_seed.values()
-        interval, deviation = Interval(means[0], one.low * factor, one.high * factor), math.nan
-    ends = {"mean": interval.mean, "low": interval.low, "high": interval.high}
-    return {**ends, "deviation": deviation, "seeds": " ".join(map(str, by_seed)), "state": ""}
+        return {**measured, **vars(mean_interval(means)), "deviation": float(np.std(means, ddof=1))}
+    [one] = by_seed.values()
+    return {**measured, "mean": means[0], "low": one.low * factor, "high": one.high * factor}
 
 
 def _of_one_seed(number: Any, policies: Sequence[Trained]) -> Interval | None:
@@ -115,17 +111,17 @@ def _of_one_seed(number: Any, policies: Sequence[Trained]) -> Interval | None:
         values = [metrics[name] for metrics in logged for name in names if name in metrics]
         ends = [values[-1].get(key) for key in ("mean", "low", "high")] if values else []
         return Interval(*(math.nan if end is None else end for end in ends)) if ends else None
-    pairs = {}
+    pairs = []
     for policy in policies:
         metrics = {**(policy.test_time.metrics if policy.test_time else {}), **policy.evaluation.metrics}
         name = next((name for name in names if name in metrics and metrics[name][1].sum() > 0), None)
         if name is None:
             return None
-        pairs[policy] = name, metrics[name]
+        pairs.append((name, metrics[name]))
     settings = {"resamples": setting(record, "evaluation.bootstrap"), "seed": record.seed}
-    if len(policies) == 1:
-        return ratio_intervals(dict(pairs.values()), **settings)[name]
-    return mean_of_shares([pair for _, pair in pairs.values()], **settings)
+    if len(pairs) == 1:
+        return ratio_intervals(dict(pairs), **settings)[pairs[0][0]]
+    return mean_of_shares([pair for _, pair in pairs], **settings)
 
 
 def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[str]:
@@ -133,45 +129,41 @@ def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[st
 
     Raises UserError where a run cannot be read, and for a file that does not end in .html, .md or .csv.
     """
-    render = {".html": html, ".md": markdown, ".csv": csv_text}
-    if out is not None and out.suffix not in render:
-        raise UserError(f"{out}: a table's file ends in {', '.join(render)}")
+    if out is not None and out.suffix not in (".html", ".md", ".csv"):
+        raise UserError(f"{out}: a table's file ends in .html, .md, .csv")
     table = build_table(name, [read_run(folder) for folder in found.folders], found.left_out)
     if out is None:
         return [markdown(table)]
-    write_whole(out, render[out.suffix](table))
+    if out.suffix == ".csv":  # a line for each number of the paper
+        text = table.lines[CSV].to_csv(index=False, lineterminator="\r\n")
+    else:
+        text = html(table) if out.suffix == ".html" else markdown(table)
+    write_whole(out, text)
     return [f"table: {out}"]
 
 
 def sections(table: PaperTable) -> list[dict[str, Any]]:
     """The rows of each backbone and benchmark as a reader wants them: title, heads and the texts of each method, a
-    column for each quantity, the paper's before the measured."""
+    column for each quantity, the paper's before the measured: ``79.1 [77.0, 81.3]``, and of several seeds
+    ``79.1 ± 0.3 [78.3, 79.8], 3 seeds``."""
     made = []
     for (backbone, trained_on, tested), lines in table.lines.groupby(ROW[:3], sort=False):
-        titles = list(lines["column"].unique())
-        texts = {(line.method, line.column): _texts(line) for line in lines.itertuples()}
-        rows = {
-            method: [text for title in titles for text in texts.get((method, title), ("", ""))]
-            for method in lines["method"].unique()
-        }
+        titles, rows = list(lines["column"].unique()), {}
+        for line in lines.itertuples():
+            form = ".1f" if line.percent else ".4f"
+            paper = "" if math.isnan(line.paper) else f"{line.paper:.1f}" if line.percent else f"{line.paper:g}"
+            if not math.isnan(line.paper_deviation):
+                paper = f"{line.paper:g} ± {line.paper_deviation:g}"
+            measured = line.state or f"{line.mean:{form}} [{line.low:{form}}, {line.high:{form}}]"
+            if (number := len(line.seeds.split())) > 1:
+                measured = f"{measured.replace(' ', f' ± {line.deviation:{form}} ', 1)}, {number} seeds"
+            texts = rows.setdefault(line.method, [""] * (2 * len(titles)))
+            place = 2 * titles.index(line.column)
+            texts[place : place + 2] = paper, measured
         heads = ["method", *(f"{title}, {source}" for title in titles for source in ("paper", "measured"))]
         title = f"{backbone}, trained on {trained_on}, evaluated on {tested}"
         made.append({"title": title, "heads": heads, "rows": rows})
     return made
-
-
-def _texts(line: Any) -> tuple[str, str]:
-    """The paper's number and the measured one: ``79.1 [77.0, 81.3]``, and of several seeds
-    ``79.1 ± 0.3 [78.3, 79.8], 3 seeds``."""
-    form = ".1f" if line.percent else ".4f"
-    paper = "" if math.isnan(line.paper) else f"{line.paper:.1f}" if line.percent else f"{line.paper:g}"
-    if not math.isnan(line.paper_deviation):
-        paper = f"{line.paper:g} ± {line.paper_deviation:g}"
-    if line.state:
-        return paper, line.state
-    number = len(line.seeds.split())
-    deviation, seeds = (f" ± {line.deviation:{form}}", f", {number} seeds") if number > 1 else ("", "")
-    return paper, f"{line.mean:{form}}{deviation} [{line.low:{form}}, {line.high:{form}}]{seeds}"
 
 
 def notes(table: PaperTable) -> list[str]:
@@ -191,11 +183,6 @@ def markdown(table: PaperTable) -> str:
         lines += [f"| {' | '.join((method, *texts))} |" for method, texts in section["rows"].items()] + [""]
     plain = (" ".join(note.split()).replace("|", "\\|").replace("<", "&lt;") for note in notes(table))
     return "\n".join([*lines, *(f"- {note}" for note in plain)]) + "\n"
-
-
-def csv_text(table: PaperTable) -> str:
-    """A line for each number of the paper."""
-    return table.lines[CSV].to_csv(index=False, lineterminator="\r\n")
 
 
 def html(table: PaperTable) -> str:

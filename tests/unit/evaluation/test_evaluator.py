@@ -1,13 +1,21 @@
 """The evaluation on a scripted engine: each metric against a computation from its definition."""
 
 import itertools
-import random
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from helpers.scripted_engine import ScriptedEngine
+from helpers.scripted_evaluation import (
+    MAX_NEW_TOKENS,
+    PAD,
+    PROBLEMS,
+    ROLLOUTS,
+    SAMPLES,
+    Engine,
+    evaluate,
+)
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
@@ -17,11 +25,6 @@ from nemo_edo.generation.sampling import choose_tokens
 from nemo_edo.metrics import distinct_n
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.types import Problem, Rollout
-
-SAMPLES, ROLLOUTS, MAX_NEW_TOKENS = 4, 3, 24
-PAD, STOP, FIRST_CHARACTER = 0, 1, 2
-PROBLEMS = [Problem(f"test-{i}", f"q{i}", "#### 1", str(i), f"test.jsonl:{i}") for i in range(1, 6)]
-PROMPTS = {problem.id: (3,) * i for i, problem in enumerate(PROBLEMS, start=1)}
 
 
 class CountingPolicy:
@@ -34,38 +37,6 @@ class CountingPolicy:
         self.rows += batch.size
         self.temperatures.append(temperature)
         return torch.zeros_like(batch.mask), batch.tokens[:, 1:].float()
-
-
-class Engine(ScriptedEngine):
-    """Records its calls."""
-
-    def __init__(self, script) -> None:
-        super().__init__(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
-                         decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP)
-        self.calls: list[tuple] = []
-
-    def generate(self, requests, sampling):
-        self.calls.append((list(requests), sampling))
-        return super().generate(requests, sampling)
-
-
-def random_script(request, sampling) -> str:
-    """Texts that are right, wrong, tied, without an answer, cut at 24 tokens, or badly formed."""
-    rng = random.Random(f"{request.seed} {sampling.temperature}")
-    right = request.problem_id.removeprefix("test-")
-    answer = rng.choice([right, right, "77", "88"])
-    return rng.choice([f"{rng.randint(1, 3)} + 1\n#### {answer}", f"#### {answer}", "no answer", "1" * 60,
-                       f"#### {answer}\nand more"])
-
-
-def evaluate(script=random_script, rollouts: int = ROLLOUTS, problems=PROBLEMS, tuning=None, **settings):
-    """(evaluation, the first rollout's responses, engine, policy)"""
-    engine, policy = Engine(script), CountingPolicy()
-    requests = sampling_requests(problems, PROMPTS, rollouts * SAMPLES, 42, "evaluate")
-    evaluator = Evaluator(policy=policy, engine=engine, scorer=ExactAnswerScorer(), problems=problems, prompts=PROMPTS,
-                          config=EvaluationConfig(samples=SAMPLES, **settings), max_new_tokens=MAX_NEW_TOKENS,
-                          pad_id=PAD)
-    return *evaluator.evaluate("arm", requests, rollouts, tuning), engine, policy
 
 
 def sampled_again(engine: Engine) -> list[list[list]]:
@@ -81,7 +52,8 @@ def sampled_again(engine: Engine) -> list[list[list]]:
 @pytest.fixture(scope="module")
 def evaluated():
     """(evaluation, the first rollout's responses, all responses, engine, policy); responses are of every kind."""
-    evaluation, first, engine, policy = evaluate()
+    policy = CountingPolicy()
+    evaluation, first, engine = evaluate(policy=policy)
     responses = sampled_again(engine)
     flat = list(itertools.chain(*itertools.chain(*responses)))
     assert {one.reason.split()[0] for one in flat} == {"correct", "final", "no", "did"}
@@ -147,13 +119,6 @@ def test_a_metric_is_the_mean_of_its_definition_over_the_rollouts_of_each_proble
     assert len(set(expected)) > 1
 
 
-def test_pooled_distinct_4_is_that_of_all_responses_together_not_the_mean_over_problems(evaluated):
-    evaluation, _, responses, _, _ = evaluated
-    flat = [s.rollout.response_ids for rollouts in responses for rollout in rollouts for s in rollout]
-    assert evaluation.mean("distinct_4_pooled") == pytest.approx(distinct_n(flat, n=4))
-    assert evaluation.mean("distinct_4_pooled") < 0.8 * evaluation.mean("distinct_4")
-
-
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response_up_to_one_rollouts_samples(evaluated):
     evaluation, _, responses, _, _ = evaluated
     assert [name for name in evaluation.metrics if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@3", "pass@4"]
@@ -165,18 +130,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response_up_to_one_rollo
         np.testing.assert_allclose(means(evaluation, f"pass@{k}"), expected)
 
 
-def test_entropy_is_a_mean_over_the_tokens_of_the_first_rollout(evaluated):
-    evaluation, _, responses, _, policy = evaluated
+def test_entropy_is_of_the_first_rollouts_tokens_and_pooled_distinct_4_of_all_responses_together(evaluated):
+    evaluation, examples, responses, _, policy = evaluated
     first = [[s.rollout.response_ids for s in rollouts[0]] for rollouts in responses]
     sums, counts = evaluation.metrics["entropy"]
     assert counts.tolist() == [sum(map(len, ids)) for ids in first]
     assert sums.tolist() == [sum(map(sum, ids)) for ids in first]
     assert policy.rows == len(PROBLEMS) * SAMPLES
-
-
-def test_returned_examples_are_the_first_rollouts_responses_problem_by_problem(evaluated):
-    _, first, responses, _, _ = evaluated
-    assert [s.rollout for s in first] == [s.rollout for rollouts in responses for s in rollouts[0]]
+    assert [s.rollout for s in examples] == [s.rollout for rollouts in responses for s in rollouts[0]]
+    flat = [s.rollout.response_ids for rollouts in responses for rollout in rollouts for s in rollout]
+    assert evaluation.mean("distinct_4_pooled") == pytest.approx(distinct_n(flat, n=4))
+    assert evaluation.mean("distinct_4_pooled") < 0.8 * evaluation.mean("distinct_4")
 
 
 def test_a_response_cut_at_the_limit_is_wrong_and_abstains():
@@ -198,7 +162,8 @@ def test_every_temperature_has_its_own_metrics_and_the_best_is_chosen_on_trainin
 
     train = [Problem(f"train-{i}", f"q{i}", "#### 1", str(i), f"train.jsonl:{i}") for i in (1, 2)]
     tuning = Tuning(train, sampling_requests(train, {"train-1": (3,), "train-2": (3,)}, SAMPLES, 42, "tune"))
-    evaluation, _, engine, policy = evaluate(script, 2, tuning=tuning, temperature=[1.0, 0.5], tuning_problems=2)
+    policy, settings = CountingPolicy(), {"temperature": [1.0, 0.5], "tuning_problems": 2}
+    evaluation, _, engine = evaluate(script, rollouts=2, policy=policy, tuning=tuning, **settings)
     found = {name: evaluation.mean(name) for name in evaluation.metrics}
     assert (found["vote@4"], found["vote@4/t0.5"], found["vote@4/best"]) == (1.0, 0.0, 0.0)
     assert found["best_temperature"] == 0.5 and evaluation.temperature == 1.0
@@ -206,7 +171,7 @@ def test_every_temperature_has_its_own_metrics_and_the_best_is_chosen_on_trainin
     assert {"greedy_accuracy", "pass@1", "pass@4/t0.5"} <= set(found)
     assert not {"greedy_accuracy/t0.5", "pass@1/t0.5"} & set(found)
     sampled = [(sampling.temperature, len(requests)) for requests, sampling in engine.calls]
-    assert sampled == [(0.0, 5), (1.0, 5 * 2 * SAMPLES), (0.5, 5 * 2 * SAMPLES), (1.0, 8), (0.5, 8)]
+    assert sampled == [(0.0, 7), (1.0, 7 * 2 * SAMPLES), (0.5, 7 * 2 * SAMPLES), (1.0, 8), (0.5, 8)]
     assert [metric_name(name) for name in ("vote@4/t0.5", "vote@4/best")] == [
         "vote@4, temperature 0.5", "vote@4, best temperature"]
 

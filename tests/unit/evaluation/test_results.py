@@ -9,10 +9,7 @@ from helpers.one_run import evaluation
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import (
-    NAMES,
-    POOLED,
     Evaluation,
-    compared_metrics,
     largest,
     load_evaluation,
     main_metrics,
@@ -52,12 +49,6 @@ def test_metrics_are_ordered_by_number_and_the_largest_vote_and_pass_are_the_mai
     names = ["vote@2", "vote@128", "pass@9", "pass@64", "distinct_4"]
     assert main_metrics(names) == ["vote@128", "pass@64", "distinct_4"]
     assert largest(["entropy"], "vote@") is None
-
-
-def test_names_of_compared_metrics_can_be_listed_with_commas():
-    compared = compared_metrics(["greedy_accuracy", "accuracy", "distinct_4", POOLED, "entropy"])
-    assert POOLED in compared
-    assert not [NAMES[name] for name in compared if "," in NAMES[name]]
 
 
 def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_problem():

@@ -5,33 +5,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.scripted_engine import ScriptedEngine
+from helpers import scripted_evaluation
+from helpers.scripted_evaluation import PROBLEMS, ROLLOUTS, SAMPLES
 
-from nemo_edo.algorithms.requests import sampling_requests
-from nemo_edo.config import EvaluationConfig
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.evaluator import Evaluator
-from nemo_edo.evaluation.stored import aggregated, analyse
-from nemo_edo.evaluation.stored_table import differences, families, kappa, shown_sizes, table
+from nemo_edo.evaluation.stored import aggregated, analyse, differences, families, kappa, shown_sizes, table
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
-from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.arrays import read_samples
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.test_time.curves import best_of_curve
-from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem
+from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE
 
-SAMPLES, ROLLOUTS = 6, 2
 N = SAMPLES * ROLLOUTS
-PROBLEMS = [Problem(f"test-{i}", f"q{i}", f"#### {i}", str(i), f"test.jsonl:{i}") for i in range(1, 8)]
-PROMPTS = {problem.id: (3,) * 4 for problem in PROBLEMS}
 BOOTSTRAP = {"resamples": 200, "seed": 0}
-
-
-def script(request, sampling) -> str:
-    rng = random.Random(f"{request.seed} {sampling.temperature}")
-    right = request.problem_id.removeprefix("test-")
-    return rng.choice([f"{rng.randint(1, 3)} + 1\n#### {right}", f"#### {right}", "#### 77", "#### 88", "none"])
 
 
 def unchanged(place, one):
@@ -41,33 +28,10 @@ def unchanged(place, one):
     return replace(one, rollout=replace(one.rollout, response_logprobs=logprobs))
 
 
-def evaluate(folder, change=unchanged, rollouts: int = ROLLOUTS):
-    """The evaluation of a run, and the responses that it stored, greedy and sampled; ``change``, of a response's place
-    and what the rule says of it."""
-
-    class Scorer(ExactAnswerScorer):
-        def score(self, rollouts, problems):
-            return [change(place, one) for place, one in enumerate(super().score(rollouts, problems))]
-
-    engine = ScriptedEngine(script, encode=lambda text: [ord(c) for c in text],
-                            decode=lambda ids: "".join(map(chr, ids)), stop_id=1)  # fmt: skip
-    stores = {kind: RolloutStore(folder / kind) for kind in ("greedy", "sampled")}
-
-    def keeping(kind, answer):
-        def stored_answer(requests):
-            scored = answer(requests)
-            stores[kind].write(0, scored, rank=0, world_size=1)
-            return scored
-
-        return stored_answer
-
-    evaluator = Evaluator(
-        policy=None, engine=engine, scorer=Scorer(), problems=PROBLEMS, prompts=PROMPTS,
-        config=EvaluationConfig(samples=SAMPLES), max_new_tokens=40, pad_id=0, keeping=keeping,
-    )  # fmt: skip
-    requests = sampling_requests(PROBLEMS, PROMPTS, rollouts * SAMPLES, 42, "evaluate")
-    evaluation, _ = evaluator.evaluate("arm", requests, rollouts)
-    return evaluation, read_samples(stores["greedy"], 0), read_samples(stores["sampled"], 0)
+def evaluate(folder, change=unchanged, **settings):
+    """The evaluation of a run, and the responses that it stored, greedy and sampled."""
+    evaluation, *_ = scripted_evaluation.evaluate(change=change, folder=folder, **settings)
+    return evaluation, *(read_samples(RolloutStore(folder / kind), 0) for kind in ("greedy", "sampled"))
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +59,13 @@ def test_every_metric_of_the_evaluation_comes_out_of_its_stored_responses(evalua
     assert found.problems == evaluation.problems
     for one in (found, evaluation):
         assert not {"abstained", "judge_agreement"} & one.metrics.keys()
-    evaluation, greedy, sampled = evaluate(tmp_path, rollouts=1)
-    first, again, other = (stored(greedy, sampled, seed=seed) for seed in (0, 0, 1))
-    votes = means(first, f"majority@{SAMPLES}")
-    np.testing.assert_allclose(votes, means(evaluation, f"vote@{SAMPLES}"))
+    logprobs = [sum(row) for row in sampled.logprobs.tolist()]
+    np.testing.assert_allclose(found.metrics["entropy_sampled"][0], [-value for value in logprobs])
+    evaluation, greedy, sampled = evaluate(tmp_path, rollouts=1, samples=6)
+    first, again, other = (stored(greedy, sampled, each=6, seed=seed) for seed in (0, 0, 1))
+    np.testing.assert_allclose(means(first, "majority@6"), means(evaluation, "vote@6"))
     votes, same, different = (means(one, "majority@4").tolist() for one in (first, again, other))
     assert votes == same != different  # the seed fixes the subsets
-
-
-def test_the_entropy_from_samples_is_minus_the_mean_log_probability_of_their_tokens(tmp_path):
-    evaluation, greedy, sampled = evaluate(tmp_path)
-    logprobs = [p for one in RolloutStore(tmp_path / "sampled").read(0) for p in one.rollout.response_logprobs]
-    for one in (evaluation, stored(greedy, sampled)):
-        sums, counts = one.metrics["entropy_sampled"]
-        assert (sums.sum() / counts.sum(), counts.sum()) == (pytest.approx(-np.mean(logprobs)), len(logprobs))
-    assert np.mean(logprobs) < -1
 
 
 def test_curves_are_measured_at_every_k_and_are_the_librarys(evaluated):

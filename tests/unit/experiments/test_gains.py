@@ -1,7 +1,5 @@
 """A held-out study's claim: gains in votes over the plain method and the best baseline of each task."""
 
-from dataclasses import replace
-
 import pytest
 
 from nemo_edo.experiments.gains import ALL_TASKS, gains, markdown, tasks_won, verdict
@@ -35,21 +33,9 @@ def test_a_task_is_won_only_above_both_the_plain_method_and_the_tasks_best_basel
     pooled = [one for one in found if one.candidate == "ours" and one.task == ALL_TASKS]
     assert [round(one.interval.mean, 2) for one in pooled] == [0.1, 0.07]
     assert markdown(found).count("\n") == 1 + len(found)
-
-
-def test_the_claim_is_won_by_candidates_that_win_enough_tasks():
-    rows = table(grpo={"a": 0.5, "b": 0.5}, bonus={"a": 0.5, "b": 0.5}, ours={"a": 0.6, "b": 0.6},
-                 weak={"a": 0.58, "b": 0.52})  # fmt: skip
-    found = gains(rows, BASELINES)
-    each = "ours wins 2 of 2 (a, b); weak wins 1 of 2 (a)."
+    each = "ours wins 2 of 2 (a, b); weak wins 0 of 2."
     assert verdict(found) == f"The claim is won by ours (at least 2 of 2 tasks): {each}"
-    both = [replace(one, candidate="weak") for one in found if one.candidate == "ours"]
-    assert verdict([one for one in found if one.candidate == "ours"] + both).startswith(
-        "The claim is won by ours and weak ("
-    )
-    assert verdict([one for one in found if one.candidate == "weak"]) == (
-        "No candidate wins the claim (at least 2 of 2 tasks): weak wins 1 of 2 (a)."
-    )
+    assert verdict([one for one in found if one.candidate == "weak"]).startswith("No candidate wins the claim (")
 
 
 def test_p_values_are_adjusted_for_every_test_of_the_table():

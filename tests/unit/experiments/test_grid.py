@@ -109,20 +109,6 @@ def test_a_cell_that_another_command_has_is_left_to_it(tmp_path: Path):
     assert [cell.name for cell in grid.left()] == ["a"]
 
 
-def test_a_lock_ends_with_its_process(tmp_path: Path):
-    code = f"import pathlib; from nemo_edo.experiments.grid import hold; file = hold(pathlib.Path({str(tmp_path)!r}) /"
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{code} 'lock'); print(1, flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout.readline()
-    assert hold(tmp_path / "lock") is None
-    process.kill()
-    process.wait()
-    assert hold(tmp_path / "lock")
-
-
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_grid_stops_its_cells(tmp_path: Path, sent: signal.Signals):
     grid = Stands(tmp_path, "slow1", "slow2", "later")

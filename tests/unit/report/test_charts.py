@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +11,9 @@ from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.metrics import share_interval
-from nemo_edo.report.charts import all_charts, pareto_front
-from nemo_edo.report.charts_over_k import MOST_POINTS, thinned
+from nemo_edo.report.charts import MOST_POINTS, all_charts, pareto_front, thinned
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.plotting import COLORS, DASHES, MOST_MARKERS, START_COLOR, arm_styles, line_chart
+from nemo_edo.report.plotting import MOST_MARKERS, arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
 
 STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
@@ -59,13 +57,6 @@ def test_a_constant_curve_has_an_axis_from_zero_and_any_other_plotlys(value: flo
     assert drawing(constant)[1]["yaxis"]["range"] == shown
     other = draw(a=line([0, 1], [value, value], [value, value], [value, value + 1]))
     assert "range" not in drawing(other)[1]["yaxis"]
-
-
-def test_no_two_of_thirty_arms_share_colour_and_dash_and_a_start_changes_none():
-    styles = arm_styles({f"arm-{index}": "x" for index in range(30)})
-    assert len({(style.color, style.dash) for style in styles.values()}) == 30
-    assert {style.dash for style in styles.values()} == set(DASHES)
-    assert arm_styles({"a": "A"})["a"] == arm_styles({"warmup": "Start", "a": "A"})["a"]
 
 
 def test_front_has_the_points_that_no_other_beats():
@@ -124,12 +115,6 @@ def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_s
     assert bands == {place: comparison.noise[metric] for place, metric in enumerate(METRICS)}
 
 
-def test_curves_of_training_have_the_replicate_in_grey_and_the_arms_keep_their_style(compared):
-    chart = by_key(compared(replicate=True))["test-greedy_accuracy"]
-    assert [(style.label, style.color) for style in chart.legend][:: len(chart.legend) - 1] == [
-        ("GRPO", COLORS[0]), ("GRPO, replicate", START_COLOR)]
-
-
 def test_values_of_steps_are_averaged_over_their_iteration(compared):
     comparison = compared(arms=("grpo",))
     means = comparison.runs.records[0].of("train_step", "grpo").groupby("iteration")["exploration"].mean()
@@ -151,28 +136,19 @@ def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(comp
     assert np.subtract(high, low) == pytest.approx(0.1)
 
 
-def test_the_matched_chart_marks_the_interpolated_values(compared):
-    comparison = compared()
-    chart = by_key(comparison)["matched"]
-    level = float(re.search(r"matched accuracy (\d\.\d+)", chart.caption)[1])
-    marks = [trace for trace in traces(chart) if trace["mode"] == "markers"]
-    assert [mark["y"][0] for mark in marks] == [v.interval.mean for v in comparison.matched.values["entropy"].values()]
-    assert all(mark["x"][0] == pytest.approx(level, abs=5e-4) for mark in marks)
+def test_three_arms_that_differ_in_alpha_alone_make_a_curve_in_the_order_of_alpha(tmp_path):
+    def compared(name: str, **options) -> Comparison:
+        return compare(one_run(write_run_folder(tmp_path / name, iterations=4, problems=20, **options)))
 
-
-def test_arms_that_differ_in_alpha_alone_make_a_curve_in_the_order_of_alpha(compared):
-    comparison = compared(arms=(), alphas={"high": 0.1, "low": 1e-4, "plain": 0.0})
+    two = compared("two", arms=("edo_paper", "edo_floor", "entropy_bonus"), alphas={"a": 0.1, "b": 0.01})
+    assert not [key for key in by_key(two) if key.startswith("alpha")]
+    comparison = compared("three", arms=(), alphas={"high": 0.1, "low": 1e-4, "plain": 0.0})
     charts = by_key(comparison)
     low, high, line = traces(charts["alpha-vote-10"])
     assert line["y"] == [comparison.table[arm]["vote@10"].interval.mean for arm in ("plain", "low", "high")]
     assert (line["x"], line["name"]) == ([0, 1, 2], "ED-GRPO")
     assert '"ticktext":["0","0.0001","0.1"]' in charts["alpha-vote-10"].html
     assert "alpha-distinct_4" in charts
-
-
-def test_two_alphas_or_arms_that_differ_in_more_make_no_curve(compared):
-    charts = by_key(compared(arms=("edo_paper", "edo_floor", "entropy_bonus"), alphas={"a": 0.1, "b": 0.01}))
-    assert not [key for key in charts if key.startswith("alpha")]
 
 
 def curves(arm: str, largest: int, *, names=("mine",), problems: int = 12):
@@ -202,16 +178,10 @@ def test_each_family_has_the_means_with_the_interval_of_each_k_and_says_its_toke
         assert trace["y"] == pytest.approx([getattr(cell, end) for cell in expected])
     assert [labels(charts[f"samples-{key}"]) for key in ("best_of--mine", "best_of--other")] == [
         ["GRPO"], ["ED-GRPO 0.3, floor -0.1"]]
-    assert len(labels(charts["samples-pass-"])) == 2 and "samples-best_of--oracle" not in charts
-
-
-def test_long_curves_are_thinned_to_their_ends_and_points_between():
     ks = list(range(1, 257))
-    kept = thinned(ks)
-    assert (kept[0], kept[-1]) == (1, 256)
-    assert 12 <= len(kept) <= MOST_POINTS and set(kept) <= set(ks)
-    assert max(b / a for a, b in zip(kept, kept[1:], strict=False)) <= 2
     assert thinned([1, 2, 5]) == [1, 2, 5]
+    assert (thinned(ks)[0], thinned(ks)[-1]) == (1, 256) and 12 <= len(thinned(ks)) <= MOST_POINTS
+    assert len(labels(charts["samples-pass-"])) == 2 and "samples-best_of--oracle" not in charts
 
 
 def test_several_runs_have_the_charts_of_one_with_means_and_the_range_of_their_seeds(tmp_path):

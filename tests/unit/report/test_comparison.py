@@ -26,18 +26,15 @@ def compared(evaluations, names=("a", "b"), baseline="a") -> Comparison:
     return compare(one_run(evaluations, {name: settings(name) for name in names}, baseline=baseline, seed=7))
 
 
-def test_one_runs_estimates_are_bootstrapped_over_problems():
-    result = compared([evaluation("a", accuracy=BASE**2), evaluation("b", accuracy=BASE)])
+def test_one_runs_estimates_are_over_problems_and_what_only_one_arm_has_is_not_compared():
     ones = np.ones(50)
+    rows = {name: ones for name in ("vote_at_4", "vote_at_16", "well_formed")}
+    ours, theirs = evaluation("a", accuracy=BASE**2, entropy=ones, **rows), evaluation("b", accuracy=BASE, **rows)
+    result = compared([ours, theirs])
     assert result.table["a"]["accuracy"].interval == share_interval(BASE**2, ones, resamples=200, seed=7)
     found = result.difference("b", "accuracy")
     expected = paired_share_interval(BASE, ones, BASE**2, ones, resamples=200, seed=7)
     assert found.interval == found.over_problems == expected
-
-
-def test_only_the_main_metrics_that_both_arms_have_are_compared_and_one_without_counts_is_not_measured():
-    rows = {name: np.ones(50) for name in ("accuracy", "vote_at_4", "vote_at_16", "well_formed")}
-    result = compared([evaluation("a", **rows, entropy=np.ones(50)), evaluation("b", **rows)])
     assert [(d.arm, d.metric) for d in result.differences] == [("b", "accuracy"), ("b", "vote@16")]
     empty = Evaluation("a", ("x",), {"entropy": (np.zeros(1), np.zeros(1))})
     assert compared([empty], names=("a",)).cell("a", "entropy") is None

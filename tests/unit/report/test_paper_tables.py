@@ -14,7 +14,7 @@ from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.metrics import mean_interval, share_interval
-from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, evaluated_on, published
+from nemo_edo.report.paper.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, published
 from nemo_edo.report.paper.settings import departures
 from nemo_edo.report.paper.tables import (
     NOT_MEASURED,
@@ -125,11 +125,6 @@ def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_
     of = published("ood").pivot_table("value", ["backbone", "method", "column"], "evaluated_on")
     off = sorted(abs(of[OVERALL] - of[list(OUT_OF_DISTRIBUTION)].mean(axis=1)))
     assert len(of) == 24 and off[-2] < 0.06 and off[-1] < 0.5  # rounding, and one cell that does not add up
-
-
-def test_math500_is_math_for_a_policy_trained_on_math_alone():
-    assert [evaluated_on("math500", trained) for trained in ("MATH", "s1K")] == ["MATH", "MATH500"]
-    assert [evaluated_on(name, "s1K") for name in ("aime24", None)] == ["AIME24", None]
 
 
 def test_accuracy_over_iterations_is_the_logged_vote_and_the_last_of_two_counts(run):
