@@ -4,8 +4,8 @@ FOLDER/results.json for tests/servers/test_nccl_refit.py."""
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import nccl_stub
 import psutil
@@ -15,7 +15,7 @@ from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.generation import servers as building
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.refit.libnccl import Library
-from nemo_edo.refit.nccl import NCCLSync, stream
+from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.run import build
 
 INSIDE = Path(__file__).parent / "inside_stub_server"
@@ -47,21 +47,21 @@ def pushed(model, in_process, servers, sync, data, version: int) -> dict:
     }
 
 
-def killing_once(weights, replica, after: int):
-    """A stream of weights during which the server's processes are killed."""
+def killing_once(workers, replica, after: int) -> SimpleNamespace:
+    """Workers whose stream of weights kills the server's processes in the middle."""
     seen = []
 
-    def interrupted(take) -> None:
+    def call(work, own):
         def taken(name, weight) -> None:
             if len(seen) == after:
-                for child in psutil.Process(replica.process._process.pid).children():
+                for child in psutil.Process(replica.process.pid).children():
                     child.kill()
             seen.append(name)
-            take(name, weight)
+            own(name, weight)
 
-        weights(taken)
+        workers.call(work, own=taken)
 
-    return interrupted
+    return SimpleNamespace(call=call)
 
 
 def main(folder: Path) -> None:
@@ -75,14 +75,14 @@ def main(folder: Path) -> None:
     building.APIS["vllm"] = StubVLLM
     servers = build.start_servers(cfg, run, data)
     try:
-        sync = NCCLSync(servers, partial(stream, model.workers), lambda: nccl_stub.link(library, LIMIT_S), name="run",
+        sync = NCCLSync(servers, model.workers, lambda: nccl_stub.communicator(library, LIMIT_S), name="run",
                         attempts=2, limit_s=LIMIT_S)  # fmt: skip
         results = []
         for version in range(2):
             move(model, version)
             results.append(pushed(model, in_process, servers, sync, data, version))
         move(model, 2)
-        sync._stream = killing_once(sync._stream, servers.replicas[0], after=3)
+        sync._workers = killing_once(model.workers, servers.replicas[0], after=3)
         results.append(pushed(model, in_process, servers, sync, data, 2))
     finally:
         servers.close()

@@ -58,7 +58,7 @@ def pushes(model, in_process, servers, sync, data) -> list[dict]:
             "greedy": texts[1],
             "versions": sorted({r.policy_version for r in rollouts}),
             "largest_gap": largest_gap(model, rollouts, data),
-            "folders": sorted(folder.name for folder in servers.model_folder.parent.iterdir()),
+            "folders": sorted(folder.name for folder in servers.replicas[0].model_folder.parent.iterdir()),
         })  # fmt: skip
     return done
 
@@ -66,7 +66,7 @@ def pushes(model, in_process, servers, sync, data) -> list[dict]:
 def killed(model, servers, data) -> dict:
     """A server that dies while it answers comes back with the weights of the last push."""
     replica = servers.replicas[0]
-    [process] = psutil.Process(replica.process._process.pid).children()
+    [process] = psutil.Process(replica.process.pid).children()
     starts = replica.starts
     threading.Timer(0.3, process.kill).start()
     asked = sampling_requests(data.train[:100], data.prompts, 10, 2, "killed")
