@@ -84,7 +84,6 @@ def job_script(launch: Launch) -> str:
         launch,
         "job.sh.j2",
         options=options,
-        launch=str(launch.folder),
         members=launch.sweep is not None,
         nodes=cluster.nodes,
         server_nodes=cluster.server_nodes,
@@ -109,11 +108,11 @@ def report_script(launch: Launch) -> str:
     )
 
 
-def _render(launch: Launch, template: str, **values: Any) -> str:
+def _render(job: Launch, template: str, **values: Any) -> str:
     """A script, with what is common to all."""
-    cluster, container = launch.cluster, launch.cluster.container
+    cluster, container = job.cluster, job.cluster.container
     # The run's folders have the same paths inside the container.
-    folders = {str(launch.folder), *(str(member.run.parent) for member in launch.members)}
+    folders = {str(job.folder), *(str(member.run.parent) for member in job.members)}
     if cluster.shared_folder:
         folders.add(cluster.shared_folder)
     mounts = [*(f"{path}:{path}" for path in sorted(folders)), *container.mounts]
@@ -133,9 +132,10 @@ def _render(launch: Launch, template: str, **values: Any) -> str:
     )
     environment.filters["quote"] = shlex.quote
     return environment.get_template(template).render(
+        launch=str(job.folder),
         setup=cluster.setup,
         environment=sorted(cluster.environment.items()),
-        code=str(launch.folder / "code"),
+        code=str(job.folder / "code"),
         step_options=step_options,
         run_in_container=prefix,
         python=cluster.python or (sys.executable if container.kind == "none" else "python3"),

@@ -9,7 +9,7 @@ TOGETHER = ("tests/distributed", "tests/rehearsal")
 LONGEST_FIRST = (
     "tests/distributed", "tests/chaos/test_chaos.py", "tests/slurm/test_launch.py", "tests/rehearsal",
     "tests/servers/test_vllm.py", "tests/e2e/test_resume.py", "tests/servers/test_refit.py",
-    "tests/servers/test_reward_server.py", "tests/servers/test_judge.py", "tests/servers/test_nccl_refit.py",
+    "tests/servers/test_reward_server.py", "tests/servers/test_judge.py",
     "tests/e2e/test_real_model.py", "tests/e2e/test_study.py", "tests/e2e/test_selftest.py",
     "tests/e2e/test_faults.py", "tests/peers/test_light_install.py", "tests/e2e/test_train.py",
     "tests/e2e/test_examples.py", "tests/e2e/test_own_code.py",
