@@ -69,7 +69,7 @@ def _train(settings: list[str]) -> None:
 
 def _deaths(log: Path) -> list[str]:
     """What to say of a server that a refit has restarted: nothing where it was started once."""
-    from nemo_edo.generation.server_process import starts_in
+    from nemo_edo.generation.replica import starts_in
 
     starts = starts_in(log) if log.is_file() else 0
     return [f"its server died and was restarted at a refit ({starts} starts)"] if starts > 1 else []

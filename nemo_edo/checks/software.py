@@ -97,11 +97,11 @@ def nccl(machine: Machine) -> Finding:
 def _nccl() -> str | None:
     from nemo_edo.config import ServersConfig
     from nemo_edo.generation.servers import server_python
-    from nemo_edo.refit.libnccl import common_library, in_words
+    from nemo_edo.refit.libnccl import Library, in_words
     from nemo_edo.utils.processes import package_file
 
     path = package_file(server_python(ServersConfig()), "nvidia.nccl", "lib/libnccl.so.2")
-    return None if path is None else in_words(common_library(path))
+    return None if path is None else in_words(Library(path))
 
 
 def no_server() -> str | None:

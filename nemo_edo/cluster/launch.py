@@ -8,11 +8,10 @@ from pathlib import Path
 
 from nemo_edo.cluster import slurm
 from nemo_edo.cluster.slurm import Launch, Member
-from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
-from nemo_edo.experiments.sweep import plan_sweep, write_members
+from nemo_edo.experiments.sweep import plan_sweep
 from nemo_edo.run.folder import LAUNCH, RunFolder
 from nemo_edo.utils.files import check_folder
 
@@ -26,10 +25,31 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
     named = [override for override in overrides if override.startswith("output_dir=")]
     given = compose_incomplete(config_name, named, config_dir)[0].output_dir
     overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
-    launch = _sweep(config_name, overrides, config_dir) if multirun else _run(config_name, overrides, config_dir)
+    if multirun:
+        sweep = plan_sweep(config_name, overrides, config_dir)
+        cfg, name, folder = sweep.cells[0].cfg, sweep.folder.name, sweep.folder
+        members = tuple(Member(cell.name, cell.config, folder / cell.name) for cell in sweep.cells)
+        left = sweep.left()
+        waiting = tuple(place for place, cell in enumerate(sweep.cells) if cell in left)
+        if not waiting:
+            raise UserError(f"nothing is left to run: {members[0].run} and all others are finished")
+    else:
+        sweep, cfg = None, compose_run(config_name, overrides, config_dir)
+        arm_configs(cfg)
+        name, run = cfg.name, RunFolder(Path(cfg.output_dir) / cfg.name)
+        config, folder = resolved_yaml(cfg), run.path
+        run.check_free(config)
+        if run.is_finished:
+            raise UserError(f"{run.path} is finished already; choose another name=..., or remove it")
+        members, waiting = (Member(name, config, folder),), (0,)
+    if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
+        raise ConfigError(
+            "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
+            "generation.servers.urls"
+        )
+    limit_s = cfg.generation.servers.start_limit_s
+    launch = Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep)
     _require_launchable(launch)
-    if not launch.waiting:
-        raise UserError(f"nothing is left to run: {launch.members[0].run} and all others are finished")
     return launch
 
 
@@ -51,51 +71,14 @@ def plan_selftest(
 
 
 def _require_launchable(launch: Launch) -> None:
-    _require_slurm(launch.cluster)
+    if launch.cluster.kind != "slurm":
+        raise ConfigError(
+            f"cluster.kind is {launch.cluster.kind!r}: launch needs cluster=slurm (conf/cluster/); train runs here"
+        )
     if not str(launch.folder).isprintable() or "\\" in str(launch.folder):
         raise UserError(
             f"{str(launch.folder)!r}: Slurm takes only folders whose names have printable characters and no \\; choose "
             "another output_dir=... or name=..."
-        )
-
-
-def _run(config_name: str, overrides: list[str], config_dir: str | None) -> Launch:
-    cfg = compose_run(config_name, overrides, config_dir)
-    arm_configs(cfg)
-    folder = RunFolder(Path(cfg.output_dir) / cfg.name)
-    config = resolved_yaml(cfg)
-    folder.check_free(config)
-    if folder.is_finished:
-        raise UserError(f"{folder.path} is finished already; choose another name=..., or remove it")
-    _require_servers(cfg)
-    members = (Member(cfg.name, config, folder.path),)
-    return Launch(cfg.name, folder.path / LAUNCH, members, (0,), cfg.cluster, cfg.generation.servers.start_limit_s)
-
-
-def _sweep(config_name: str, overrides: list[str], config_dir: str | None) -> Launch:
-    sweep = plan_sweep(config_name, overrides, config_dir)
-    members = tuple(Member(cell.name, cell.config, sweep.folder / cell.name) for cell in sweep.cells)
-    left = sweep.left()
-    waiting = tuple(place for place, cell in enumerate(sweep.cells) if cell in left)
-    first = sweep.cells[0].cfg
-    _require_servers(first)
-    limit = first.generation.servers.start_limit_s
-    launch = Launch(sweep.folder.name, sweep.folder / LAUNCH, members, waiting, first.cluster, limit, sweep.folder)
-    return replace(launch, describe=lambda: write_members(sweep))
-
-
-def _require_servers(cfg: RunConfig) -> None:
-    if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
-        raise ConfigError(
-            "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
-            "generation.servers.urls"
-        )
-
-
-def _require_slurm(cluster: ClusterConfig) -> None:
-    if cluster.kind != "slurm":
-        raise ConfigError(
-            f"cluster.kind is {cluster.kind!r}: launch needs cluster=slurm (conf/cluster/); train runs here"
         )
 
 

@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.run.control import control_folder
@@ -27,27 +26,34 @@ POLL_EVERY_S = 0.5
 
 def serve(config_name: str, config_dir: str) -> None:
     """Starts this node's servers and watches them. Raises UserError once one of them has ended."""
+    import torch
+
     from nemo_edo.generation import servers
     from nemo_edo.run.folder import RunFolder
     from nemo_edo.run.inputs import model_folder, seq_length, write_builtin_files
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
-    cfg = _of_all_interfaces(compose_run(config_name, [], config_dir))
+    cfg = compose_run(config_name, [], config_dir)
+    # The trainer is on other nodes.
+    listening = replace(cfg.generation.servers, host="0.0.0.0")
+    cfg = replace(cfg, generation=replace(cfg.generation, servers=listening))
     own = RunFolder(attempt / f"server_node_{node}")
     if cfg.model.path is None:  # the first refit sends the trainer's weights
         write_builtin_files(cfg, own)
     cfg = replace(cfg, model=replace(cfg.model, seq_length=seq_length(cfg)))
-    gpus = _gpus()
+    gpus = torch.cuda.device_count()
     servers.check_servers(cfg, gpus)
     replicas = servers.build_replicas(cfg, model_folder(cfg, own), own.path, gpus, key=os.environ[KEY])
     servers.start(replicas, cfg.model.seq_length)
     address = first_that_resolves(os.environ.get("SLURMD_NODENAME", ""), socket.gethostname())
     urls = [f"http://{address}:{replica.url.rpartition(':')[2]}" for replica in replicas]
-    _write(_urls(attempt, node), urls)
-    while not any(replica.has_ended for replica in replicas):
+    with replacing(_urls(attempt, node)) as file:
+        file.write(json.dumps(urls).encode())
+    while True:
+        for replica in replicas:
+            if replica.has_ended:
+                raise UserError(f"{replica}: {replica.ending()}")
         time.sleep(POLL_EVERY_S)
-    ended = next(replica for replica in replicas if replica.has_ended)
-    raise UserError(f"{ended} has ended{ended.log_tail()}")
 
 
 def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
@@ -64,22 +70,5 @@ def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
     return [f"{section}.urls={json.dumps(urls)}", f"{section}.api_key_variable={KEY}", f"{section}.launched=true"]
 
 
-def _of_all_interfaces(cfg: RunConfig) -> RunConfig:
-    """Has the servers listen on all interfaces, as the trainer is on other nodes."""
-    listening = replace(cfg.generation.servers, host="0.0.0.0")
-    return replace(cfg, generation=replace(cfg.generation, servers=listening))
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _urls(attempt: Path, node: str) -> Path:
     return attempt / f"servers_{node}.json"
-
-
-def _write(path: Path, urls: list[str]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(urls).encode())

@@ -7,15 +7,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from nemo_edo.config import ClusterConfig
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
+from nemo_edo.experiments.sweep import Sweep, write_members
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -44,10 +46,8 @@ class Launch:
     cluster: ClusterConfig
     server_limit_s: float
     """Seconds until servers must be ready."""
-    sweep: Path | None = None
-    """The folder of a sweep, which gets a report at its end."""
-    describe: Callable[[], None] = lambda: None
-    """Writes the files that describe a sweep's members."""
+    sweep: Sweep | None = None
+    """The members' sweep, which gets a report at its end."""
 
     @property
     def is_selftest(self) -> bool:
@@ -61,54 +61,11 @@ def job_script(launch: Launch) -> str:
     """The sbatch script that trains."""
     cluster = launch.cluster
     per_node = cluster.processes_per_node
-    return _template("job.sh.j2").render(
-        options=_options(launch),
-        setup=cluster.setup,
-        launch=str(launch.folder),
-        members=launch.sweep is not None,
-        environment=sorted(cluster.environment.items()),
-        code=str(launch.folder / "code"),
-        nodes=cluster.nodes,
-        server_nodes=cluster.server_nodes,
-        server_limit_s=f"{launch.server_limit_s:g}",
-        processes_per_node=per_node,
-        tasks_per_node=1 if cluster.launcher == "torchrun" else per_node,
-        launcher=cluster.launcher,
-        requeues=cluster.requeues,
-        health_limit_s=f"{cluster.health_limit_s:g}" if cluster.health_limit_s else "",
-        shared_folder=cluster.shared_folder or str(launch.folder),
-        step_options=_step_options(launch),
-        run_in_container=_container_command(launch),
-        python=_python(cluster),
-    )
-
-
-def report_script(launch: Launch) -> str:
-    """The sbatch script that writes a sweep's report once all of its members have ended."""
-    cluster = launch.cluster
-    command = [_python(cluster), "-m", "nemo_edo.cluster.finish", str(launch.folder), str(launch.sweep)]
-    return _template("report.sh.j2").render(
-        options=[
-            f"--job-name={_name(launch)}-report",
-            *("--nodes=1", "--ntasks=1", _output(launch, "report_%j.log")),
-            *_site(cluster),
-        ],
-        setup=cluster.setup,
-        environment=sorted(cluster.environment.items()),
-        code=str(launch.folder / "code"),
-        step_options=_step_options(launch),
-        command=_container_command(launch) + shlex.join(command),
-    )
-
-
-def _options(launch: Launch) -> list[str]:
-    cluster = launch.cluster
-    log = "%A_%a" if launch.sweep else "%j"
     options = [
-        f"--job-name={_name(launch)}",
+        f"--job-name={_job_name(launch)}",
         f"--nodes={cluster.nodes + cluster.server_nodes}",
-        f"--ntasks-per-node={cluster.processes_per_node}",
-        _output(launch, f"job_{log}.log"),
+        f"--ntasks-per-node={per_node}",
+        _output(launch, "job_%A_%a.log" if launch.sweep else "job_%j.log"),
         "--open-mode=append",
         "--requeue" if cluster.requeues else "--no-requeue",
     ]
@@ -121,8 +78,68 @@ def _options(launch: Launch) -> list[str]:
         options.append(f"--gpus-per-node={cluster.gpus_per_node}")
     if cluster.time_limit:
         options.append(f"--time={cluster.time_limit}")
-    return (
-        options + _site(cluster) + [_option(key, value) for key, value in cluster.options.items() if value is not False]
+    options += _site(cluster)
+    options += [_option(key, value) for key, value in cluster.options.items() if value is not False]
+    return _render(
+        launch,
+        "job.sh.j2",
+        options=options,
+        members=launch.sweep is not None,
+        nodes=cluster.nodes,
+        server_nodes=cluster.server_nodes,
+        server_limit_s=f"{launch.server_limit_s:g}",
+        processes_per_node=per_node,
+        tasks_per_node=1 if cluster.launcher == "torchrun" else per_node,
+        launcher=cluster.launcher,
+        requeues=cluster.requeues,
+        health_limit_s=f"{cluster.health_limit_s:g}" if cluster.health_limit_s else "",
+        shared_folder=cluster.shared_folder or str(launch.folder),
+    )
+
+
+def report_script(launch: Launch) -> str:
+    """The sbatch script that writes a sweep's report once all of its members have ended."""
+    name, place = f"--job-name={_job_name(launch)}-report", ("--nodes=1", "--ntasks=1")
+    return _render(
+        launch,
+        "report.sh.j2",
+        options=[name, *place, _output(launch, "report_%j.log"), *_site(launch.cluster)],
+        arguments=shlex.join([str(launch.folder), str(launch.sweep.folder)]),
+    )
+
+
+def _render(job: Launch, template: str, **values: Any) -> str:
+    """A script, with what is common to all."""
+    cluster, container = job.cluster, job.cluster.container
+    # The run's folders have the same paths inside the container.
+    folders = {str(job.folder), *(str(member.run.parent) for member in job.members)}
+    if cluster.shared_folder:
+        folders.add(cluster.shared_folder)
+    mounts = [*(f"{path}:{path}" for path in sorted(folders)), *container.mounts]
+    step_options, prefix = "", ""
+    if container.kind == "pyxis":
+        image, mounted = f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"
+        step_options = shlex.join([image, mounted, "--no-container-mount-home"])
+    elif container.kind == "apptainer":
+        # --nv on every node: on one without GPUs it is a warning, and without it a node's GPUs would stay unused.
+        binds = (f"--bind={mount}" for mount in mounts)
+        prefix = shlex.join(["apptainer", "exec", "--nv", *binds, container.image]) + " "
+    environment = Environment(
+        loader=PackageLoader("nemo_edo.cluster"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell, not HTML: shlex quotes the values
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(template).render(
+        launch=str(job.folder),
+        setup=cluster.setup,
+        environment=sorted(cluster.environment.items()),
+        code=str(job.folder / "code"),
+        step_options=step_options,
+        run_in_container=prefix,
+        python=cluster.python or (sys.executable if container.kind == "none" else "python3"),
+        **values,
     )
 
 
@@ -140,50 +157,8 @@ def _option(key: str, value: object) -> str:
     return f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}"
 
 
-def _name(launch: Launch) -> str:
+def _job_name(launch: Launch) -> str:
     return "".join(c if c.isalnum() or c in "._=-" else "_" for c in launch.name)
-
-
-def _step_options(launch: Launch) -> str:
-    container = launch.cluster.container
-    if container.kind != "pyxis":
-        return ""
-    mounts = ",".join(_mounts(launch))
-    options = [f"--container-image={container.image}", f"--container-mounts={mounts}", "--no-container-mount-home"]
-    return shlex.join(options)
-
-
-def _container_command(launch: Launch) -> str:
-    """The prefix of a task's command, with a trailing space; empty without Apptainer."""
-    container = launch.cluster.container
-    if container.kind != "apptainer":
-        return ""
-    mounts = [f"--bind={mount}" for mount in _mounts(launch)]
-    # --nv on every node: on one without GPUs it is a warning, and without it a node's GPUs would stay unused.
-    return shlex.join(["apptainer", "exec", "--nv", *mounts, container.image]) + " "
-
-
-def _mounts(launch: Launch) -> list[str]:
-    """Mounts the run's folders at the same paths inside the container."""
-    own = {str(launch.folder), *(str(member.run.parent) for member in launch.members)}
-    if launch.cluster.shared_folder:
-        own.add(launch.cluster.shared_folder)
-    return [*(f"{path}:{path}" for path in sorted(own)), *launch.cluster.container.mounts]
-
-
-def _python(cluster: ClusterConfig) -> str:
-    return cluster.python or (sys.executable if cluster.container.kind == "none" else "python3")
-
-
-def _template(name: str):
-    environment = Environment(
-        loader=PackageLoader("nemo_edo.cluster"),
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,  # shell, not HTML: shlex quotes the values
-    )
-    environment.filters["quote"] = shlex.quote
-    return environment.get_template(name)
 
 
 # --- submission ---------------------------------------------------------------------------------------------------
@@ -191,7 +166,8 @@ def _template(name: str):
 
 def write_snapshot(launch: Launch) -> None:
     """Writes the scripts, and copies code and configs, so that later edits do not change the job."""
-    launch.describe()
+    if launch.sweep:
+        write_members(launch.sweep)
     code = launch.folder / "code"
     shutil.rmtree(code, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")

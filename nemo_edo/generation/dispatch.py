@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,20 +12,30 @@ from typing import Any
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.supervision import State, SupervisedReplica
-from nemo_edo.utils.http import Fault, ServerError, retrying, run_tasks
+from nemo_edo.generation.server_api import HEALTH
+from nemo_edo.utils.http import Fault, ServerError, TimeLimit, exchange, retrying, run_tasks
 
+CHECK_AFTER_S = 10.0
+"""Silence after which a managed replica with requests in flight is checked."""
 POLL_STOP_EVERY_S = 0.2
+
+log = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Sends each request to the healthy replica with the fewest requests in flight, and retries it after a fault.
-    Replicas are checked and restarted as ``SupervisedReplica`` says."""
+    """Sends each request to the available replica with the fewest requests in flight, and retries it after a fault.
+
+    A fault, or a long silence of a managed replica, makes a replica unavailable. Once the time of a Retry-After is
+    over, it is available again as soon as it answers a health check or one of its requests within ``health_limit_s``.
+    Otherwise it is restarted (a server that the run does not manage: its return is waited for); after ``restarts``
+    restarts in a row without an answer it is retired. A restart ends its requests, which go to other replicas; a server
+    that the run does not manage keeps its requests until ``request_limit_s``.
+    """
 
     def __init__(
-        self, replicas: Sequence[Replica], settings: ServersConfig, restart: Callable[[Replica], None]
+        self, replicas: Sequence[Replica], settings: ServersConfig, restart: Callable[[Replica], None] = Replica.restart
     ) -> None:
-        """restart: as for ``SupervisedReplica``."""
+        """restart: blocks; raises ServerError where the replica does not return."""
         self._replicas = replicas
         self._settings = settings
         self._restart = restart
@@ -40,7 +51,7 @@ class Dispatcher:
         Fault, the answer does not fit, and the request is sent again.
 
         Raises ServerError where a server refuses a request for good, where all of its attempts have failed, and where
-        every replica is evicted; RunStopped soon after ``stop`` is set; and an error of supervision, which is a bug.
+        every replica is retired; RunStopped soon after ``stop`` is set; and an error of supervision, which is a bug.
         All other requests have been cancelled by then.
         """
         with contextlib.suppress(_AllAnswered):
@@ -50,54 +61,152 @@ class Dispatcher:
         self, path: str, bodies: Sequence[Any], read: Callable[[int, Any], None], stop: threading.Event
     ) -> None:
         self._changed = asyncio.Condition()
+        """Notified when a replica may take a request, and when one is retired."""
         async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as supervision:
-            self._servers = [
-                SupervisedReplica(replica, self._settings, self._restart, self._changed, supervision)
-                for replica in self._replicas
-            ]
+            self._servers = [_Server(replica) for replica in self._replicas]
             for server in self._servers:
                 sessions.push_async_callback(server.session.close)
+                supervision.create_task(self._supervise(server))
             supervision.create_task(_raise_once_set(stop))
             async with asyncio.TaskGroup() as requests:
                 for index, body in enumerate(bodies):
                     requests.create_task(self._post(path, body, index, read))
             raise _AllAnswered  # ends supervision
 
+    # --- one request ----------------------------------------------------------------------------------------------
+
     async def _post(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
+        settings = self._settings
         try:
-            await retrying(self._settings)(self._attempt, path, body, index, read)
+            async for attempt in retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s):
+                with attempt:
+                    await self._attempt(path, body, index, read)
         except Fault as fault:
             raise ServerError(
-                f"a request has failed {self._settings.attempts} times (generation.servers.attempts); the last time: "
-                f"{fault}"
+                f"a request has failed {settings.attempts} times (generation.servers.attempts); the last time: {fault}"
             ) from fault
 
     async def _attempt(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
-        server = await self._acquire()
-        try:
-            await server.post(path, body, index, read)
-        finally:
-            async with self._changed:
-                server.in_flight -= 1
-                self._changed.notify()
-
-    async def _acquire(self) -> SupervisedReplica:
-        """Waits for a replica with room for one more request. Raises ServerError where all are evicted."""
+        """Raises Fault where another attempt may succeed, ServerError where no replica is left or one refuses."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._with_room() or self._all_evicted())
-            if self._all_evicted():
+            await self._changed.wait_for(lambda: self._with_room() or all(one.is_retired for one in self._servers))
+            if not self._with_room():
                 reasons = "; ".join(f"{server.replica}: {server.last_error}" for server in self._servers)
                 raise ServerError(f"no server is left: {reasons}")
             server = min(self._with_room(), key=lambda server: server.in_flight)
             server.in_flight += 1
-            return server
+        start, sent_at = server.replica.starts, _now()
+        try:
+            read(index, await server.exchange("POST", path, self._settings.request_limit_s, body))
+        except Fault as fault:
+            if start == server.replica.starts and server.is_available:
+                server.last_error = str(fault)
+                server.hangs = isinstance(fault, TimeLimit) and server.last_answer < sent_at
+                # A server that says when to retry is well: it gets no requests until then.
+                server.wait_s = min(fault.retry_after_s, self._settings.retry_after_limit_s)
+                server.is_available = False
+                server.fault.set()
+            raise Fault(f"{server.replica}: {fault}") from None
+        finally:
+            async with self._changed:
+                server.in_flight -= 1
+                self._changed.notify()
+        if start == server.replica.starts:
+            server.last_answer, server.restarts = _now(), 0
+            server.answered.set()
 
-    def _with_room(self) -> list[SupervisedReplica]:
-        limit = self._settings.max_in_flight
-        return [server for server in self._servers if server.state is State.HEALTHY and server.in_flight < limit]
+    def _with_room(self) -> list[_Server]:
+        return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
 
-    def _all_evicted(self) -> bool:
-        return all(server.state is State.EVICTED for server in self._servers)
+    # --- supervision of one replica ---------------------------------------------------------------------------------
+
+    async def _supervise(self, server: _Server) -> None:
+        """Whenever the replica is in doubt, finds out whether it is well, and restarts or retires it."""
+        while not server.is_retired:
+            await server.wait_until_in_doubt()
+            server.is_available = False
+            await asyncio.sleep(server.wait_s)
+            is_well = (not server.hangs and await self._answers(server)) or await self._restarted(server)
+            server.fault.clear()
+            server.hangs, server.wait_s = False, 0.0
+            async with self._changed:
+                server.is_available, server.is_retired = is_well, not is_well
+                self._changed.notify_all()
+
+    async def _answers(self, server: _Server) -> bool:
+        """Whether it answers a health check or a request within the limit: many requests can delay the check."""
+        server.answered.clear()
+        signs = [asyncio.create_task(self._health_check(server)), asyncio.create_task(server.answered.wait())]
+        try:
+            await asyncio.wait(signs, timeout=self._settings.health_limit_s, return_when=asyncio.FIRST_COMPLETED)
+            return not server.replica.has_ended and any(sign.done() and sign.result() for sign in signs)
+        finally:
+            for sign in signs:
+                sign.cancel()
+
+    async def _health_check(self, server: _Server) -> bool:
+        """True once the server calls itself healthy; False once its process has ended."""
+        while not server.replica.has_ended:
+            try:
+                await server.exchange("GET", HEALTH, self._settings.health_limit_s)
+                return True
+            except (Fault, ServerError) as error:
+                server.last_error = str(error)
+            await asyncio.sleep(self._settings.backoff_s)
+        server.last_error = server.replica.ending()
+        return False
+
+    async def _restarted(self, server: _Server) -> bool:
+        """Restarts the replica with exponential backoff; False where it has used up its restarts."""
+        settings = self._settings
+        while server.restarts < settings.restarts:
+            server.restarts += 1
+            log.warning("%s: %s; restart %d", server.replica, server.last_error, server.restarts)
+            try:
+                await asyncio.to_thread(self._restart, server.replica)
+                return True
+            except ServerError as error:
+                server.last_error = str(error)
+                await asyncio.sleep(min(settings.backoff_limit_s, settings.backoff_s * 2**server.restarts))
+        log.warning("%s is retired: %s", server.replica, server.last_error)
+        return False
+
+
+class _Server:
+    """A replica's requests and health in one ``post_all``. Times are the event loop's."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.session = replica.open_session()
+        self.in_flight = 0
+        self.is_available = not replica.has_ended
+        self.is_retired = False
+        self.last_error = "it has not answered yet"
+        self.last_answer = 0.0
+        self.restarts = 0
+        """Since the last answer."""
+        self.fault = asyncio.Event()
+        self.hangs = False
+        """Whether it let a request's time pass without any answer: it is restarted whatever its health check says."""
+        self.wait_s = 0.0
+        """Seconds for which it has asked for no requests."""
+        self.answered = asyncio.Event()
+
+    async def exchange(self, method: str, path: str, limit_s: float, body: Any = None) -> Any:
+        replica, wants_json = self.replica, body is not None
+        url, server = replica.url + path, str(replica)
+        return await exchange(
+            self.session, method, url, replica.key, server=server, limit_s=limit_s, body=body, answers_json=wants_json
+        )
+
+    async def wait_until_in_doubt(self) -> None:
+        """Until a fault, the end of its process, or, of a managed replica, silence in spite of requests."""
+        while not self.fault.is_set() and not self.replica.has_ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.fault.wait(), CHECK_AFTER_S)
+            is_silent = self.in_flight > 0 and self.last_answer < _now() - CHECK_AFTER_S
+            if self.replica.is_managed and is_silent:
+                return
 
 
 class _AllAnswered(Exception):
@@ -108,3 +217,7 @@ async def _raise_once_set(stop: threading.Event) -> None:
     while not stop.is_set():
         await asyncio.sleep(POLL_STOP_EVERY_S)
     raise RunStopped("asked to stop: responses in progress are discarded")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

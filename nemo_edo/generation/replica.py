@@ -1,8 +1,11 @@
-"""One server that generates with the whole model: one that the run starts, or one that was running before it."""
+"""One server that has the whole model: one that was running before the run, or one that the run starts."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,76 +13,73 @@ from typing import Any
 
 import aiohttp
 
-from nemo_edo.generation.server_api import HEALTH, MODELS
-from nemo_edo.generation.server_process import ServerProcess
+from nemo_edo.generation.server_api import HEALTH, MODELS, Launch, ServerAPI
 from nemo_edo.utils.api_key import ApiKey
 from nemo_edo.utils.http import Fault, ServerError, exchange, open_session
+from nemo_edo.utils.processes import kept
 
 POLL_EVERY_S = 0.25
 """Seconds between two health checks of a server that is starting."""
+START = "--- start"
+"""How a line of a server's log begins that tells of a start."""
+LOG_LINES = 25
+"""Lines of a server's log that error messages show."""
+TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+                     "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+                     "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # fmt: skip
+"""Variables that torchrun or a user sets for the trainer, and that would mislead a server: one queue to the GPU is for
+Megatron's overlap, and vLLM's sleep mode refuses an allocator with expandable segments."""
 
 
 class Replica:
-    """A server's address, its process where the run starts it, and blocking requests to it. ``dispatch.py`` sends many
-    requests concurrently."""
+    """A server at a URL, and blocking requests to it. ``dispatch.py`` sends many requests concurrently."""
+
+    is_managed = False
+    """Whether the run starts, restarts and stops the server."""
+    starts = 0
+    """Starts so far; requests sent before the last one are lost. 0: the run does not start it."""
+    model_folder: Path | None = None
+    """What a managed server's next start loads."""
 
     def __init__(
         self,
         name: str,
-        *,
-        url: str | None = None,
-        process: ServerProcess | None = None,
+        url: str,
         key: str | None = None,
+        *,
         ready_limit_s: float = 900.0,
-        launched: bool = False,
+        has_worker_extension: bool = False,
     ) -> None:
-        """Either ``url``, of a running server, or ``process``, which the run starts.
-
-        name: for messages. key: sent with every request. ready_limit_s: seconds until it must answer after a start.
-        launched: the run's job has started the server at the URL.
-        """
-        if (url is None) == (process is None):
-            raise ValueError("a replica has either a URL or a process")
+        """name: for messages. key: sent with every request. ready_limit_s: seconds until it must answer. The run's job
+        may have started the server at the URL with the extension of ``inside_server/``."""
         self.name = name
-        self.url = "" if url is None else url.rstrip("/")
-        self.process = process
-        self.has_worker_extension = process is not None or launched
-        """Whether vLLM has loaded the extension of ``inside_server/``."""
+        self.url = url.rstrip("/")
+        self.key = ApiKey(key)
+        self.has_worker_extension = has_worker_extension
         self.model_name = ""
         """What requests call the model; known once the server is ready."""
         self.max_length: int | None = None
         """Tokens of prompt and response that the server accepts; None: it does not say."""
-        self.key = ApiKey(key)
         self._ready_limit_s = ready_limit_s
-
-    @property
-    def is_managed(self) -> bool:
-        """Whether the run starts, restarts and stops the server."""
-        return self.process is not None
-
-    @property
-    def starts(self) -> int:
-        """Starts so far; requests sent before the last one are lost. 0 for a server that the run does not manage."""
-        return 0 if self.process is None else self.process.starts
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether a managed server has no running process. False for others: only requests can tell."""
-        return self.process is not None and not self.process.is_running
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.url else self.name
 
-    # --- start and stop -------------------------------------------------------------------------------------------
+    @property
+    def has_ended(self) -> bool:
+        """Whether a managed server has no running process. False for others: only requests can tell."""
+        return False
 
     def start(self) -> None:
-        """Starts the process and waits until it answers; errors as for ``wait_until_ready``."""
-        self.start_process()
+        """Returns once the server is ready; errors as for ``wait_until_ready``."""
         self.wait_until_ready()
 
-    def start_process(self) -> None:
-        """Starts the process without waiting for it."""
-        self.url = self.process.start(self.key.value)
+    def restart(self, model_folder: Path | None = None) -> None:
+        """Waits for the return of a server that the run does not manage; errors as for ``wait_until_ready``."""
+        self.wait_until_ready()
+
+    def stop(self) -> None:
+        """Stops a managed server; does nothing for others."""
 
     def wait_until_ready(self, limit_s: float | None = None) -> None:
         """Waits until the server is healthy and names its model. limit_s: None: ``ready_limit_s``.
@@ -94,21 +94,8 @@ class Replica:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self} is not ready after {limit_s:g} s{self.log_tail()}")
             time.sleep(POLL_EVERY_S)
-        self._read_model()
-
-    def stop(self) -> None:
-        """Stops the process; does nothing for a server that the run does not manage."""
-        if self.process is not None:
-            self.process.stop()
-
-    def restart(self, model_folder: Path | None = None) -> None:
-        """Restarts the process with ``model_folder`` (None: the last one); errors as for ``wait_until_ready``."""
-        if model_folder is not None:
-            self.process.model_folder = model_folder
-        self.stop()
-        self.start()
-
-    # --- requests -------------------------------------------------------------------------------------------------
+        models = self.request("GET", MODELS)["data"]
+        self.model_name, self.max_length = models[0]["id"], models[0].get("max_model_len")
 
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         try:
@@ -132,7 +119,7 @@ class Replica:
         async def one_request() -> Any:
             async with self.open_session() as session:
                 return await exchange(
-                    session, method, self.url + path, self.key, server=str(self), limit_s=timeout_s, json=json,
+                    session, method, self.url + path, self.key, server=str(self), limit_s=timeout_s, body=json,
                     params=params, answers_json=answers_json,
                 )  # fmt: skip
 
@@ -145,20 +132,97 @@ class Replica:
         # A managed server is on this machine, so proxies of the environment do not apply.
         return open_session(self.key, trust_env=not self.is_managed)
 
-    def _read_model(self) -> None:
-        models = self.request("GET", MODELS)["data"]
-        names = [model["id"] for model in models]
-        expected = None if self.process is None else self.process.model_name
-        if expected not in (None, *names):
-            # Another process may have taken the port after free_port() found it.
-            raise ServerError(f"{self} is not the server that was started: it has the models {names}{self.log_tail()}")
-        self.model_name = expected or names[0]
-        self.max_length = models[0].get("max_model_len")
-
     def ending(self) -> str:
         """How a managed server's process has ended, for messages."""
-        return f"its process has ended with status {self.process.status}{self.log_tail()}"
+        return ""
 
     def log_tail(self) -> str:
         """The end of a managed server's log, to append to an error message; empty for others."""
-        return "" if self.process is None else self.key.hide(self.process.log_tail())
+        return ""
+
+
+class ManagedReplica(Replica):
+    """A server that the run starts on this machine, with a free port at each start and one log for all of them."""
+
+    is_managed = True
+
+    def __init__(
+        self, name: str, api: ServerAPI, launch: Launch, model_folder: Path, key: str, *, ready_limit_s: float
+    ) -> None:
+        """Not started. model_folder: what the first start loads. key: what the server asks its clients for."""
+        super().__init__(name, "", key, ready_limit_s=ready_limit_s, has_worker_extension=True)
+        self.model_folder = model_folder
+        self.launch = launch
+        self.starts = 0
+        self.process: subprocess.Popen | None = None
+        """The keeper of the server's processes; None before a start and after ``stop``."""
+        self._api = api
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def start(self) -> None:
+        self.start_process()
+        self.wait_until_ready()
+
+    def start_process(self) -> None:
+        """Starts the process without waiting for it."""
+        host = self.launch.settings.host
+        port = free_port(host)
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        self.starts += 1
+        trainers = {name for name in os.environ if name in TRAINER_VARIABLES or name.startswith("TORCHELASTIC_")}
+        inherited = {name: value for name, value in os.environ.items() if name not in trainers}
+        environment = {**inherited, **self._api.environment(self.launch, self.key.value)}
+        command = kept(self._api.command(self.launch, self.model_folder, port))
+        self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.launch.log.open("ab") as log:
+            log.write(f"\n{START} {self.starts}: {self.url}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def wait_until_ready(self, limit_s: float | None = None) -> None:
+        super().wait_until_ready(limit_s)
+        expected = self._api.model_name(self.model_folder)
+        if self.model_name != expected:
+            # Another process may have taken the port after free_port() found it.
+            raise ServerError(f"{self} is not the server that was started: it has the model {self.model_name!r}")
+
+    def restart(self, model_folder: Path | None = None) -> None:
+        """Restarts the process with ``model_folder`` (None: the last one); errors as for ``wait_until_ready``."""
+        self.model_folder = model_folder or self.model_folder
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        """Ends the process and all that it started; does nothing where there is none."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+            self.process = None
+
+    def ending(self) -> str:
+        status = None if self.process is None else self.process.poll()
+        return f"its process has ended with status {status}{self.log_tail()}"
+
+    def log_tail(self) -> str:
+        if not self.launch.log.is_file():
+            return ""
+        lines = self.launch.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        return self.key.hide("\n".join([f"; the end of {self.launch.log}:", *(f"  | {line}" for line in lines)]))
+
+
+def starts_in(log: Path) -> int:
+    """How often a server was started, by its log."""
+    return sum(line.startswith(START) for line in log.read_text(encoding="utf-8", errors="replace").splitlines())
+
+
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -5,43 +5,39 @@ What is specific to vLLM and TensorRT-LLM is in ``vllm_server.py`` and ``trtllm_
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import nemo_edo
+from nemo_edo.config import ServersConfig
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
 HEALTH = "/health"
-ROUNDING = 1e-3
-"""Nats by which a log-probability may exceed 0 in float16 arithmetic."""
-LEAST = -3e38
-"""A log-probability below it is minus infinity in float32, in which they are kept."""
+ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-vllm", Path("/opt/vllm"))
+"""Where ``make vllm-env`` and the container put the servers' environment."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """How the run starts a server."""
 
-    python: str
-    """The interpreter of the server's environment."""
-    host: str
+    settings: ServersConfig
     dtype: str
-    gpus: tuple[int, ...]
-    """Empty: the server runs on the CPU."""
-    threads: int
-    """CPU threads."""
-    cpu_cache_gb: int
-    memory_share: float
-    max_in_flight: int
-    arguments: tuple[str, ...]
     log: Path
+    gpus: tuple[int, ...] = ()
+    """By their number among those that this process sees. Empty: the server runs on the CPU."""
     max_length: int | None = None
     """Tokens of prompt and response together; None: the model's own."""
+    arguments: tuple[str, ...] = ()
+    """Command-line arguments before those of the settings."""
     logprobs_after_temperature: bool = False
     """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
     sleeps: bool = False
@@ -51,12 +47,12 @@ class Launch:
     adapter_rank: int | None = None
     """Rank of its LoRA adapters; None: without adapters."""
 
-
-def visible_devices(gpus: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES of a server on some of the GPUs that this process sees, by their number here. An inherited
-    list (indices or UUIDs, as schedulers set it) decides which GPUs these are."""
-    inherited = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ",".join(inherited[gpu] if inherited else str(gpu) for gpu in gpus)
+    @property
+    def visible_devices(self) -> str:
+        """CUDA_VISIBLE_DEVICES. An inherited list (indices or UUIDs, as schedulers set it) decides which GPUs these
+        are."""
+        inherited = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        return ",".join(inherited[gpu] if inherited else str(gpu) for gpu in self.gpus)
 
 
 class ServerAPI(Protocol):
@@ -82,16 +78,12 @@ class ServerAPI(Protocol):
         """Fields of a completion request: return token ids and log-probabilities, and stop only at ``stop_ids``."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A server's response, checked."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finished: bool
-    """A stop token ended it."""
-    at_string: bool
-    """The server says that a stop string ended it."""
+def server_python(settings: ServersConfig) -> str:
+    """The interpreter that starts servers."""
+    if settings.python is not None:
+        return settings.python
+    found = [folder / "bin" / "python" for folder in ENVIRONMENTS if (folder / "bin" / "python").exists()]
+    return str(found[0].absolute()) if found else sys.executable
 
 
 def completion_body(
@@ -99,57 +91,38 @@ def completion_body(
 ) -> dict[str, Any]:
     """The request for one response. Greedy decoding ignores top_p, which would cut the distribution of its
     log-probabilities."""
-    greedy = sampling.temperature == 0
     stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
     return {
         "model": model_name,
         "prompt": list(request.prompt_ids),
         "max_tokens": request.limit(sampling),
         "temperature": sampling.temperature,
-        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_p": 1.0 if sampling.temperature == 0 else sampling.top_p,
         "seed": request.seed,
         **api.extra_fields(stop_ids),
         **stop,
     }
 
 
-def read_answer(
-    body: Any,
-    model_name: str,
-    request: GenerationRequest,
-    sampling: SamplingParams,
-    stop_ids: Sequence[int],
-    vocab_size: int,
-) -> Answer:
-    """The answer to a completion request. Raises Fault where it does not fit the request, and ServerError for another
-    model's."""
+def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...], str]:
+    """Token ids, log-probabilities and finish_reason of a completion.
+
+    The server may be a user's, of another kind or with another model. Raises Fault where the answer lacks any of them,
+    and ServerError for another model's.
+    """
     require_model(body, model_name)
     try:
         [choice] = body["choices"]
-        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        reason, prompt = choice["finish_reason"], choice.get("prompt_token_ids")
-        right = all(0 <= token < vocab_size for token in ids) and all(LEAST <= one <= ROUNDING for one in logprobs)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        ids, logprobs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+        fits = 0 < len(ids) == len(logprobs) and max(ids) < vocab_size and math.isfinite(sum(logprobs))
+    except (KeyError, TypeError, ValueError) as error:
         raise Fault(f"an answer without a choice's token_ids, logprobs and finish_reason: {error!r}") from None
-    most = request.limit(sampling)
-    if not right or not 1 <= len(ids) <= most or len(logprobs) != len(ids):
+    if not fits or reason not in ("stop", "length"):
         raise Fault(
-            f"a response of {len(ids)} tokens, expected 1 to {most} below {vocab_size}, and {len(logprobs)} "
-            "log-probabilities, expected as many finite numbers of at most 0"
+            f"an answer of {len(ids)} tokens, expected at least one, all below {vocab_size}, with {len(logprobs)} "
+            f"log-probabilities and finish_reason {reason!r}"
         )
-    if prompt not in (None, list(request.prompt_ids)):
-        raise Fault("an answer to another prompt")
-    finished = ids[-1] in stop_ids
-    if early := set(stop_ids).intersection(ids[:-1]):
-        raise Fault(f"a response that continues after its stop token {min(early)}")
-    at_string = bool(sampling.stop) and reason == "stop" and not finished
-    whole = finished or at_string
-    if reason != ("stop" if whole else "length") or (not whole and len(ids) < most):
-        raise Fault(
-            f"a response of {len(ids)} tokens of at most {most} that ends with token {ids[-1]} and finish_reason "
-            f"{reason!r}; its stop tokens are {', '.join(map(str, stop_ids))}"
-        )
-    return Answer(tuple(ids), tuple(logprobs), finished, at_string)
+    return tuple(ids), tuple(logprobs), reason
 
 
 def require_model(body: Any, model_name: str) -> None:

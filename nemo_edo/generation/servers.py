@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import nemo_edo
 from nemo_edo.config import RunConfig, ServersConfig
 from nemo_edo.errors import UserError
-from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import Launch, ServerAPI
+from nemo_edo.generation.replica import ManagedReplica, Replica
+from nemo_edo.generation.server_api import Launch, ServerAPI, server_python
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.generation.server_process import ServerProcess
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.utils.api_key import ApiKey, key_of_environment
@@ -27,8 +23,6 @@ from nemo_edo.utils.http import ServerError
 from nemo_edo.utils.processes import package_file
 
 APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
-ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-vllm", Path("/opt/vllm"))
-"""Where ``make vllm-env`` and the container put the servers' environment."""
 
 
 def check_servers(cfg: RunConfig, gpus: int) -> None:
@@ -76,14 +70,6 @@ def placed(cfg: RunConfig, trainers: int) -> RunConfig:
     return replace(cfg, generation=replace(cfg.generation, servers=settings))
 
 
-def server_python(settings: ServersConfig) -> str:
-    """The interpreter that starts servers."""
-    if settings.python is not None:
-        return settings.python
-    found = [str(folder / "bin" / "python") for folder in ENVIRONMENTS if (folder / "bin" / "python").exists()]
-    return str(Path(found[0]).absolute()) if found else sys.executable
-
-
 def nccl_library(cfg: RunConfig) -> str:
     """The libnccl.so.2 of a refit from GPU to GPU, for both of its ends. Raises UserError where there is none."""
     given = cfg.generation.refit.nccl_library
@@ -97,57 +83,68 @@ def nccl_library(cfg: RunConfig) -> str:
     return found
 
 
-def build_replicas(cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, key: str | None = None) -> list[Replica]:
+def build_replicas(
+    cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, key: str | None = None
+) -> Sequence[Replica]:
     """The config's replicas, not started. logs: the folder of their logs. gpus: number of GPUs of this machine. key:
     what managed servers ask for; None: a new one."""
-    settings = cfg.generation.servers
-    if settings.urls:
-        return replicas_at_urls(settings)
-    return managed_replicas(settings, APIS[cfg.generation.backend](), _launch(cfg, logs), model_folder, gpus, key)
+    generation = cfg.generation
+    if generation.servers.urls:
+        return replicas_at_urls(generation.servers)
+    nccl = generation.refit.transport == "nccl"
+    launch = Launch(
+        settings=generation.servers,
+        dtype=generation.servers.dtype or ("float32" if cfg.precision.dtype == "fp32" else "bfloat16"),
+        log=logs,
+        max_length=cfg.model.seq_length,
+        arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else (),
+        logprobs_after_temperature=_after_temperature(cfg),
+        sleeps=generation.placement == "shared",
+        nccl_library=nccl_library(cfg) if nccl else None,
+        adapter_rank=cfg.lora.rank if cfg.lora.rank and generation.refit.lora == "adapter" else None,
+    )
+    return managed_replicas(APIS[generation.backend](), launch, model_folder, gpus, key)
 
 
 def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
     """Running servers of any kind."""
-    key = _user_key(settings).value
+    key, limit_s, launched = _user_key(settings).value, settings.health_limit_s, settings.launched
     return [
-        Replica(f"server {place}", url=url, key=key, ready_limit_s=settings.health_limit_s, launched=settings.launched)
+        Replica(f"server {place}", url, key, ready_limit_s=limit_s, has_worker_extension=launched)
         for place, url in enumerate(settings.urls)
     ]
 
 
 def managed_replicas(
-    settings: ServersConfig, api: ServerAPI, launch: Launch, model_folder: Path, gpus: int, key: str | None = None
-) -> list[Replica]:
+    api: ServerAPI, launch: Launch, model_folder: Path, gpus: int, key: str | None = None
+) -> list[ManagedReplica]:
     """Replicas of any kind that the run starts on this machine. launch: the same for each except ``gpus``, and ``log``,
     which is here the folder of the logs. gpus, key: as for ``build_replicas``."""
-    each, key = settings.tensor_parallel_size, key or secrets.token_urlsafe(32)
+    settings, key = launch.settings, key or secrets.token_urlsafe(32)
+    each, limit_s = settings.tensor_parallel_size, settings.start_limit_s
     replicas = []
     for place in range(settings.replicas):
         first = (settings.first_gpu or 0) + place * each
         devices = tuple(range(first, first + each)) if gpus else ()
         own = replace(launch, gpus=devices, log=launch.log / f"server_{place}.log")
-        process = ServerProcess(api, own, model_folder)
-        replicas.append(Replica(f"server {place}", process=process, key=key, ready_limit_s=settings.start_limit_s))
+        replicas.append(ManagedReplica(f"server {place}", api, own, model_folder, key, ready_limit_s=limit_s))
     return replicas
 
 
 def start(replicas: Sequence[Replica], needed_length: int) -> None:
     """Starts the managed replicas concurrently, and waits until all are ready. Raises ServerError, with none left
     running, where one does not become ready or accepts fewer tokens than ``needed_length``."""
-
-    def ready(replica: Replica) -> None:
-        replica.start() if replica.is_managed else replica.wait_until_ready()
-        if replica.max_length is not None and replica.max_length < needed_length:
-            raise ServerError(
-                f"{replica} accepts {replica.max_length} tokens of prompt and response; model.seq_length is "
-                f"{needed_length}"
-            )
-
     with ExitStack() as unless_ready:
         for replica in replicas:
             unless_ready.callback(replica.stop)
         with ThreadPoolExecutor(max_workers=len(replicas)) as pool:
-            list(pool.map(ready, replicas))
+            list(pool.map(lambda replica: replica.start(), replicas))
+        for replica in replicas:
+            if replica.max_length is not None and replica.max_length < needed_length:
+                raise ServerError(
+                    f"{replica} accepts {replica.max_length} tokens of prompt and response; model.seq_length is "
+                    f"{needed_length}"
+                )
         if len({replica.model_name for replica in replicas}) > 1:  # of servers that the run does not manage
             names = ", ".join(f"{replica}: {replica.model_name}" for replica in replicas)
             raise ServerError(f"the servers have different models ({names})")
@@ -161,10 +158,9 @@ def build_server_engine(
     stop_ids: Sequence[int],
     vocab_size: int,
     decode: Callable[[Sequence[int]], str],
-    model_folder: Path,
     progress: bool = False,
 ) -> ServerEngine:
-    """replicas: ready ones; empty on every rank but the first."""
+    """replicas: ready ones."""
     return ServerEngine(
         replicas,
         APIS[cfg.generation.backend](),
@@ -172,31 +168,8 @@ def build_server_engine(
         stop_ids=stop_ids,
         vocab_size=vocab_size,
         decode=decode,
-        model_folder=model_folder,
         logprobs_after_temperature=_after_temperature(cfg),
         progress=progress,
-    )
-
-
-def _launch(cfg: RunConfig, logs: Path) -> Launch:
-    settings = cfg.generation.servers
-    cores = len(os.sched_getaffinity(0))
-    return Launch(
-        python=server_python(settings),
-        host=settings.host,
-        dtype=settings.dtype or ("float32" if cfg.precision.dtype == "fp32" else "bfloat16"),
-        max_length=cfg.model.seq_length,
-        logprobs_after_temperature=_after_temperature(cfg),
-        gpus=(),
-        threads=settings.threads or max(1, cores // settings.replicas),
-        cpu_cache_gb=settings.cpu_cache_gb,
-        memory_share=settings.memory_share,
-        max_in_flight=settings.max_in_flight,
-        sleeps=cfg.generation.placement == "shared",
-        nccl_library=nccl_library(cfg) if cfg.generation.refit.transport == "nccl" else None,
-        adapter_rank=cfg.lora.rank if cfg.lora.rank and cfg.generation.refit.lora == "adapter" else None,
-        arguments=(*settings.arguments, *_transfer_arguments(cfg)),
-        log=logs,
     )
 
 
@@ -204,12 +177,6 @@ def _after_temperature(cfg: RunConfig) -> bool:
     """With a top-p cut, training and evaluations are at temperature 1 (``config.run``); an evaluation has no cut, and
     both kinds are the same for it."""
     return cfg.generation.backend == VLLM.backend and cfg.sampling.top_p == 1
-
-
-def _transfer_arguments(cfg: RunConfig) -> tuple[str, ...]:
-    """vLLM's options for receiving weights from GPU to GPU."""
-    nccl = cfg.generation.refit.transport == "nccl"
-    return ("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else ()
 
 
 def _user_key(settings: ServersConfig) -> ApiKey:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.generation.server_api import Launch, visible_devices
+from nemo_edo.generation.server_api import Launch, server_python
 
 
 class TRTLLM:
@@ -27,19 +27,19 @@ class TRTLLM:
     def command(self, launch: Launch, model: Path, port: int) -> list[str]:
         options = {
             "backend": "pytorch",
-            "host": launch.host,
+            "host": launch.settings.host,
             "port": str(port),
             "max_seq_len": str(launch.max_length),
-            "max_batch_size": str(launch.max_in_flight),
+            "max_batch_size": str(launch.settings.max_in_flight),
             "tensor_parallel_size": str(len(launch.gpus)),
-            "kv_cache_free_gpu_memory_fraction": str(launch.memory_share),
+            "kv_cache_free_gpu_memory_fraction": str(launch.settings.memory_share),
         }
-        command = [launch.python, "-m", "tensorrt_llm.commands.serve", "serve", str(model)]
+        command = [server_python(launch.settings), "-m", "tensorrt_llm.commands.serve", "serve", str(model)]
         command += [part for name, value in options.items() for part in (f"--{name}", value)]
-        return [*command, *launch.arguments]
+        return [*command, *launch.settings.arguments]
 
     def environment(self, launch: Launch, key: str) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": visible_devices(launch.gpus), "HF_HUB_OFFLINE": "1"}
+        return {"CUDA_VISIBLE_DEVICES": launch.visible_devices, "HF_HUB_OFFLINE": "1"}
 
     def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
         # Answers have token ids only without detokenization. Stop tokens are stop words here, and cut off by default.

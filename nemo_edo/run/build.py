@@ -148,7 +148,6 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
         stop_ids=data.stop.ids,
         vocab_size=fields["vocab_size"],
         decode=data.decode,
-        model_folder=folder,
         progress=True,
     )
     if cfg.generation.placement == "shared":

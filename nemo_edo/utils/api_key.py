@@ -9,8 +9,8 @@ from urllib.parse import quote
 from nemo_edo.errors import UserError
 
 HIDDEN = "***"
-SHORTEST = 8
-"""Characters: a key is hidden wherever it occurs, and a shorter one may be part of ordinary text."""
+SHORTEST_HIDDEN = 8
+"""Characters. A shorter key is not hidden: it is no secret, and may be part of ordinary text."""
 
 
 class ApiKey:
@@ -20,20 +20,17 @@ class ApiKey:
     def __init__(self, value: str | None) -> None:
         """value: None: the server asks for none."""
         self.value = value
-        forms = {value, json.dumps(value)[1:-1], quote(value, safe=""), value.replace("/", r"\/")} if value else set()
-        self._forms = sorted(forms, key=len, reverse=True)
+        self.headers = {} if value is None else {"Authorization": f"Bearer {value}"}
 
     def __repr__(self) -> str:
         return f"ApiKey({None if self.value is None else HIDDEN})"
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.value is None else {"Authorization": f"Bearer {self.value}"}
-
     def hide(self, text: str) -> str:
         """The text without the key, as it is and as JSON or a URL writes it."""
-        for form in self._forms:
-            text = text.replace(form, HIDDEN)
+        key = self.value or ""
+        if len(key) >= SHORTEST_HIDDEN:
+            for form in (json.dumps(key)[1:-1], quote(key, safe=""), key.replace("/", r"\/"), key):
+                text = text.replace(form, HIDDEN)
         return text
 
 
@@ -45,15 +42,9 @@ def key_of_environment(setting: str, variable: str | None) -> ApiKey:
     value = os.environ.get(variable)
     if value is None:
         raise UserError(f"{setting} is {variable}, which is not set in the environment")
-    wrong = next((place for place, one in enumerate(value, 1) if not "!" <= one <= "~"), None)
-    if wrong is not None:
+    if not value or not all("!" <= letter <= "~" for letter in value):
         raise UserError(
-            f"{setting} is {variable}, whose character {wrong} of {len(value)} in the environment is white space or "
-            "not printable ASCII; expected the key alone"
-        )
-    if len(value) < SHORTEST:
-        raise UserError(
-            f"{setting} is {variable}, which has {len(value)} characters in the environment; expected at least "
-            f"{SHORTEST}: a shorter key is no secret, and hiding it would change ordinary text"
+            f"{setting} is {variable}, which has {len(value)} characters in the environment; expected a key alone, of "
+            "printable ASCII without white space or line ends"
         )
     return ApiKey(value)

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Coroutine, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -50,20 +50,12 @@ class TimeLimit(Fault):
     """No answer came in time."""
 
 
-class Retries(Protocol):
-    """Settings of ``retrying``."""
-
-    attempts: int
-    backoff_s: float
-    backoff_limit_s: float
-
-
-def retrying(settings: Retries) -> AsyncRetrying:
+def retrying(attempts: int, backoff_s: float, backoff_limit_s: float) -> AsyncRetrying:
     """Calls again after a Fault; the longest wait doubles with each attempt. Raises the last Fault."""
     return AsyncRetrying(
         retry=retry_if_exception_type(Fault),
-        wait=wait_random_exponential(multiplier=settings.backoff_s, max=settings.backoff_limit_s),
-        stop=stop_after_attempt(settings.attempts),
+        wait=wait_random_exponential(multiplier=backoff_s, max=backoff_limit_s),
+        stop=stop_after_attempt(attempts),
         reraise=True,
     )
 
@@ -83,7 +75,7 @@ async def exchange(
     *,
     server: str,
     limit_s: float,
-    json: Any = None,
+    body: Any = None,
     params: Mapping[str, Any] | None = None,
     answers_json: bool = True,
 ) -> Any:
@@ -96,21 +88,25 @@ async def exchange(
     try:
         async with asyncio.timeout(limit_s):
             # A redirect would send the key elsewhere.
-            async with session.request(method, url, json=json, params=params, allow_redirects=False) as response:
-                body = await response.read()
+            async with session.request(method, url, json=body, params=params, allow_redirects=False) as response:
+                text = key.hide((await response.read()).decode(errors="replace"))
     except TimeoutError:
         raise TimeLimit(f"{asked}: no answer within {limit_s:g} s") from None
     except aiohttp.ClientError as error:  # some have no message
         raise Fault(key.hide(f"{asked}: {type(error).__name__}: {error}".removesuffix(": "))) from None
-    text = key.hide(body.decode(errors="replace"))
-    said = f"{asked}: status {response.status}: {_beginning(text)}"
+    line = " ".join(text.split())
+    shown = line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
     if response.status >= 500 or response.status in RETRIABLE:
-        raise Fault(said, _retry_after(response.headers.get("retry-after", "")))
+        retry_after_s = _retry_after(response.headers.get("retry-after", ""))
+        raise Fault(f"{asked}: status {response.status}: {shown}", retry_after_s)
     if not 200 <= response.status < 300:
-        raise ServerError(f"{server}: {said}", response.status)
+        raise ServerError(f"{server}: {asked}: status {response.status}: {shown}", response.status)
     if not text or not answers_json:
         return None
-    return _value(text, asked)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Fault(f"{asked}: not JSON: {shown}") from None
 
 
 def run_tasks(work: Coroutine[Any, Any, None]) -> None:
@@ -121,19 +117,6 @@ def run_tasks(work: Coroutine[Any, Any, None]) -> None:
         while hasattr(error, "exceptions"):  # a group, which the linter does not know: the functions run on Python 3.10
             error = error.exceptions[0]
         raise error from None
-
-
-def _value(text: str, asked: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise Fault(f"{asked}: not JSON: {_beginning(text)}") from None
-
-
-def _beginning(text: str) -> str:
-    """The beginning of a body, on one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
 
 
 def _retry_after(value: str) -> float:

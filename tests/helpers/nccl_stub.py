@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from nemo_edo.refit.libnccl import Communicator, Library
-from nemo_edo.refit.nccl import NCCLLink
 from nemo_edo.utils.http import ServerError
 
-SOURCE = Path(__file__).with_suffix(".c").with_name("stub_nccl.c")
+SOURCE = Path(__file__).with_name("stub_nccl.c")
+CPU = torch.device("cpu")
 
 
 def build(folder: Path, version: int = 22907) -> Path:
@@ -42,19 +42,13 @@ class Workers:
         self.dies_after = -1
         """Tensors that it receives before it comes no more, once; below 0: it does not die."""
 
-    def join_as_server(self, unique_id: bytes, ranks: range, world_size: int) -> None:
+    def join(self, unique_id: bytes, ranks: range, world_size: int) -> None:
         self.is_stopped = False
-        self._ranks = self._all([lambda rank=rank: self._join(unique_id, rank, world_size) for rank in ranks])
+        self._ranks = [communicator(self._library, self._limit_s, rank, unique_id) for rank in ranks]
+        pairs = zip(self._ranks, ranks, strict=True)
+        self._all([lambda one=one, rank=rank: one.join(rank, world_size, self._require_running) for one, rank in pairs])
 
-    def _join(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        stream, limit_s = Stream(self._library, 1 + rank), self._limit_s
-        joined = Communicator(self._library, unique_id, rank=rank, size=size, stream=lambda: stream,
-                              check=self._require_running, limit_s=limit_s)  # fmt: skip
-        joined.all_reduce(total := torch.ones(1), self._require_running)
-        assert float(total) == size - 1  # the trainer adds 0
-        return joined
-
-    def receive(self, server, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    def receive(self, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         self.dies_after -= 1
         if self.dies_after == -1:
             raise ConnectionError("the worker has died")
@@ -75,7 +69,7 @@ class Workers:
             return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def link(library: Library, limit_s: float) -> NCCLLink:
-    """The trainer's end, on its own stream."""
-    stream = Stream(library, 1)
-    return NCCLLink(library, torch.device("cpu"), lambda: stream, limit_s)
+def communicator(library: Library, limit_s: float, rank: int = 0, unique_id: bytes | None = None) -> Communicator:
+    """The trainer's end or a worker's, on its own stream."""
+    stream = Stream(library, 1 + rank)
+    return Communicator(library, limit_s, CPU, lambda: stream, unique_id)

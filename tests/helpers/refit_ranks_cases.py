@@ -1,17 +1,16 @@
 """Refits of a scripted server by several ranks. Run by a WorkerPool."""
 
-from functools import partial
 from pathlib import Path
 
-from helpers import scripted_server, tiny_models
+from helpers import nccl_stub, scripted_server, tiny_models
 from helpers.controller import build_tiny, controlled
 from safetensors.torch import load_file
 
 from nemo_edo.errors import UserError
 from nemo_edo.refit.disk import DiskSync
 from nemo_edo.refit.export import WeightFolders
-from nemo_edo.refit.nccl import NCCLSync, stream
-from nemo_edo.refit.server_weights import ReloadedWeights
+from nemo_edo.refit.libnccl import Library
+from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker
 
@@ -23,9 +22,9 @@ def exported(worker: Worker) -> dict:
 def through_a_folder(workers: Workers, folder: Path) -> dict:
     server = scripted_server.ScriptedReplica()
     engine = scripted_server.engine_of(server)
-    sync = DiskSync(engine, WeightFolders(folder, workers, 1), ReloadedWeights(5.0), attempts=1)
+    sync = DiskSync(engine, WeightFolders(folder, workers, 1), attempts=1, limit_s=5.0)
     sync.push(1)
-    weights = load_file(engine.model_folder / "model.safetensors")
+    weights = load_file(Path(server.weights) / "model.safetensors")
     server.faults, server.cannot_start = {"/collective_rpc": 9}, True
     try:
         sync.push(2)
@@ -34,10 +33,12 @@ def through_a_folder(workers: Workers, folder: Path) -> dict:
     return {"weights": weights}
 
 
-def by_broadcasts(workers: Workers) -> dict:
+def by_broadcasts(workers: Workers, folder: Path) -> dict:
+    library = Library(nccl_stub.build(folder))
     servers = [scripted_server.ScriptedReplica(faults={"/update_weights": 1})]  # the second attempt goes through
     engine = scripted_server.engine_of(*servers)
-    sync = NCCLSync(engine, partial(stream, workers), lambda: scripted_server.Link(servers), name="run", attempts=2,
+    servers[0].link = nccl_stub.Workers(library, 60.0)
+    sync = NCCLSync(engine, workers, lambda: nccl_stub.communicator(library, 60.0), name="run", attempts=2,
                     limit_s=60.0)
     sync.push(1)
     return {"version": engine.policy_version, "weights": dict(servers[0].received)}
@@ -47,6 +48,7 @@ def refits(model: Path, folder: Path, sizes: dict) -> dict | None:
     def call(workers: Workers) -> dict:
         workers.call(build_tiny, model, sizes)
         expected = workers.call(exported)[0]
-        return {"disk": through_a_folder(workers, folder), "nccl": by_broadcasts(workers), "expected": expected}
+        nccl = by_broadcasts(workers, folder.parent)
+        return {"disk": through_a_folder(workers, folder), "nccl": nccl, "expected": expected}
 
     return controlled(call)

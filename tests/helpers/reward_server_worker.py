@@ -7,7 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
-import httpx
+import requests
 import torch
 from reward_models import score_rollouts, write_own_reward_model, write_qwen_prm, write_skywork_prm
 
@@ -44,7 +44,7 @@ def compare(folder: Path, work: Path) -> dict:
     with serving(about, settings, work) as served:
         there = score_rollouts(served, rollouts(), QUESTIONS)
         replica = served._replicas[0]
-        without_key = httpx.post(replica.url + POOLING, json={"input": [[1]]}, trust_env=False).status_code
+        without_key = requests.post(replica.url + POOLING, json={"input": [[1]]}).status_code
         by_url = at_a_url(replica, about, work / "client")
     pairs = [pair for a, b in zip(here, there, strict=True) for pair in zip(a.steps, b.steps, strict=True)]
     again = [pair for a, b in zip(here, by_url["steps"], strict=True) for pair in zip(a.steps, b, strict=True)]

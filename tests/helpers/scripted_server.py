@@ -1,60 +1,14 @@
 """A scripted replica with the endpoints of vLLM 0.32 that a refit uses, without vLLM."""
 
 import base64
-import queue
-import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from helpers import nccl_stub
 
 from nemo_edo.utils.http import ServerError
-
-
-class Link:
-    """Both ends of a weight transfer to servers: who met whom, and a queue of tensors for each server."""
-
-    def __init__(self, servers, limit_s: float = 60.0) -> None:
-        self.unique_id = bytes(range(128))
-        self.ranks: list[int] = []
-        self._queues: dict[str, queue.Queue] = {server.name: queue.Queue() for server in servers}
-        self._limit_s, self._lock = limit_s, threading.Lock()
-        self._complete, self._aborted = threading.Event(), threading.Event()
-        for server in servers:
-            server.link = self
-
-    def meet(self, ranks: range, world_size: int, check=lambda: None) -> None:
-        with self._lock:
-            self.ranks += ranks
-            if sorted(self.ranks) == list(range(world_size)):
-                self._complete.set()
-        deadline = time.monotonic() + self._limit_s
-        while not self._complete.wait(0.01):
-            check()
-            if self._aborted.is_set() or time.monotonic() > deadline:
-                raise ServerError("the others did not come")
-
-    def join(self, world_size: int, check) -> None:
-        self.meet(range(1), world_size, check)
-
-    def join_as_server(self, unique_id: bytes, ranks: range, world_size: int) -> None:
-        assert unique_id == self.unique_id
-        self.meet(ranks, world_size)
-
-    def broadcast(self, tensor, check) -> None:
-        check()
-        for waiting in self._queues.values():
-            waiting.put(tensor.clone())
-
-    def receive(self, server, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-        tensor = self._queues[server.name].get(timeout=self._limit_s)
-        assert (tensor.dtype, list(tensor.shape)) == (dtype, shape)
-        return tensor
-
-    def abort(self) -> None:
-        self._aborted.set()
 
 
 @dataclass
@@ -80,7 +34,9 @@ class ScriptedReplica:
     adapters: dict[str, str] = field(default_factory=dict)
     """Their folders by name."""
     asked: list[tuple] = field(default_factory=list)
-    link: Link | None = None
+    link: nccl_stub.Workers | None = None
+    """What its workers receive weights with."""
+    model_folder: Path | None = None
     received: list[tuple] = field(default_factory=list)
     is_updating: bool = False
     is_running: bool = True
@@ -111,12 +67,13 @@ class ScriptedReplica:
         return getattr(self, path.strip("/").replace("/", "_"))(json, params, fails)
 
     def restart(self, model_folder: Path | None = None) -> None:
-        self.asked.append(("restart", str(model_folder), None, None))
+        self.model_folder = model_folder or self.model_folder
+        self.asked.append(("restart", str(self.model_folder), None, None))
         if self.cannot_start:
             raise ServerError(f"{self.name} has ended with status 1")
         self.starts += 1
         self.is_updating, self.is_running = False, True
-        self.weights, self.version, self.adapters = str(model_folder), "default", {}
+        self.weights, self.version, self.adapters = str(self.model_folder), "default", {}
 
     # --- the endpoints ----------------------------------------------------------------------------------------------
 
@@ -156,7 +113,7 @@ class ScriptedReplica:
         info = json["init_info"]
         assert info["packed"] is False
         ranks = range(info["rank_offset"], info["rank_offset"] + self.workers)
-        self.link.join_as_server(base64.b64decode(info["nccl_unique_id_b64"]), ranks, info["world_size"])
+        self.link.join(base64.b64decode(info["nccl_unique_id_b64"]), ranks, info["world_size"])
         return {"message": "Weight transfer initialized"}
 
     def shutdown_weight_transfer_engine(self, json, params, fails):
@@ -173,7 +130,7 @@ class ScriptedReplica:
         info = json["update_info"]
         assert info.keys() == {"names", "dtype_names", "shapes"}
         for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            self.received.append((name, self.link.receive(self, getattr(torch, dtype), shape)))
+            self.received.append((name, self.link.receive(getattr(torch, dtype), shape)))
         return {"message": "Weights updated"}
 
     def finish_weight_update(self, json, params, fails):
@@ -200,8 +157,7 @@ class ScriptedReplica:
 
 def engine_of(*replicas: ScriptedReplica) -> SimpleNamespace:
     """The part of a ServerEngine that a refit uses."""
-    return SimpleNamespace(replicas=list(replicas), excluded=[], policy_version=0, model_folder=Path("start"),
-                           served_model="policy", on_restart=None, on_generated=None)  # fmt: skip
+    return SimpleNamespace(replicas=list(replicas), excluded=[], policy_version=0, served_model="policy", weights=None)
 
 
 def assert_two_versions_arrive(sync, policy, exported_weights, servers) -> None:

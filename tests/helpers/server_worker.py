@@ -5,11 +5,11 @@ times."""
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import psutil
-import server_steps
+import requests
 import torch
 
 from nemo_edo.algorithms.requests import sampling_requests
@@ -23,6 +23,8 @@ from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 SAMPLED, GREEDY = SamplingParams(1.0, 1.0, 32), SamplingParams(0.0, 1.0, 32)
+STOPS = ("1", "\n", "21")
+"""Many tokens, one separate token, and a token or the end of one and the beginning of the next."""
 
 
 class Killer:
@@ -46,15 +48,14 @@ class Killer:
 
 def server_process(replica: Replica) -> psutil.Process:
     """The server itself, below the keeper that the run has started."""
-    [server] = psutil.Process(replica.process._process.pid).children()
+    [server] = psutil.Process(replica.process.pid).children()
     return server
 
 
 def engine_over(servers: ServerEngine, replicas: list[Replica], decode) -> ServerEngine:
     """Another engine over some replicas of ``servers``, or over others with the same weights."""
     return ServerEngine(replicas, servers._api, servers._settings, stop_ids=servers._stop_ids,
-                        vocab_size=servers._vocab_size, decode=decode, model_folder=servers.model_folder,
-                        logprobs_after_temperature=True)
+                        vocab_size=servers._vocab_size, decode=decode, logprobs_after_temperature=True)
 
 
 def about(rollouts: list[Rollout], asked: list[GenerationRequest]) -> dict:
@@ -97,13 +98,28 @@ def exposure(replica: Replica) -> dict:
     listening = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     key = replica.key.value
     return {
-        "statuses": {path: httpx.request(how, replica.url + path).status_code for path, how in paths.items()},
-        "wrong_key": httpx.get(f"{replica.url}/v1/models", headers={"Authorization": "Bearer no"}).status_code,
+        "statuses": {path: requests.request(how, replica.url + path).status_code for path, how in paths.items()},
+        "wrong_key": requests.get(f"{replica.url}/v1/models", headers={"Authorization": "Bearer no"}).status_code,
         "listening": sorted(listening),
         "key_in_arguments": any(key in part for p in [process, *process.children(True)] for part in p.cmdline()),
-        "key_in_log": key in replica.process.launch.log.read_text(errors="replace"),
+        "key_in_log": key in replica.launch.log.read_text(errors="replace"),
         "key_length": len(key),
         "insecure_serialization": process.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"],
+    }
+
+
+def stopped(servers: ServerEngine, data, stop: str) -> dict:
+    """Responses with a stop string, compared with those of the same seeds without one."""
+    asked = sampling_requests(data.train[:40], data.prompts, 4, 1, "stop")
+    whole, cut = servers.generate(asked, SAMPLED), servers.generate(asked, replace(SAMPLED, stop=(stop,)))
+    pairs, met = list(zip(cut, whole, strict=True)), [rollout for rollout in cut if rollout.stop]
+    gaps = [abs(x - y) for a, b in pairs for x, y in zip(a.response_logprobs, b.response_logprobs, strict=False)]
+    return {
+        "asked": len(asked),
+        "met": len(met),
+        "beginnings": sum(a.response_ids == b.response_ids[: len(a.response_ids)] for a, b in pairs),
+        "contained": sum(r.stop in r.text and r.stop not in data.decode(r.response_ids[:-1]) for r in met),
+        "largest_gap": max(gaps),
     }
 
 
@@ -117,7 +133,7 @@ def killed(servers: ServerEngine, data, samples: int, kills: int) -> dict:
         return data.decode(ids)
 
     begun = time.monotonic()
-    rollouts = engine_over(servers, servers.replicas[:1], decode).generate_until(asked, SAMPLED)
+    rollouts = engine_over(servers, servers.replicas[:1], decode).generate(asked, SAMPLED)
     seconds = time.monotonic() - begun
     return {**about(rollouts, asked), "samples": samples, "kills": killer.killed,
             "starts": servers.replicas[0].starts, "seconds": seconds}
@@ -133,7 +149,7 @@ def spread(servers: ServerEngine, data) -> dict:
 
 def served(replica: Replica) -> int:
     """Completions that a server counts."""
-    text = httpx.get(f"{replica.url}/metrics", headers=replica.key.headers).text
+    text = requests.get(f"{replica.url}/metrics", headers=replica.key.headers).text
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
                    if line.startswith("vllm:request_success_total")))
 
@@ -150,17 +166,16 @@ def main(folder: Path, samples: int, kills: int) -> None:
     begun = time.monotonic()
     servers = build.start_servers(cfg, run, data)
     results["start_s"] = time.monotonic() - begun
-    processes = [p for replica in servers.replicas for p in psutil.Process(replica.process._process.pid).children(True)]
+    processes = [p for replica in servers.replicas for p in psutil.Process(replica.process.pid).children(True)]
     try:
         in_process = build.build_engine(cfg, model, data, None)
         results["trainer"] = against_the_trainer(model, in_process, servers, data)
         results["exposure"] = exposure(servers.replicas[0])
         results["spread"] = spread(servers, data)
-        results["steps"] = {separator: server_steps.compare(model, in_process, servers, data, separator)
-                            for separator in server_steps.SEPARATORS}
+        results["stopped"] = [stopped(servers, data, stop) for stop in STOPS]
         servers.replicas[1].stop()
         results["killed"] = killed(servers, data, samples, kills)
-        processes += psutil.Process(servers.replicas[0].process._process.pid).children(True)
+        processes += psutil.Process(servers.replicas[0].process.pid).children(True)
     finally:
         servers.close()
     psutil.wait_procs(processes, timeout=10)

@@ -45,7 +45,7 @@ READ = {"/is_sleeping": "is_sleeping", "/weight_info": "weight_version", "/reset
 """What the run reads of their answers."""
 ANSWERS = {
     CompletionResponse: {"model", "choices"},
-    CompletionResponseChoice: {"token_ids", "prompt_token_ids", "logprobs", "finish_reason"},
+    CompletionResponseChoice: {"token_ids", "logprobs", "finish_reason"},
     CompletionLogProbs: {"token_logprobs"},
     ModelList: {"data"},
     ModelCard: {"id", "max_model_len"},

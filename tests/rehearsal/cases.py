@@ -335,28 +335,21 @@ def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[s
 def linked(folder: Path) -> dict:
     """Where the tensors are that a refit hands to NCCL, and their names."""
     from nemo_edo.megatron.hf_export import streamed
-    from nemo_edo.refit import nccl
+    from nemo_edo.refit.libnccl import Communicator
 
     sent = []
 
-    class Communicator:
-        def __init__(self, *_, **__) -> None:
+    class Watched(Communicator):
+        def _call(self, name, check, *arguments, waits) -> None:
             pass
 
-        def all_reduce(self, tensor, check) -> None:
-            sent.append((str(tensor.device), tensor.is_contiguous(), None))
-
-        def broadcast(self, tensor, check) -> None:
-            sent.append((str(tensor.device), tensor.is_contiguous(), tensor.cpu()))
-
-    class Library:
-        def unique_id(self) -> bytes:
-            return b"id"
+        def _collective(self, name, tensor, operand, check) -> None:
+            kept = tensor.cpu() if name == "ncclBroadcast" else None
+            sent.append((str(tensor.device), tensor.is_contiguous(), kept))
 
     policy = build(folder, TRAINING["sft"]).policy
-    link = nccl.NCCLLink(Library(), torch.device("cuda", 0), torch.cuda.current_stream, 1.0)
-    with mock.patch.object(nccl, "Communicator", Communicator):
-        link.join(2, lambda: None)
+    link = Watched(None, 1.0, torch.device("cuda", 0), unique_id=bytes(128))
+    link.join(0, 2, lambda: None)
     names = []
     for name, tensor in streamed(policy.built):
         names.append(name)

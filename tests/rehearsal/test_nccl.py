@@ -1,5 +1,5 @@
 """NVIDIA's own NCCL, which torch brings, as far as it goes without a GPU. What comes after is tested over a stub of it
-(tests/unit/refit/test_libnccl.py)."""
+(tests/unit/refit/test_nccl.py)."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,4 +32,4 @@ def test_every_group_of_gpus_gets_its_own_id(library):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_what_fails_is_said_in_its_words_with_the_file(library):
     with pytest.raises(NCCLError, match=r"ncclCommInitRankConfig: unhandled cuda error.*NCCL 2\.\d+\.\d+ \(/.*libnccl"):
-        Communicator(library, library.unique_id(), rank=0, size=1, stream=lambda: None, check=lambda: None, limit_s=60)
+        Communicator(library, 60.0, torch.device("cuda", 0)).join(0, 1, lambda: None)

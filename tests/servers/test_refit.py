@@ -3,51 +3,57 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
-ADAPTERS = ["lora.rank=4", "generation.refit.lora=adapter"]
+NCCL = pytest.param(
+    ("nccl",), id="nccl", marks=pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+)
+WHOLE = pytest.param(("disk",), id="whole weights")
+ADAPTERS = pytest.param(("disk", "lora.rank=4", "generation.refit.lora=adapter"), id="adapters alone")
 
 
 @pytest.fixture(scope="module")
 def found(found_by):
-    """found(overrides): what tests/helpers/refit_worker.py has found, with its own server."""
-    return functools.cache(functools.partial(found_by, "refit_worker"))
+    """found(how): what tests/helpers/refit_worker.py has found, with its own server."""
+    return functools.cache(lambda how: found_by("refit_worker", *how))
 
 
-@pytest.fixture(scope="module")
-def results(found) -> dict:
-    return found()
-
-
-@pytest.mark.parametrize("overrides", [[], ADAPTERS], ids=["whole weights", "adapters alone"])
-def test_after_each_refit_greedy_texts_and_log_probabilities_are_the_trainers(found, overrides: list[str]):
-    results = found(*overrides)
-    for version, push in enumerate(results["pushes"]):
+@pytest.mark.parametrize("how", [WHOLE, ADAPTERS, NCCL])
+def test_after_each_refit_greedy_texts_and_log_probabilities_are_the_trainers(found, how: tuple):
+    """Over a stub of NCCL: vLLM's routes, worker, transfer engine and loading against our sender."""
+    pushes = found(how)["pushes"]
+    for version, push in enumerate(pushes):
         assert push["greedy_same"] == 200
         assert push["largest_gap"] < 1e-3
         assert push["versions"] == [version]
-    texts = [push["greedy"] for push in results["pushes"]]
+    texts = [push["greedy"] for push in pushes]
     assert all(one != other for one, other in zip(texts, texts[1:], strict=False))
 
 
-def test_a_refit_leaves_one_folder_and_the_same_version_is_not_sent_again(results: dict):
-    assert [push["folders"] for push in results["pushes"]] == [[f"version_{v:05d}"] for v in range(4)]
+@pytest.mark.parametrize("how", [NCCL])
+def test_a_server_killed_in_the_middle_of_a_broadcast_is_restarted_and_gets_the_weights(found, how: tuple):
+    pushes = found(how)["pushes"]
+    assert [push["starts"] for push in pushes] == [1, 1, 1, 2]
+    assert [push["name"] for push in pushes] == [f"run/{version}" for version in range(4)]
+
+
+@pytest.mark.parametrize("how", [WHOLE])
+def test_a_refit_leaves_one_folder_and_the_same_version_is_not_sent_again(found, how: tuple):
+    results = found(how)
+    assert [push["folders"] for push in results["pushes"]] == [[f"version_{v:05d}"] for v in range(3)]
+    assert "has the weights \"somebody's\" where" in results["tampered"]  # its responses are refused
     assert results["again_s"] < 0.01
 
 
-@pytest.mark.parametrize("overrides", [[], ADAPTERS], ids=["whole weights", "adapters alone"])
-def test_a_server_that_was_killed_comes_back_with_the_weights_of_the_last_refit(found, overrides: list[str]):
-    results = found(*overrides)
-    assert results["killed"]["starts"] == 1 and results["killed"]["samples"] == 1200
-    assert results["killed"]["largest_gap"] < 1e-3
-
-
-def test_responses_of_weights_that_are_not_the_runs_are_refused(results: dict):
-    assert "has the weights \"somebody's\" where" in results["tampered"]
+@pytest.mark.parametrize("how", [WHOLE, ADAPTERS])
+def test_a_server_that_was_killed_comes_back_with_the_weights_of_the_last_refit(found, how: tuple):
+    killed = found(how)["killed"]
+    assert killed["starts"] == 1 and killed["samples"] == 1200 and killed["largest_gap"] < 1e-3
 
 
 AHEAD = [

@@ -6,7 +6,6 @@ import pytest
 
 ALL_KILLS = "NEMO_EDO_KILL_SERVERS"
 """The environment variable that asks for ten kills in 2,000 samples, which take a quarter of an hour."""
-SEPARATORS = ("1", "\n", "21")
 SAMPLES, KILLS = (2000, 10) if os.environ.get(ALL_KILLS) else (300, 1)
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 
@@ -46,23 +45,10 @@ def test_two_replicas_share_the_requests(results: dict):
     assert spread["whole"] and sum(spread["answers"]) == 400 and min(spread["answers"]) > 100
 
 
-@pytest.mark.parametrize("separator", SEPARATORS)
-def test_greedy_steps_are_those_of_the_in_process_engine(results: dict, separator: str):
-    assert results["steps"][separator]["greedy_same"] == 40
-
-
-@pytest.mark.parametrize("separator", SEPARATORS)
-def test_tokens_and_log_probabilities_of_solutions_sampled_by_steps_agree(results: dict, separator: str):
-    found = results["steps"][separator]
-    assert found["sampled"] > 100 and found["with_every_logprob"] == found["sampled"]
-    assert found["largest_gap"] < 1e-3
-
-
-@pytest.mark.parametrize("separator", SEPARATORS)
-def test_a_stop_string_ends_a_response_with_its_last_token_and_changes_nothing_before(results: dict, separator: str):
-    found = results["steps"][separator]
-    assert found["beginnings"] == found["asked"] and found["contained"] == found["met"]
-    assert found["met"] > 10
+def test_a_stop_string_ends_a_response_with_its_last_token_and_changes_nothing_before(results: dict):
+    for found in results["stopped"]:
+        assert found["beginnings"] == found["asked"] and found["contained"] == found["met"] > 10
+        assert found["largest_gap"] < 1e-3
 
 
 def test_a_killed_server_is_started_again_and_no_sample_is_lost_or_generated_twice(results: dict):

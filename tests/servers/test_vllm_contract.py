@@ -6,17 +6,20 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import scripted_server
+from helpers import nccl_stub
 from helpers.scripted_server import ScriptedReplica, engine_of
 
+from nemo_edo.config import ServersConfig
 from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, Launch, completion_body
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.megatron import platform
+from nemo_edo.refit.disk import AdapterSync, DiskSync
+from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
-from nemo_edo.refit.server_weights import AdapterWeights, ReloadedWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
 from nemo_edo.reward_models import vllm_pooling
 from nemo_edo.reward_models.formats import Encoded
@@ -25,10 +28,9 @@ from nemo_edo.types import GenerationRequest, SamplingParams
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 HELPER = Path(__file__).parents[1] / "helpers" / "vllm_contract.py"
 LAUNCH = Launch(
-    python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, logprobs_after_temperature=True, gpus=(0, 1),
-    threads=1, cpu_cache_gb=1, memory_share=0.5, max_in_flight=8, sleeps=True, nccl_library="/nccl", adapter_rank=20,
-    arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})), log=Path("log"),
-)  # fmt: skip
+    ServersConfig(), "bfloat16", Path("log"), gpus=(0, 1), max_length=64, logprobs_after_temperature=True, sleeps=True,
+    nccl_library="/nccl", adapter_rank=20, arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})),
+)
 LAUNCHES = [LAUNCH, replace(LAUNCH, gpus=(), arguments=(), logprobs_after_temperature=False)]
 
 
@@ -41,16 +43,23 @@ def calls_of_refits(folder: Path) -> list[tuple]:
     (adapter / "model.safetensors").touch()
     external = ScriptedReplica("external", is_managed=False)
     servers = [ScriptedReplica(f"server {place}") for place in range(3)]
-    ReloadedWeights(5.0).load(external, adapter)
+    folders = SimpleNamespace(write=lambda version: adapter, base=folder / "base", keep_only=lambda folder: None)
+    folders.base.mkdir()
+    (folders.base / "model.safetensors").touch()
+    DiskSync(engine_of(external), folders, attempts=1, limit_s=5.0).push(1)
     for _ in range(2):  # the second time its first adapter is unloaded
-        AdapterWeights(folder / "base", 5.0).after_restart(servers[0], adapter)
+        AdapterSync(engine_of(servers[0]), folders, attempts=1, limit_s=5.0).push(1)
         servers[0].adapters = {"another": "adapter"}
-    SleepOnTrainersGPUs(0, lambda: [0]).begin(servers[1:2])
-    SleepOnTrainersGPUs(0, lambda: [0]).wake_for_weights(servers[1])
-    SleepOnTrainersGPUs(0, lambda: [0]).wake_for_requests(servers[1])
+    sleep = SleepOnTrainersGPUs(0, SimpleNamespace(call=lambda work: [[0]]))
+    sleep.begin(servers[1:2])
+    sleep.wake_for_weights(servers[1])
+    sleep.wake_for_requests(servers[1])
     servers[2].faults = {"/start_weight_update": 1}
-    sync = NCCLSync(engine_of(servers[2]), lambda take: take("weight", torch.ones(2, 3).bfloat16()),
-                    lambda: scripted_server.Link(servers[2:]), name="run", attempts=2, limit_s=5.0)  # fmt: skip
+    library = Library(nccl_stub.build(folder))
+    servers[2].link = nccl_stub.Workers(library, 5.0)
+    workers = SimpleNamespace(call=lambda work, own: own("weight", torch.ones(2, 3).bfloat16()))
+    sync = NCCLSync(engine_of(servers[2]), workers, lambda: nccl_stub.communicator(library, 5.0), name="run",
+                    attempts=2, limit_s=5.0)  # fmt: skip
     sync.push(1)
     servers[2].starts += 1
     sync.push(2)

@@ -4,6 +4,7 @@ needs another look at them."""
 import json
 from pathlib import Path
 
+from nemo_edo.config import ServersConfig
 from nemo_edo.generation.server_api import Launch, completion_body, read_answer
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.types import GenerationRequest, SamplingParams
@@ -17,10 +18,7 @@ HAS = json.loads((ROOT / "tests" / "data" / "tensorrt_llm.json").read_text())
 def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
     assert f"ARG TRTLLM_VERSION={HAS['version']}\n" in DOCKERFILE
     assert f"tensorrt_llm=={HAS['version']} " in TRTLLM.install
-    launch = Launch(
-        python="python", host="127.0.0.1", dtype="bfloat16", max_length=64, gpus=(0,), threads=1, cpu_cache_gb=1,
-        memory_share=0.5, max_in_flight=8, arguments=(), log=Path("log"),
-    )  # fmt: skip
+    launch = Launch(ServersConfig(), "bfloat16", Path("log"), gpus=(0,), max_length=64)
     options = [part[2:] for part in TRTLLM().command(launch, Path("/model"), 8000) if part.startswith("--")]
     assert set(options) == set(HAS["options"])
     request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8, stop=("x",))
@@ -32,6 +30,4 @@ def test_an_answer_with_the_fields_that_trtllm_has_is_read():
     said = {"index": 0, "text": "", "token_ids": [7, 2], "logprobs": logprobs, "finish_reason": "stop"}
     choice = dict.fromkeys(HAS["choice_fields"]) | said
     assert choice.keys() == set(HAS["choice_fields"]) and logprobs.keys() == set(HAS["logprobs_fields"])
-    request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8)
-    answer = read_answer({"model": "policy", "choices": [choice]}, "policy", request, sampling, [2], 10)
-    assert (answer.ids, answer.logprobs, answer.finished) == ((7, 2), (-0.5, -1.0), True)
+    assert read_answer({"model": "policy", "choices": [choice]}, "policy", 10) == ((7, 2), (-0.5, -1.0), "stop")

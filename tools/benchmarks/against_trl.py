@@ -224,7 +224,7 @@ SIDES: dict[str, Callable[..., None]] = {"ours": ours, "TRL": theirs}
 
 def start(side: str, python: Path | str, folder: Path, args: argparse.Namespace) -> list[subprocess.Popen]:
     """Starts the processes of one side with the environment that torchrun would set."""
-    from nemo_edo.generation.server_process import free_port
+    from nemo_edo.generation.replica import free_port
 
     settings = [f"--{n.replace('_', '-')}={getattr(args, n)}" for n in SETTINGS]
     settings += [f"--{name}" for name in FLAGS if getattr(args, name)]

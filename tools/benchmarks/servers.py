@@ -67,7 +67,6 @@ def engines(cfg, run, data, model, servers) -> dict:
         stop_ids=data.stop.ids,
         vocab_size=model.workers.local.model.built.vocab_size,
         decode=data.decode,
-        model_folder=run.base,
     )
     found = {"in process": build.build_engine(cfg, model, data, None), "one server": one}
     return found if len(servers.replicas) == 1 else {**found, f"{len(servers.replicas)} servers": servers}

@@ -1,4 +1,4 @@
-"""A server's answer is used only where it fits its request."""
+"""What a completion request says, and which answers are used."""
 
 import copy
 import math
@@ -11,91 +11,46 @@ from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 
-STOP, OTHER_STOP, VOCABULARY = 1, 2, 50
-STOPS = (STOP, OTHER_STOP)
 REQUEST = GenerationRequest("p-0", 3, (5, 6), seed=2**62)
-SAMPLING = SamplingParams(0.7, 1.0, 4)
-MODEL = "policy"
-BODY = {"model": MODEL, "choices": [{"token_ids": [7, 8, STOP], "logprobs": {"token_logprobs": [-0.1, 0, -2.5]},
-                     "finish_reason": "stop", "prompt_token_ids": [5, 6]}]}
-
-
-def read(body: object):
-    return read_answer(body, MODEL, REQUEST, SAMPLING, STOPS, VOCABULARY)
+BODY = {"model": "policy", "choices": [{"token_ids": [7, 8, 1], "logprobs": {"token_logprobs": [-0.1, 0, -2.5]},
+                                        "finish_reason": "stop"}]}
 
 
 def changed(**fields) -> dict:
     body = copy.deepcopy(BODY)
-    for name, value in fields.items():
-        if name == "token_logprobs":
-            body["choices"][0]["logprobs"][name] = value
-        else:
-            body["choices"][0][name] = value
+    body["choices"][0] |= fields
     return body
 
 
+def logprobs(*values) -> dict:
+    return {"token_logprobs": list(values)}
+
+
 def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
-    with pytest.raises(ServerError, match="as the model 'another', expected 'policy'"):
-        read({**BODY, "model": "another"})
-    assert read({name: value for name, value in BODY.items() if name != "model"}).ids == (7, 8, STOP)
-
-
-def test_an_answer_ends_by_its_stop_token_or_by_its_length():
-    ended = read(BODY)
-    assert (ended.ids, ended.logprobs, ended.finished) == ((7, 8, STOP), (-0.1, 0, -2.5), True)
-    cut = read(changed(token_ids=[7, 8, 9, 7], token_logprobs=[-0.1] * 4, finish_reason="length"))
-    assert (cut.ids, cut.finished) == ((7, 8, 9, 7), False)
-    assert read(changed(token_ids=[7, 8, 9, STOP], token_logprobs=[-0.1] * 4)).finished  # at the limit
-    assert read(changed(token_ids=[7, 8, OTHER_STOP])).finished
+    with pytest.raises(ServerError, match="'another', expected 'policy'"):
+        read_answer({**BODY, "model": "another"}, "policy", 50)
+    assert read_answer({"choices": BODY["choices"]}, "policy", 50) == ((7, 8, 1), (-0.1, 0, -2.5), "stop")
 
 
 @pytest.mark.parametrize("body", [
-    None, {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
-    changed(token_ids=None), changed(token_ids=[]), changed(token_ids=[7, VOCABULARY, STOP]),
-    changed(token_ids=[7, 8, 9, 7, STOP], token_logprobs=[-0.1] * 5),
-    changed(token_ids=[7, STOP, 8, STOP], token_logprobs=[-0.1] * 4), changed(token_ids=[OTHER_STOP, 8, STOP]),
-    changed(token_logprobs=[-0.1, -0.2]), changed(token_logprobs=[-0.1, None, -0.2]), changed(logprobs=None),
-    changed(token_logprobs=[-0.1, math.nan, -0.2]), changed(token_logprobs=[-0.1, -math.inf, -0.2]),
-    changed(token_logprobs=[-0.1, 0.5, -0.2]),
-    changed(finish_reason="length"), changed(finish_reason="abort"), changed(finish_reason=None),
-    changed(token_ids=[7, 8, 9]), changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2]),
-    changed(prompt_token_ids=[5, 7]),
+    None, [], {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
+    changed(token_ids=None), changed(token_ids=[], logprobs=logprobs()), changed(token_ids=[7, 50, 1]),
+    changed(logprobs=None), changed(logprobs=logprobs(-0.1, -0.2)), changed(logprobs=logprobs(-0.1, None, -0.2)),
+    changed(logprobs=logprobs(-0.1, math.nan, -0.2)), changed(logprobs=logprobs(-0.1, -math.inf, -0.2)),
+    changed(finish_reason="abort"), changed(finish_reason=None),
 ])  # fmt: skip
-def test_any_other_answer_is_a_fault(body: object):
+def test_an_answer_of_another_kind_of_server_or_of_an_aborted_request_is_a_fault(body: object):
     with pytest.raises(Fault):
-        read(body)
+        read_answer(body, "policy", 50)
 
 
 @pytest.mark.parametrize("api", [VLLM(), TRTLLM()], ids=lambda api: api.backend)
-def test_a_request_has_its_prompt_seed_sampling_and_its_only_ends(api):
-    body = completion_body(api, "policy", REQUEST, SamplingParams(0.7, 0.9, 4, stop=("x", "y")), STOPS)
+def test_a_request_has_its_prompt_seed_sampling_limit_and_its_only_ends(api):
+    body = completion_body(api, "policy", REQUEST, SamplingParams(0.7, 0.9, 4, stop=("x", "y")), (1, 2))
     assert (body["prompt"], body["seed"], body["max_tokens"]) == ([5, 6], 2**62, 4)
     assert (body["temperature"], body["top_p"]) == (0.7, 0.9)
-    assert (body["ignore_eos"], body["stop_token_ids"]) == (True, list(STOPS))
+    assert (body["ignore_eos"], body["stop_token_ids"]) == (True, [1, 2])
     assert (body["stop"], body["include_stop_str_in_output"]) == (["x", "y"], True)
-    greedy = completion_body(api, "policy", REQUEST, SamplingParams(0.0, 0.9, 4), STOPS)
-    assert "stop" not in greedy and greedy["top_p"] == 1.0
-
-
-STOPPED = SamplingParams(0.7, 1.0, 4, stop=("x", "y"))
-
-
-def test_an_answer_may_end_at_a_stop_string_only_where_one_was_requested_or_otherwise():
-    body = changed(token_ids=[7, 8], token_logprobs=[-0.1, -0.2])
-    ended = read_answer(body, MODEL, REQUEST, STOPPED, STOPS, VOCABULARY)
-    assert (ended.ids, ended.finished, ended.at_string) == ((7, 8), False, True)
-    cut = changed(token_ids=[7, 8, 9, 7], token_logprobs=[-0.1] * 4, finish_reason="length")
-    for other in (BODY, cut):
-        assert not read_answer(other, MODEL, REQUEST, STOPPED, STOPS, VOCABULARY).at_string
-    body["choices"][0]["finish_reason"] = "length"
-    with pytest.raises(Fault):
-        read_answer(body, MODEL, REQUEST, STOPPED, STOPS, VOCABULARY)
-
-
-def test_a_requests_own_limit_is_sent_and_checked():
-    own = GenerationRequest("p-0", 3, (5, 6), seed=1, max_new_tokens=2)
-    assert completion_body(VLLM(), "policy", own, SAMPLING, STOPS)["max_tokens"] == 2
-    cut = changed(token_ids=[7, 8], token_logprobs=[-0.1] * 2, finish_reason="length")
-    assert read_answer(cut, MODEL, own, SAMPLING, STOPS, VOCABULARY).ids == (7, 8)
-    with pytest.raises(Fault):
-        read_answer(BODY, MODEL, own, SAMPLING, STOPS, VOCABULARY)
+    own_limit = GenerationRequest("p-0", 3, (5, 6), seed=1, max_new_tokens=2)
+    greedy = completion_body(api, "policy", own_limit, SamplingParams(0.0, 0.9, 4), (1, 2))
+    assert "stop" not in greedy and (greedy["top_p"], greedy["max_tokens"]) == (1.0, 2)

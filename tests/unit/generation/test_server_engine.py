@@ -7,17 +7,17 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import completions_server
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
-from nemo_edo.generation import supervision
-from nemo_edo.generation.replica import Replica
+from nemo_edo.generation import dispatch
+from nemo_edo.generation.replica import ManagedReplica, Replica
 from nemo_edo.generation.server_api import Launch
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.generation.server_process import ServerProcess
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.http import ServerError
 
@@ -33,7 +33,7 @@ class ScriptedAPI:
         return "policy"
 
     def command(self, launch: Launch, model: Path, port: int) -> list[str]:
-        return [launch.python, completions_server.__file__, str(port), str(model)]
+        return [sys.executable, completions_server.__file__, str(port), str(model)]
 
     def environment(self, launch: Launch, key: str) -> dict[str, str]:
         return {}
@@ -42,24 +42,22 @@ class ScriptedAPI:
         return {}
 
 
-def managed(folder: Path, name: str, api: ScriptedAPI | None = None) -> Replica:
+def managed(folder: Path, name: str, api: ScriptedAPI | None = None) -> ManagedReplica:
     """A replica, not started, whose server reads the state ``folder/name.json``."""
-    launch = Launch(python=sys.executable, host="127.0.0.1", dtype="float32", max_length=64,
-                    logprobs_after_temperature=True, gpus=(), threads=1, cpu_cache_gb=1, memory_share=0.5,
-                    max_in_flight=8, arguments=(), log=folder / f"{name}.log")
-    process = ServerProcess(api or ScriptedAPI(), launch, folder / f"{name}.json")
-    return Replica(name, process=process, key=completions_server.KEY, ready_limit_s=60.0)
+    launch = Launch(ServersConfig(), "float32", folder / f"{name}.log")
+    state = folder / f"{name}.json"
+    return ManagedReplica(name, api or ScriptedAPI(), launch, state, completions_server.KEY, ready_limit_s=60.0)
 
 
 @pytest.fixture
 def start(tmp_path: Path):
     """Starts a server for each state; stops them after the test."""
-    replicas: list[Replica] = []
+    replicas: list[ManagedReplica] = []
 
-    def start(*states: dict) -> list[Replica]:
+    def start(*states: dict) -> list[ManagedReplica]:
         for place, state in enumerate(states):
             replicas.append(managed(tmp_path, f"server {place}"))
-            replicas[-1].process.model_folder.write_text(json.dumps(state))
+            replicas[-1].model_folder.write_text(json.dumps(state))
             replicas[-1].start_process()
         for replica in replicas:
             replica.wait_until_ready()
@@ -71,10 +69,9 @@ def start(tmp_path: Path):
 
 
 def engine(replicas: Sequence[Replica], **settings) -> ServerEngine:
-    folder = replicas[0].process.model_folder if replicas[0].is_managed else Path("unused")
     return ServerEngine(replicas, ScriptedAPI(), ServersConfig(**{**QUICK, **settings}), stop_ids=[STOP],
                         vocab_size=VOCABULARY, decode=lambda ids: " ".join(map(str, ids)),
-                        model_folder=folder, logprobs_after_temperature=True)
+                        logprobs_after_temperature=True)
 
 
 def requests(number: int) -> list[GenerationRequest]:
@@ -94,7 +91,7 @@ def assert_answers(rollouts: Sequence[Rollout], asked: Sequence[GenerationReques
 
 
 def assert_answers_all(servers: ServerEngine, number: int) -> None:
-    assert_answers(servers.generate_until(requests(number), SAMPLING), requests(number))
+    assert_answers(servers.generate(requests(number), SAMPLING), requests(number))
 
 
 def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_flight(start):
@@ -102,7 +99,7 @@ def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_fl
     asked = requests(60)
     servers = engine(replicas)
     servers.policy_version = 7
-    rollouts = servers.generate_until(asked, SAMPLING)
+    rollouts = servers.generate(asked, SAMPLING)
     assert_answers(rollouts, asked)
     assert {rollout.policy_version for rollout in rollouts} == {7} and rollouts[0].text == "12 13 2"
     logs = [log_of(replica) for replica in replicas]
@@ -135,7 +132,7 @@ def test_faults_in_a_fifth_of_the_answers_change_no_sample(start):
 def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_at_once(start, state, attempts, named):
     replicas = start(state)
     with pytest.raises(PartlyGenerated, match=named):
-        engine(replicas, attempts=4).generate_until(requests(1), SAMPLING)
+        engine(replicas, attempts=4).generate(requests(1), SAMPLING)
     assert len(log_of(replicas[0])["seeds"]) == attempts
 
 
@@ -144,22 +141,22 @@ def test_a_generation_that_is_asked_to_stop_ends_soon(start):
     threading.Timer(0.5, stop.set).start()
     begun = time.monotonic()
     with pytest.raises(RunStopped):
-        engine(replicas).generate_until(requests(20), SAMPLING, stop=stop)
+        engine(replicas).generate(requests(20), SAMPLING, stop=stop)
     assert time.monotonic() - begun < 60  # request_limit_s is longer
 
 
 def test_a_killed_server_is_restarted_until_all_requests_are_answered(start):
     replicas = start({"die_after": 5})
-    servers, restarted = engine(replicas, max_in_flight=2), []
-    servers.on_restart = restarted.append
+    servers, restored = engine(replicas, max_in_flight=2), []
+    servers.weights = SimpleNamespace(restore=restored.append, require=lambda replica: None)
     assert_answers_all(servers, 30)
-    assert len(restarted) == replicas[0].starts - 1 == 5  # six lives of five answers
+    assert len(restored) == replicas[0].starts - 1 == 5  # six lives of five answers
 
 
-def test_a_server_that_dies_before_any_answer_is_evicted_with_its_reason(start, caplog):
+def test_a_server_that_dies_before_any_answer_is_retired_with_its_reason(start, caplog):
     replicas = start({"die_after": 0})
     with caplog.at_level(logging.ERROR), pytest.raises(PartlyGenerated) as gave_up:
-        engine(replicas).generate_until(requests(5), SAMPLING)
+        engine(replicas).generate(requests(5), SAMPLING)
     message = str(gave_up.value)
     assert all(part in message for part in ("0 of 5", "no server is left: server 0", "process has ended"))
     assert replicas[0].starts == 4
@@ -176,7 +173,7 @@ def test_requests_of_a_server_that_hangs_even_when_restarted_go_to_another(start
 def test_a_server_without_health_checks_is_restarted_only_once_its_requests_get_no_answer_either(
     start, monkeypatch, state: dict, number: int, health_limit_s: float, starts: int
 ):
-    monkeypatch.setattr(supervision, "CHECK_AFTER_S", 0.1)
+    monkeypatch.setattr(dispatch, "CHECK_AFTER_S", 0.1)
     [replica] = start(state)
     assert_answers_all(engine([replica], health_limit_s=health_limit_s, max_in_flight=4), number)
     assert replica.starts == starts
@@ -184,7 +181,7 @@ def test_a_server_without_health_checks_is_restarted_only_once_its_requests_get_
 
 def test_an_unhealthy_server_is_restarted(start, monkeypatch):
     [replica] = start({})
-    state, start_process = replica.process.model_folder, replica.start_process
+    state, start_process = replica.model_folder, replica.start_process
     state.write_text(json.dumps({"status": 500, "unhealthy": True}))
     monkeypatch.setattr(replica, "start_process", lambda: state.write_text("{}") and start_process())
     assert_answers_all(engine([replica], health_limit_s=1.0, restarts=9, attempts=99), 4)
@@ -193,19 +190,28 @@ def test_an_unhealthy_server_is_restarted(start, monkeypatch):
 
 def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     [replica] = start({"die_after": 10})
-    unmanaged = Replica("server 0", url=replica.url, key=completions_server.KEY)
+    unmanaged = Replica("server 0", replica.url, completions_server.KEY, ready_limit_s=0.5)
+    unmanaged.model_name = "policy"
     with pytest.raises(PartlyGenerated, match="10 of 30") as gave_up:
-        engine([unmanaged], restarts=1, health_limit_s=0.5, max_in_flight=2).generate_until(requests(30), SAMPLING)
+        engine([unmanaged], restarts=1, health_limit_s=0.5, max_in_flight=2).generate(requests(30), SAMPLING)
     assert replica.url in str(gave_up.value) and len(gave_up.value.responses) == 10
     seeds = {rollout.seed for rollout in gave_up.value.responses}
     assert_answers(gave_up.value.responses, [request for request in requests(30) if request.seed in seeds])
 
 
+def test_a_hung_server_that_the_run_does_not_manage_keeps_its_requests_until_request_limit_s(start, monkeypatch):
+    monkeypatch.setattr(dispatch, "CHECK_AFTER_S", 0.1)
+    [replica] = start({"mute": True, "slow_s": 1.0})
+    replica.request("POST", "/v1/completions", {"seed": 1, "max_tokens": 1, "prompt": []})  # mute from now on
+    unmanaged = Replica("server 0", replica.url, completions_server.KEY)
+    assert_answers_all(engine([unmanaged], health_limit_s=0.2, attempts=1), 4)
+
+
 def test_a_bug_in_the_restart_of_a_server_is_raised(start):
     servers = engine(start({"die_after": 0}))
-    servers.on_restart = lambda replica: 1 // 0
+    servers.weights = SimpleNamespace(restore=lambda replica: 1 // 0, require=None)
     with pytest.raises(ZeroDivisionError):
-        servers.generate_until(requests(5), SAMPLING)
+        servers.generate(requests(5), SAMPLING)
 
 
 @pytest.mark.parametrize(("after_temperature", "sampling"), [(True, (0.7, 0.9, 8)), (False, (0.7, 1.0, 8))])
@@ -213,8 +219,8 @@ def test_log_probabilities_of_another_distribution_are_refused(start, after_temp
     servers = engine(start({}))
     servers._after_temperature = after_temperature
     with pytest.raises(UserError):
-        servers.generate_until(requests(1), SamplingParams(*sampling))
-    assert servers.generate_until(requests(1), SamplingParams(0.0, 1.0, 8))  # greedy decoding has neither
+        servers.generate(requests(1), SamplingParams(*sampling))
+    assert servers.generate(requests(1), SamplingParams(0.0, 1.0, 8))  # greedy decoding has neither
 
 
 def answering(*ids: int) -> dict:
@@ -227,14 +233,14 @@ def answering(*ids: int) -> dict:
     ((3, 34, 57, 8, STOP), (3, 34, 57), "4 5"), ((3, 34, STOP), (3, 34, STOP), None)])  # fmt: skip
 def test_a_response_ends_at_a_stop_string_that_the_server_did_not_see(start, ids: tuple, kept: tuple, stop: str | None):
     """As from a server that knows stop strings as token ids only. The engine decodes ids as "12 34"."""
-    [rollout] = engine(start(answering(*ids))).generate_until(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
+    [rollout] = engine(start(answering(*ids))).generate(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
     assert (rollout.response_ids, rollout.stop, rollout.finished) == (kept, stop, stop is None)
     assert rollout.text == ("3 34" if stop is None else "3 34 57") and rollout.response_logprobs == (-0.5,) * len(kept)
 
 
 def test_an_end_at_a_stop_string_that_the_text_does_not_contain_is_a_fault(start):
     with pytest.raises(PartlyGenerated, match="stop string.*'3 34'"):
-        engine(start(answering(3, 34))).generate_until(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
+        engine(start(answering(3, 34))).generate(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
 
 
 class PythonAPI(ScriptedAPI):
@@ -265,7 +271,7 @@ def test_another_server_at_the_same_port_and_a_wrong_key_are_noticed(start):
     stranger = Replica("stranger", url=replica.url, key="another")
     with pytest.raises(ServerError, match=r"stranger \(http://127.0.0.1:\d+\): .*status 401"):
         stranger.wait_until_ready()
-    replica.process._api.model_name = lambda model: "another policy"
+    replica._api.model_name = lambda model: "another policy"
     with pytest.raises(ServerError, match="server 0.*'policy'"):
         replica.wait_until_ready()
 

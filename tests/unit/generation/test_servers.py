@@ -25,7 +25,7 @@ def of_servers(**settings) -> list[str]:
 def commands(cfg, gpus: int = 0) -> list[tuple[list[str], dict[str, str]]]:
     """Command line and environment of each server that a config starts."""
     api = APIS[cfg.generation.backend]()
-    launches = [replica.process.launch for replica in build_replicas(cfg, Path("/model"), Path("/logs"), gpus)]
+    launches = [replica.launch for replica in build_replicas(cfg, Path("/model"), Path("/logs"), gpus)]
     return [(api.command(launch, Path("/model"), 8000), api.environment(launch, "a-secret")) for launch in launches]
 
 

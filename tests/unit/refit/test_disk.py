@@ -2,6 +2,7 @@
 
 import gc
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from safetensors.torch import load_file
 from nemo_edo.config import LoRAConfig
 from nemo_edo.errors import UserError
 from nemo_edo.refit import export, server_weights
-from nemo_edo.refit.disk import DiskSync
+from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync
 from nemo_edo.refit.export import WeightFolders
-from nemo_edo.refit.server_weights import AdapterWeights, RelaunchedWeights, ReloadedWeights, StaleWeights
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
+from nemo_edo.utils.http import ServerError
+from nemo_edo.worker.worker import Worker
 
 REFIT = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"]
 
@@ -29,11 +31,10 @@ def no_waiting(monkeypatch):
 def sync_of(policy, tmp_path):
     """sync_of(replicas): their engine, and the DiskSync of the tiny model's weights."""
 
-    def build(*replicas, weights=None, **settings):
+    def build(*replicas, kind=DiskSync, **settings):
         engine = engine_of(*replicas)
         folders = WeightFolders(tmp_path / "refit", workers_of(policy), num_bytes=1)
-        weights = weights or ReloadedWeights(limit_s=5.0)
-        return engine, DiskSync(engine, folders, weights, attempts=3, **settings)
+        return engine, kind(engine, folders, attempts=3, limit_s=5.0, **settings)
 
     return build
 
@@ -45,12 +46,14 @@ def test_a_push_writes_all_that_a_restart_needs_and_names_the_weights_before_the
         for parameter in policy.chunks[0].parameters():
             parameter.add_(0.1)
     sync.push(3)
-    assert engine.policy_version == 3 and engine.model_folder.name == "version_00003"
+    assert engine.policy_version == 3
+    folder = servers[0].model_folder
     for server in servers:
         assert server.paths() == REFIT
-        assert server.weights == server.version == str(engine.model_folder)
-    assert_equal(load_file(engine.model_folder / "model.safetensors"), tiny.exported(policy))
-    assert {"config.json", "tokenizer_config.json"} <= {file.name for file in engine.model_folder.iterdir()}
+        assert server.weights == server.version == str(folder)
+    assert folder.name == "version_00003"
+    assert_equal(load_file(folder / "model.safetensors"), tiny.exported(policy))
+    assert {"config.json", "tokenizer_config.json"} <= {file.name for file in folder.iterdir()}
 
 
 def assert_equal(found: dict, expected: dict) -> None:
@@ -71,7 +74,7 @@ def test_folders_are_removed_once_all_servers_have_the_next_and_with_the_sync(sy
         sync.push(version)
     assert seen == [["version_00001"], ["version_00001", "version_00002"], ["version_00002", "version_00003"]]
     assert [folder.name for folder in (tmp_path / "refit").glob("*/*")] == ["version_00003"]
-    engine.on_restart = engine.on_generated = None
+    engine.weights = None
     del sync
     gc.collect()
     assert list((tmp_path / "refit").glob("*/*")) == []
@@ -90,9 +93,8 @@ def test_the_same_version_is_pushed_again_only_for_another_policy(sync_of):
     sync.push(0)
     sync.push(0)
     assert server.paths() == REFIT
-    first = engine.model_folder
-    DiskSync(engine, sync._folders, ReloadedWeights(5.0), attempts=1).push(0)  # another arm's, at its version 0
-    assert server.paths() == REFIT * 2 and engine.model_folder == first
+    DiskSync(engine, sync._folders, attempts=1, limit_s=5.0).push(0)  # another arm's, at its version 0
+    assert server.paths() == REFIT * 2
 
 
 @pytest.mark.parametrize(("path", "failures", "starts"), [
@@ -102,8 +104,7 @@ def test_a_managed_server_that_fails_is_retried_and_in_the_end_restarted(sync_of
     server = ScriptedReplica(faults={path: failures})
     engine, sync = sync_of(server)
     sync.push(1)
-    assert server.weights == server.version == str(engine.model_folder) and server.starts == starts
-    assert (("restart", str(engine.model_folder), None, None) in server.asked) == (starts == 2)
+    assert server.weights == server.version == str(server.model_folder) and server.starts == starts
 
 
 def test_a_prefix_cache_that_stays_is_an_error(sync_of):
@@ -120,7 +121,7 @@ def test_an_unmanaged_server_that_does_not_take_the_weights_is_excluded_until_it
         sync.push(1)
     assert engine.replicas == [good]
     sync.push(2)
-    assert engine.replicas == [good, bad] and bad.version == str(engine.model_folder)
+    assert engine.replicas == [good, bad] and bad.version == good.version
 
 
 def test_where_no_server_takes_the_weights_the_error_names_one_and_the_version_stays(sync_of):
@@ -135,31 +136,31 @@ def test_a_restarted_server_gets_the_current_weights_before_requests(sync_of):
     own, given = ScriptedReplica("server 0"), ScriptedReplica("server 1", is_managed=False)
     engine, sync = sync_of(own, given)
     sync.push(5)
-    own.restart(engine.model_folder)  # as the engine does
+    own.restart()  # as the dispatcher does
     given.weights = given.version = "what it was started with"
     for server in (own, given):
-        engine.on_restart(server)
-        assert server.weights == server.version == str(engine.model_folder)
+        engine.weights.restore(server)
+        assert server.weights == server.version and server.version.endswith("version_00005")
 
 
 def test_responses_from_other_weights_are_refused(sync_of):
     server = ScriptedReplica()
     engine, sync = sync_of(server)
     sync.push(1)
-    engine.on_generated(server)
+    engine.weights.require(server)
     server.version = "default"  # somebody has restarted it
-    with pytest.raises(StaleWeights, match="server 0 .*'default' .*version_00001"):
-        engine.on_generated(server)
+    with pytest.raises(ServerError, match="server 0 .*'default' .*version_00001"):
+        engine.weights.require(server)
 
 
 def test_a_server_that_loads_weights_only_at_its_start_is_restarted_with_each_version(sync_of):
     server = ScriptedReplica(model_name="version_00002")
-    engine, sync = sync_of(server, weights=RelaunchedWeights())
+    engine, sync = sync_of(server, kind=RestartSync)
     sync.push(2)
-    assert server.asked == [("restart", str(engine.model_folder), None, None)]
+    assert [how for how, *_ in server.asked] == ["restart"] and server.weights.endswith("version_00002")
     assert engine.served_model == "version_00002"  # named after its folder
-    engine.on_restart(server)
-    engine.on_generated(server)
+    engine.weights.restore(server)
+    engine.weights.require(server)
     assert len(server.asked) == 1
 
 
@@ -188,7 +189,7 @@ def adapters(adapted, tmp_path):
     """Folders of adapters, a server, its engine, and the DiskSync of the adapters."""
     server = ScriptedReplica()
     engine, folders = engine_of(server), WeightFolders(tmp_path, workers_of(adapted), num_bytes=1, adapters_only=True)
-    return folders, server, engine, DiskSync(engine, folders, AdapterWeights(folders.base, 5.0), attempts=1)
+    return folders, server, engine, AdapterSync(engine, folders, attempts=1, limit_s=5.0)
 
 
 def test_base_weights_are_sent_once_and_adapters_each_time_and_after_a_restart(adapted, adapters, tiny):
@@ -200,9 +201,9 @@ def test_base_weights_are_sent_once_and_adapters_each_time_and_after_a_restart(a
         assert sorted(path.name for path in folders.root.iterdir()) == ["base", folder.name]
     assert server.paths().count("/collective_rpc") == 1 and server.weights == str(folders.base)
     assert_equal(load_file(folders.base / "model.safetensors"), tiny.exported(adapted, merged=False))
-    assert engine.model_folder == folders.base
-    server.restart(engine.model_folder)
-    engine.on_restart(server)
+    server.restart()
+    assert server.weights == str(folders.base)
+    engine.weights.restore(server)
     assert server.adapters == {engine.served_model: server.version} and server.version.endswith("version_00002")
 
 
@@ -222,20 +223,26 @@ def test_base_weights_plus_adapters_equal_the_merged_weights(adapted, adapters, 
         torch.testing.assert_close(weight, merged[name])
 
 
-def free_bytes(servers, each: int):
-    """Of the only rank: each server that is awake uses ``each`` of 1000 bytes. The servers record the question."""
+def workers_beside(servers, each: int, used=lambda: 0) -> SimpleNamespace:
+    """Workers of one rank, on whose GPU each server that is awake uses ``each`` of 1000 GiB, and the trainer ``used``.
+    The servers record the question."""
 
-    def free() -> list[int]:
+    def call(work) -> list[list[int]]:
+        assert work is Worker.free_gpu_memory
         for server in servers:
             server.asked.append(("trainer", "frees its cache", None, None))
-        return [1000 - each * sum(not server.asleep for server in servers)]
+        return [[(1000 - used() - each * sum(not server.asleep for server in servers)) << 30]]
 
-    return free
+    return SimpleNamespace(call=call)
+
+
+def sleeping(server, each: int = 400, **more) -> SleepOnTrainersGPUs:
+    return SleepOnTrainersGPUs(400 << 30, workers_beside([server], each, **more))
 
 
 def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_weights(sync_of):
     server = ScriptedReplica()
-    engine, sync = sync_of(server, sleep=SleepOnTrainersGPUs(400, free_bytes([server], 400)))
+    engine, sync = sync_of(server, sleep=sleeping(server))
     sync.push(1)
     server.asked.clear()
     sync.release()
@@ -251,9 +258,7 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
 
 def test_a_server_is_not_woken_where_the_trainer_has_left_too_little_memory(sync_of):
     server, of_optimizer = ScriptedReplica(), [0]
-    free = free_bytes([server], 400)
-    sleep = SleepOnTrainersGPUs(400 << 30, lambda: [free()[0] - of_optimizer[0] << 30])
-    _, sync = sync_of(server, sleep=sleep)
+    _, sync = sync_of(server, sleep=sleeping(server, used=lambda: of_optimizer[0]))
     sync.push(1)
     sync.release()
     of_optimizer[0] = 700
@@ -265,10 +270,10 @@ def test_a_server_is_not_woken_where_the_trainer_has_left_too_little_memory(sync
 
 @pytest.mark.parametrize(("server", "each", "named"), [
     ({"deaf": True}, 400, "server 0 .*--enable-sleep-mode"),
-    ({}, 100, " 0.00 GiB .*generation.placement=apart"),
+    ({}, 100, " 100.00 GiB .*generation.placement=apart"),
 ])
 def test_a_sleep_that_frees_nothing_is_an_error(sync_of, server: dict, each: int, named: str):
     replica = ScriptedReplica(**server)
-    _, sync = sync_of(replica, sleep=SleepOnTrainersGPUs(400, free_bytes([replica], each)))
+    _, sync = sync_of(replica, sleep=sleeping(replica, each))
     with pytest.raises(UserError, match=named):
         sync.release()

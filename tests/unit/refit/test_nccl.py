@@ -1,33 +1,49 @@
-"""Refit by broadcasts: what trainer and servers tell each other, and in which order; without NCCL itself."""
+"""Refit by broadcasts over a stub of NCCL's C interface (helpers/stub_nccl.c): no GPU is needed, and nothing of ours is
+replaced."""
 
-from functools import partial
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from helpers import nccl_stub
 from helpers.controller import workers_of
-from helpers.scripted_server import Link, ScriptedReplica, assert_two_versions_arrive, engine_of
+from helpers.scripted_server import ScriptedReplica, assert_two_versions_arrive, engine_of
 
 from nemo_edo.errors import UserError
-from nemo_edo.refit.nccl import NCCLSync, stream
+from nemo_edo.refit import nccl
+from nemo_edo.refit.libnccl import Communicator, Library, NCCLError, in_words
+from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.utils.http import ServerError
+from nemo_edo.utils.processes import package_file
 
-LIMIT_S = 20.0
+LIMIT_S = 300.0
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Library:
+    return Library(nccl_stub.build(tmp_path_factory.mktemp("nccl")))
 
 
 @pytest.fixture
-def sync_of(policy):
-    """sync_of(servers): their engine, the NCCLSync, and its links."""
+def sync_of(policy, library, monkeypatch):
+    """sync_of(servers): their engine, the NCCLSync, and its groups."""
+    monkeypatch.setattr(nccl, "STUCK_AFTER_S", 0.2)
 
-    def build(*servers, attempts: int = 2):
-        links: list[Link] = []
+    def build(*servers: ScriptedReplica):
+        for server in servers:
+            server.link = nccl_stub.Workers(library, LIMIT_S)
+        engine, groups = engine_of(*servers), []
 
-        def new_link() -> Link:
-            links.append(Link(servers, LIMIT_S))
-            return links[-1]
+        def new_group() -> Communicator:
+            groups.append(nccl_stub.communicator(library, LIMIT_S))
+            return groups[-1]
 
-        engine = engine_of(*servers)
-        weights = partial(stream, workers_of(policy))
-        sync = NCCLSync(engine, weights, new_link, name="run", attempts=attempts, limit_s=LIMIT_S)
-        return engine, sync, links
+        return engine, NCCLSync(engine, workers_of(policy), new_group, name="run", attempts=2, limit_s=LIMIT_S), groups
 
     return build
 
@@ -36,41 +52,34 @@ FIRST = ["/get_world_size", "/init_weight_transfer_engine"]
 EACH = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/weight_info"]
 
 
-def test_every_server_receives_every_weight_of_every_push_and_its_new_name(sync_of, policy, tiny):
+def test_every_worker_receives_every_weight_bit_for_bit_in_each_version(sync_of, policy, tiny):
     servers = ScriptedReplica("server 0", workers=2), ScriptedReplica("server 1", workers=1)
-    engine, sync, links = sync_of(*servers)
+    engine, sync, groups = sync_of(*servers)
     assert_two_versions_arrive(sync, policy, tiny.exported, servers)
-    assert engine.policy_version == 2
+    assert engine.policy_version == 2 and len(groups) == 1
     assert all(server.paths() == [*FIRST, *EACH, *EACH] for server in servers)
-    [link] = links
-    assert sorted(link.ranks) == [0, 1, 2, 3]
 
 
-def test_a_version_is_sent_once_and_a_restarted_server_gets_a_new_link(sync_of):
+def test_a_version_is_sent_once_and_a_restarted_server_gets_a_new_group(sync_of):
     server = ScriptedReplica()
-    _, sync, links = sync_of(server)
+    _, sync, groups = sync_of(server)
     sync.push(1)
     sync.push(1)
     assert server.paths() == [*FIRST, *EACH]
     server.starts += 1
     sync.push(2)
-    assert len(links) == 2 and server.version == "run/2"
+    assert len(groups) == 2 and server.version == "run/2"
     assert server.paths() == [*FIRST, *EACH, "/shutdown_weight_transfer_engine", *FIRST, *EACH]
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"])
-def test_a_refit_that_breaks_is_tried_again_with_a_new_link(sync_of, path: str):
-    server = ScriptedReplica(faults={path: 1})
-    engine, sync, links = sync_of(server)
+def test_a_refit_that_breaks_is_tried_again_with_a_new_group_and_no_update_is_left_open(sync_of, path: str):
+    broken = ScriptedReplica("server 1", faults={path: 1})
+    others = [] if path.startswith("/init") else [ScriptedReplica("server 0")]
+    engine, sync, groups = sync_of(*others, broken)
     sync.push(1)
-    assert server.version == "run/1" and engine.policy_version == 1 and len(links) == 2
-
-
-def test_a_server_that_cannot_begin_leaves_no_update_open_at_the_others(sync_of):
-    others, broken = ScriptedReplica("server 0"), ScriptedReplica("server 1", faults={"/start_weight_update": 1})
-    _, sync, _ = sync_of(others, broken)
-    sync.push(1)
-    assert others.version == broken.version == "run/1"
+    assert {server.version for server in (*others, broken)} == {"run/1"}
+    assert engine.policy_version == 1 and len(groups) == 2
 
 
 def test_a_server_that_refuses_the_weights_is_named_and_the_version_stays(sync_of):
@@ -80,13 +89,98 @@ def test_a_server_that_refuses_the_weights_is_named_and_the_version_stays(sync_o
     assert engine.policy_version == 0
 
 
+def test_a_worker_that_dies_in_the_middle_costs_an_attempt_and_not_the_run(sync_of, policy, tiny):
+    dies, waits = ScriptedReplica("server 0"), ScriptedReplica("server 1")
+    _, sync, _ = sync_of(dies, waits)
+    dies.link.dies_after = 2
+
+    def request(*args, ask=dies.request, **kwargs):
+        try:
+            return ask(*args, **kwargs)
+        except ConnectionError as error:
+            dies.stop()
+            raise ServerError(f"server 0: {error}") from error
+
+    dies.request = request
+    sync.push(1)
+    assert dies.starts == 2 and waits.starts == 2  # the other one still waited in NCCL
+    expected = tiny.exported(policy)
+    for server in (dies, waits):
+        assert server.version == "run/1"
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in server.received)
+
+
 def test_a_server_that_came_back_within_a_collection_is_refused_until_the_next_refit(sync_of):
     server = ScriptedReplica()
     engine, sync, _ = sync_of(server)
     sync.push(1)
     with pytest.raises(ServerError, match="server 0 was restarted"):
-        engine.on_restart(server)
-    engine.on_generated(server)
+        engine.weights.restore(server)
+    engine.weights.require(server)
     server.version = "default"
     with pytest.raises(ServerError, match="'default' .*'run/1'"):
-        engine.on_generated(server)
+        engine.weights.require(server)
+
+
+# --- NCCL's library ---------------------------------------------------------------------------------------------------
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_rank_that_never_joins_and_one_that_stops_coming_are_errors_after_the_limit(library):
+    with pytest.raises(NCCLError, match="ncclCommInitRankConfig has not ended after 0.3 s"):
+        nccl_stub.communicator(library, limit_s=0.3).join(0, 2, nothing)
+    group, worker = nccl_stub.communicator(library, LIMIT_S), nccl_stub.Workers(library, LIMIT_S)
+    with ThreadPoolExecutor() as pool:
+        others = pool.submit(worker.join, group.unique_id, range(1, 2), 2)
+        group.join(0, 2, nothing)
+        others.result()
+        group._limit_s = 0.3
+        with pytest.raises(NCCLError, match="ncclBroadcast has not ended after 0.3 s"):
+            group.broadcast(torch.zeros(3), nothing)
+        with pytest.raises(NCCLError, match="ncclBroadcast on a communicator that was aborted"):
+            group.broadcast(torch.zeros(3), nothing)
+
+
+def test_ranks_of_different_versions_are_refused_with_this_ones_version(library):
+    group = nccl_stub.communicator(library, LIMIT_S)
+    joins = f"""
+import sys, torch
+from helpers.nccl_stub import Workers
+from nemo_edo.refit.libnccl import Library
+Workers(Library({library.path!r}), {LIMIT_S}).join(bytes.fromhex({group.unique_id.hex()!r}), range(1, 2), 2)
+"""
+    other = subprocess.Popen([sys.executable, "-c", joins], stderr=subprocess.PIPE, text=True,
+                             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "STUB_NCCL_VERSION": "22809"})
+    with pytest.raises(NCCLError, match=r"invalid usage.*This process has NCCL 2\.29\.7 \(.*libnccl\.so\.2\)"):
+        group.join(0, 2, nothing)
+    assert "This process has NCCL 2.28.9" in other.communicate(timeout=LIMIT_S)[1]
+
+
+def test_two_versions_are_loaded_side_by_side_and_older_ones_and_other_files_are_refused(tmp_path):
+    """NCCL compares versions within a communicator alone: torch may have another."""
+    (tmp_path / "older").mkdir()
+    (tmp_path / "newer").mkdir()
+    libraries = Library(nccl_stub.build(tmp_path / "older", 22809)), Library(nccl_stub.build(tmp_path / "newer"))
+    assert [library.version for library in libraries] == ["2.28.9", "2.29.7"]
+    assert in_words(libraries[1]).startswith(f"2.29.7 sends weights, in trainer and servers ({libraries[1].path});")
+    with pytest.raises(NCCLError, match="older than 2.14"):
+        Library(nccl_stub.build(tmp_path, 21000))
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(NCCLError, match="is no NCCL of 2.14 or newer"):
+        Library(tmp_path / "text")
+
+
+def test_the_library_is_that_of_the_servers_environment(tmp_path):
+    folder = tmp_path / "lib" / "site"
+    (folder / "nvidia" / "nccl" / "lib").mkdir(parents=True)
+    (folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2").touch()
+    environment = tmp_path / "python"
+    environment.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.path.insert(0, \'{folder}\'); '
+                           'sys.argv = sys.argv[1:]; exec(sys.argv[0])" "$3" "$4"\n')  # fmt: skip
+    environment.chmod(0o755)
+    found = package_file(str(environment), "nvidia.nccl", "lib/libnccl.so.2")
+    assert found == str(folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
+    assert package_file(str(environment), "nvidia.nothing", "lib/libnccl.so.2") is None

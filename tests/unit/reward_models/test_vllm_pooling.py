@@ -44,7 +44,7 @@ def started(folder, settings: ServersConfig, work, gpus: int = 0) -> list:
 
 
 def command_of(replica) -> list[str]:
-    return VLLMPooling().command(replica.process.launch, replica.process.model_folder, 8000)
+    return VLLMPooling().command(replica.launch, replica.model_folder, 8000)
 
 
 def test_servers_ask_for_a_key_that_no_command_line_shows_and_take_separate_gpus_and_logs(folders, tmp_path):
@@ -52,10 +52,10 @@ def test_servers_ask_for_a_key_that_no_command_line_shows_and_take_separate_gpus
     replicas = started(folders["decoder"], settings, tmp_path, gpus=8)
     for replica in replicas:
         assert not any(replica.key.value in part for part in command_of(replica))
-        environment = VLLMPooling().environment(replica.process.launch, replica.key.value)
+        environment = VLLMPooling().environment(replica.launch, replica.key.value)
         assert environment["VLLM_API_KEY"] == replica.key.value and environment["VLLM_SERVER_DEV_MODE"] == "0"
-    assert [replica.process.launch.gpus for replica in replicas] == [(1, 2), (3, 4)]
-    assert len({replica.process.launch.log for replica in replicas}) == 2
+    assert [replica.launch.gpus for replica in replicas] == [(1, 2), (3, 4)]
+    assert len({replica.launch.log for replica in replicas}) == 2
 
 
 def test_a_server_pools_this_model_on_this_machine_with_the_configs_python_and_arguments(folders, tmp_path):
@@ -79,8 +79,8 @@ def test_a_qwen_server_pools_at_its_tokenizers_step_token_and_a_skywork_server_l
     [step_id] = [token["id"] for token in tokenizer["added_tokens"] if token["content"] == "<extra_0>"]
     assert pooler == {"tok_pooling_type": "STEP", "step_tag_id": step_id}
     [replica] = started(folders["skywork"], ServersConfig(), tmp_path)
-    served = json.loads((replica.process.model_folder / "config.json").read_text())
-    assert replica.process.model_folder == tmp_path / "served" and served["architectures"] == ["Qwen2ForRewardModel"]
+    served = json.loads((replica.model_folder / "config.json").read_text())
+    assert replica.model_folder == tmp_path / "served" and served["architectures"] == ["Qwen2ForRewardModel"]
 
 
 def test_servers_at_urls_get_the_environments_key(folders, tmp_path, monkeypatch):

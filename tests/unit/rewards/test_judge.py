@@ -240,11 +240,10 @@ def test_a_known_verdict_is_requested_again_only_with_another_model_temperature_
     assert request_key({"a": 1, "b": [2]}) == request_key({"b": [2], "a": 1}) != request_key({"a": 1, "b": [3]})
 
 
-def test_abstentions_even_without_a_server_are_requested_again_and_their_tokens_are_counted(judge_of, tmp_path):
+def test_abstentions_even_without_a_server_are_requested_again(judge_of):
     with ChatServer(lambda number, _: (200, "hm" if number < 2 else "verdict: correct")) as server:
         [one], [again] = (score(judge_of(server, max_abstained=1.0), states("it")) for _ in range(2))
     assert (one.has_verdict, again.reward) == (False, 1.0)
-    assert JudgeCache(tmp_path / "cache" / "judge.sqlite").tokens() == (300, 30)
     [gone] = score(judge_of(server, max_abstained=1.0), states("that"))
     assert not gone.has_verdict and "ClientConnectorError" in gone.reason
 
@@ -262,10 +261,9 @@ def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_
     running = [subprocess.Popen([sys.executable, "-c", code, str(path), str(number)]) for number in range(3)]
     assert [process.wait(timeout=120) for process in running] == [-9] * 3
     cache = JudgeCache(path)
-    assert all(cache.get(f"{number} {i}").verdict == (i % 2 == 0) for number in range(3) for i in range(100))
-    assert cache.tokens() == (301, 602)
+    assert all(cache.get(f"{number} {i}") == (i % 2 == 0) for number in range(3) for i in range(100))
     first = cache.get("shared")
-    cache.put("shared", Reply(not first.verdict, "late", 0, 0))
+    cache.put("shared", Reply(not first, "late", 0, 0))
     assert cache.get("shared") == first
 
 
@@ -303,33 +301,20 @@ def test_every_number_of_a_report_is_in_the_page_of_metrics():
     assert documented == {"iteration", *report.numbers(settings)}
 
 
-def test_the_key_is_sent_and_appears_in_no_message_log_or_file(judge_of, tmp_path, monkeypatch, caplog):
+def test_a_key_that_a_reply_or_an_error_quotes_is_in_no_score_report_log_or_file(
+    ask, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     caplog.set_level(logging.DEBUG)
-    replies = [(200, f"the key is {KEY}, verdict unclear"), (429, {"error": f"key {KEY}"}), (400, {"error": KEY}),
-               (401, {"error": f"wrong key {KEY}"})]  # fmt: skip
-    seen: list[str] = []
-    for reply in replies:
-        with ChatServer(lambda *_, reply=reply: reply) as server:
-            judge = judge_of(server, api_key_variable="JUDGE_KEY", max_abstained=1.0)
-            try:
-                seen.extend(one.reason for one in score(judge, states("it")))
-            except PartlyGenerated as error:
-                seen.append(repr(error) + str(error.__cause__) + str(error.__context__))
-            with pytest.raises(UserError) if reply[0] != 200 else caplog.at_level(logging.DEBUG):
-                judge.check()
-            seen += [repr(judge.settings), repr(vars(judge.report)), judge.report.in_words(judge.settings)]
-        assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    seen = ""
+    for reply in ((200, f"the key is {KEY}.\nverdict: correct"), (400, {"error": f"wrong key {KEY}"})):
+        found = ask(lambda *_, reply=reply: reply, states("it"), api_key_variable="JUDGE_KEY", max_abstained=1.0)
+        assert found.server.headers[0]["Authorization"] == f"Bearer {KEY}"
+        seen += found.scored[0].reason + found.judge.report.in_words(found.judge.settings)
+        (tmp_path / "cache" / "judge.sqlite").rename(tmp_path / f"{reply[0]}.sqlite")  # the next is a new request
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert KEY not in "".join(seen) and KEY not in caplog.text and b"***" in files and KEY.encode() not in files
-    assert any("***" in text for text in seen)
-
-
-def test_a_missing_key_is_an_error_before_any_request(judge_of, monkeypatch):
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with ChatServer(correct) as server, pytest.raises(UserError, match="JUDGE_KEY"):
-        judge_of(server, api_key_variable="JUDGE_KEY")
-    assert not server.bodies
+    assert KEY not in seen + caplog.text and "***" in seen
+    assert KEY.encode() not in files and b"***" in files
 
 
 @pytest.mark.parametrize(("reply", "named"), [

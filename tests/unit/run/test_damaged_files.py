@@ -120,7 +120,6 @@ def ask_cache(folder: Path) -> None:
     try:
         for number in range(99):
             cache.get(f"{number}")
-        cache.tokens()
     finally:
         cache.close()
 
