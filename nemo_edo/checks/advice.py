@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nemo_edo.checks.estimates import Memory
-from nemo_edo.checks.workload import counted_rows, largest, micro_batch_tokens, trainings, workloads
+from nemo_edo.checks.workload import counted_rows, fullest, is_possible, micro_batch_tokens, trainings
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig, SFTConfig
 from nemo_edo.config.model_shape import ModelShape
-from nemo_edo.errors import UserError
-from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
 
 GPUS_OF_A_NODE = 8
 """Tensor parallelism sends activations twice per layer: it stays within a node's NVLink."""
@@ -17,49 +15,48 @@ WORTH_IT = 0.98
 """A change is proposed if it leaves less than this share of the memory of training and generation together."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """Settings of one kind."""
-
-    settings: dict[str, object]
-    cost: str
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{key}={str(value).lower()}" for key, value in self.settings.items()]
-
-
-@dataclass(frozen=True)
-class Advice:
-    changes: list[Change]
-    """To be made together, the cheapest kinds first."""
-    bytes: int
-    """Needed on the fullest GPU with these changes."""
-
-
-def advise(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int, **known) -> Advice:
-    """Changes with which the fullest GPU needs at most ``limit`` bytes; if there are none, all that help.
+def advise(
+    cfg: RunConfig, shape: ModelShape, gpus: int, limit: int, **known
+) -> tuple[dict[str, dict[str, object]], int]:
+    """Settings by what they cost, the cheapest kind first, with which the fullest GPU needs at most ``limit`` bytes,
+    or all that help if that is not possible; and the bytes that it then needs.
 
     Repeats the first proposal that helps. So an expensive change comes only after the cheap ones are exhausted, and
     undoes none of them. known: of the device and the problems, as for ``workloads``.
     """
+
+    def changed_by(settings: dict[str, object]) -> RunConfig:
+        sections: dict[str, dict[str, object]] = {}  # changed at once: a section checks its settings together
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return replace(cfg, **{section: replace(getattr(cfg, section), **new) for section, new in sections.items()})
+
+    def present(key: str) -> object:
+        section, _, name = key.partition(".")
+        return getattr(getattr(cfg, section), name)
+
     made: dict[str, dict[str, object]] = {}
     now = fullest(cfg, shape, gpus, **known)
     while now.total > limit:
         for cost, settings in proposals(cfg, gpus).items():
-            changed = _with(cfg, settings)
+            changed = changed_by(settings)
             if changed == cfg or not is_possible(changed, shape, gpus):
                 continue
             then = fullest(changed, shape, gpus, **known)
             # Both: the peak, which is in training or in generation, and the sum of the two by a share.
             if then.total < now.total and _both_phases(then) < WORTH_IT * _both_phases(now):
-                new = {key: value for key, value in settings.items() if _setting(cfg, key) != value}
+                new = {key: value for key, value in settings.items() if present(key) != value}
                 made[cost] = {**made.get(cost, {}), **new}  # a further step of a kind changes the one before
                 cfg, now = changed, then
                 break
         else:
             break
-    return Advice([Change(made[cost], cost) for cost in proposals(cfg, gpus) if cost in made], now.total)
+    return {cost: made[cost] for cost in proposals(cfg, gpus) if cost in made}, now.total
+
+
+def _both_phases(memory: Memory) -> int:
+    return memory.always + memory.activations + memory.loss_layer + memory.generation
 
 
 def proposals(cfg: RunConfig, gpus: int) -> dict[str, dict[str, object]]:
@@ -97,42 +94,3 @@ def proposals(cfg: RunConfig, gpus: int) -> dict[str, dict[str, object]]:
         },
         "another method: only adapters are trained": {} if cfg.lora.rank else {"lora.rank": 16},
     }
-
-
-def _with(cfg: RunConfig, settings: dict[str, object]) -> RunConfig:
-    """Sections are changed at once: each checks its settings together."""
-    sections: dict[str, dict[str, object]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(cfg, **{section: replace(getattr(cfg, section), **new) for section, new in sections.items()})
-
-
-def _setting(cfg: RunConfig, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(cfg, section), name)
-
-
-def fullest(cfg: RunConfig, shape: ModelShape, gpus: int, **known) -> Memory:
-    """The memory of the GPU that needs most, over all trainings and pipeline stages. known: as for ``workloads``."""
-    return max(largest(workloads(cfg, shape, gpus, **known))[1], key=lambda memory: memory.total)
-
-
-def _both_phases(memory: Memory) -> int:
-    return memory.always + memory.activations + memory.loss_layer + memory.generation
-
-
-def is_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> bool:
-    try:
-        check_possible(cfg, shape, gpus)
-    except UserError:
-        return False
-    return True
-
-
-def check_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> None:
-    """Raises UserError for splits that do not divide the model or the number of GPUs, and for adapters that the model
-    cannot have."""
-    check_world(cfg.parallelism, gpus)
-    check_splits(shape, cfg.parallelism, shape.vocab_size)
-    check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)

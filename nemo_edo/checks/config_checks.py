@@ -3,16 +3,17 @@ time of an iteration, servers, the end of a response, and the disk. No weights a
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_edo.checks import advice, machine, workload
-from nemo_edo.checks.estimates import FP32, Memory, Workload, adapter_parameters, host_bytes
+from nemo_edo.checks.estimates import Memory, Workload, stage_memory
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
 from nemo_edo.checks.iteration_time import Iteration, iteration_times
 from nemo_edo.checks.preflight import with_fitted_parallelism
-from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, RunConfig
+from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape
@@ -23,7 +24,7 @@ from nemo_edo.utils.files import check_folder
 
 SHOWN_STAGES = 8
 ASSUMED_PROBLEMS = 1000
-"""For estimates of time: problems of an iteration over the whole training set."""
+"""Problems of an iteration over the whole training set, in estimates of time."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,6 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the problems say of a run's size."""
-
-    longest: int | None
-    """Tokens of the longest sequence; None where they are not known."""
-    train: float
-    """Number of problems; infinite where it is not known."""
-    test: float
-
-
-@dataclass(frozen=True)
 class Case:
     """A config on devices."""
 
@@ -57,9 +47,14 @@ class Case:
     """Settings that a run would need."""
     devices: Devices
     shape: ModelShape
-    sizes: Sizes
+    longest: int | None
+    """Tokens of the longest sequence; None where the problems or the tokenizer are not at hand."""
+    train: float
+    """The number of training problems; infinite where it is not known."""
+    known: dict[str, object]
+    """Facts of the device and the problems, as ``workloads`` takes them."""
     cfg: RunConfig
-    """With numbers in place of what the config leaves open."""
+    """``given`` with numbers in place of what it leaves open."""
     loads: dict[str, Workload]
 
     @property
@@ -68,49 +63,41 @@ class Case:
 
     @property
     def load(self) -> Workload:
-        """That needs most."""
+        """The workload that needs most memory."""
         return self.loads[self.fullest[0]]
 
 
 def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     """Raises UserError for a model that is not known or does not go with the config, splits that are not possible, and
     problems that could not be used."""
-    cfg = _with_model_at_hand(cfg)
+    if cfg.model.path not in (None, NOT_GIVEN):
+        with contextlib.suppress(UserError):  # the folder of a hub's model that is in the cache
+            folder = find_model(cfg.model.path, download=False)
+            cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
     shape = workload.model_shape(cfg)
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
-    advice.check_possible(given, shape, devices.count)
-    sizes = _sizes(given, missing)
-    ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": sizes.test}
-    cfg = workload.for_estimate(given, ranks, longest=sizes.longest, train=sizes.train, test=sizes.test)
+    workload.check_possible(given, shape, devices.count)
+    longest, train, test = _sizes(given, missing)
+    ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
+    cfg = workload.for_estimate(given, ranks, longest=longest, train=train, test=test)
     if given.generation.max_batch_size == AUTO:
         rows = workload.counted_rows(cfg)
         cfg = workload.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
     loads = workload.workloads(cfg, shape, devices.count, **known)
-    return Case(given, missing, devices, shape, sizes, cfg, loads)
+    return Case(given, missing, devices, shape, longest, train, known, cfg, loads)
 
 
-def _with_model_at_hand(cfg: RunConfig) -> RunConfig:
-    """With the folder of a hub's model that is in the cache: nothing is downloaded."""
-    if cfg.model.path in (None, NOT_GIVEN):
-        return cfg
-    try:
-        folder = find_model(cfg.model.path, download=False)
-    except UserError:
-        return cfg
-    return replace(cfg, model=replace(cfg.model, path=str(folder)))
-
-
-def _sizes(cfg: RunConfig, missing: list[str]) -> Sizes:
-    """Of the problems and the tokenizer that are at hand."""
+def _sizes(cfg: RunConfig, missing: list[str]) -> tuple[int | None, float, float]:
+    """``Case.longest``, and the numbers of training and test problems."""
     data = cfg.data
     files = [cfg.model.path, *([] if data.source is not None else [data.train or data.test, data.test])]
     given = not any(key.startswith("data.") for key in missing)
     if not given or not all(path is not None and Path(path).exists() for path in files):
-        return Sizes(None, workload.problems(cfg, "train"), workload.problems(cfg, "test"))
+        return None, workload.problems(cfg, "train"), workload.problems(cfg, "test")
     from nemo_edo.run.inputs import read_sizes
 
-    return Sizes(*read_sizes(cfg))
+    return read_sizes(cfg)
 
 
 # --- the model and its memory -----------------------------------------------------------------------------------------
@@ -139,7 +126,7 @@ def sequences(case: Case) -> Finding:
     why = "the longest prompt and sampling.max_new_tokens"
     if case.given.model.seq_length is not None:
         why = "model.seq_length"
-    elif case.sizes.longest is None:
+    elif case.longest is None:
         why = f"prompts of {workload.ASSUMED_PROMPT} tokens are assumed: the model or the problems are not here"
     return passed(f"of {case.cfg.model.seq_length:,} tokens at most ({why})")
 
@@ -166,7 +153,7 @@ def needs(case: Case) -> Finding:
     lines = [f"{training}{micro_batches}", ""]
     lines += [f"{name:16}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in table.items()]
     if not case.devices.cpu:
-        lines.append(f"and {_gb(host_bytes(load, 0))} GB of the host's memory for each process")
+        lines.append(f"and {_gb(stages[0].host)} GB of the host's memory for each process")
     return passed("\n".join([*lines, ""]))
 
 
@@ -174,12 +161,14 @@ def fits(case: Case) -> Finding:
     highest, there = max(memory.total for memory in case.fullest[1]), case.devices.bytes
     if highest <= there or (not case.load.trains and case.cfg.generation.is_served):
         return passed("")
-    known = {"cpu": case.devices.cpu, "tested": case.sizes.test}
-    found = advice.advise(case.cfg, case.shape, case.devices.count, there, **known)
-    lines = [f"  {' '.join(change.overrides)} (cost: {change.cost})" for change in found.changes]
-    enough = "" if found.bytes <= there else ": more or larger GPUs are needed"
-    said = ["What to change:", *lines, f"with all of it: {_gb(found.bytes)} GB{enough}"]
-    return failed(f"does not fit: {_gb(highest)} GB of {_gb(there)}", "\n".join(said))
+    changes, needed = advice.advise(case.cfg, case.shape, case.devices.count, there, **case.known)
+    lines = ["What to change:"]
+    for cost, settings in changes.items():
+        overrides = " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
+        lines.append(f"  {overrides} (cost: {cost})")
+    enough = "" if needed <= there else ": more or larger GPUs are needed"
+    lines.append(f"with all of it: {_gb(needed)} GB{enough}")
+    return failed(f"does not fit: {_gb(highest)} GB of {_gb(there)}", "\n".join(lines))
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -225,7 +214,7 @@ def time(case: Case) -> Finding:
 
 
 def servers(case: Case) -> Finding:
-    """What keeps this machine from starting the servers that responses come from."""
+    """Whether this machine can start the servers that responses come from."""
     cfg = case.cfg
     if not cfg.generation.is_served or not case.devices.here:
         return passed("")
@@ -238,7 +227,7 @@ def servers(case: Case) -> Finding:
 
 
 def end_tokens(case: Case) -> Finding:
-    """What ends a response, where the model's folder is at hand."""
+    """The tokens that end a response, if the model's folder is at hand."""
     path = case.cfg.model.path
     if path is None or not (Path(path) / "tokenizer_config.json").is_file():
         return passed("")
@@ -250,43 +239,31 @@ def end_tokens(case: Case) -> Finding:
 
 
 def disk(case: Case) -> Finding:
+    """The run's rollouts at most; the start, each arm's last and best policies, and the checkpoints with optimizer
+    state of the arm in training."""
     cfg = case.cfg
-    rollouts, checkpoints = _rollout_bytes(cfg, case.sizes.train), _checkpoint_bytes(cfg, case.shape)
-    of_rollouts = "rollouts (no data.train here)" if rollouts is None else f"{_gb(rollouts)} GB of rollouts"
+    arms = [training for training in workload.trainings(cfg).values() if isinstance(training, LoopConfig)]
+    rollouts, unknown = 0, bool(arms) and math.isinf(case.train)
+    for arm in [] if unknown else arms:
+        longest, response = cfg.model.seq_length, cfg.sampling.max_new_tokens
+        sampled = min(arm.problems_per_iteration or case.train, case.train) * cfg.sampling.samples_per_prompt
+        rollouts += arm.iterations * estimate_bytes(sampled, longest - response, response)
+    checkpoints = 0
+    if case.load.trains:
+        precision = PrecisionConfig(cfg.precision.dtype)  # a file has no second copy in FP8
+        whole = replace(case.load, parallelism=ParallelismConfig(), data_parallel=1, precision=precision)
+        policies = 1 + len(arms) * (1 + (cfg.checkpoint.best_count if cfg.checkpoint.best else 0))
+        one = stage_memory(whole, 0)
+        checkpoints = policies * one.weights + (cfg.checkpoint.keep + 1) * (one.weights + one.optimizer)
+    of_rollouts = "rollouts (no data.train here)" if unknown else f"{_gb(rollouts)} GB of rollouts"
     need = f"{of_rollouts}, {_gb(checkpoints)} GB of checkpoints at most"
-    needed, free = checkpoints + (rollouts or 0), free_bytes(cfg.output_dir)
+    needed, free = checkpoints + rollouts, free_bytes(cfg.output_dir)
     if not case.devices.here or free >= needed:
         return passed(f"{need}; {_gb(free)} GB are free here in {cfg.output_dir}")
     check_folder(Path(cfg.output_dir))
     return failed(
         f"{need}; {cfg.output_dir} has {_gb(free)} GB free of {_gb(needed)}", "set output_dir to another file system"
     )
-
-
-def _rollout_bytes(cfg: RunConfig, problems: float) -> int | None:
-    """Upper bound of a run's rollouts on so many training problems; None where their number is not known."""
-    loops = [training for training in workload.trainings(cfg).values() if isinstance(training, LoopConfig)]
-    if loops and math.isinf(problems):
-        return None
-    longest = cfg.model.seq_length - cfg.sampling.max_new_tokens
-    total = 0
-    for arm in loops:
-        sampled = min(arm.problems_per_iteration or problems, problems) * cfg.sampling.samples_per_prompt
-        total += arm.iterations * estimate_bytes(sampled, longest, cfg.sampling.max_new_tokens)
-    return total
-
-
-def _checkpoint_bytes(cfg: RunConfig, shape: ModelShape) -> int:
-    """The start, each arm's last and best policies, and the checkpoints with optimizer state of the arm in training."""
-    load = next(iter(workload.workloads(replace(cfg, parallelism=ParallelismConfig()), shape, 1).values()))
-    if not load.trains:
-        return 0
-    adapters = adapter_parameters(load)
-    weights = load.bytes_per_number * (shape.parameters + adapters)
-    optimizer = (3 if cfg.precision.dtype == "bf16" else 2) * FP32 * (adapters if cfg.lora.rank else shape.parameters)
-    arms = sum(isinstance(training, LoopConfig) for training in workload.trainings(cfg).values())
-    kept = 1 + arms * (1 + (cfg.checkpoint.best_count if cfg.checkpoint.best else 0))
-    return kept * weights + (cfg.checkpoint.keep + 1) * (weights + optimizer)
 
 
 def _gb(size: int) -> str:

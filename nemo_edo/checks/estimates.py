@@ -93,6 +93,9 @@ class Memory:
     """The key-value cache and the logits of the tokens to choose, while no activations are kept."""
     overhead: int
     """The two assumptions."""
+    host: int
+    """In the host's memory, for each GPU: the reference and the optimizer's offloaded state. None in addition to a
+    CPU's."""
 
     @property
     def total(self) -> int:
@@ -110,25 +113,75 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.reference
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Each part by its name."""
-        return ((field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self))
+        """Each part on the GPU by its name."""
+        names = [field.name for field in fields(self) if field.name != "host"]
+        return ((name.replace("_", " "), getattr(self, name)) for name in names)
 
 
 def stage_memory(load: Workload, stage: int) -> Memory:
     """Memory of a GPU on pipeline stage ``stage``, counted from 0; its tensor- and data-parallel neighbours are
     alike."""
+    shape, splits, number = load.shape, load.parallelism, load.bytes_per_number
+    tensor, first, last = splits.tensor_model_parallel_size, stage == 0, stage == load.stages - 1
+
+    # Weights on one GPU. A tied output layer is a separate copy where it is on another stage than the embedding.
+    matrices = load.layers * (sum(outputs * inputs for outputs, inputs in shape.layer_matrices.values()) // tensor)
+    experts = load.layers * (shape.layer_experts // (splits.expert_model_parallel_size * load.expert_tensor))
+    rest = load.layers * (shape.layer_biases // tensor + shape.layer_norms + shape.layer_router)
+    embedding = shape.embedding_parameters // tensor
+    embeddings = embedding * (first + (last and not (shape.tied and first)))
+    parameters = matrices + experts + rest + embeddings + shape.hidden_size * last
+    adapted = [shape.layer_matrices[target] for target in set(load.lora.targets)] if load.lora.rank else []
+    # Both factors are split over the tensor-parallel ranks.
+    adapters = load.layers * sum(load.lora.rank * (outputs + inputs) for outputs, inputs in adapted) // tensor
+    trained = adapters if load.lora.rank else parameters
+    # With FP8, the layers' matrices twice, as rows and as columns, which the two passes read (the transposed copy is
+    # Hopper's; later GPUs need less).
+    in_fp8 = matrices + experts if load.precision.fp8 else 0
+    weights = number * (parameters + adapters) + 2 * in_fp8
+    weights -= number * in_fp8 if load.precision.fp8_param_gather else 0
+
+    # Adam's two moments and, with bf16, the fp32 weights; the distributed optimizer splits them over the ranks that
+    # have the same weights.
+    stepped = trained
+    if splits.use_distributed_optimizer:
+        of_experts = 0 if load.lora.rank else experts
+        same = load.data_parallel * splits.context_parallel_size
+        same_experts = load.data_parallel * splits.model_ranks // splits.expert_ranks
+        stepped = math.ceil((trained - of_experts) / same) + math.ceil(of_experts / same_experts)
+    state = (3 if load.precision.dtype == "bf16" else 2) * FP32 * stepped
+    optimizer = round(state * (1 - splits.optimizer_offload_fraction))
+
+    # A reference in host memory is swapped with the weights one parameter at a time: room for the largest. On a CPU
+    # both copies are in one memory.
+    reference, in_host = 0, load.reference == "host" and not load.cpu
+    if in_host:
+        sizes = [outputs * inputs // tensor for outputs, inputs in shape.layer_matrices.values()]
+        sizes += [outputs * inputs // load.expert_tensor for outputs, inputs in shape.expert_matrices.values()]
+        reference = number * max([*sizes, embedding] if first or last else sizes)
+    elif load.reference != "none":
+        reference = number * trained
+
+    # What decoding in the trainer's process keeps; the logits are the last stage's.
+    generation = 0
+    if load.generation_rows:
+        cached = FP32 if load.cpu else number
+        layer = 2 * load.cached_positions * shape.key_width // tensor * cached
+        logits = load.generation_rows * shape.vocab_size if last else 0
+        generation = decoding_bytes(cache=load.layers * layer, layer=layer, logits=logits)
+
+    offloaded = state - optimizer if load.trains and not load.cpu else 0
     memory = Memory(
-        weights=weight_bytes(load, stage),
-        gradients=FP32 * trained_parameters(load, stage),  # Megatron's main gradients are fp32 in every precision
-        optimizer=optimizer_bytes(load, stage),
-        reference=reference_bytes(load, stage),
-        activations=activation_bytes(load, stage),
-        loss_layer=loss_layer_bytes(load, stage),
-        generation=generation_bytes(load, stage),
+        weights=weights,
+        gradients=FP32 * trained if load.trains else 0,  # Megatron's main gradients are fp32 in every precision
+        optimizer=optimizer if load.trains else 0,
+        reference=reference,
+        activations=activation_bytes(load, stage) if load.trains else 0,
+        loss_layer=loss_layer_bytes(load) if load.trains and last else 0,
+        generation=generation,
         overhead=0,
+        host=offloaded + (number * trained if in_host else 0),
     )
-    if not load.trains:
-        memory = replace(memory, gradients=0, optimizer=0, activations=0, loss_layer=0)
     overhead = CPU_OVERHEAD if load.cpu else OVERHEAD
     return replace(memory, overhead=overhead + round(FRAGMENTATION * memory.total))
 
@@ -136,94 +189,6 @@ def stage_memory(load: Workload, stage: int) -> Memory:
 def all_stages(load: Workload) -> list[Memory]:
     """Memory of a GPU of each pipeline stage."""
     return [stage_memory(load, stage) for stage in range(load.stages)]
-
-
-# --- weights, gradients, optimizer ----------------------------------------------------------------------------------
-
-
-def parameters(load: Workload, stage: int) -> int:
-    """Weights on one GPU, without adapters."""
-    shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
-    layer = _matrices(load) + _experts(load) + shape.layer_biases // tensor + shape.layer_norms + shape.layer_router
-    first, last = stage == 0, stage == load.stages - 1
-    output = last and not (shape.tied and first)  # a tied one is a separate copy on another stage
-    embeddings = shape.embedding_parameters // tensor * (first + output)
-    return load.layers * layer + embeddings + shape.hidden_size * last
-
-
-def adapter_parameters(load: Workload) -> int:
-    """Adapter weights on one GPU: both factors are split over the tensor-parallel ranks."""
-    if not load.lora.rank:
-        return 0
-    sizes = [load.shape.layer_matrices[target] for target in set(load.lora.targets)]
-    per_layer = sum(load.lora.rank * (outputs + inputs) for outputs, inputs in sizes)
-    return load.layers * per_layer // load.parallelism.tensor_model_parallel_size
-
-
-def trained_parameters(load: Workload, stage: int) -> int:
-    """Weights with a gradient on one GPU."""
-    return adapter_parameters(load) if load.lora.rank else parameters(load, stage)
-
-
-def weight_bytes(load: Workload, stage: int) -> int:
-    """With FP8, the layers' matrices twice, as rows and as columns, which the two passes read (the transposed copy is
-    Hopper's; later GPUs need less)."""
-    weights = load.bytes_per_number * (parameters(load, stage) + adapter_parameters(load))
-    in_fp8 = load.layers * (_matrices(load) + _experts(load)) if load.precision.fp8 else 0
-    return weights + 2 * in_fp8 - (load.bytes_per_number * in_fp8 if load.precision.fp8_param_gather else 0)
-
-
-def optimizer_bytes(load: Workload, stage: int) -> int:
-    """Adam's two moments and, with bf16, the fp32 weights; the distributed optimizer splits them over the ranks that
-    have the same weights."""
-    splits, trained = load.parallelism, trained_parameters(load, stage)
-    if splits.use_distributed_optimizer:
-        experts = 0 if load.lora.rank else load.layers * _experts(load)
-        ranks = load.data_parallel * splits.context_parallel_size
-        same_experts = load.data_parallel * splits.model_ranks // splits.expert_ranks
-        trained = math.ceil((trained - experts) / ranks) + math.ceil(experts / same_experts)
-    copies = 3 if load.precision.dtype == "bf16" else 2
-    return round(copies * FP32 * trained * (1 - splits.optimizer_offload_fraction))
-
-
-def reference_bytes(load: Workload, stage: int) -> int:
-    """Bytes on the device. A copy in host memory is swapped with the weights one parameter at a time: room for the
-    largest. On a CPU both copies are in one memory."""
-    if load.reference == "none":
-        return 0
-    if load.reference == "resident" or load.cpu:
-        return load.bytes_per_number * trained_parameters(load, stage)
-    shape, tensor = load.shape, load.parallelism.tensor_model_parallel_size
-    sizes = [outputs * inputs // tensor for outputs, inputs in shape.layer_matrices.values()]
-    sizes += [outputs * inputs // load.expert_tensor for outputs, inputs in shape.expert_matrices.values()]
-    if stage in (0, load.stages - 1):
-        sizes.append(shape.embedding_parameters // tensor)
-    return load.bytes_per_number * max(sizes)
-
-
-def host_bytes(load: Workload, stage: int) -> int:
-    """Host memory for each GPU: the reference and the optimizer's offloaded state. None in addition to a CPU's."""
-    if load.cpu:
-        return 0
-    reference = load.bytes_per_number * trained_parameters(load, stage) if load.reference == "host" else 0
-    if not load.trains:
-        return reference
-    resident = replace(load.parallelism, optimizer_offload_fraction=0.0)
-    return reference + optimizer_bytes(replace(load, parallelism=resident), stage) - optimizer_bytes(load, stage)
-
-
-def _matrices(load: Workload) -> int:
-    """Weights of a layer's matrices on one GPU."""
-    whole = sum(outputs * inputs for outputs, inputs in load.shape.layer_matrices.values())
-    return whole // load.parallelism.tensor_model_parallel_size
-
-
-def _experts(load: Workload) -> int:
-    """Weights of a layer's experts on one GPU."""
-    return load.shape.layer_experts // (load.parallelism.expert_model_parallel_size * load.expert_tensor)
-
-
-# --- activations ----------------------------------------------------------------------------------------------------
 
 
 def activation_bytes(load: Workload, stage: int) -> int:
@@ -275,12 +240,10 @@ def kept_of_layers(load: Workload) -> int:
     return recomputed * layer_input + (load.layers - recomputed) * layer_activation_bytes(load)
 
 
-def loss_layer_bytes(load: Workload, stage: int) -> int:
+def loss_layer_bytes(load: Workload) -> int:
     """Bytes on the last stage: logits and their gradients; Megatron makes fp32 ones of bf16 ones, which are kept as
     well. Fused: a block of logits, and the hidden states and the gradients of these (fp32) and of the output
     weights."""
-    if stage != load.stages - 1:
-        return 0
     tokens = load.tokens // load.parallelism.context_parallel_size
     columns = load.shape.vocab_size // load.parallelism.tensor_model_parallel_size
     if load.fused_loss:
@@ -290,13 +253,3 @@ def loss_layer_bytes(load: Workload, stage: int) -> int:
         return load.bytes_per_number * min(block, tokens * columns) + hidden + weights
     types = (load.bytes_per_number, FP32) if load.bytes_per_number < FP32 else (FP32,)
     return 2 * sum(types) * tokens * columns
-
-
-def generation_bytes(load: Workload, stage: int) -> int:
-    """What decoding in the trainer's process keeps; the logits are the last stage's."""
-    if not load.generation_rows:
-        return 0
-    number = FP32 if load.cpu else load.bytes_per_number
-    layer = 2 * load.cached_positions * load.shape.key_width // load.parallelism.tensor_model_parallel_size * number
-    logits = load.generation_rows * load.shape.vocab_size if stage == load.stages - 1 else 0
-    return decoding_bytes(cache=load.layers * layer, layer=layer, logits=logits)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Flag, auto
-from typing import Any
 
 PASS, FAIL, IMPOSSIBLE = "pass", "fail", "not possible"
 
@@ -24,16 +23,13 @@ class RunsIn(Flag):
 @dataclass(frozen=True)
 class Finding:
     status: str
-    """"pass", "fail" or "not possible" (here)."""
+    """"pass", "fail" or "not possible" (on this machine)."""
     detail: str
-    """What was measured, what went wrong, or why it is not possible; of several lines."""
+    """What was measured, what went wrong, or why it is not possible; may have several lines."""
     remedy: str = ""
     """What to do about a failure."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What was measured, by name with its unit."""
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
+    """Measurements by name, with the unit in the name."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ class Check:
     """Says why this machine cannot do it; None where it can."""
     every_rank: bool = False
     """Whether each rank runs it; otherwise the first one does."""
+    remedy: str = ""
+    """What to do about a failure whose finding does not say so itself."""
 
 
 def passed(detail: str, **figures: float) -> Finding:
@@ -62,22 +60,18 @@ def impossible(why: str) -> Finding:
 
 
 def together(of_ranks: Mapping[int, Finding | None], named: Callable[[int], str]) -> Finding:
-    """One finding of all ranks: what those that failed say, otherwise the first rank's. None: no answer came.
+    """One finding for all ranks: what failed ranks say, otherwise the first rank's. None: the rank did not answer.
 
-    named: a rank in words.
+    named: gives a rank's name.
     """
-    first = of_ranks[0]
-    faults = {
-        rank: failed("has stopped answering") if finding is None else finding
-        for rank, finding in of_ranks.items()
-        if finding is None or finding.status == FAIL
-    }
+    answers = {rank: finding or failed("has stopped answering") for rank, finding in of_ranks.items()}
+    faults = {rank: finding for rank, finding in answers.items() if finding.status == FAIL}
     if not faults:
-        assert first is not None
-        return first
+        return answers[0]
     remedy = next((fault.remedy for fault in faults.values() if fault.remedy), "")
-    said = {fault.detail for fault in faults.values()}
-    if len(faults) == len(of_ranks) and len(said) == 1:  # all ranks have compared the same facts
-        return Finding(FAIL, said.pop(), remedy, faults[0].figures)
-    lines = [f"{named(rank)}: {fault.detail}" if len(of_ranks) > 1 else fault.detail for rank, fault in faults.items()]
-    return Finding(FAIL, "\n".join(lines), remedy, next(iter(faults.values())).figures)
+    first, details = next(iter(faults.values())), {fault.detail for fault in faults.values()}
+    if len(faults) == len(of_ranks) and len(details) == 1:  # all ranks have compared the same facts
+        return Finding(FAIL, first.detail, remedy, first.figures)
+    return Finding(
+        FAIL, "\n".join(f"{named(rank)}: {fault.detail}" for rank, fault in faults.items()), remedy, first.figures
+    )

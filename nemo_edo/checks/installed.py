@@ -44,8 +44,8 @@ def requirements(distribution: str = "nemo-edo") -> list[str]:
 
 
 def missing() -> dict[str, list[str]]:
-    """By extra of the package (pyproject.toml), the trainer first, the requirements that are not installed in any
-    version; by "" of what it needs without an extra."""
+    """The requirements that are not installed in any version, by extra of the package (pyproject.toml), the trainer
+    first; those without an extra are under ""."""
     found: dict[str, list[str]] = {"": [], TRAINER: [], BRIDGE: []}
     for line in requirements():
         need, _, marker = (part.strip() for part in line.partition(";"))
@@ -79,7 +79,7 @@ def what_trainer_lacks() -> str | None:
 
 
 def about() -> dict[str, str]:
-    """What is installed of the package and of the trainers that it adapts, by the names that the doctor prints."""
+    """The installed parts of the package and the trainers that it adapts, by the names that the doctor prints."""
     found = {
         "nemo-edo": f"{nemo_edo.__version__}, Python {sys.version.split()[0]}",
         "functions": "losses, metrics, test_time, adapters: "

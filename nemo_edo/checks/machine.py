@@ -1,24 +1,47 @@
-"""What the checks know about the machine: the GPUs, and the facts of every rank."""
+"""The machine that checks run on: the facts of every rank, how ranks meet, and how a check gets a separate process.
+
+What a check breaks (a CUDA error lasts as long as its process, a crash ends it, a rank may wait for another for ever)
+does not reach the next one. Processes are forked from one that has imported everything; with GPUs, only where a fork of
+such a process can use them.
+"""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.checks.installed import installed, versions
-from nemo_edo.checks.ranks import ALONE, Ranks, run_apart
 from nemo_edo.errors import UserError
+from nemo_edo.utils.processes import end_with
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 TE = "transformer-engine"
 LIMIT_S = 90.0
-"""Of a check's process."""
+"""The longest time for the process of one check."""
+LEAVING_S = 10.0
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set by torchrun where its agent serves the store at MASTER_PORT."""
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class CheckError(Exception):
+    """Why the process of a check failed."""
 
 
 @dataclass(frozen=True)
@@ -30,39 +53,49 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the checks run. What all ranks decide on (``gpus``, ``has_te``) is the least that one of them has."""
+    """The ranks that checks run on. ``gpus`` and ``has_te``, by which all ranks decide, are the least that one has."""
 
     facts: list[dict[str, Any] | None]
-    """Of each rank, as ``facts_here`` has them; None of one that has not reported."""
-    ranks: Ranks
+    """``facts_here`` of each rank; None for a rank that has not reported."""
     folder: Path
-    """For what every node must see."""
+    """A folder for files that every node must see."""
     scratch: Path
-    """Of this process alone; of the processes' output, too."""
+    """A folder for this process alone: models, and the output of checks' processes."""
+    rank: int = 0
     nodes: tuple[str, ...] = ()
     """Slurm's names of the nodes, in the order of their ranks."""
+    store: TCPStore | None = None
+    """Ranks meet in it, outside torch.distributed: a rank whose check has failed could not take part in a collective.
+    None for one rank."""
+    limit_s: float = 0.0
+    """How long a rank waits for the others."""
+    silent: set[int] = field(default_factory=set)
+    """Ranks that did not answer the last question, on rank 0: it does not wait for them again."""
     forks: bool = True
-    """Whether processes are forked."""
+    """Whether the processes of checks are forked."""
     check: str = ""
     """The name of the check that runs."""
 
     @classmethod
     def of_ranks(cls, folder: Path, *, limit_s: float, nodes: tuple[str, ...] = ()) -> Machine:
-        """Raises torch's DistError where the first rank cannot be reached."""
-        ranks = Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), limit_s)
-        facts = ranks.exchange("facts", facts_here(with_torch=ranks.world > 1))
+        """This rank of a torchrun or a Slurm step, whose variables say where the store is. Raises torch's DistError
+        where the first rank cannot be reached."""
+        rank, world, store = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), None
+        if world > 1:
+            from torch.distributed import TCPStore
+
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            serves, limit = rank == 0 and os.environ.get(AGENT) != "True", timedelta(seconds=limit_s)
+            store = TCPStore(address, port, is_master=serves, timeout=limit, wait_for_workers=False)
         scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_checks_"))
-        machine = cls(facts, ranks, folder, scratch, nodes)
+        machine = cls([None] * world, folder, scratch, rank, nodes, store, limit_s)
+        machine = replace(machine, facts=machine.exchange("facts", facts_here(with_torch=world > 1)))
         return replace(machine, forks=not machine.gpus)
 
     @classmethod
     def alone(cls) -> Machine:
-        """This process, which is not to meet others or to start any."""
-        return cls([facts_here(with_torch=False)], Ranks(), Path(), Path())
-
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
+        """This process, which meets no others and starts none."""
+        return cls([facts_here(with_torch=False)], Path(), Path())
 
     @property
     def world(self) -> int:
@@ -70,7 +103,7 @@ class Machine:
 
     @property
     def local_size(self) -> int:
-        """Ranks of a node."""
+        """Ranks per node."""
         return max(1, self.world // len(self.nodes or {facts["host"] for facts in self.facts if facts}))
 
     @property
@@ -87,34 +120,132 @@ class Machine:
         return all(facts["versions"].get(TE) is not None for facts in self.facts if facts)
 
     def named(self, rank: int) -> str:
-        """A rank with its node: Slurm's name of it, otherwise its own."""
+        """A rank with its node: Slurm's name for it, otherwise the host's."""
         facts = self.facts[rank]
         if self.nodes:
             return f"rank {rank} (node {self.nodes[rank // self.local_size]})"
         return f"rank {rank} (node {facts['host']})" if facts else f"rank {rank}"
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """As ``Ranks.exchange``, for the check that runs."""
-        return self.ranks.exchange(f"{self.check}/{name}", value)
+        """The JSON value of each rank, the same on all of them; None for a rank that does not answer in time. Every
+        rank calls this with the same names."""
+        if self.store is None:
+            return [value]
+        key = f"checks/{self.check}/{name}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        if self.rank == 0:  # it alone reads them: if all did, 1,000 ranks would read a million values
+            self.store.set(key, json.dumps(self._answers(key)))
+        self.store.wait([key], timedelta(seconds=2 * self.limit_s))
+        return json.loads(self.store.get(key))
+
+    def _answers(self, key: str) -> list[Any]:
+        from torch.distributed import DistStoreError
+
+        answers, deadline = [], time.monotonic() + self.limit_s
+        for rank in range(self.world):
+            # One limit for all ranks together, and none for a rank that has been silent: each exchange would spend it.
+            left = 0.0 if rank in self.silent else deadline - time.monotonic()
+            try:
+                self.store.wait([f"{key}/{rank}"], timedelta(seconds=max(0.05, left)))
+                answers.append(json.loads(self.store.get(f"{key}/{rank}")))
+                self.silent.discard(rank)
+            except DistStoreError:
+                answers.append(None)
+                self.silent.add(rank)
+        return answers
+
+    def leave(self) -> None:
+        """Keeps the first rank, which may serve the store, until the others have read from it."""
+        if self.store is None:
+            return
+        self.store.add("checks/left", 1)
+        until = time.monotonic() + LEAVING_S
+        while self.rank == 0 and self.store.add("checks/left", 0) < self.world and time.monotonic() < until:
+            time.sleep(0.05)
 
     def run(self, call: Callable[..., Any], *arguments: Any, world: bool = False, limit_s: float = LIMIT_S) -> Any:
-        """What ``call(*arguments)`` returns in a new process of this rank. Raises CheckError.
+        """Returns what ``call(*arguments)`` returns in a new process of this rank, with its output in a log.
 
         world: whether the processes of all ranks, each of which calls this, are one torch.distributed world; otherwise
-        it is one process alone.
+        the process is alone. Raises CheckError where the process fails, or does not end within the limit.
         """
-        return run_apart(
-            call,
-            arguments,
-            environment=self.ranks.variables_of_world(f"{self.check}/port") if world else ALONE,
-            log=self.scratch / f"{''.join(c if c.isalnum() else '_' for c in self.check)}_rank_{self.rank}.log",
-            fork=self.forks,
-            limit_s=limit_s,
-        )
+        environment: dict[str, str | None] = dict.fromkeys(OF_TORCHRUN)
+        if world and self.store is not None:  # with another store: torchrun's has the previous check's addresses
+            with socket.socket() as listening:
+                listening.bind(("", 0))
+                port = listening.getsockname()[1]
+            environment = {AGENT: None, "MASTER_PORT": str(self.exchange("port", port)[0])}
+        log = self.scratch / f"{''.join(c if c.isalnum() else '_' for c in self.check)}_rank_{self.rank}.log"
+        context = multiprocessing.get_context("fork" if self.forks else "spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(theirs, os.getpid(), log, environment, call, arguments))
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(limit_s):
+                raise CheckError(f"it did not end within {limit_s:.0f} s; its output is in {log}")
+            good, value = ours.recv()
+        except EOFError:
+            process.join()
+            raise CheckError(f"its process ended with status {process.exitcode}; its output is in {log}") from None
+        finally:
+            process.kill()
+            process.join()
+        if not good:
+            raise CheckError(f"{value}; its output is in {log}")
+        return value
+
+
+def _child(
+    pipe: Connection,
+    parent: int,
+    log: Path,
+    environment: Mapping[str, str | None],
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Sends whether the call succeeded, and its result or why not. environment: changes; None removes a variable."""
+    end_with(parent)
+    with log.open("w") as output:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(output.fileno(), stream.fileno())
+    for name in environment:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in environment.items() if value is not None})
+    try:
+        result = (True, call(*arguments))
+    except UserError as error:
+        result = (False, str(error))
+    except Exception as error:  # whatever a check raises belongs into the table
+        traceback.print_exc()
+        first_line = str(error).strip().partition("\n")[0] or "no message"
+        result = (False, f"{type(error).__name__}: {first_line}")
+    pipe.send(result)
+    sys.stdout.flush()
+    os._exit(0)  # neither the parent's clean-up nor a group that waits for other ranks
+
+
+def forks_use_gpus() -> bool:
+    """Whether a fork of this process can use the GPU after everything is imported: not where an import has asked the
+    driver for it."""
+    import torch
+
+    import nemo_edo.models  # noqa: F401
+
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            torch.zeros(1, device="cuda")
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def facts_here(*, with_torch: bool) -> dict[str, Any]:
-    """What this rank's node has. with_torch: with the versions of CUDA and NCCL, for which torch is imported."""
+    """The host, GPUs and versions of this rank's node. with_torch: imports torch, adds CUDA's and NCCL's versions."""
     found, driver_error = [], None
     try:
         found = gpus()
@@ -134,8 +265,8 @@ def facts_here(*, with_torch: bool) -> dict[str, Any]:
 
 
 def gpus() -> list[Gpu]:
-    """Those that the driver's ``nvidia-smi`` lists and CUDA_VISIBLE_DEVICES leaves to this process; none where there is
-    no driver. Raises UserError where it fails, as for a GPU that does not exist."""
+    """The GPUs that the driver's ``nvidia-smi`` lists and CUDA_VISIBLE_DEVICES leaves to this process; none where there
+    is no driver. Raises UserError where it fails, as for a GPU that does not exist."""
     tool, chosen = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if tool is None or chosen in ("", "-1"):
         return []

@@ -35,11 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.environ.update(variables_of_torchrun(os.environ))
     nodes, begin = tuple(filter(None, args.nodes.split(","))), time.monotonic()
+    faults: list[str] = []
     try:
         # Half of it for a rank that does not come: the check ends with that.
         machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes)
-        faults = first_faults(machine)
-        machine.ranks.leave()
+        for check in CHECKS:
+            if RunsIn.NODES not in check.runs_in:
+                continue
+            finding = carried_out(check, machine)
+            if finding.status == FAIL:  # the checks after it would wait for the ranks at fault
+                faults = finding.detail.splitlines()
+                break
+            if machine.rank == 0 and finding.status == PASS:
+                print(f"nemo-edo: {check.name}: {finding.detail}")
+        machine.leave()
     except DistError as error:
         rank, place = os.environ["RANK"], f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         what = "cannot listen on" if rank == "0" else "cannot reach the first process at"
@@ -55,19 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNHEALTHY
     shutil.rmtree(machine.scratch)
     return 0
-
-
-def first_faults(machine: Machine) -> list[str]:
-    """Of the first check that fails; those after it would wait for the ranks at fault."""
-    for check in CHECKS:
-        if RunsIn.NODES not in check.runs_in:
-            continue
-        finding = carried_out(check, machine)
-        if finding.status == FAIL:
-            return finding.detail.splitlines()
-        if machine.rank == 0 and finding.status == PASS:
-            print(f"nemo-edo: {check.name}: {finding.detail}")
-    return []
 
 
 if __name__ == "__main__":

@@ -1,20 +1,57 @@
-"""Checks that compute one step in many ways: each must give the numbers of fp32 in one process."""
+"""Checks that compute one training step of a tiny model in many ways: each must give the numbers of fp32 in one
+process. And how fast training is.
+
+Torch is imported by the functions: the doctor reads the list of checks without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from nemo_edo.checks import tiny_model
 from nemo_edo.checks.findings import Finding, failed, passed
+from nemo_edo.checks.iteration_time import TRAINING_EFFICIENCY, matrix_parameters
 from nemo_edo.checks.machine import Machine
-from nemo_edo.checks.tiny_model import FASTEST, LLAMA, Measured, Setting
+from nemo_edo.checks.machine_checks import seconds_of
+from nemo_edo.config.model_shape import ModelShape
+from nemo_edo.types import TrainingBatch
 
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.04,
+    "tie_word_embeddings": False,
+}
+"""Divides over eight ranks in every direction but the layers; heads of 64, which flash attention has kernels for."""
+LLAMA, MIXTURE = "llama", "qwen3_moe"
+"""Model types, and the names of their folders."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+ROWS, LENGTH, PROMPT = 16, 128, 40
+"""The size of a batch; lengths suit every split and FP8's multiples."""
+GROUP = 4
+"""Responses to a prompt."""
+TEMPERATURE = 0.7
+OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-3}
+"""With Adam's usual eps a first step is the gradient's sign, which rounding flips where it is near zero."""
 PACKED = {"packing": True, "micro_batch_tokens": 1024}
+
+FASTEST = "bf16 on GPUs, fp32 on CPUs"
+FP8 = {"dtype": "bf16", "fp8": "hybrid"}
+PRECISIONS = {
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    **{f"fp8 {recipe}": {**FP8, "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8")},
+}
 
 
 class Bounds(NamedTuple):
@@ -32,43 +69,79 @@ BOUNDS = {
     "bf16": Bounds(0.15, 0.05, 0.1, 0.3),
     "fp8": Bounds(0.6, 0.2, 0.3, 1.0),
 }
-"""Those of bf16 and fp8 are estimates for this model until they have been measured on GPUs; a wrong layout, scale or
-mask is off by more."""
+"""The bounds of bf16 and fp8 are estimates for this model until they have been measured on GPUs; a wrong layout, scale
+or mask is off by more."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch's log-probabilities and entropies [2, B, T], the loss and the gradient's norm of a step on it, and the
+    log-probabilities [B, T] after the step."""
+
+    values: np.ndarray
+    loss: float
+    grad_norm: float
+    after: np.ndarray
 
 
 @dataclass(frozen=True)
 class SameNumbers:
-    """A check: a step in a setting against the same step of the same model in fp32, in one process."""
+    """A check: a step that is computed in this way against the same step of the same model in fp32, in one process."""
 
-    setting: Setting
+    precision: str = "fp32"
+    """One of PRECISIONS, or FASTEST."""
+    split: str = ""
+    """The dimension that ranks share: tensor, pipeline, context or expert, or none. The largest power of two of the
+    ranks share it, and the others are data-parallel."""
+    at_most: int = 8
+    """Ranks that share it."""
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    attention: str = "auto"
+    loss_head: str = "logits"
+    tile: int | None = None
+    """Columns that the fused loss kernels take at a time; None: their default, which is more than this model has."""
+    algorithm: str = "grpo"
+    """grpo or idpo."""
     world: bool = False
-    """Whether the step is that of all ranks."""
+    """Whether all ranks take the step together, as they do where they share something."""
     model: str = LLAMA
 
     def __call__(self, machine: Machine) -> Finding:
-        folder, setting = machine.scratch / self.model, self.setting.on(machine)
-        found = step(machine, folder, setting, world=self.world)
+        step = self.on(machine)
+        found = step.measured(machine)
         if machine.rank > 0:
             return passed("")
         # Last: if rank 0 failed before it met the others, they would wait for it.
-        expected = reference(machine, folder, setting.algorithm)
-        return compared(found, expected, BOUNDS[setting.precision.partition(" ")[0]])
+        return compared(found, reference(machine, self.model, self.algorithm), step.bounds)
 
+    def on(self, machine: Machine) -> SameNumbers:
+        """The same check with what the machine decides filled in."""
+        precision, size = self.precision, 1
+        if precision == FASTEST:
+            precision = "bf16" if machine.gpus else "fp32"
+        while size * 2 <= self.at_most and machine.world % (size * 2) == 0:
+            size *= 2
+        name = "context_parallel_size" if self.split == "context" else f"{self.split}_model_parallel_size"
+        parallelism = {**({name: size} if self.split else {}), **self.parallelism}
+        return replace(self, precision=precision, parallelism=parallelism, world=self.world or bool(self.split))
 
-def step(
-    machine: Machine, folder: Path, setting: Setting, *, world: bool, save: Path | None = None, load: Path | None = None
-) -> Measured:
-    return machine.run(tiny_model.measure, folder, setting, save, load, world=world)
+    @property
+    def bounds(self) -> Bounds:
+        return BOUNDS[self.precision.partition(" ")[0]]
+
+    def measured(self, machine: Machine, *, save: Path | None = None, load: Path | None = None) -> Measured:
+        return machine.run(measure, machine.scratch / self.model, self, save, load, world=self.world)
 
 
 _references: dict[tuple[Path, str], Measured] = {}
+"""The reference step of each model folder and algorithm, once it is measured."""
 
 
-def reference(machine: Machine, folder: Path, algorithm: str) -> Measured:
-    """Measured once."""
-    key = (folder, algorithm)
+def reference(machine: Machine, model: str, algorithm: str) -> Measured:
+    key = (machine.scratch / model, algorithm)
     if key not in _references:
-        _references[key] = step(machine, folder, Setting(algorithm=algorithm), world=False)
+        _references[key] = SameNumbers(algorithm=algorithm, model=model).measured(machine)
     return _references[key]
 
 
@@ -79,47 +152,210 @@ def compared(found: Measured, expected: Measured, bounds: Bounds) -> Finding:
         "grad_norm": abs(found.grad_norm - expected.grad_norm) / expected.grad_norm,
         "after": float(np.abs(found.after - expected.after).max()),
     }
-    said = "deviations: " + ", ".join(f"{name.replace('_', ' ')} {deviation:.1e}" for name, deviation in far.items())
-    too_far = [name for name, deviation in far.items() if not deviation <= getattr(bounds, name)]  # NaN is too far
+    detail = "deviations: " + ", ".join(f"{name.replace('_', ' ')} {size:.1e}" for name, size in far.items())
+    too_far = [name for name, size in far.items() if not size <= getattr(bounds, name)]  # NaN is too far
     if not too_far:
-        return passed(said, **far)
+        return passed(detail, **far)
     allowed = ", ".join(f"{name.replace('_', ' ')} at most {getattr(bounds, name):.0e}" for name in too_far)
-    return failed(f"{said}; expected {allowed}", **far)
+    return failed(f"{detail}; expected {allowed}", **far)
 
 
-def _close(said: str, far: float, bound: float) -> Finding:
-    if far <= bound:  # NaN is too far
-        return passed(said, values=far)
-    return failed(f"{said}; expected at most {bound:.0e}", values=far)
+def _logprobs_compared(what: str, found: np.ndarray, expected: np.ndarray, bounds: Bounds) -> Finding:
+    far = float(np.abs(found - expected).max())
+    if far <= bounds.values:  # NaN is too far
+        return passed(f"{what} differ by {far:.1e}", values=far)
+    return failed(f"{what} differ by {far:.1e}; expected at most {bounds.values:.0e}", values=far)
 
 
 def against_transformers(machine: Machine) -> Finding:
     """The reference of the other checks."""
-    found = reference(machine, machine.scratch / LLAMA, "grpo")
-    expected = machine.run(tiny_model.of_transformers, machine.scratch / LLAMA)
+    found = reference(machine, LLAMA, "grpo")
+    expected = machine.run(of_transformers, machine.scratch / LLAMA)
     return compared(found, replace(found, values=expected), BOUNDS["fp32"])
 
 
 def token_by_token(machine: Machine) -> Finding:
-    """What is sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
-    setting = Setting(FASTEST).on(machine)
-    sampled, whole = machine.run(tiny_model.generated, machine.scratch / LLAMA, setting)
-    far = float(np.abs(sampled - whole).max())
-    return _close(
-        f"log-probabilities of {len(sampled)} tokens differ by {far:.1e}", far, BOUNDS[setting.precision].values
-    )
+    """Tokens sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
+    step = SameNumbers(FASTEST).on(machine)
+    sampled, whole = machine.run(generated, machine.scratch / LLAMA, step)
+    return _logprobs_compared(f"log-probabilities of {len(sampled)} tokens", sampled, whole, step.bounds)
 
 
 def checkpoint_at_another_layout(machine: Machine) -> Finding:
     """The weights after a step, written by all ranks as one layout, read by one process (and its log-probabilities
     compared with those that were measured before writing)."""
     folder = machine.folder / "checkpoint"
-    before = step(machine, machine.scratch / LLAMA, Setting(split="tensor").on(machine), world=True, save=folder)
+    before = SameNumbers(split="tensor").on(machine).measured(machine, save=folder)
     if machine.rank > 0:
         return passed("")
-    after = step(machine, machine.scratch / LLAMA, Setting(), world=False, load=folder)
-    far = float(np.abs(after.values[0] - before.after).max())
-    return _close(f"log-probabilities differ by {far:.1e}", far, BOUNDS["fp32"].values)
+    after = SameNumbers().measured(machine, load=folder)
+    return _logprobs_compared("log-probabilities", after.values[0], before.after, BOUNDS["fp32"])
+
+
+# --- what the processes of checks compute -----------------------------------------------------------------------------
+
+
+def write_model(folder: Path) -> None:
+    """A Hugging Face folder with random weights, the same wherever it is written, of the type that is its name."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more = EXPERTS if folder.name == MIXTURE else {}
+    config = AutoConfig.for_model(folder.name, **more, **SHAPE, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def batch() -> TrainingBatch:
+    """Responses of many lengths, groups of which share a prompt; made-up log-probabilities of two other policies."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, SHAPE["vocab_size"], (ROWS, LENGTH), generator=generator)
+    groups = torch.arange(ROWS) // GROUP
+    tokens[:, :PROMPT] = tokens[groups * GROUP, :PROMPT]
+    ends = torch.randint(PROMPT + 8, LENGTH + 1, (ROWS, 1), generator=generator)
+    ends[0] = LENGTH
+    places = torch.arange(1, LENGTH)
+    mask = ((places >= PROMPT) & (places < ends)).float()
+    old, ref = (torch.randn(ROWS, LENGTH - 1, generator=generator) - 6 for _ in range(2))
+    return TrainingBatch(
+        tokens=torch.where(torch.arange(LENGTH) < ends, tokens, 0),
+        mask=mask,
+        groups=groups,
+        advantages=torch.randn(ROWS, generator=generator),
+        old_logprobs=old * mask,
+        ref_logprobs=ref * mask,
+        pair_role=torch.tensor([1, -1]).repeat(ROWS // 2),
+        exploration_factors=torch.ones(ROWS),
+    )
+
+
+def measure(folder: Path, step: SameNumbers, save: Path | None, load: Path | None) -> Measured:
+    """A step of ED-GRPO or ED-iDPO from the folder's weights. save: a checkpoint folder for the weights after the
+    step; load: one that they are read from before it."""
+    import torch
+
+    from nemo_edo.megatron import checkpoint
+
+    model = build(folder, step)
+    if load is not None:
+        checkpoint.load(model.policy, load)
+    examples = batch()
+    if step.algorithm == "grpo":
+        examples = examples.with_fields(pair_role=None, exploration_factors=None)
+    values = torch.stack(model.logprobs(examples))
+    model.start_training(total_steps=1)
+    metrics = model.train_step(examples)
+    if save is not None:
+        checkpoint.save(model.policy, save)
+    return Measured(values.numpy(), metrics["loss"], metrics["grad_norm"], model.logprobs(examples)[0].numpy())
+
+
+def build(folder: Path, step: SameNumbers):
+    from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+    from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel
+    from nemo_edo.models.megatron_gpt_model import model_config
+
+    if step.tile is not None:
+        from nemo_edo.parallel import kernels  # imports Triton
+
+        kernels.TILE = step.tile
+    kinds = {"grpo": (MegatronGPTGRPOModel, GRPOConfig), "idpo": (MegatronGPTDPOModel, IDPOConfig)}
+    kind, config = kinds[step.algorithm]
+    settings = {"beta": 0.04, "exploration_coefficient": 0.1, "micro_batch_size": 4, **step.training}
+    return kind(
+        model_config(
+            folder,
+            parallelism=ParallelismConfig(**step.parallelism),
+            precision=PrecisionConfig(**PRECISIONS[step.precision]),
+            seed=0,
+            training=config(optimizer=OptimizerConfig(**OPTIMIZER), **settings),
+            temperature=TEMPERATURE,
+            attention=step.attention,
+            loss_head=step.loss_head,
+        )
+    )
+
+
+def generated(folder: Path, step: SameNumbers) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of generated tokens, all responses in a row: as they were sampled, token by token, and by a
+    pass over the whole sequences."""
+    import torch
+
+    from nemo_edo.generation.megatron_engine import MegatronEngine
+    from nemo_edo.types import GenerationRequest, SamplingParams
+
+    model = build(folder, step)
+    built = model.policy.built
+    engine = MegatronEngine(built, stop_ids=[1], decode=str, max_batch_size=ROWS, device=model.platform_device)
+    prompts = [tuple(range(20, 20 + length)) for length in (3, 1, 17)]
+    requests = [GenerationRequest(str(place), 0, prompt, seed=place) for place, prompt in enumerate(prompts)]
+    rollouts = engine.generate(requests, SamplingParams(TEMPERATURE, 1.0, 24))
+    tokens, mask = torch.zeros(len(prompts), LENGTH, dtype=torch.int64), torch.zeros(len(prompts), LENGTH - 1)
+    for row, rollout in enumerate(rollouts):
+        ids = rollout.prompt_ids + rollout.response_ids
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
+    whole = model.logprobs(TrainingBatch(tokens, mask))[0][mask.bool()]
+    return np.concatenate([rollout.response_logprobs for rollout in rollouts]), whole.numpy()
+
+
+def of_transformers(folder: Path) -> np.ndarray:
+    """[2, B, T] as in ``Measured.values``, in fp32 on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    examples = batch()
+    with torch.no_grad():
+        log_p = (model(examples.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    logprobs = log_p.gather(-1, examples.tokens[:, 1:, None]).squeeze(-1)
+    return (torch.stack([logprobs, -(log_p.exp() * log_p).sum(-1)]) * examples.mask).numpy()
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+SPEED_LIMIT_S = 120.0
+SPEED_ROUNDS = 3
+GPU_SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 32000}  # fmt: skip
+"""Llama-3-8B's width, in four layers."""
+CPU_SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
+             "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 4096}  # fmt: skip
+
+
+def speed(machine: Machine) -> Finding:
+    """The first rank's device alone trains; compared with the share of the peak that the doctor's estimates assume."""
+    per_s, flops_per_token, peak = machine.run(_speed, machine.scratch, bool(machine.gpus), limit_s=SPEED_LIMIT_S)
+    share = per_s * flops_per_token / peak
+    return passed(
+        f"{per_s:,.0f} tokens/s, {share:.2f} of a plain product's {peak / 1e12:,.2f} TFLOP/s; the doctor's estimates "
+        f"assume {TRAINING_EFFICIENCY:.2f} of the GPU's peak",
+        tokens_per_s=per_s, mfu=share, product_tflops=peak / 1e12,
+    )  # fmt: skip
+
+
+def _speed(scratch: Path, gpu: bool) -> tuple[float, float, float]:
+    """Tokens a second of a forward and backward pass, its operations per token, and those a second of a product."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape, rows, length = (GPU_SHAPE, 8, 2048) if gpu else (CPU_SHAPE, 4, 256)
+    config, folder = LlamaConfig(**shape, max_position_embeddings=length, tie_word_embeddings=False), scratch / "speed"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    precision = "bf16" if gpu else "fp32"
+    model = build(folder, SameNumbers(precision, loss_head="auto", training={"micro_batch_size": rows // 4}))
+    tokens, ones = torch.randint(2, shape["vocab_size"], (rows, length)), torch.ones(rows, length - 1)
+    examples = TrainingBatch(tokens, ones, advantages=torch.ones(rows), old_logprobs=-5 * ones, ref_logprobs=-5 * ones)
+    device = model.platform_device
+    step = seconds_of(lambda: model.get_loss_and_metrics(examples, forward_only=False), device, SPEED_ROUNDS)
+    size = 8192 if gpu else 1024
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
+    product = seconds_of(lambda: matrix @ matrix, device, SPEED_ROUNDS)
+    parameters = matrix_parameters(ModelShape.from_hf(config.to_dict(), str(folder)))
+    return rows * length / step, 6 * parameters, 2 * size**3 / product
 
 
 # --- why a machine cannot do it ---------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What ``train``, ``collect``, ``evaluate`` and ``search`` check first: what takes a part of a second, before torch and
-Megatron are imported and before a folder is made. What the config leaves to the number of processes is found here."""
+"""The first checks of ``train``, ``collect``, ``evaluate`` and ``search``: they take a part of a second, before torch
+and Megatron are imported and a folder is made. ``parallelism=auto`` is fitted to the number of processes here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.checks import machine, workload
-from nemo_edo.checks.advice import check_possible, fullest, is_possible
 from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.model_shape import FAMILIES, ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
@@ -29,31 +28,28 @@ def preflight(cfg: RunConfig) -> RunConfig:
     does not have, for files of problems or of the model that are missing or damaged, for a function of the user's that
     cannot be called, and where the run's folder cannot be made.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if os.environ.get("RANK", "0") == "0":
+    world, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    if is_main:
         check_folder(Path(cfg.output_dir) / cfg.name)
     check_world(_alone(cfg).parallelism, world)
     check_names(cfg.exp_manager)
-    _check_problem_files(cfg)
-    shape = _check_model(cfg)
-    _check_own_code(cfg)
-    return _fitted(cfg, shape, world)
-
-
-def _check_problem_files(cfg: RunConfig) -> None:
     for name in ("train", "test", *(["warmup"] if cfg.sft.steps else [])):
         path = getattr(cfg.data, name)
         if path is not None and not Path(path).exists():
             raise UserError(f"data.{name} is {path!r}: there is no such file or folder; expected a file of problems")
-
-
-def _check_own_code(cfg: RunConfig) -> None:
-    """What such a module imports takes the time that it takes."""
-    if cfg.data.source is not None:
+    shape = _check_model(cfg)
+    if cfg.data.source is not None:  # importing a user's module takes the time that it takes
         load_source(cfg.data.source, cfg.data.source_args)
     check_advantages(cfg)
-    if os.environ.get("RANK", "0") == "0":
+    if is_main:
         check_functions(cfg)
+    if world == 1 or shape is None:
+        return _alone(cfg)
+    # A process has a GPU, or its share of the host's memory.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    gpus = machine.gpus()
+    each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
+    return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
 
 
 def _check_model(cfg: RunConfig) -> ModelShape | None:
@@ -73,16 +69,6 @@ def _check_model(cfg: RunConfig) -> ModelShape | None:
 # --- parallelism=auto -----------------------------------------------------------------------------------------------
 
 
-def _fitted(cfg: RunConfig, shape: ModelShape | None, world: int) -> RunConfig:
-    """For this machine: a process has a GPU, or its share of the host's memory."""
-    if world == 1 or shape is None:
-        return _alone(cfg)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    gpus = machine.gpus()
-    each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
-    return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
-
-
 def with_fitted_parallelism(
     cfg: RunConfig, shape: ModelShape, world: int, local: int, each: int, *, cpu: bool = False
 ) -> RunConfig:
@@ -95,14 +81,14 @@ def with_fitted_parallelism(
     if cfg.parallelism.tensor_model_parallel_size is not None:
         return cfg
     sizes = [_shared_by(cfg, size) for size in range(1, min(world, local) + 1) if world % size == 0]
-    possible = [one for one in sizes if is_possible(one, shape, world)]
+    possible = [one for one in sizes if workload.is_possible(one, shape, world)]
     if not possible:
-        check_possible(sizes[0], shape, world)
+        workload.check_possible(sizes[0], shape, world)
 
     def fits(one: RunConfig) -> bool:
         ranks, known = world // one.parallelism.model_ranks, {s: workload.problems(one, s) for s in ("train", "test")}
         one = workload.for_estimate(one, ranks, **known)
-        return fullest(one, shape, world, cpu=cpu, tested=known["test"]).total <= each
+        return workload.fullest(one, shape, world, cpu=cpu, tested=known["test"]).total <= each
 
     return next(filter(fits, possible), possible[-1])
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
-from nemo_edo.checks.machine import Machine
-from nemo_edo.checks.ranks import CheckError
-from nemo_edo.checks.software import no_server
+from nemo_edo.checks.machine import CheckError, Machine
+from nemo_edo.checks.machine_checks import no_server
 
 LIMIT_S = 240.0
 SMALL = [
@@ -68,7 +67,7 @@ def _train(settings: list[str]) -> None:
 
 
 def _deaths(log: Path) -> list[str]:
-    """What to say of a server that a refit has restarted: nothing where it was started once."""
+    """One message if a refit has restarted the server, otherwise none."""
     from nemo_edo.generation.replica import starts_in
 
     starts = starts_in(log) if log.is_file() else 0

@@ -1,5 +1,5 @@
-"""What in a run's config decides how much memory it needs: each of its trainings as a ``Workload``, or where it
-trains nothing, its evaluation."""
+"""A run's config as memory estimates see it: a ``Workload`` for each training, or for the evaluation of a run that
+trains nothing. And whether the config's splits are possible."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from nemo_edo.data.model_folder import read_fields
 from nemo_edo.data.packs import COPIES
 from nemo_edo.errors import UserError
 from nemo_edo.generation.batch_size import MOST_ON_CPU
+from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
 
-COUNTED_ROWS = MOST_ON_CPU
-"""Rows of generation.max_batch_size=auto that estimates count at most; it takes as many as there is memory for."""
 ASSUMED_PROMPT = 200
 """Tokens of a prompt, where the problems are not at hand."""
 EVALUATION = "evaluation"
-"""What is done where nothing is trained."""
+"""The name of the workload of a run that trains nothing."""
 
 
 def model_shape(cfg: RunConfig) -> ModelShape:
@@ -66,7 +65,11 @@ def workloads(
     head = cfg.model.loss_head
     found, trained = {}, trainings(cfg)
     for name, training in (trained or {EVALUATION: cfg.sft}).items():
-        explores = isinstance(training, LoopConfig)
+        reference = "none"
+        # With adapters the initial policy is the policy without them.
+        if isinstance(training, LoopConfig) and not (cfg.lora.rank and training.reference == "initial"):
+            if isinstance(training, IDPOConfig) or training.beta > 0:
+                reference = training.reference_placement
         found[name] = Workload(
             shape=shape,
             parallelism=cfg.parallelism,
@@ -75,7 +78,7 @@ def workloads(
             data_parallel=ranks,
             tokens=(tokens := micro_batch_tokens(cfg, training)),
             copies=COPIES if training.share_prompts else None,
-            reference=_reference(cfg, training) if explores else "none",
+            reference=reference,
             fused_loss=head == "fused" or (head == "auto" and columns * tokens >= FUSED_FROM_LOGITS),
             generation_rows=0 if cfg.generation.is_served else counted_rows(cfg),
             cached_positions=_cached_positions(cfg, ranks, tested, shares_prompts=cpu),
@@ -86,9 +89,10 @@ def workloads(
 
 
 def counted_rows(cfg: RunConfig) -> int:
-    """Sequences that are decoded at a time on one data-parallel rank, in estimates."""
+    """Sequences that are decoded at a time on one data-parallel rank, in estimates: of auto, which takes as many as
+    there is memory for, the most that it takes on a CPU."""
     rows = cfg.generation.max_batch_size
-    return COUNTED_ROWS if rows == AUTO else int(rows)
+    return MOST_ON_CPU if rows == AUTO else int(rows)
 
 
 def with_rows_that_fit(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int, *, rows: int, **known) -> RunConfig:
@@ -169,8 +173,22 @@ def largest(loads: dict[str, Workload]) -> tuple[str, list[Memory]]:
     return name, memories[name]
 
 
-def _reference(cfg: RunConfig, training: LoopConfig) -> str:
-    if cfg.lora.rank and training.reference == "initial":
-        return "none"  # the policy with its adapters off
-    needed = isinstance(training, IDPOConfig) or training.beta > 0
-    return training.reference_placement if needed else "none"
+def fullest(cfg: RunConfig, shape: ModelShape, gpus: int, **known) -> Memory:
+    """The memory of the GPU that needs most, over all trainings and pipeline stages. known: as for ``workloads``."""
+    return max(largest(workloads(cfg, shape, gpus, **known))[1], key=lambda memory: memory.total)
+
+
+def check_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> None:
+    """Raises UserError for splits that do not divide the model or the number of GPUs, and for adapters that the model
+    cannot have."""
+    check_world(cfg.parallelism, gpus)
+    check_splits(shape, cfg.parallelism, shape.vocab_size)
+    check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
+
+
+def is_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> bool:
+    try:
+        check_possible(cfg, shape, gpus)
+    except UserError:
+        return False
+    return True

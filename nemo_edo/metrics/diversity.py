@@ -131,7 +131,7 @@ def answer_entropy(answers: Iterable[Hashable | None], *, normalized: bool = Fal
 
 
 def _within_samples(lengths: Sequence[int], n: int) -> np.ndarray:
-    """Of the n-grams of samples end to end, those that do not start in one sample and end in the next."""
+    """[N - n + 1] bool for the n-grams of samples end to end: False for those that end in another sample."""
     within = np.ones(sum(lengths) - n + 1, dtype=bool)
     ends = np.cumsum(lengths)[:-1]
     for back in range(1, n):

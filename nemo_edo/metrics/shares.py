@@ -23,8 +23,8 @@ from nemo_edo.metrics.intervals import Interval, Ratio, check_level, chunks, rat
 from nemo_edo.metrics.whole_number import whole_number
 
 LEAST_GAP = 0.5
-"""Of two policies on a problem that was not asked. In simulations of 30 problems the interval then covers where that of
-a t test does not, and excludes 0 for gains that hold on most problems."""
+"""The least difference of two policies on a problem that was not asked. In simulations of 30 problems the interval then
+covers where that of a t test does not, and excludes 0 for gains that hold on most problems."""
 
 
 def proportion_interval(successes: int, trials: int, level: float = 0.95) -> Interval:

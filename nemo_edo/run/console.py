@@ -1,7 +1,7 @@
 """The lines that show a run's progress: an iteration's samples, an evaluation, the time left.
 
 On a terminal the latest line is replaced by the next, and only what ends a stage stays. A pipe and a log file get
-every line. All of it comes from what the run logs anyway (``folder.MetricsLog``), so nothing is computed for it.
+every line. All of it comes from what the run logs anyway (``metrics_log.MetricsLog``), so nothing is computed for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH = 80
 """Columns that a line takes at most, by a shorter name of its arm."""
 SHORTEST_NAME = 6
 WARM_UP_LINES = 10
-"""Of a warm-up, where every line stays."""
+"""Lines of a warm-up at most, where every line stays."""
 SHOWN = {"reward": "reward", "kl": "KL", "entropy": "H", "response_length": "len"}
 """Statistics of a collection, and what a line calls them."""
 _NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "distinct_4": "dist-4", "entropy": "H"}
@@ -55,58 +55,47 @@ class RunConsole:
 
     def __call__(self, kind: str, values: Mapping[str, Any]) -> None:
         """A line of the current stage's metrics, its clocks among the values."""
+        total = self._sizes[self._stage]
         if kind == "sft_step":
-            self._step(values)
-        elif kind == "collection":
-            self._collection(values)
+            done = values["step"] + 1
+            self._reached.append((done, self._clock()))
+            stays = done == total or done % -(-total // WARM_UP_LINES) == 0
+            if stays or self._line.is_due:
+                self._show(done, total - done, f"loss {short(values['loss'])}", stays=stays)
+        elif kind == "collection":  # an iteration's samples, on which the policy is going to be trained
+            done = values["iteration"]
+            self._reached.append((done, self._clock()))
+            self._arms_pace = self._pace() or self._arms_pace
+            measured = [f"{word} {short(values[name])}" for name, word in SHOWN.items() if name in values]
+            self._show(done + 1, total - done, " ".join(measured), stays=True)
         elif kind == "evaluation":
-            self._evaluation(values)
+            metrics = values["metrics"]
+            shown = (name for name in main_metrics(list(metrics)) if name != POOLED)
+            means = (f"{_NAMES.get(name, name)} {short(metrics[name]['mean'])}" for name in shown)
+            if values["final"]:
+                self._evaluation_s = values["evaluation_s"]
+            self.say(self._with_place(f"after {values['iteration']}: {' '.join(means)}"))
         elif kind == "phases":
-            self._time(values)
+            seconds = {name: values[f"{name}_s"] for name in ("wall", *PHASES)}
+            self._phases.update(seconds)
+            self._all_phases.update(seconds)
+            if values["report_s"]:
+                self.say(time_line("run", self._all_phases))
+            elif "iteration" not in values:  # the end of a stage
+                self.say(self._with_place(time_line("took", self._phases)))
+                self._phases.clear()
         elif self._text and self._line.is_due:
             self._line.show(self._text)
-
-    def _time(self, values: Mapping[str, Any]) -> None:
-        """What a stage took, at its end, and the run at the report's."""
-        seconds = {name: values[f"{name}_s"] for name in ("wall", *PHASES)}
-        self._phases.update(seconds)
-        self._all_phases.update(seconds)
-        if values["report_s"]:
-            self.say(time_line("run", self._all_phases))
-        elif "iteration" not in values:
-            self.say(self._with_place(time_line("took", self._phases)))
-            self._phases.clear()
-
-    def _step(self, values: Mapping[str, Any]) -> None:
-        done, total = values["step"] + 1, self._sizes[self._stage]
-        self._reached.append((done, self._clock()))
-        stays = done == total or done % -(-total // WARM_UP_LINES) == 0
-        if stays or self._line.is_due:
-            self._show(done, total - done, f"loss {short(values['loss'])}", stays=stays)
-
-    def _collection(self, values: Mapping[str, Any]) -> None:
-        """An iteration's samples, on which the policy is going to be trained."""
-        done, total = values["iteration"], self._sizes[self._stage]
-        self._reached.append((done, self._clock()))
-        self._arms_pace = self._pace() or self._arms_pace
-        measured = [f"{word} {short(values[name])}" for name, word in SHOWN.items() if name in values]
-        self._show(done + 1, total - done, " ".join(measured), stays=True)
-
-    def _evaluation(self, values: Mapping[str, Any]) -> None:
-        metrics = values["metrics"]
-        shown = (one for one in main_metrics(list(metrics)) if one != POOLED)
-        means = (f"{_NAMES.get(one, one)} {short(metrics[one]['mean'])}" for one in shown)
-        if values["final"]:
-            self._evaluation_s = values["evaluation_s"]
-        self.say(self._with_place(f"after {values['iteration']}: {' '.join(means)}"))
 
     def _show(self, number: int, left: int, measured: str, *, stays: bool) -> None:
         """left: the steps or iterations that are not done."""
         parts, pace = [f"{number}/{self._sizes[self._stage]}", measured], self._pace()
         if pace is not None:
-            here, others = pace * left + self._evaluation_s, self._left_of_others()
+            here, later = pace * left + self._evaluation_s, list(self._sizes)[self._place + 1 :]
             parts += [f"{short(pace)} s/it", f"left {clock_time(here)}"]
-            parts += [f"run ~{clock_time(here + others)}"] if others is not None else []
+            if not later or self._arms_pace is not None:
+                others = sum(self._sizes[name] * (self._arms_pace or 0.0) + self._evaluation_s for name in later)
+                parts += [f"run ~{clock_time(here + others)}"]
         self._text = self._with_place(" ".join(parts))
         if not self._line.is_possible:
             if stays:
@@ -121,20 +110,13 @@ class RunConsole:
         (first, begun), (last, now) = self._reached[0], self._reached[-1]
         return (now - begun) / (last - first)
 
-    def _left_of_others(self) -> float | None:
-        """Seconds for the arms after this one, where the pace of an arm is known."""
-        names = list(self._sizes)
-        later = names[names.index(self._stage) + 1 :]
-        if not later:
-            return 0.0
-        if self._arms_pace is None:
-            return None
-        return sum(self._sizes[name] * self._arms_pace + self._evaluation_s for name in later)
+    @property
+    def _place(self) -> int:
+        return list(self._sizes).index(self._stage)
 
     def _with_place(self, text: str) -> str:
         """The stage in front, its name cut where the line would be too wide for a terminal."""
-        names = list(self._sizes)
-        place = f"[{names.index(self._stage) + 1}/{len(names)}]"
+        place = f"[{self._place + 1}/{len(self._sizes)}]"
         room, name = max(WIDTH - len(place) - len(text) - 2, SHORTEST_NAME), self._stage
         if len(name) > room and self._line.is_possible:
             name = f"{name[: room - 1]}…"

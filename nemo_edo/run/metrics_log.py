@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -21,11 +21,10 @@ PLACES = ("iteration", "policy_version", "step")
 
 class MetricsLog:
     """Adds lines to metrics.jsonl, and their numbers to NeMo's loggers.
-    ``watch`` gets the kind of each line that was written, and its values with its clocks.
 
     Everything that a clock says is under "time": the rest is the same in every run of a config. The loggers get a
-    line's numbers under ARM/KIND/NAME, those under "time" as well, and of a metric with an interval the mean; at the
-    line's "step", otherwise its "iteration", otherwise the number of such lines before it.
+    line's numbers under ARM/KIND/NAME, those under "time" as well, and the mean of a metric that has an interval; at
+    the line's "step", otherwise its "iteration", otherwise the number of such lines before it.
     """
 
     def __init__(
@@ -36,8 +35,12 @@ class MetricsLog:
         watch: Callable[[str, dict[str, Any]], None] | None = None,
         pending: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """pending: the seconds of each phase that no line has yet."""
-        self._file = opened(path)
+        """watch: gets the kind of each line that was written, and its values with its clocks. pending: returns the
+        seconds of each phase that no line has yet."""
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except IsADirectoryError as error:
+            raise UserError(f"{path} is a folder, where the lines of the metrics are to be; {RESTORE}") from error
         self._digest = xxhash.xxh3_128(path.read_bytes())
         self._log_numbers = log_numbers
         self._watch = watch
@@ -56,9 +59,12 @@ class MetricsLog:
         self._file.flush()
         self._digest.update(text.encode() + b"\n")
         means = {name: metric["mean"] for name, metric in values.get("metrics", {}).items()}
-        numbers = {name: value for name, value in {**values, **means, **clocks}.items() if _is_measured(name, value)}
-        step = values.get("step", values.get("iteration", self._lines[arm, kind]))
-        self._log_numbers({f"{arm}/{kind}/{name}": value for name, value in numbers.items()}, step)
+        numbers = {
+            f"{arm}/{kind}/{name}": value
+            for name, value in {**values, **means, **clocks}.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and name not in PLACES
+        }
+        self._log_numbers(numbers, values.get("step", values.get("iteration", self._lines[arm, kind])))
         self._lines[arm, kind] += 1
         if self._watch is not None:
             self._watch(kind, {**values, **clocks})
@@ -76,8 +82,8 @@ class MetricsLog:
 
     @property
     def mark(self) -> dict[str, Any]:
-        """Where it ends now, for ``cut``: "metrics_bytes", "metrics_checksum" of all before, and "phases", the seconds
-        since the last line of them."""
+        """The end of the file now, for ``cut``: "metrics_bytes", "metrics_checksum" of all before, and "phases", the
+        seconds that no line has yet."""
         checksum = self._digest.hexdigest()
         return {"metrics_bytes": self.size, "metrics_checksum": checksum, "phases": self._pending()}
 
@@ -96,29 +102,15 @@ class MetricsLog:
                 f"{path} has {len(kept)} bytes, but a checkpoint knows lines up to byte {size}: it was changed; "
                 f"{RESTORE}"
             )
-        lines = [_read_line(path, number, line) for number, line in enumerate(kept[:size].splitlines(), start=1)]
+        lines = []
+        for number, line in enumerate(kept[:size].splitlines(), start=1):
+            try:
+                lines.append(json.loads(line))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise UserError(f"{path}:{number}: is damaged ({error}); {RESTORE}") from error
         self._digest = xxhash.xxh3_128(kept[:size])
         if mark.get("metrics_checksum") not in (None, self._digest.hexdigest()):  # None: of an earlier version
             raise UserError(f"{path} is damaged: its first {size} bytes are not those that were written; {RESTORE}")
         self._file.truncate(size)
         self._lines = Counter((line["arm"], line["kind"]) for line in lines)
         self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
-
-
-def opened(path: Path) -> IO[str]:
-    """The file, to add lines to. Raises UserError where it is a folder."""
-    try:
-        return path.open("a", encoding="utf-8")
-    except IsADirectoryError as error:
-        raise UserError(f"{path} is a folder, where the lines of the metrics are to be; {RESTORE}") from error
-
-
-def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}:{number}: is damaged ({error}); {RESTORE}") from error
-
-
-def _is_measured(name: str, value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and name not in PLACES

@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and make it."""
+"""The first signal asks a run to stop after its step, the second ends it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ class StopSignal:
         self._earlier = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._receive)}
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup, for example, has it ignored
             self._earlier[signal.SIGINT] = signal.signal(signal.SIGINT, self._receive)
-        self._signals = _Signals()
         self._process = os.getpid()
+        # The interpreter writes each signal's number into a socket as it comes, for a thread to read: the main thread
+        # may wait for another rank, and then runs no handler.
+        self._reading, self._writing = socket.socketpair()
+        self._writing.setblocking(False)
+        self._earlier_socket = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a checkpoint's writer
+        threading.Thread(target=self._end_at_the_second, daemon=True, name="signals").start()
         return self
 
     def __exit__(self, *_) -> None:
-        self._signals.close()
+        signal.set_wakeup_fd(self._earlier_socket)
+        self._writing.close()  # which ends the thread
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
         if self._watch is not None:
@@ -60,28 +67,13 @@ class StopSignal:
         self._received = True
 
     def is_asked(self) -> bool:
-        """Whether this process or another rank's has received it."""
+        """Whether this process or another rank has received the signal, or the job asks by its file."""
         if self._watch is not None:
             self._watch.beat()
         return self._received or dispatch.asked_to_stop() or stop_is_asked()
 
-
-class _Signals:
-    """Ends the process at its second signal to stop. The interpreter writes each signal's number into a socket as it
-    comes, for a thread to read: the main thread may wait for another rank, and then runs no handler."""
-
-    def __init__(self) -> None:
-        self._reading, self._writing = socket.socketpair()
-        self._writing.setblocking(False)
-        self._earlier = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals to a checkpoint's writer
-        threading.Thread(target=self._end_at_the_second, daemon=True, name="signals").start()
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._earlier)
-        self._writing.close()  # which ends the thread
-
     def _end_at_the_second(self) -> None:
+        """Ends the process at its second signal to stop."""
         first = None
         with self._reading:
             while number := self._reading.recv(1):

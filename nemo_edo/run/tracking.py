@@ -121,8 +121,8 @@ def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
 
 
 def _mlflow_logger(config: dict[str, Any], folder: Path) -> MLFlowLogger:
-    """What exp_manager's settings ask for; without a server (``tracking_uri``, or MLFLOW_TRACKING_URI), a database in
-    the folder. NeMo 3.0 cannot make one itself: it gives Lightning ``run_name`` twice."""
+    """The MLflow logger that exp_manager's settings ask for; without a server (``tracking_uri``, or
+    MLFLOW_TRACKING_URI), a database in the folder. NeMo 3.0 cannot make one: it gives Lightning ``run_name`` twice."""
     from lightning.pytorch.loggers import MLFlowLogger
     from nemo.utils.loggers.mlflow_logger import MLFlowParams
 

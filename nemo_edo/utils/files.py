@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where ``replacing`` writes; a killed process may leave that file behind."""
+    """The file that ``replacing`` writes to; a killed process may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -69,10 +69,9 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a finished run's folder has it: restore it from a copy") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; restore it from a copy") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {error}; restore it from a copy") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"not UTF-8 text: {error}"
+        raise UserError(f"{path}: {why}; restore it from a copy") from error
 
 
 CHECKSUM = "nemo_edo.checksum"
@@ -94,8 +93,6 @@ def read_json(path: Path) -> Any:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; restore it from a copy") from error
-    except RecursionError as error:
-        raise UserError(f"{path}: not valid JSON: it is nested too deeply; restore it from a copy") from error
     if isinstance(value, dict) and CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
         raise UserError(f"{path}: has other content than was written: its checksum differs; restore it from a copy")
     return value
@@ -121,7 +118,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
+    except (yaml.YAMLError, ValueError) as error:  # YAML reads numbers and dates by Python's types
         said = " ".join(str(error).split())  # YAML's has several lines
         raise UserError(f"{path}: not YAML: {said}; restore it from a copy") from error
     if not isinstance(values, dict):

@@ -21,7 +21,7 @@ PHASES = {
     "wait": "for responses that are generated in the background",
     "report": "the summary and the report",
 }
-"""What each phase has."""
+"""The work that each phase contains."""
 T = TypeVar("T")
 
 

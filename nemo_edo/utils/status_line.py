@@ -18,7 +18,7 @@ COUNTED_AFTER_S = 2.0
 
 @cache
 def _console() -> Console:
-    """That of all lines, which places them below each other; made when the first one is asked for, since it looks at
+    """The console of all lines, which places them below each other; made with the first line, because it looks at
     standard output once."""
     return Console()
 

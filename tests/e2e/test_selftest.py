@@ -54,22 +54,6 @@ def test_a_folder_that_cannot_be_written_to_fails_what_needs_it_and_nothing_else
     assert found["precision: fp8, mxfp8"][0] == "not possible"
 
 
-def test_a_server_that_dies_fails_with_what_to_do_and_the_rest_still_runs(tmp_path: Path, nemo_edo):
-    """Another NCCL than torch's is none of its faults."""
-    server = "import sys; sys.exit('no kernel image is available')"
-    broken_machine.environment(tmp_path / ".venv-vllm", nccl=22907, server=server)
-    done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path)
-    found = rows(done.stdout)
-    assert done.returncode == 1, done.stderr
-    assert {name for name, (status, _) in found.items() if status == "fail"} == {"server: vLLM, refit by disk"}
-    status, said = found["machine: NCCL of trainer and servers"]
-    assert status == "pass" and "2.29.7" in said and str(tmp_path / ".venv-vllm") in said
-    said = found["server: vLLM, refit by disk"][1]
-    assert "no kernel image is available" in said and "server_0.log" in said
-    report = json.loads((tmp_path / "runs" / "selftest" / "selftest.json").read_text())
-    assert [check["status"] for check in report["checks"]] == [status for status, _ in found.values()]
-
-
 SCRIPTED = f"""
 import asyncio, os, sys
 from pathlib import Path
@@ -84,15 +68,18 @@ asyncio.run(completions_server.main(int(sys.argv[sys.argv.index("--port") + 1]),
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
+        (None, "no kernel image is available"),
         ({"die_after": 10}, "no server is left: server 0 .*: its process has ended with status"),
         ({"die_at_refit": True}, r"its server died and was restarted at a refit \(2 starts\)"),
     ],
-    ids=["while it generates", "at a refit"],
+    ids=["at its start", "while it generates", "at a refit"],
 )
-def test_a_server_that_dies_in_the_middle_fails_its_check_alone(tmp_path: Path, nemo_edo, fault, said):
+def test_a_server_that_dies_fails_its_check_alone_with_what_to_do(tmp_path: Path, nemo_edo, fault, said):
+    """Another NCCL than torch's is none of its faults."""
     state = tmp_path / "state.json"
     state.write_text(json.dumps(fault))
-    broken_machine.environment(tmp_path / ".venv-vllm", server=SCRIPTED.replace("STATE", repr(str(state))))
+    ends, serves = "import sys; sys.exit('no kernel image is available')", SCRIPTED.replace("STATE", repr(str(state)))
+    broken_machine.environment(tmp_path / ".venv-vllm", nccl=22907, server=serves if fault else ends)
     done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path)
     found = rows(done.stdout)
     assert done.returncode == 1, done.stderr
@@ -100,6 +87,7 @@ def test_a_server_that_dies_in_the_middle_fails_its_check_alone(tmp_path: Path, 
     told = found["server: vLLM, refit by disk"][1]
     assert re.search(said, told), told
     assert "server_0.log" in told and "do: read" in told
-    assert found["machine: shared folder"][0] == "pass"
+    status, versions = found["machine: NCCL of trainer and servers"]
+    assert status == "pass" and "2.29.7" in versions and str(tmp_path / ".venv-vllm") in versions
     report = json.loads((tmp_path / "runs" / "selftest" / "selftest.json").read_text())
     assert [check["status"] for check in report["checks"]] == [status for status, _ in found.values()]

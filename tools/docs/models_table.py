@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from generated import between_markers, model_section
 
-from nemo_edo.checks.estimates import Memory, Workload, host_bytes
+from nemo_edo.checks.estimates import Memory
 from nemo_edo.checks.workload import largest, workloads
 from nemo_edo.config import ModelConfig, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import compose_incomplete
@@ -110,16 +110,12 @@ def _row(model: str, shape: ModelShape, cfg: RunConfig, gpus: int) -> Row:
         except UserError:
             continue
         loads = workloads(laid_out, shape, gpus)
-        training, stages = largest(loads)
+        _, stages = largest(loads)
         fullest = max(stages, key=lambda memory: memory.total)
         if fullest.total <= GPU_BYTES:
             overrides = [f"parallelism={name}", *(f"parallelism.{key}={value}" for key, value in changes.items())]
-            return Row(model, shape.parameters, gpus, overrides, fullest, _host(loads[training]))
+            return Row(model, shape.parameters, gpus, overrides, fullest, max(stage.host for stage in stages))
     raise ValueError(f"no layout of {model} on {gpus} GPUs fits: add one to LAYOUTS")
-
-
-def _host(load: Workload) -> int:
-    return max(host_bytes(load, stage) for stage in range(load.stages))
 
 
 def _family(model: str) -> int:

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from nemo_edo.checks.advice import advise, fullest
+from nemo_edo.checks.advice import advise
 from nemo_edo.checks.workload import (
     for_estimate,
+    fullest,
     largest,
     micro_batch_tokens,
     model_shape,
@@ -26,41 +27,38 @@ def config(*overrides: str, name: str = "grpo_gsm8k") -> RunConfig:
     return compose_incomplete(name, [*base, *overrides])[0]
 
 
-def advice_for(*overrides: str, gpus: int, limit: int = 80 * GB, name: str = "grpo_gsm8k"):
+def advice_for(*overrides: str, gpus: int, limit: int = 80 * GB, name: str = "grpo_gsm8k") -> tuple[list[str], int]:
+    """The overrides, and the bytes that are needed with them."""
     cfg = config(*overrides, name=name)
-    return advise(cfg, model_shape(cfg), gpus, limit)
-
-
-def overrides_of(advice) -> list[str]:
-    return [override for change in advice.changes for override in change.overrides]
+    changes, needed = advise(cfg, model_shape(cfg), gpus, limit)
+    return [f"{key}={str(value).lower()}" for made in changes.values() for key, value in made.items()], needed
 
 
 @pytest.mark.parametrize(("model", "gpus", "name"), [
     ("qwen2_5_7b", 8, "grpo_gsm8k"), ("llama3_1_70b", 64, "idpo_gsm8k"), ("qwen3_32b", 16, "dapo_gsm8k"),
 ])
 def test_the_overrides_compose_and_give_the_memory_that_is_promised(model: str, gpus: int, name: str):
-    advice = advice_for(f"model={model}", gpus=gpus, name=name)
-    assert advice.changes and advice.bytes <= 80 * GB
-    changed = config(f"model={model}", *overrides_of(advice), name=name)
-    assert fullest(changed, model_shape(changed), gpus).total == advice.bytes
+    overrides, needed = advice_for(f"model={model}", gpus=gpus, name=name)
+    assert overrides and needed <= 80 * GB
+    changed = config(f"model={model}", *overrides, name=name)
+    assert fullest(changed, model_shape(changed), gpus).total == needed
 
 
 def test_free_changes_come_before_expensive_ones_expensive_ones_only_where_needed_and_adapters_last():
     fits = advice_for("model=qwen2_5_0_5b", "parallelism=dp_sharded", "generation.max_batch_size=64", gpus=8)
-    assert fits.changes == [] and fits.bytes < 80 * GB
-    some = overrides_of(advice_for("model=qwen2_5_7b", gpus=8))
+    assert fits[0] == [] and fits[1] < 80 * GB
+    some, _ = advice_for("model=qwen2_5_7b", gpus=8)
     assert some == ["parallelism.use_distributed_optimizer=true", "parallelism.sequence_parallel=true"]
-    more = overrides_of(advice_for("model=llama3_1_70b", gpus=8))
+    more, _ = advice_for("model=llama3_1_70b", gpus=8)
     assert more[:2] == some
     assert {"parallelism.recompute_granularity=full", "parallelism.optimizer_offload_fraction=1.0"} <= set(more)
-    little = advice_for("model=qwen2_5_7b", "parallelism=single", gpus=1, limit=24 * GB)
-    assert overrides_of(little)[-1] == "lora.rank=16"
-    assert advice_for("model=llama3_1_70b", "parallelism=single", gpus=1, limit=24 * GB).bytes > 24 * GB
+    assert advice_for("model=qwen2_5_7b", "parallelism=single", gpus=1, limit=24 * GB)[0][-1] == "lora.rank=16"
+    assert advice_for("model=llama3_1_70b", "parallelism=single", gpus=1, limit=24 * GB)[1] > 24 * GB
 
 
 def test_micro_batches_of_pairs_keep_room_for_a_pair():
-    advice = advice_for("model=qwen3_32b", "parallelism=tp8_sp", gpus=8, limit=30 * GB, name="idpo_gsm8k")
-    assert "idpo.micro_batch_tokens=8192" in overrides_of(advice)
+    overrides, _ = advice_for("model=qwen3_32b", "parallelism=tp8_sp", gpus=8, limit=30 * GB, name="idpo_gsm8k")
+    assert "idpo.micro_batch_tokens=8192" in overrides
 
 
 @pytest.mark.parametrize(("settings", "processes", "train", "test", "rows"), [

@@ -26,8 +26,7 @@ def test_every_model_has_a_layout_that_fits_eight_sixteen_and_sixty_four_gpus(ro
 
 def test_a_layout_of_the_table_is_what_the_command_line_makes_of_it(rows):
     """The tool reads the files of conf/ itself, without Hydra."""
-    from nemo_edo.checks.advice import fullest
-    from nemo_edo.checks.workload import model_shape
+    from nemo_edo.checks.workload import fullest, model_shape
     from nemo_edo.config.compose import compose_incomplete
 
     row = next(row for row in rows if row.model == "qwen2_5_72b")

@@ -1,5 +1,6 @@
 """How checks end: a check's process may fail in any way, and the selftest goes on; what ranks find is one finding."""
 
+import json
 import os
 import signal
 import sys
@@ -10,14 +11,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
-from nemo_edo.checks import nodes, selftest, tiny_model
-from nemo_edo.checks.check_list import CHECKS, REMEDIES
+from nemo_edo.checks import machine_checks, numbers, selftest
+from nemo_edo.checks.check_list import CHECKS
 from nemo_edo.checks.findings import Check, RunsIn, failed, passed, together
-from nemo_edo.checks.machine import Machine
-from nemo_edo.checks.numbers import BOUNDS, SameNumbers, compared
-from nemo_edo.checks.ranks import CheckError, Ranks, forks_use_gpus
-from nemo_edo.checks.tiny_model import Measured, Setting
+from nemo_edo.checks.machine import CheckError, Machine, forks_use_gpus
+from nemo_edo.checks.numbers import BOUNDS, Measured, SameNumbers, compared
 from nemo_edo.cli.arguments import GROUPS
 from nemo_edo.errors import UserError
 
@@ -44,7 +44,7 @@ def facts(host: str = "n1", gpus: int = 0, te: str | None = "2.20") -> dict:
 
 
 def machine_of(folder: Path, *of_ranks: dict | None, rank: int = 0) -> Machine:
-    return Machine(list(of_ranks) or [facts()], Ranks(rank), folder, folder, check="a, b")
+    return Machine(list(of_ranks) or [facts()], folder, folder, rank, check="a, b")
 
 
 @pytest.mark.parametrize(("call", "limit_s", "said"), [
@@ -68,7 +68,7 @@ def test_checks_are_forked_where_a_fork_can_use_the_gpu_and_started_anew_otherwi
         monkeypatch.setenv(name, "1")
     monkeypatch.setitem(sys.modules, "nemo_edo.models", ModuleType("nemo_edo.models") if forks else None)
     monkeypatch.setattr(Machine, "run", run)
-    monkeypatch.setattr(tiny_model, "write_model", lambda *_, **__: None)
+    monkeypatch.setattr(numbers, "write_model", lambda *_, **__: None)
     found = replace(machine_of(tmp_path, facts(gpus=1)), forks=False)
     assert selftest.prepared(found, CHECKS).forks == forks
     assert selftest.prepared(found, [check for check in CHECKS if check.group == "machine"]) is found
@@ -100,17 +100,17 @@ def test_a_number_that_is_off_or_none_fails(field, off):
 
 def test_ranks_that_differ_or_are_missing_are_named_and_all_decide_by_the_least(tmp_path: Path):
     found = machine_of(tmp_path, facts("n1", 4), facts("n1", 4), facts("n2", 3, None), None, rank=1)
-    assert nodes.same_on_all_ranks(found).detail.splitlines() == [
+    assert machine_checks.same_on_all_ranks(found).detail.splitlines() == [
         "rank 3 has not reported: it did not start, or cannot connect to the first node",
         "rank 2 (node n2) has GPUs 3 H100, most have 4 H100",
         "rank 2 (node n2) has transformer-engine absent, most have 2.20"]
     assert not found.has_te and len(found.gpus) == 3 and found.world == 4
-    assert nodes.same_on_all_ranks(machine_of(tmp_path, facts("n1", 4), facts("n2", 4))).status == "pass"
+    assert machine_checks.same_on_all_ranks(machine_of(tmp_path, facts("n1", 4), facts("n2", 4))).status == "pass"
 
 
 def test_clocks_that_differ_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Machine, "exchange", lambda self, name, value: [100.0, 101.0, 230.0])
-    assert nodes.clocks(machine_of(tmp_path, facts("n1"), facts("n2"), facts("n3"))).detail == (
+    assert machine_checks.clocks(machine_of(tmp_path, facts("n1"), facts("n2"), facts("n3"))).detail == (
         "the clock of rank 2 (node n3) is +129.0 s off")
 
 
@@ -125,16 +125,36 @@ def test_rank_0_meets_the_others_also_where_it_cannot_compute_its_reference(tmp_
 
     monkeypatch.setattr(Machine, "run", run)
     with pytest.raises(CheckError, match="out of memory"):
-        SameNumbers(Setting(), world=True)(machine_of(tmp_path, facts(), facts()))
+        SameNumbers(world=True)(machine_of(tmp_path, facts(), facts()))
     assert met == ["a, b"]
 
 
-def test_a_failure_without_a_remedy_of_its_own_gets_the_checks_or_its_groups(tmp_path):
-    def remedy(name: str, finding) -> str:
-        return selftest.carried_out(Check("split", name, lambda machine: finding), machine_of(tmp_path)).remedy
+def test_a_failure_without_a_remedy_of_its_own_gets_the_checks(tmp_path):
+    def remedy(finding) -> str:
+        check = Check("split", "x", lambda machine: finding, remedy="the check's")
+        return selftest.carried_out(check, machine_of(tmp_path)).remedy
 
-    assert remedy("x", failed("a", "own")) == "own" and remedy("x", passed("a")) == ""
-    assert remedy("x", failed("a")) == REMEDIES["split"] and remedy("bf16", failed("a")) == REMEDIES["bf16"]
+    assert [remedy(failed("a", "own")), remedy(failed("a")), remedy(passed("a"))] == ["own", "the check's", ""]
+
+
+class Store(dict):
+    """A TCPStore in which rank 1 answers but rank 2 does not; counts the seconds that it was asked to wait."""
+
+    waited = 0.0
+
+    def wait(self, keys, limit):
+        if keys[0] not in self:
+            self.waited += limit.total_seconds()
+            raise torch.distributed.DistStoreError(keys[0])
+
+    set, get = dict.__setitem__, dict.__getitem__
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_once_and_an_answer_of_none_is_an_answer(tmp_path):
+    store = Store({f"checks/a, b/{name}/1": json.dumps(value) for name, value in {"x": None, "y": 5, "z": 6}.items()})
+    found = replace(machine_of(tmp_path, facts(), facts(), None), store=store, limit_s=30.0)
+    assert [found.exchange(name, 4) for name in "xyz"] == [[4, None, None], [4, 5, None], [4, 6, None]]
+    assert found.silent == {2} and 29 < store.waited < 30.5
 
 
 def test_the_command_offers_the_groups_that_there_are():

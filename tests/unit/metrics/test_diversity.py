@@ -1,8 +1,5 @@
-import argparse
 import math
-from collections import Counter
 
-import distinct_n as benchmark
 import numpy as np
 import pytest
 import torch
@@ -13,18 +10,6 @@ from scipy.stats import entropy
 from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_counts, distinct_n, pooled_distinct, self_bleu
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
-samples = st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=6)
-orders = st.integers(1, 5)
-
-
-@few
-@given(corpus=samples, n=orders)
-def test_texts_and_token_ids_that_correspond_have_the_same_counts_whose_quotient_is_distinct_n(corpus, n):
-    texts = ["  ".join(map(str, y)) + "\n" for y in corpus]
-    ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]  # none crosses responses
-    counts = len(set(ngrams)), len(ngrams)
-    assert distinct_counts(texts, n) == distinct_counts(corpus, n) == distinct_counts(iter(corpus), n) == counts
-    assert distinct_n(corpus, n) == (counts[0] / counts[1] if ngrams else 0.0)
 
 
 def test_pooled_distinct_is_that_of_all_samples_and_a_groups_part_what_goes_with_it():
@@ -40,14 +25,16 @@ def test_pooled_distinct_is_that_of_all_samples_and_a_groups_part_what_goes_with
 
 @few
 @given(data=st.data(), n=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 20]))
-def test_counts_agree_with_sets_of_tuples_for_ids_of_any_width(data, n):
+def test_counts_of_texts_and_of_ids_of_any_width_agree_with_sets_of_tuples(data, n):
     low, high = data.draw(
         st.sampled_from([(0, 1), (-3, 3), (0, 151_999), (0, 2**31), (-(2**40), 2**40), (-(2**63), 2**63 - 1)])
     )
     pool = data.draw(st.lists(st.integers(low, high), min_size=1, max_size=20)) + [low, high]
     corpus = data.draw(st.lists(st.lists(st.sampled_from(pool), max_size=30), max_size=6))
     ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]
-    assert distinct_counts(corpus, n) == (len(set(ngrams)), len(ngrams))
+    texts, counts = ("  ".join(map(str, y)) + "\n" for y in corpus), (len(set(ngrams)), len(ngrams))
+    assert distinct_counts(corpus, n) == distinct_counts(texts, n) == counts
+    assert distinct_n(corpus, n) == (counts[0] / counts[1] if ngrams else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -78,40 +65,15 @@ def test_samples_that_are_neither_all_texts_nor_all_token_ids_are_errors(samples
         distinct_counts(samples, 1)
 
 
-def test_every_kind_of_the_benchmark_counts_the_same_ngrams():
-    args = argparse.Namespace(responses=20, tokens=10, vocabulary=2, n=3)
-    lines = [benchmark.measure(kind, args) for kind in benchmark.KINDS]
-    assert len(lines) == 3 and all(line.endswith("; 8 distinct of 160") for line in lines)
-
-
-def bleu(hypothesis: list[str], references: list[list[str]], n: int) -> float:
-    """Papineni et al. 2002 with epsilon 0.1 for an order without a match, by the definition."""
-    def grams(words, order):
-        return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))
-
-    logs = []
-    for order in range(1, min(n, len(hypothesis)) + 1):
-        counts = grams(hypothesis, order)
-        matched = sum(min(c, max(grams(reference, order)[g] for reference in references)) for g, c in counts.items())
-        if order == 1 and matched == 0:
-            return 0.0
-        logs.append(np.log((matched or 0.1) / sum(counts.values())))
-    if not logs:
-        return 0.0
-    closest = min(map(len, references), key=lambda length: (abs(length - len(hypothesis)), length))
-    return float(np.exp(np.mean(logs) + min(0.0, 1 - closest / len(hypothesis))))
-
-
-@few
-@given(
-    corpus=st.lists(st.lists(st.sampled_from("abcd"), max_size=9), min_size=2, max_size=5),
-    n=st.integers(1, 5),
-)
-def test_self_bleu_agrees_with_its_definition_and_is_in_zero_to_one(corpus, n):
-    expected = np.mean([bleu(y, corpus[:i] + corpus[i + 1 :], n) for i, y in enumerate(corpus)])
-    value = self_bleu([" ".join(y) for y in corpus], n)
-    assert value == pytest.approx(expected, abs=1e-12)
-    assert 0 <= value <= 1
+@pytest.mark.parametrize(("texts", "n", "value"), [
+    (["a b c", "a b c"], 2, 1.0), (["a b", "c d"], 2, 0.0), (["", ""], 4, 0.0),
+    (["a b c d", "a b x y"], 2, math.sqrt(2 / 4 * 1 / 3)),
+    (["a b c d", "a x b y"], 2, math.sqrt(2 / 4 * 0.1 / 3)),  # no pair matches: 0.1 of one
+    (["a b", "a b c d"], 1, (math.exp(1 - 4 / 2) + 2 / 4) / 2),  # the first is shorter than its reference
+    (["a", "a"], 4, 1.0),  # of the orders that it has
+])
+def test_self_bleu_in_closed_form(texts, n, value):
+    assert self_bleu(texts, n) == pytest.approx(value, abs=1e-12)
 
 
 def test_self_bleu_with_few_references_is_fixed_by_its_seed():

@@ -6,14 +6,12 @@ import logging
 import os
 import re
 import threading
-import warnings
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
 from nemo_edo.errors import UserError
@@ -33,17 +31,6 @@ def put_back_afterwards(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     for name in ("TRANSFORMERS_VERBOSITY", "MEGATRON_SUPPRESS_FUSION_WARNINGS"):
         monkeypatch.setenv(name, "")
-
-
-def test_a_machine_with_slurm_gets_no_advice_to_start_lightning_by_srun(tmp_path: Path, monkeypatch):
-    (tmp_path / "srun").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    put_back_afterwards(monkeypatch)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        quiet_libraries()
-        SLURMEnvironment._validate_srun_used()
-    assert said == []
 
 
 def test_the_experiment_managers_settings_are_known_from_its_source_alone():
