@@ -67,9 +67,12 @@ def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Prob
     Raises UserError (a ValueError) if there are not enough questions for the sizes asked.
     """
     rng = random.Random(f"arithmetic solutions {config.seed}")
+    mistakes = Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
 
     def noisy_sum(first: int, second: int) -> int:
-        return _noisy_sum(first, second, config, rng)
+        total = first + second
+        wrong = [total + error for error in STEP_ERRORS if total + error >= 0]
+        return mistakes.stated(unordered(first, second), total, wrong, rng)
 
     def problems(split: str, questions: list[Operands], add: Callable[[int, int], int]) -> list[Problem]:
         made = []
@@ -84,11 +87,6 @@ def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Prob
     return made | {"warmup": problems("warmup", warmup, noisy_sum)}
 
 
-def is_weak_fact(first: int, second: int, config: ArithmeticConfig) -> bool:
-    """Whether the warm-up data mostly gets ``first + second`` wrong: so for a share of the unordered pairs."""
-    return _mistakes(config).is_weak(unordered(first, second))
-
-
 def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | None:
     """Which numbers were merged: the sorted merges, each the sorted pair of its summands.
 
@@ -96,17 +94,23 @@ def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | 
     most (2n - 3)!! paths, 15 for n = 4. None unless each line merges two numbers that are left and the final answer
     is the last result; whether the sums are right is not asked.
     """
-    steps = _parse_steps(question, text)
-    return None if steps is None else tuple(sorted((min(a, b), max(a, b)) for a, b, _ in steps))
+    left = Counter(int(operand) for operand in question.split(" + "))
+    *lines, last = text.strip().split("\n")
+    merges = []
+    for line in lines:
+        match = _STEP.fullmatch(line)
+        if match is None:
+            return None
+        first, second, total = (int(number) for number in match.groups())
+        left.subtract((first, second))
+        if min(left.values()) < 0:
+            return None
+        left[total] += 1
+        merges.append((min(first, second), max(first, second)))
+    return tuple(sorted(merges)) if left.total() == 1 and last == f"#### {next(left.elements())}" else None
 
 
-def is_valid_derivation(*, question: str, text: str) -> bool:
-    """True if each line merges two numbers that are left, every sum is right, and the answer is the last result."""
-    steps = _parse_steps(question, text)
-    return steps is not None and all(a + b == total for a, b, total in steps)
-
-
-def first_wrong_step(*, question: str, steps: Sequence[str]) -> int | None:
+def first_wrong_step(question: str, steps: Sequence[str]) -> int | None:
     """The index of the first step that is wrong; None where all are right, whether or not they lead to the end.
 
     A step is right if it adds two remaining numbers correctly, or if it states the only remaining number as the answer
@@ -142,7 +146,8 @@ def _sample_questions(config: ArithmeticConfig) -> tuple[list[Operands], list[Op
     base = config.max_operand + 1
     total = base**config.num_operands
     rng = random.Random(f"arithmetic questions {config.seed}")
-    pool = [_digits(code, base, config.num_operands) for code in rng.sample(range(total), min(total, _MAX_POOL))]
+    codes = rng.sample(range(total), min(total, _MAX_POOL))
+    pool = [tuple(code // base**place % base for place in range(config.num_operands)) for code in codes]
     test: dict[Operands, Operands] = {}
     for operands in pool:
         if len(test) == config.test_problems:
@@ -161,10 +166,6 @@ def _sample_questions(config: ArithmeticConfig) -> tuple[list[Operands], list[Op
     return list(test.values()), rest[: config.train_problems], rest[config.train_problems : needed]
 
 
-def _digits(code: int, base: int, count: int) -> Operands:
-    return tuple(code // base**place % base for place in range(count))
-
-
 def unordered(first: int, second: int) -> str:
     """The fact ``first + second``, whatever the order."""
     return f"{min(first, second)} {max(first, second)}"
@@ -180,36 +181,3 @@ def derive(operands: Operands, add: Callable[[int, int], int], rng: random.Rando
         left.append(add(first, second))
         lines.append(f"{first} + {second} = {left[-1]}")
     return "\n".join([*lines, f"#### {left[0]}"])
-
-
-def _mistakes(config: ArithmeticConfig) -> Mistakes:
-    return Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
-
-
-def _noisy_sum(first: int, second: int, config: ArithmeticConfig, rng: random.Random) -> int:
-    total = first + second
-    wrong = [total + error for error in _possible_errors(total)]
-    return _mistakes(config).stated(unordered(first, second), total, wrong, rng)
-
-
-def _possible_errors(total: int) -> list[int]:
-    return [error for error in STEP_ERRORS if total + error >= 0]
-
-
-def _parse_steps(question: str, text: str) -> list[tuple[int, int, int]] | None:
-    """(summand, summand, result) of each line; None if the text is not a derivation from the question's operands."""
-    left = Counter(int(operand) for operand in question.split(" + "))
-    *lines, last = text.strip().split("\n")
-    steps = []
-    for line in lines:
-        match = _STEP.fullmatch(line)
-        if match is None:
-            return None
-        first, second, total = (int(number) for number in match.groups())
-        left.subtract((first, second))
-        if min(left.values()) < 0:
-            return None
-        left[total] += 1
-        steps.append((first, second, total))
-    results = list(left.elements())
-    return steps if len(results) == 1 and last == f"#### {results[0]}" else None

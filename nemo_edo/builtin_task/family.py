@@ -70,7 +70,11 @@ def make(
     for key, share in shares.items():
         if not 0 <= share <= 1:
             raise UserError(f"data.source_args.{key} is {share}, expected a number in [0, 1]")
-    items = _different(_task(name, settings)(Mistakes(name, seed, **shares), _rng(name, seed), **settings), name, sizes)
+    items = _different(
+        _task(name, settings)(Mistakes(name, seed, **shares), random.Random(f"{name} problems {seed}"), **settings),
+        name,
+        sizes,
+    )
     return {
         split: [
             Problem(f"{name}-{split}-{index}", item.question, item.warmup if split == "warmup" else "", item.answer,
@@ -92,10 +96,6 @@ def _task(name: str, settings: dict[str, Any]) -> Callable[..., Iterator[Item]]:
         has = f"has {', '.join(known)}" if known else "has none"
         raise UserError(f"data.source_args.{unknown[0]}: the task {name} {has}{did_you_mean(unknown[0], known)}")
     return function
-
-
-def _rng(name: str, seed: int) -> random.Random:
-    return random.Random(f"{name} problems {seed}")
 
 
 def _different(items: Iterator[Item], name: str, sizes: dict[str, int]) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""Whether two answers are equivalent, by math-verify and sympy.
+"""Whether two answers are equivalent: both are respelled, read, and compared by their kind.
 
 Only worker processes import it: an answer can hang sympy or exhaust the memory (``rewards.workers`` limits both).
 """
@@ -7,43 +7,23 @@ from __future__ import annotations
 
 import logging
 import re
-from fractions import Fraction
-from functools import lru_cache
+from collections.abc import Sequence
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from math_verify import verify
 
-from nemo_edo.data.answers import simple_fraction
+from nemo_edo.rewards.answer_values import Items, Named, Number, Region, Text, Value, plain, read, region
 from nemo_edo.rewards.spelling import respelled
-from nemo_edo.rewards.units import FUNCTIONS, TEXT, Quantity, comparable, no_unit, quantity, ratio
+from nemo_edo.rewards.units import FUNCTIONS
 
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
-_ARTICLE = re.compile(r"^(?:an?|the) (?=\w\w)")
-_FEWEST_LETTERS = 4
-"""Of a word outside ``\\text{}``: xy and abc are products."""
-_BASE = re.compile(r"(?P<digits>[0-9A-Z]+)_\{?(?P<base>\d+)\}?")
-_ORDERED, _SET = re.compile(r"[(\[].*,.*[)\]]"), re.compile(r"\\\{.*,.*\\\}")
-_PERCENT = re.compile(r"\s*(?:\\text\{\s*per ?cent\s*\}|\bper ?cent)$")
-_PLAIN_WORD, _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}"), re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
-_MISREAD = re.compile(
-    r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])"
-)
-"""What the parser takes for something else: 5' for 5, 3 4 for 7."""
-_INDEX_OF_A_NUMBER = re.compile(
-    r"(?<![\w}])(?P<digits>\d+)(?P<escape>\\?)_(?:\{(?P<long>[^{}]*)\}|(?P<short>.?))(?P<another>\\?_?)"
-)
-_NAME_HAS_NO = re.compile(r"[\d+*/^-]|\\(?:[dt]?frac|cdot|times|sqrt)")
-_ARGUMENTS = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w")
-_BRACKETS = re.compile(r"(?P<opens>\(|\[|\\\{|)(?P<items>[^()\[\]]*?)(?P<closes>\)|\]|\\\}|)")
-_KINDS = {(left, right): left + right for left in "([" for right in ")]"} | {("{", "}"): "{}", ("", ""): "{}"}
-_ASSIGNED = re.compile(r"(?P<name>[a-zA-Z])\s*=(?P<value>[^=<>,;]+)")
-_NORMALIZED = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
-)
-"""Spellings only: math-verify's own ``parse`` drops what it does not know, and takes 5 out of ``5 is wrong``."""
-_CLEARLY = 1e-5
-"""Relative difference; math-verify calls numbers equal that agree to six decimals."""
+_DIGITS = 40
+"""Decimals of numbers that are compared; they are equal where three quarters of these agree."""
+_POINTS = ((0.6180339, 0.3141592), (2.2360679, 0.1414213), (-1.7320508, -0.2718281))
+"""The first and the last variable's value, with steps in between."""
+_ROUNDED = re.compile(r"-?\d*\.\d+")
+_FEWEST_DIGITS = 6
+"""Of a decimal that may stand for 1/3 or a root."""
+_RUN, _COMMAND = re.compile(r"[a-zA-Z]{2,}"), re.compile(r"\\(?:(?:begin|end)\{\w+\}|[a-zA-Z]+)")
 _WARM_UP = (
     r"\frac{1}{2}", r"-3\sqrt{2}+1", r"(1,2]", r"(-\infty,2)\cup[3,\infty)", r"\{1,2\}", "x^2+2x+1", "y=2x+3",
     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"2^{10}\cdot 3", r"\pi r^2", "1.5", r"90^\circ", r"\log_2 8", r"x\le 5",
@@ -54,133 +34,37 @@ _WARM_UP = (
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Whether the answer is equivalent to the gold answer, and the answer's canonical form.
 
-    Answers are equivalent if they are the same text once cleaned, the same words up to case and article, equivalent by
-    math-verify, or have the same canonical form. So the canonical form of any other answer differs from the gold
-    answer's, and from the gold answer's text. 50% is read as 50 and as 1/2, as either may be meant.
+    Answers with the same canonical form are equivalent, up to the names of what they are: the canonical form of a wrong
+    answer is never the gold answer's.
     """
-    money = [" dollars" if r"\$" in text else "" for text in (gold, answer)]
-    gold, answer = _cleaned(gold), _cleaned(answer)
-    if ";" in answer and ";" not in gold:
-        answer = answer.replace(";", ",")
+    meant, given = respelled(gold), respelled(answer)
     form = canonical(answer)
-    if _without_markup(gold) == _without_markup(answer):
+    if plain(meant) == plain(given):
         return True, form
-    words = _words(gold)
-    if words is not None:
-        return words == _words(answer, fewest_letters=1), form
-    if not _is_legible(gold, answer):
-        return False, answer
-    meant, given = quantity(gold, letters=True), quantity(answer, letters=True)
-    if meant is None or given is None:
-        meant, given = (
-            quantity(text) or quantity(text + unit) for text, unit in zip((gold, answer), money, strict=True)
-        )
-    if meant is not None or given is not None:
-        if any(
-            text.endswith("%") and one is not None and not one.unit.is_any
-            for text, one in ((gold, given), (answer, meant))
-        ):  # 50 cents are not 50%
-            return False, form
-        return _same_quantity(meant or no_unit(gold), given or no_unit(answer)), form
-    return _same(gold, answer, form), form
-
-
-def _same(gold: str, answer: str, form: str) -> bool:
-    """``compare``, of answers without units."""
-    if form in (gold, canonical(gold)):
-        return True
-    bases = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
-    if all(bases):
-        return False
-    if bases[0]:  # a question that names a base may have an answer that does not
-        return compare(bases[0]["digits"], answer)[0]
-    if bases[1] and (number := _in_base(bases[1])) is not None:
-        return compare(gold, str(number))[0]
-    if simple_fraction(gold) is not None and (_ORDERED.fullmatch(answer) or _numbers_in_brackets(answer) is not None):
-        return False  # 5,5 is no list of one number: it may be 5.5
-    if (_ORDERED.fullmatch(gold) and _SET.fullmatch(answer)) or (_SET.fullmatch(gold) and _ORDERED.fullmatch(answer)):
-        return False
-    assigned = _ASSIGNED.fullmatch(gold), _ASSIGNED.fullmatch(answer)
-    if None not in assigned and assigned[0]["name"] == assigned[1]["name"]:  # solving both equations takes long
-        return _equivalent(assigned[0]["value"], assigned[1]["value"])
-    collections = _numbers_in_brackets(gold), _numbers_in_brackets(answer)
-    if None not in collections and "." not in gold + answer and collections[0][0] == collections[1][0]:
-        return False
-    if collections[0] is not None and collections[0].startswith("{") and _is_no_list(answer):
-        return False
-    percents = gold.endswith("%"), answer.endswith("%")
-    if any(percents):
-        return any(_equivalent(gold.removesuffix("%"), text) for text in _percent_readings(gold, answer, percents))
-    return _equivalent(gold, answer)
-
-
-def _same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    factor = ratio(answer, gold)
-    if not comparable(gold.unit, answer.unit):
-        return False
-    return compare(gold.value, _scaled(answer.value, factor))[0]
-
-
-def _scaled(value: str, factor: Fraction) -> str:
-    if factor == 1:
-        return value
-    number = simple_fraction(value)
-    if number is not None:
-        return str(number * factor)
-    return rf"\frac{{{factor.numerator}}}{{{factor.denominator}}}({value})"
-
-
-def _in_base(number: re.Match[str]) -> int | None:
-    """The value of 1010_2; None for what is no number in that base."""
-    try:
-        return int(number["digits"], int(number["base"]))
-    except ValueError:
-        return None
+    values = [read(text, letters=True) for text in (meant, given)]
+    if not all(isinstance(value, Number) and not value.unit.is_any for value in values):
+        values = [read(text) for text in (meant, given)]  # 5 m may be a product
+    if None not in values and _same(*map(_only, values)):
+        return True, form
+    return False, form if form not in (gold, canonical(gold)) else f"{form} (another)"
 
 
 def canonical(answer: str) -> str:
     """One spelling for many: the value of numbers, sets and intervals, the expansion of expressions, and words in lower
     case. Any other text is only cleaned.
 
-    Answers with the same canonical form are equivalent; the converse does not hold (identities beyond expansion are
-    not found).
+    The converse does not hold: identities beyond expansion are not found.
     """
-    answer = _cleaned(answer)
-    number, words, base = simple_fraction(answer), _words(answer), _BASE.fullmatch(answer)
-    if number is not None:
-        return str(number)
-    if words is not None:
-        return words
-    if base is not None:
-        return f"{base['digits']}_{base['base']}"
-    measured = quantity(answer)
-    if measured is not None:
-        value = canonical(_scaled(measured.value, Fraction(measured.multiplier)))
-        return value if measured.unit.is_any else f"{value} {measured.words}"
-    if not _is_legible("", answer):
-        return answer
-    collection, assigned = _numbers_in_brackets(answer), _ASSIGNED.fullmatch(answer)
-    if collection is not None:
-        return collection
-    if assigned is not None:
-        return f"{assigned['name']} = {canonical(assigned['value'])}"
-    if answer.endswith("%") and answer != "%":
-        return canonical(rf"\frac{{{answer.removesuffix('%')}}}{{100}}")
-    parsed = _parsed(answer)
-    if not parsed or isinstance(parsed[0], str):
-        return answer
+    text = respelled(answer)
     try:
-        value = parsed[0].doit()
-        value = value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
-        return str(sympy.expand(value) if isinstance(value, sympy.Expr) else value)
+        return _form(read(text)) or text
     except (AttributeError, TypeError, ValueError, ZeroDivisionError, NotImplementedError):
-        return answer  # sympy has no value for it, or one with more digits than Python prints
+        return text  # sympy has no value for it, or one with more digits than Python prints
 
 
 def parses(answer: str) -> bool:
-    """Whether an answer can be compared as more than a text: math-verify parses it, or it consists of words."""
-    answer = _cleaned(answer).removesuffix("%")
-    return _words(answer) is not None or any(not isinstance(found, str) for found in _parsed(answer))
+    """Whether an answer can be compared as more than a text."""
+    return read(respelled(answer)) is not None
 
 
 def warm_up() -> None:
@@ -191,143 +75,221 @@ def warm_up() -> None:
     compare("2x+1", "1+2x")
 
 
-def _cleaned(answer: str) -> str:
-    return _PERCENT.sub("%", respelled(answer))
+def _form(value: Value | None) -> str | None:
+    match value:
+        case Named():
+            return _form(value.value)
+        case Text():
+            return value.words
+        case Region():
+            return str(value.numbers)
+        case Items():
+            forms, brackets = [_form(item) for item in value.items], value.brackets or "{}"
+            forms = sorted(set(forms)) if brackets == "{}" else forms
+            return brackets[0] + ", ".join(forms) + brackets[1]
+        case Number():
+            number = value.value.doit() * sympy.Rational(value.size) / (100 if value.percent else 1)
+            shown = str(sympy.expand(number) if isinstance(number, sympy.Expr) else number)
+            dimensions = (f"{name}^{power}" for name, power in sorted(value.unit.dimensions))
+            return shown if value.unit.is_any else " ".join([shown, *dimensions, *sorted(value.unit.counted)])
+    return None
 
 
-def _without_markup(answer: str) -> str:
-    return " ".join(TEXT.sub(lambda text: f" {text['words']} ", answer).split())
+# --- comparison by kind: the gold answer first ------------------------------------------------------------------------
 
 
-def _is_legible(gold: str, answer: str) -> bool:
-    """Whether an answer may be compared with the gold answer by what the parser reads in it."""
-    if _MISREAD.search(answer) and not _MISREAD.search(gold):
+def _only(value: Value) -> Value:
+    """The value in a set of one."""
+    return value.items[0] if isinstance(value, Items) and value.brackets == "{}" and len(value.items) == 1 else value
+
+
+def _same(gold: Value, answer: Value) -> bool:
+    if isinstance(gold, Named) and isinstance(answer, Named) and gold.name == answer.name:
+        return _same(gold.value, answer.value)
+    if any(isinstance(one, Named) and one.formula is not None for one in (gold, answer)):
+        if isinstance(gold, Number) and len(answer.formula.free_symbols) > 1:  # x + y = 5
+            return _same(gold, answer.value)
+        return _same_equation(gold, answer)
+    if isinstance(gold, Named) and isinstance(answer, Named):
+        return _same_equation(gold, answer)
+    gold, answer = (one.value if isinstance(one, Named) else one for one in (gold, answer))
+    if isinstance(gold, Text) or isinstance(answer, Text):
+        return _same_text(gold, answer)
+    if isinstance(gold, Number) and isinstance(answer, Number):
+        return _same_measure(gold, answer)
+    regions = [region(one) for one in (gold, answer)]
+    if Region in map(type, (gold, answer)) or "to" in (getattr(one, "brackets", "") for one in (gold, answer)):
+        if None not in regions:
+            return _same_region(*(one.numbers for one in regions))
+    if any(isinstance(one, Items) and one.brackets in ("::", "to") for one in (gold, answer)):
+        return _same_ratio(gold, answer)
+    return isinstance(gold, Items) and isinstance(answer, Items) and _same_items(gold, answer)
+
+
+def _same_text(gold: Value, answer: Value) -> bool:
+    if gold == answer:
+        return True
+    kinds = [one.kind if isinstance(one, Text) else None for one in (gold, answer)]
+    if kinds == ["base", None]:  # a question that names a base may have an answer that does not
+        return isinstance(answer, Number) and answer.text == gold.words.partition("_")[0]
+    if kinds == [None, "base"]:
+        digits, _, base = answer.words.partition("_")
+        return isinstance(gold, Number) and _same_value(gold.value, sympy.Integer(int(digits, int(base))))
+    if kinds == ["time", "time"]:
+        return gold.words.split()[0] == answer.words.split()[0] and not ("m" in gold.words and "m" in answer.words)
+    if "choice" in kinds:
+        letters = [one.words if isinstance(one, Text) else getattr(one, "text", "") for one in (gold, answer)]
+        return letters[0].upper() == letters[1].upper()
+    return False
+
+
+def _same_items(gold: Items, answer: Items) -> bool:
+    kinds = {gold.brackets, answer.brackets}
+    if len(kinds) == 2 and not ("" in kinds and kinds & {"{}", "()"}):
         return False
-    if _has_prose(gold, answer):
+    names = {re.sub(r"_.*", "", one.name) for item in (gold, answer) for one in item.items if isinstance(one, Named)}
+    are_named = all(isinstance(one, Named) for one in (*gold.items, *answer.items))
+    if not kinds <= {"{}", ""} or (len(names) > 1 and not are_named):  # the order counts
+        return len(gold.items) == len(answer.items) and all(map(_same, gold.items, answer.items))
+    first, second = _distinct(gold.items), _distinct(answer.items)
+    if kinds == {""} and len(second) < min(2, len(answer.items)):
         return False
-    return all(map(_is_base, _INDEX_OF_A_NUMBER.finditer(answer))) and _equations_hold(gold, answer)
+    for one in first:
+        place = next((place for place, other in enumerate(second) if _same(one, other)), None)
+        if place is None:
+            return False
+        second.pop(place)
+    return not second
 
 
-def _has_prose(gold: str, answer: str) -> bool:
-    """Whether there are words that are neither a unit, nor mathematics, nor in the gold answer too. The parser takes
-    them for a product of variables, and 0 times any product is 0."""
-    if quantity(answer) is not None:
+def _distinct(items: Sequence[Value]) -> list[Value]:
+    distinct: list[Value] = []
+    for item in items:
+        if not any(_same(one, item) for one in distinct):
+            distinct.append(item)
+    return distinct
+
+
+def _same_region(gold: sympy.Basic, answer: sympy.Basic) -> bool:
+    if gold == answer:
+        return True
+    pieces = [one.args if isinstance(one, sympy.Union) else (one,) for one in (gold, answer)]
+    if not all(isinstance(one, sympy.Interval) for one in (*pieces[0], *pieces[1])):
+        return verify([gold], [answer], allow_set_relation_comp=True, timeout_seconds=None)
+    return len(pieces[0]) == len(pieces[1]) and all(
+        (one.left_open, one.right_open) == (other.left_open, other.right_open)
+        and _same_value(one.start, other.start) and _same_value(one.end, other.end)
+        for one, other in zip(*pieces, strict=True)
+    )  # fmt: skip
+
+
+def _same_ratio(gold: Value, answer: Value) -> bool:
+    if isinstance(gold, Items) and isinstance(answer, Items) and gold.brackets in ("::", "to"):
+        sums = [sum(part.value for part in one.items) for one in (gold, answer)]
+        return answer.brackets in ("::", "to") and len(gold.items) == len(answer.items) and 0 not in sums and all(
+            _same_value(one.value * sums[1], other.value * sums[0])
+            for one, other in zip(gold.items, answer.items, strict=True)
+        )  # fmt: skip
+    ratio, number = (gold, answer) if isinstance(gold, Items) else (answer, gold)
+    if ratio.brackets != "::" or len(ratio.items) != 2 or not isinstance(number, Number) or not ratio.items[1].value:
         return False
-    said = answer.rpartition("=")[2] if answer.count("=") == 1 else answer  # without the name of what it is
-    texts = [text["words"] for text in TEXT.finditer(said)]
-    if not _LETTER.search(gold):
-        texts.append(TEXT.sub(" ", said))
-    known = {*FUNCTIONS, *_PLAIN_WORD.findall(_without_markup(gold))}
-    return any(word not in known for text in texts for word in _PLAIN_WORD.findall(text))
+    return _same_value(ratio.items[0].value / ratio.items[1].value, number.value)
 
 
-def _is_base(number: re.Match[str]) -> bool:
-    """Whether 12_8 is a number in base 8; 12_1, 12_x and 19_8 are not."""
-    base = number["long"] or number["short"]
-    if number["escape"] or number["another"]:
+def _same_equation(gold: Value, answer: Value) -> bool:
+    """Whether one equation is a multiple of the other."""
+    differences = []
+    for one in (gold, answer):
+        left = one.formula or getattr(read(one.name), "value", None) if isinstance(one, Named) else None
+        if not isinstance(left, sympy.Expr) or not isinstance(one.value, Number):
+            return False
+        differences.append(left - one.value.value)
+    first, second = differences
+    if not first.free_symbols or first.free_symbols != second.free_symbols:
         return False
-    return base.isdigit() and 2 <= int(base) <= 36 and all(int(digit) < int(base) for digit in number["digits"])
+    factor = sympy.N(first.subs(_point(first, 0)) / second.subs(_point(first, 0)), _DIGITS)
+    return factor.is_finite and factor != 0 and _same_value(first, factor * second)
 
 
-def _equations_hold(gold: str, answer: str) -> bool:
-    """Whether what an answer says to be equal is: 2+2=5 is not, and 2x=5 does not state the value of x."""
-    for equation in re.split(r"[,;]|\\text\{\s*(?:and|or)\s*\}", answer):
-        *sides, value = re.split(r"(?<![<>!:\\])=", equation)
-        for side in map(str.strip, sides):
-            if not side or not _NAME_HAS_NO.search(_ARGUMENTS.sub("", side)):
-                continue  # the name of what the answer is
-            count = _count_symbols(side)
-            if count == 0 and not _count_symbols(value) and not _equivalent(value, side):
-                return False
-            if count == 1 and "=" not in gold and not _count_symbols(value):
-                return False
-    return True
-
-
-def _count_symbols(text: str) -> int:
-    """How many variables a formula has; 2, which is any number, where it is none."""
-    parsed = _parsed(text)
-    return len(parsed[0].free_symbols) if parsed and isinstance(parsed[0], sympy.Expr) else 2
-
-
-def _equivalent(gold: str, answer: str) -> bool:
-    if _differ_at_a_point(_parsed(gold), _parsed(answer)):
+def _same_measure(gold: Number, answer: Number) -> bool:
+    if not gold.unit.fits(answer.unit) or _has_prose(gold, answer):
         return False
-    return verify(_parsed(gold), _parsed(answer), allow_set_relation_comp=True, timeout_seconds=None)
-
-
-def _differ_at_a_point(gold: list, answer: list) -> bool:
-    """Whether two expressions clearly differ at an arbitrary point: most wrong answers do, which saves ``simplify``.
-    False where the values cannot be computed."""
-    if not gold or not answer or not all(isinstance(one[0], sympy.Expr) for one in (gold, answer)):
+    if gold.percent == answer.percent:
+        if gold.unit.dimensions and answer.unit.dimensions and gold.size != answer.size:
+            return _same_value(gold.value, answer.value * sympy.Rational(answer.size / gold.size))
+        return _same_number(gold, answer)
+    percent, other = (gold, answer) if gold.percent else (answer, gold)
+    if not other.unit.is_any or other.unit.counted:  # 50 cents are not 50%
         return False
-    if any(isinstance(one[0], sympy.Symbol) for one in (gold, answer)):
-        return False  # a word may be parsed as one symbol or as a product of many
-    symbols = sorted(gold[0].free_symbols | answer[0].free_symbols, key=str)
-    exact = [] if symbols else [one[0].doit() for one in (gold, answer)]
-    if exact and all(isinstance(value, sympy.Rational) for value in exact):
-        return exact[0] != exact[1]  # 1/2004! and 1/2006! agree to many decimals
-    point = {symbol: sympy.Float(0.6180339 + 0.3141592 * number) for number, symbol in enumerate(symbols)}
-    try:
-        first, second = (complex(one[0].evalf(subs=point)) for one in (gold, answer))
-    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError, NotImplementedError):
+    # 25 may mean 25%, but 1/2 does not mean 0.5%.
+    number = other.value
+    as_written = gold.percent or (number.is_Rational and abs(number) >= 1)
+    return (as_written and _same_value(percent.value, number)) or _same_value(percent.value, 100 * number)
+
+
+def _has_prose(gold: Number, answer: Number) -> bool:
+    """Whether there are words that are neither mathematics nor letters of the gold answer: the parser takes them for a
+    product of variables, and 0 times any product is 0."""
+    said, known = (_COMMAND.sub(" ", text) for text in (answer.text, gold.text))
+    return any(run not in FUNCTIONS and not set(run) <= set(known) for run in _RUN.findall(said))
+
+
+def _same_number(gold: Number, answer: Number) -> bool:
+    return _same_value(gold.value, answer.value) or (_is_rounded(answer.text, gold) or _is_rounded(gold.text, answer))
+
+
+def _is_rounded(decimal: str, exact: Number) -> bool:
+    """Whether a decimal has the first digits of a number that no decimal is equal to."""
+    digits = decimal.lstrip("-0.").replace(".", "")
+    if not _ROUNDED.fullmatch(decimal) or len(digits) < _FEWEST_DIGITS or _ROUNDED.fullmatch(exact.text):
         return False
-    return abs(first - second) > _CLEARLY * (1 + abs(first))
+    number = exact.value.doit()
+    if getattr(number, "free_symbols", True) or not number.is_real:
+        return False
+    last = sympy.Rational(1, 10 ** len(decimal.partition(".")[2]))
+    return bool(abs(sympy.N(number - sympy.Rational(decimal), _DIGITS)) < last)
 
 
-def _numbers_in_brackets(answer: str) -> str | None:
-    """The canonical form of ``(1, 2)``, ``[1,2)`` and the like, or of a set or list (both sorted), of numbers and
-    fractions; None for other texts. The parser takes twenty times as long for these as for a formula."""
-    match = _BRACKETS.fullmatch(answer)
-    kind = match and _KINDS.get((match["opens"][-1:], match["closes"][-1:]))
-    if kind is None:
-        return None
-    numbers = [simple_fraction(item) for item in match["items"].split(",")]
-    if len(numbers) < 2 or None in numbers:
-        return None
-    if kind == "{}":
-        numbers = sorted(set(numbers))
-    return kind[0] + ", ".join(map(str, numbers)) + kind[1]
+def _same_value(gold: sympy.Basic, answer: sympy.Basic) -> bool:
+    """Whether two expressions are equal: exactly where both are rational, to many digits where they are numbers, and at
+    some points where they have variables; math-verify decides where sympy finds no number there."""
+    if isinstance(gold, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
+        return (
+            getattr(gold, "shape", None) == getattr(answer, "shape", ()) and all(map(_same_value, gold, answer))
+        )  # fmt: skip
+    exact = gold.doit(), answer.doit()
+    if any(one.has(sympy.zoo, sympy.nan) for one in exact):
+        return False
+    if exact[0] == exact[1]:
+        return True
+    if all(one.is_Rational for one in exact) or any(one.is_infinite for one in exact):
+        return False
+    if isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol):
+        return False
+    difference = exact[0] - exact[1]
+    decided = False
+    for number in range(len(_POINTS)):
+        point = _point(difference, number)
+        try:
+            values = [sympy.N(one.subs(point), _DIGITS) for one in exact]
+            first, second = (sympy.Float(0) + value if value.is_real else value for value in values)
+            if not all(value.is_number and value.is_finite for value in values):
+                continue
+            scale = max(abs(first), abs(second))
+            equal = scale == 0 or bool(abs(first - second) < scale * sympy.Float(10) ** (-_DIGITS * 3 // 4))
+        except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError, NotImplementedError):
+            continue
+        if not equal:
+            if point and number == len(_POINTS) - 1 and not all(value.is_real for value in values):
+                continue  # another branch of a root or a logarithm
+            return False
+        decided = True
+        if not point:
+            return True
+    return decided or bool(verify([gold], [answer], timeout_seconds=None))
 
 
-def _is_no_list(answer: str) -> bool:
-    """Whether it is an inequality, an interval, or several sets, which a parser may take for a set of their numbers."""
-    several = answer.count(r"\{") > 1 and r"\cup" not in answer
-    return several or re.search(r"[<>]|\\(?:leq?|geq?)(?![a-zA-Z])|\\in\s*[(\[]", answer) is not None
-
-
-def _percent_readings(gold: str, answer: str, percents: tuple[bool, bool]) -> list[str]:
-    """What an answer may mean where it, or the gold answer's number, or both have a percent sign. 25% may be meant by
-    25, but 0.5% by 1/2 is not."""
-    number = answer.removesuffix("%")
-    if all(percents):
-        return [number]
-    value = simple_fraction(gold)
-    if percents[1] and (value is None or abs(value) < 1):
-        return [rf"\frac{{{number}}}{{100}}"]
-    return [number, rf"\frac{{{number}}}{{100}}" if percents[1] else rf"100({number})"]
-
-
-@lru_cache(maxsize=256)
-def _parsed(answer: str) -> list:
-    """What all of the text means to math-verify's parser; empty where it cannot read all of it."""
-    text = answer.replace(r"\varnothing", r"\emptyset").replace("°", r"^\circ")
-    try:
-        return [latex2sympy(text, normalization_config=_NORMALIZED)]
-    except MemoryError:
-        raise
-    except Exception:  # its parser and sympy raise any type
-        return []
-
-
-def _words(answer: str, fewest_letters: int = _FEWEST_LETTERS) -> str | None:
-    """The words of an answer without mathematics, in lower case and without article; None for any other answer.
-
-    Outside ``\\text{}``, fewer than ``fewest_letters`` letters are not a word.
-    """
-    plain = TEXT.sub(lambda text: text["words"], answer).strip()
-    if not _WORDS.fullmatch(plain):
-        return None
-    if plain == answer and sum(character.isalpha() for character in plain) < fewest_letters:
-        return None
-    return _ARTICLE.sub("", " ".join(plain.rstrip(".").casefold().split()))
+def _point(expression: sympy.Expr, number: int) -> dict[sympy.Symbol, sympy.Float]:
+    first, step = _POINTS[number]
+    symbols = sorted(expression.free_symbols, key=str)
+    return {symbol: sympy.Float(str(first + step * place), _DIGITS) for place, symbol in enumerate(symbols)}

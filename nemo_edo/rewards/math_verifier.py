@@ -20,7 +20,7 @@ from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number
 from nemo_edo.data.benchmarks import MATH, TEXT
 from nemo_edo.data.problems import BadRow, LoadedProblems, ProblemFileError, report_bad_rows
 from nemo_edo.rewards import workers
-from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
+from nemo_edo.rewards.verifier import CORRECT, read_responses
 from nemo_edo.rewards.workers import Limits, TaskFailure, WorkerPool
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 
@@ -66,7 +66,11 @@ class MathVerifier:
         verdicts = {pair: _without_parser(*pair) for pair in new}
         hard = [pair for pair in new if verdicts[pair] is None]
         for (gold, answer), result in zip(hard, self._run("compare", hard), strict=True):
-            verdicts[gold, answer] = _verdict(gold, answer, result)
+            if isinstance(result, TaskFailure):
+                verdicts[gold, answer] = Verdict(False, clean_answer(answer), f"{UNVERIFIED}{result.reason}")
+            else:
+                correct, form = result
+                verdicts[gold, answer] = Verdict(correct, gold if correct else form)
         self._known |= verdicts
         found = [self._known[pair] for pair in pairs]
         failures = Counter(verdict.failure for verdict in found if verdict.failure is not None)
@@ -78,37 +82,32 @@ class MathVerifier:
 
     def unverifiable(self, problems: Sequence[Problem]) -> list[BadRow]:
         """The problems whose own answers cannot be verified."""
-        rows = [
-            BadRow(problem.source, f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})")
-            for problem in problems
-            if problem.answer_kind == TEXT
-        ]
-        rows += [
-            BadRow(p.source, f"the answer has {len(p.answer)} characters; expected {LONGEST_ANSWER} at most")
-            for p in problems
-            if p.answer_kind != TEXT and len(p.answer) > LONGEST_ANSWER
-        ]
-        asked = [p for p in problems if p.answer_kind == MATH and len(p.answer) <= LONGEST_ANSWER]
-        asked = [problem for problem in asked if canonical_number(problem.answer) is None]
-        answers = list(dict.fromkeys(problem.answer for problem in asked))
-        readable = dict(zip(answers, self._run("parses", [(answer,) for answer in answers]), strict=True))
-        rows += [
-            BadRow(
-                problem.source, f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
-            )
-            for problem in asked
-            if readable[problem.answer] is not True
-        ]
+        asked = list(dict.fromkeys(
+            p.answer for p in problems
+            if p.answer_kind == MATH and len(p.answer) <= LONGEST_ANSWER and canonical_number(p.answer) is None
+        ))  # fmt: skip
+        readable = dict(zip(asked, self._run("parses", [(answer,) for answer in asked]), strict=True))
+        rows = []
+        for problem in problems:
+            if problem.answer_kind == TEXT:
+                reason = f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})"
+            elif len(problem.answer) > LONGEST_ANSWER:
+                reason = f"the answer has {len(problem.answer)} characters; expected {LONGEST_ANSWER} at most"
+            elif readable.get(problem.answer, True) is not True:
+                reason = f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
+            else:
+                continue
+            rows.append(BadRow(problem.source, reason))
         return rows
 
     def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:
         """A task whose worker died is tried once more: the system may have killed it, short of memory, which must not
         cost an answer its reward."""
         results = self._pool.run(f"{_EQUIVALENCE}:{function}", arguments)
-        died = [place for place, result in enumerate(results) if _has_died(result)]
+        died = [place for place, result in enumerate(results) if getattr(result, "exit_status", None) is not None]
         again = self._pool.run(f"{_EQUIVALENCE}:{function}", [arguments[place] for place in died])
         for place, result in zip(died, again, strict=True):
-            results[place] = workers.CRASHED if _has_died(result) else result
+            results[place] = workers.CRASHED if getattr(result, "exit_status", None) is not None else result
         return results
 
 
@@ -129,12 +128,16 @@ class MathScorer:
         responses = read_responses(rollouts, problems, self._answers)
         stated = [(response.problem.answer, response.answer) for response in responses if response.answer is not None]
         verdicts = iter(self._verifier.verify(stated))
-        return [
-            response.scored(0.0, None, response.why_no_answer)
-            if response.answer is None
-            else _scored(response, next(verdicts))
-            for response in responses
-        ]
+        scored = []
+        for response in responses:
+            if response.answer is None:
+                scored.append(response.scored(0.0, None, response.why_no_answer))
+            elif (verdict := next(verdicts)).correct:
+                scored.append(response.scored(1.0, verdict.answer, CORRECT))
+            else:
+                expected = f"final answer {_shortened(verdict.answer)}, expected {response.problem.answer}"
+                scored.append(response.scored(0.0, verdict.answer, verdict.failure or expected))
+        return scored
 
 
 def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *, on_bad_rows: str) -> LoadedProblems:
@@ -163,24 +166,6 @@ def _without_parser(gold: str, answer: str) -> Verdict | None:
         return Verdict(True, gold)
     exact = "." not in gold + answer  # a decimal may be rounded
     return Verdict(False, str(given)) if exact else None
-
-
-def _has_died(result: Any) -> bool:
-    return isinstance(result, TaskFailure) and result.exit_status is not None
-
-
-def _verdict(gold: str, answer: str, result: tuple[bool, str] | TaskFailure) -> Verdict:
-    if isinstance(result, TaskFailure):
-        return Verdict(False, clean_answer(answer), f"{UNVERIFIED}{result.reason}")
-    correct, form = result
-    return Verdict(correct, gold if correct else form)
-
-
-def _scored(response: Response, verdict: Verdict) -> ScoredRollout:
-    if verdict.correct:
-        return response.scored(1.0, verdict.answer, CORRECT)
-    expected = f"final answer {_shortened(verdict.answer)}, expected {response.problem.answer}"
-    return response.scored(0.0, verdict.answer, verdict.failure or expected)
 
 
 def _shortened(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from nemo_edo.rewards.verifier import ExactAnswerScorer
 if TYPE_CHECKING:
     from nemo_edo.config import RewardsConfig
     from nemo_edo.interfaces import Scorer
-    from nemo_edo.rewards.custom import RewardFunctions
+    from nemo_edo.rewards.custom import CustomScorer
     from nemo_edo.rewards.judge import Judge
     from nemo_edo.rewards.workers import Limits
 
@@ -29,12 +28,15 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
     """
     rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if rewards.by_function:
-        from nemo_edo.rewards.custom import CustomScorer
-
-        custom = CustomScorer(answers, _reward_functions(cfg), rewards.success_at)
+        custom = _custom_scorer(cfg)
         custom.try_on([file.problems[0] for file in loaded.values()])
         return custom, None
-    _require_answers(loaded)
+    without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
+    if without is not None:
+        raise UserError(
+            f"{without.source}: has no answer, which the verifier compares with; name its column with "
+            "data.columns.answer, or score by a custom reward (rewards.function)"
+        )
     only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     if rewards.verifier == "exact" or (rewards.verifier == "auto" and only_numbers):
         return ExactAnswerScorer(answers), None
@@ -53,19 +55,24 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
 
 
 def check_functions(cfg: RunConfig) -> None:
-    """Raises UserError for a custom reward that cannot be called. Needs no process group."""
+    """Raises UserError for a custom reward that cannot be called."""
     if cfg.rewards.by_function:
-        functions = _reward_functions(cfg)
-        functions.check()
-        functions.close()
+        custom = _custom_scorer(cfg)
+        custom.check()
+        custom.close()
 
 
-def _reward_functions(cfg: RunConfig) -> RewardFunctions:
-    from nemo_edo.rewards.custom import RewardFunction, RewardFunctions
+def _custom_scorer(cfg: RunConfig) -> CustomScorer:
+    from nemo_edo.rewards.custom import CustomScorer, RewardFunction
 
-    rewards, failures = cfg.rewards, Path(cfg.output_dir) / cfg.name / "failures"
-    functions = [RewardFunction(name, key, one.path, one.weight) for name, (key, one) in rewards.by_function.items()]
-    return RewardFunctions(functions, rewards.function_time_limit_s, failures)
+    rewards = cfg.rewards
+    return CustomScorer(
+        answer_format(cfg.data.answer_format, cfg.data.answer_pattern),
+        [RewardFunction(name, key, one.path, one.weight) for name, (key, one) in rewards.by_function.items()],
+        time_limit_s=rewards.function_time_limit_s,
+        failures=Path(cfg.output_dir) / cfg.name / "failures",
+        success_at=rewards.success_at,
+    )
 
 
 def _answering_judge(cfg: RunConfig) -> Judge:
@@ -79,16 +86,6 @@ def _answering_judge(cfg: RunConfig) -> Judge:
     judge = Judge(settings, JudgeCache(Path(settings.cache or Path(cfg.output_dir) / "judge.sqlite")), rules)
     judge.check()
     return judge
-
-
-def _require_answers(loaded: Mapping[Path, LoadedProblems]) -> None:
-    """Raises UserError for a problem without an answer to compare with."""
-    without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
-    if without is not None:
-        raise UserError(
-            f"{without.source}: has no answer, which the verifier compares with; name its column with "
-            "data.columns.answer, or score by a custom reward (rewards.function)"
-        )
 
 
 def _limits(rewards: RewardsConfig) -> Limits:

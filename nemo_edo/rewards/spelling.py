@@ -12,10 +12,12 @@ from nemo_edo.rewards.units import NAMES
 
 _SYMBOLS = {
     "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
-    "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "–": "-",
+    "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "–": "-", "—": "-",
+    "。": "",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
     "\u200b": "", "\u2060": "", "\ufeff": "",
 }  # fmt: skip
+_DOLLARS = re.compile(r"\$?(?P<sign>-?)\\\$(?P<number>[\d,.]*\d)\$?")
 _FULL_WIDTH = 0xFEE0
 """Between a full-width character and its ASCII one."""
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -23,18 +25,36 @@ _REPEATING = re.compile(
     r"(?P<whole>\d*)\.(?P<head>\d*)\\(?:overline|bar|dot)(?:\s*\{(?P<cycle>\d+)\}|\s*(?P<digit>\d))"
 )
 _FRACTION = r"\\[dt]?frac(?:\{[^{}]*\}\{[^{}]*\}|\s*\d\d)"
+
+
+def _joined(digits: re.Match[str]) -> str:
+    return re.sub(r"\D", "", digits[0])
+
+
+def _decimal_comma(number: re.Match[str]) -> str:
+    whole, decimals = number["whole"] or number["grouped"], number["cents"] or number["decimals"]
+    return f"{whole.replace('.', '')}.{decimals}"
+
+
 _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\[bB]igg?[lrm]?\s*(?=[()\[\]|]|\\[{}])", ""),
-    (r"\\colon(?![a-zA-Z])", ":"),
-    (r"(?<=[\d {])(?P<half>[aApP])\.[mM]\b\.?", r"\g<half>m"),
-    (r"(?<!\\)\\$", ""),
-    (r"\\\{\s+\\\}", r"\\{\\}"),
     (r"^\{(?P<items>[^{}]*[^{},],[^{}]+)\}$", r"\\{\g<items>\\}"),
     (r"\\(?:math(?:rm|it)|text)\{(?P<letter>[ei])\}", r" \g<letter>"),
     (r"^(?:=|\\approx(?![a-zA-Z])|≈)\s*", ""),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+    (r"(?<=\d)[个元人天岁名次米]$", ""),
+    (r"^\d{1,3}(?:'\d{3})+(?=\D|$)|^\d{1,3}(?:\.\d{3}){2,}(?=,\d+$|$)|^\d{1,3}(?:_\d{3}){2,}$", _joined),
+    (r"^(?P<whole>\d{1,3}(?:\.\d{3})*),(?P<cents>\d\d)(?=\s*[€£])|"
+     r"^(?P<grouped>\d{1,3}(?:\.\d{3})+),(?P<decimals>\d+)$", _decimal_comma),
+    (r"^(?:Rs\.?|USD|EUR|INR)\s*(?P<number>\d[\d,.]*)$", r"\g<number>"),
+    (r"^\\text\{\s*the (?:final )?answer is:?\s*\}\s*|^the (?:final )?answer is:?\s+", ""),
+    (r"\\frac\s*\{\\(?:text|mathrm)\{(?P<per>[a-z]+)\}\}\s*\{\\(?:text|mathrm)\{(?P<unit>[a-z]+)\}"
+     r"(?P<power>\^\{?\d\}?)?\}", r"\\text{\g<per>/\g<unit>\g<power>}"),
+    (r"\\(?:text|mathrm|mathbf)\{\s*(?P<number>-?[\d.]+)\s*\}", r"\g<number>"),
+    (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\lt(?![a-zA-Z])", "<"),
     (r"√\s*(?:\((?P<inside>[^()]*)\)|(?P<plain>\d+|[a-z]))", r"\\sqrt{\g<inside>\g<plain>}"),
     (r"(?P<sign>-?)(?P<currency>[€£¥])\s*(?P<number>\d[\d,.]*)$", r"\g<sign>\g<number> \g<currency>"),
     (r"\s*\*\*\s*(?P<power>-?\d+|[a-z]|\([^()]*\))", r"^{\g<power>}"),
@@ -52,19 +72,16 @@ _CURRENCIES = str.maketrans({"€": " euros", "£": " sterling", "¥": " yen"})
 
 def respelled(answer: str) -> str:
     """An answer, cleaned, in spellings that the parser reads as they are meant."""
-    text = clean_answer(answer if answer.isascii() else _SUPERSCRIPT.sub(_power, _in_ascii(answer)))
+    text = answer if answer.isascii() else _SUPERSCRIPT.sub(_power, "".join(map(_ascii, answer)))
+    text = clean_answer(_DOLLARS.sub(r"\g<sign>\g<number> dollars", text.strip()))
     text = _REPEATING.sub(_fraction, text)
     for pattern, by in _REWRITTEN:
         text = pattern.sub(by, text)
     return " ".join(_NUMBER_WITH_UNIT.sub(_apart, text).translate(_CURRENCIES).split())
 
 
-def _in_ascii(text: str) -> str:
-    """Digits of any script, full-width characters and common symbols; others stay."""
-    return "".join(_ascii(character) for character in text)
-
-
 def _ascii(character: str) -> str:
+    """The ASCII spelling of digits of any script, full-width characters and common symbols; others stay."""
     if character.isdecimal():
         return str(unicodedata.decimal(character))
     if "\uff01" <= character <= "\uff5e":

@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nemo_edo.data.answers import simple_fraction
-
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{(?P<words>[^{}]*)\}")
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi max min gcd lcm mod choose det "
@@ -18,155 +16,132 @@ FUNCTIONS = frozenset(
 _MULTIPLIERS = {"k": 10**3, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
                 "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9, "lakh": 10**5,
                 "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
-_NO_UNIT = frozenset(
+NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "
-    "plus minus over mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce halves "
-    "third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth tenths "
-    "hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
-    "none doubled tripled quadrupled halved bps".split()
+    "plus minus over off mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce "
+    "halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth "
+    "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
+    "none doubled tripled quadrupled halved bps to".split()
 )
-_FIRST_MARK = "\x01"
-"""Stands where a text or a degree sign began."""
-_FORMULA_THEN_TEXT = re.compile(rf"(?P<value>[^{_FIRST_MARK}]*\S)\s*{_FIRST_MARK}(?P<unit>.+)")
+"""Words that say something else of the number than its unit."""
+_IN = Fraction(254, 10000)
+_SIZES: dict[str, dict[str, Fraction | int]] = {
+    "length": {
+        "m meter metre": 1, "cm centimeter centimetre": Fraction(1, 100), "mm millimeter millimetre": Fraction(1, 1000),
+        "km kilometer kilometre": 1000, "in inch inche": _IN, "ft foot feet": 12 * _IN, "yd yard": 36 * _IN,
+        "mi mile": 63360 * _IN,
+    },
+    "time": {"s sec second": 1, "ms millisecond": Fraction(1, 1000), "min minute": 60, "h hr hour": 3600, "day": 86400,
+             "wk week": 604800},
+    "months": {"month": 1, "yr year": 12, "decade": 120},
+    "mass": {"g gram": 1, "kg kilogram kilo": 1000, "mg milligram": Fraction(1, 1000)},
+    "weight": {"oz ounce": 1, "lb pound": 16, "ton": 32000},
+    "volume": {"cup": 1, "pt pint": 2, "qt quart": 4, "gal gallon": 16},
+    "dollars": {"dollar usd": 1, "cent": Fraction(1, 100)},
+    "euros": {"euro eur": 1},
+    "degrees": {"degree deg": 1},
+    "radians": {"radian rad": 1},
+}  # fmt: skip
+_UNITS = {
+    name: (Counter({dimension: 1}), Fraction(size))
+    for dimension, sizes in _SIZES.items()
+    for names, size in sizes.items()
+    for name in names.split()
+}
+"""The dimensions of each unit, and its size in the first unit of the dimension."""
+for _name, _size in (("mph", 63360 * _IN / 3600), ("kph", Fraction(1000, 3600)), ("kmh", Fraction(1000, 3600))):
+    _UNITS[_name] = Counter({"length": 1, "time": -1}), _size
+for _name, _size in (("l liter litre", Fraction(1, 1000)), ("ml milliliter millilitre", Fraction(1, 10**6))):
+    _UNITS |= dict.fromkeys(_name.split(), (Counter({"length": 3}), _size))
+NAMES = frozenset(_UNITS)
+"""Units that have a size, in the singular."""
+_MARK = "\x01"
+"""Put where a text or a degree sign began."""
+_FORMULA_THEN_TEXT = re.compile(rf"(?P<value>[^{_MARK}]*\S)\s*{_MARK}(?P<unit>.+)")
 _NUMBER_THEN_WORDS = re.compile(r"(?P<value>[^a-zA-Z\\]*\d|.*\\[dt]?frac\s*\{\d+\}\s*\{\d+\}) (?P<unit>[a-zA-Z].*)")
 _TOKENS = re.compile(r"[a-z]+|\^\{?-?\d+\}?|/")
-_SECOND, _METRE, _GRAM = Fraction(1), Fraction(1), Fraction(1)
-_INCH = Fraction(254, 10000)
-
-
-def _units() -> dict[str, tuple[Counter[str], Fraction]]:
-    """Of each name its dimensions, and its size in the dimension's first unit."""
-    names = {
-        "length": {
-            "m meter metre": _METRE, "cm centimeter centimetre": _METRE / 100,
-            "mm millimeter millimetre": _METRE / 1000, "km kilometer kilometre": _METRE * 1000,
-            "in inch inche": _INCH, "ft foot feet": 12 * _INCH, "yd yard": 36 * _INCH, "mi mile": 63360 * _INCH,
-        },
-        "time": {
-            "s sec second": _SECOND, "ms millisecond": _SECOND / 1000, "min minute": 60 * _SECOND,
-            "h hr hour": 3600 * _SECOND, "day": 86400 * _SECOND, "wk week": 604800 * _SECOND,
-        },
-        "months": {"month": Fraction(1), "yr year": Fraction(12), "decade": Fraction(120)},
-        "mass": {"g gram": _GRAM, "kg kilogram kilo": 1000 * _GRAM, "mg milligram": _GRAM / 1000},
-        "weight": {"oz ounce": Fraction(1), "lb pound": Fraction(16), "ton": Fraction(32000)},
-        "volume": {"cup": Fraction(1), "pt pint": Fraction(2), "qt quart": Fraction(4), "gal gallon": Fraction(16)},
-        "litres": {"l liter litre": Fraction(1), "ml milliliter millilitre": Fraction(1, 1000)},
-        "dollars": {"dollar usd": Fraction(1), "cent": Fraction(1, 100)},
-        "euros": {"euro eur": Fraction(1)},
-        "degrees": {"degree deg": Fraction(1)},
-        "radians": {"radian rad": Fraction(1)},
-    }  # fmt: skip
-    found = {
-        name: (Counter({dimension: 1}), size)
-        for dimension, sizes in names.items()
-        for spellings, size in sizes.items()
-        for name in spellings.split()
-    }
-    found["mph"] = (Counter({"length": 1, "time": -1}), 63360 * _INCH / 3600)
-    found["kph"] = found["kmh"] = (Counter({"length": 1, "time": -1}), Fraction(1000, 3600))
-    return found
-
-
-_UNITS = _units()
-NAMES = frozenset(_UNITS)
-"""Of units that have a size, in the singular."""
+_ANOTHER = re.compile(r"(?P<first>\D+?)(?:\s*,)?(?:\s+and)?\s+(?P<rest>\d.*)")
 
 
 @dataclass(frozen=True)
 class Unit:
-    dimensions: frozenset[tuple[str, int]]
-    """Of the units that have a size."""
-    size: Fraction
-    counted: frozenset[str]
+    dimensions: frozenset[tuple[str, int]] = frozenset()
+    """The exponents of the dimensions of units that have a size."""
+    counted: frozenset[str] = frozenset()
     """The other words, in the singular."""
 
     @property
     def is_any(self) -> bool:
         """Whether it fits every unit."""
-        return not self.dimensions and (not self.counted or "unit" in self.counted)
+        return not self.dimensions and (not self.counted or bool({"unit", "th"} & self.counted))
+
+    def fits(self, other: Unit) -> bool:
+        """Whether values in these units can be equal."""
+        if self.is_any or other.is_any:
+            return True
+        if self.dimensions or other.dimensions:  # 5 N m is no length, 5 m of rope is
+            letters = [{word for word in unit.counted if len(word) == 1} for unit in (self, other)]
+            return self.dimensions == other.dimensions and letters[0] == letters[1]
+        return bool(self.counted & other.counted)
 
 
 @dataclass(frozen=True)
-class Quantity:
+class Measure:
+    """A value and its unit, as they are written."""
+
     value: str
-    """The mathematics before the words."""
     multiplier: int
-    """1000000 of 5 million."""
+    """1000000 in 5 million."""
+    size: Fraction
+    """The unit's, in the first unit of its dimension."""
     unit: Unit
-    words: str
-    """The unit, as it is written."""
+    more: Measure | None = None
+    """30 minutes in 1 hour 30 minutes."""
 
 
-def quantity(answer: str, *, letters: bool = False) -> Quantity | None:
+def measure(answer: str, *, letters: bool = False) -> Measure | None:
     """An answer's value and unit; None where it is not a value that a unit, or what is counted, follows.
 
     letters: whether a single letter outside of a text may be a unit: 5 m may be a product.
     """
-    marked = TEXT.sub(lambda text: f"{_FIRST_MARK}{text['words']} ", answer)
-    marked = re.sub(r"\^\{?\\circ\}?|°", _FIRST_MARK + "degrees ", marked)
+    marked = TEXT.sub(lambda text: f"{_MARK}{text['words']} ", answer)
+    marked = re.sub(r"\^\{?\\circ\}?|°", _MARK + "degrees ", marked)
     match = _FORMULA_THEN_TEXT.fullmatch(marked) or _NUMBER_THEN_WORDS.fullmatch(marked)
     if match is None or not re.search(r"[\da-z]", match["value"]):
         return None
-    words = " ".join(match["unit"].replace(_FIRST_MARK, " ").split())
-    if _FIRST_MARK not in marked and not _begins_a_unit(words) and not (letters and words in _UNITS):
-        return None
-    if "degrees" in words and simple_fraction(match["value"]) is None:
+    words = " ".join(match["unit"].replace(_MARK, " ").split())
+    if _MARK not in marked and not (letters and words in _UNITS):
+        first = re.match(r"[a-zA-Z]+", words)[0]  # one letter may be a variable
+        if first in FUNCTIONS or (len(first) == 1 and not re.fullmatch(r"[a-z]+/[a-z]+", words)):
+            return None
+    if "degrees" in words and not re.fullmatch(r"[-+\d.,/ ]+|.*\\[dt]?frac.*\d.*", match["value"]):
         return None  # \sin 30^\circ is a number
-    read = _read(words)
-    return Quantity(match["value"].strip(), *read) if read is not None else None
+    value, more = match["value"].strip(), _ANOTHER.fullmatch(words)
+    if more is not None:
+        parts = _read(value, more["first"]), measure(more["rest"])
+        if None in parts or not parts[0].unit.dimensions or parts[0].unit != parts[1].unit:
+            return None
+        return Measure(value, parts[0].multiplier, parts[0].size, parts[0].unit, parts[1])
+    return _read(value, words)
 
 
-def comparable(one: Unit, other: Unit) -> bool:
-    """Whether values in these units can be equal."""
-    if one.is_any or other.is_any:
-        return True
-    if one.dimensions or other.dimensions:  # 5 N m is no length, 5 m of rope is
-        letters = [{word for word in unit.counted if len(word) == 1} for unit in (one, other)]
-        return one.dimensions == other.dimensions and letters[0] == letters[1]
-    return bool(one.counted & other.counted)
-
-
-def ratio(one: Quantity, other: Quantity) -> Fraction:
-    """What the first one's value is multiplied by to be in the other's unit."""
-    sized = one.unit.dimensions and other.unit.dimensions
-    return Fraction(one.multiplier, other.multiplier) * (one.unit.size / other.unit.size if sized else 1)
-
-
-def no_unit(value: str) -> Quantity:
-    return Quantity(value, 1, Unit(frozenset(), Fraction(1), frozenset()), "")
-
-
-def _begins_a_unit(words: str) -> bool:
-    """Of words outside of a text: one letter may be a variable."""
-    first = re.match(r"[a-zA-Z]+", words)[0]
-    return first not in FUNCTIONS and (len(first) > 1 or re.fullmatch(r"[a-z]+/[a-z]+", words) is not None)
-
-
-def _read(words: str) -> tuple[int, Unit, str] | None:
-    """The multiplier, the unit and its words; None for what is neither."""
+def _read(value: str, words: str) -> Measure | None:
+    """The measure of a value and the words after it; None where they are no unit."""
+    if words == "M":  # 5 M is 5 million, and 5 m five metres
+        return Measure(value, 10**6, Fraction(1), Unit())
     text = words.casefold().replace("²", "^2").replace("³", "^3").replace(".", "")
     text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)
     tokens = _TOKENS.findall(text)
-    if not tokens or len("".join(tokens)) != len(text.replace(" ", "")) or _NO_UNIT & set(tokens):
+    if not tokens or len("".join(tokens)) != len(text.replace(" ", "")) or NO_UNIT & set(tokens):
         return None
     if tokens[0] in ("squared", "cubed"):  # of the number
         return None
-    multiplier, sizes = 1, Counter()
-    if words == "M":  # 5 M is 5 million, and 5 m five metres
-        return 10**6, Unit(frozenset(), Fraction(1), frozenset()), ""
+    multiplier = 1
     while tokens and (factor := _MULTIPLIERS.get(tokens[0], _MULTIPLIERS.get(tokens[0].removesuffix("s")))):
         multiplier *= factor
         tokens.pop(0)
-        words = words.partition(" ")[2]
-    size, counted, sign, power = Fraction(1), set(), 1, 1
-    last: tuple[Counter[str], Fraction] | None = None
-
-    def add(unit: tuple[Counter[str], Fraction], times: int) -> None:
-        nonlocal size
-        size *= unit[1] ** times
-        for name, exponent in unit[0].items():
-            sizes[name] += exponent * times
-
+    powers: list[tuple[str, int]] = []  # units that have a size, with their exponents
+    counted, sign, power = set(), 1, 1
     for token in tokens:
         singular = token if token in _UNITS or len(token) < 3 else token.removesuffix("s")
         if token in ("/", "per"):
@@ -174,15 +149,20 @@ def _read(words: str) -> tuple[int, Unit, str] | None:
         elif token in ("square", "sq", "cubic", "cu"):
             power = 2 if token.startswith("s") else 3
         elif token in ("squared", "cubed") or token.startswith("^"):
-            exponent = {"squared": 2, "cubed": 3}.get(token) or int(token.strip("^{}"))
-            if last is not None:
-                add(last, (exponent - 1) * sign)
+            if powers:
+                exponent = {"squared": 2, "cubed": 3}.get(token) or int(token.strip("^{}"))
+                powers[-1] = (powers[-1][0], exponent * sign)
         elif singular in _UNITS:
-            last = _UNITS[singular]
-            add(last, sign * power)
+            powers.append((singular, sign * power))
             power = 1
         elif len(token) == 1 and token not in "ajwnvcf":  # joule, watt, newton, volt, and degrees
             return None
         elif token not in ("of", "a", "an", "the"):
-            counted.add(singular)
-    return multiplier, Unit(frozenset(item for item in sizes.items() if item[1]), size, frozenset(counted)), words
+            counted.add("th" if token in ("st", "nd", "rd") else singular)
+    size, dimensions = Fraction(1), Counter()
+    for name, exponent in powers:
+        size *= _UNITS[name][1] ** exponent
+        for dimension, times in _UNITS[name][0].items():
+            dimensions[dimension] += times * exponent
+    unit = Unit(frozenset(item for item in dimensions.items() if item[1]), frozenset(counted))
+    return Measure(value, multiplier, size, unit)

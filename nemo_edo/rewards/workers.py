@@ -3,23 +3,36 @@
 A server process forks the workers, so that one that was killed is replaced within milliseconds, and the trainer (CUDA,
 threads, gigabytes) is never forked.
 
-    trainer -- WorkerPool.run --> server (worker_server.py) -- one task at a time --> workers
+    trainer -- WorkerPool.run --> server -- one task at a time --> workers
+
+Server and workers import neither torch nor the trainer, and end when the trainer closes the connection or has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pkgutil import resolve_name
 from typing import Any
 
 from nemo_edo.errors import UserError
+
+_REPLACE_ABOVE = 0.5
+"""Share of the memory limit: a worker whose peak was above it is replaced, as its next task would have less."""
+_FIRST_TRY_S = 0.25
+"""CPU time of a task's first try where there is a budget: few need more, and those wait until the others are done."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ class WorkerPool:
         """
         if not arguments:
             return []
-        if self._connection is None:
+        if self._connection is None:  # most runs never need it
             self._start()
         try:
             self._connection.send((function, list(arguments), wall_s, self._left_s))
@@ -94,9 +107,8 @@ class WorkerPool:
             self._connection = None
 
     def _start(self) -> None:
-        """Starts the server with the first task: most ranks of a run never need it."""
         self._connection, theirs = Pipe()
-        main = "from nemo_edo.rewards.worker_server import main; main()"  # not -m: it sends instances of our classes
+        main = "from nemo_edo.rewards.workers import main; main()"  # not -m: it sends instances of our classes
         # OpenBLAS would reserve address space for each of its threads.
         threads = {} if self.limits is None else {"OMP_NUM_THREADS": "1"}
         # A separate session: only the trainer handles Ctrl-C.
@@ -113,3 +125,138 @@ class WorkerPool:
 def _close(connection: Connection, server: subprocess.Popen) -> None:
     connection.close()  # ends the server and the workers
     server.wait()
+
+
+# --- in the server ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    trainer = Connection(int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer still scores its last responses before it stops
+        signal.signal(number, signal.SIG_IGN)
+    limits, prepare = trainer.recv()
+    if prepare is not None:
+        resolve_name(prepare)()
+    server = _Server(trainer, limits)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            trainer.send(server.run(*trainer.recv()))
+    for worker in server.workers:
+        worker.end()
+
+
+@dataclass
+class _Worker:
+    pid: int
+    connection: Connection
+    task: int | None = None
+    """Index of its current task."""
+    deadline: float = math.inf
+
+    def end(self) -> int:
+        """Kills the process where it has not ended, and what its functions have started; its exit status."""
+        os.killpg(self.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.connection.close()
+        return status
+
+
+class _Server:
+    def __init__(self, trainer: Connection, limits: Limits | None) -> None:
+        self._trainer = trainer
+        self._limits = limits
+        self.workers: list[_Worker] = []
+        for _ in range(1 if limits is None else limits.workers):
+            self.workers.append(self._fork())
+
+    def run(self, function: str, arguments: Sequence[tuple], wall_s: float, budget_s: float) -> tuple[list, float]:
+        """The results in order, and what is left of the budget. Raises EOFError where the trainer has ended."""
+        seconds = 0.0 if self._limits is None else self._limits.seconds  # 0: no limit
+        results: list[Any] = [TIMED_OUT] * len(arguments)
+        if math.isfinite(budget_s):
+            self._try(function, arguments, results, min(_FIRST_TRY_S, seconds), wall_s, math.inf)
+        return results, self._try(function, arguments, results, seconds, wall_s, budget_s)
+
+    def _try(self, function: str, arguments: Sequence[tuple], results: list, cpu_s: float, wall_s: float,
+             budget_s: float) -> float:  # fmt: skip
+        """Gives each task without a result at most so many seconds, until those that took them have used up the budget.
+        Returns what is left of it."""
+        waiting = deque(task for task, result in enumerate(results) if result is TIMED_OUT)
+        while True:
+            for worker in self.workers:
+                if worker.task is None and waiting and budget_s > 0:
+                    worker.task, worker.deadline = waiting.popleft(), time.monotonic() + wall_s
+                    with contextlib.suppress(ConnectionError):  # it has ended, which ``_take`` finds
+                        worker.connection.send((function, arguments[worker.task], cpu_s))
+            busy = [worker for worker in self.workers if worker.task is not None]
+            if not busy:
+                return budget_s
+            left = min(worker.deadline for worker in busy) - time.monotonic()
+            connections = [self._trainer, *(worker.connection for worker in busy)]
+            ready = wait(connections, None if left == math.inf else max(0.0, left))
+            if self._trainer in ready:
+                raise EOFError
+            for worker in busy:
+                if worker.connection in ready or time.monotonic() >= worker.deadline:
+                    task, result = worker.task, self._take(worker, is_late=worker.connection not in ready)
+                    results[task] = result
+                    budget_s -= cpu_s if result is TIMED_OUT else 0
+
+    def _take(self, worker: _Worker, *, is_late: bool) -> Any:
+        """The result of a worker's task. Replaces a worker that has ended, or is late."""
+        worker.task = None
+        if not is_late:
+            with contextlib.suppress(EOFError, ConnectionError):
+                result, is_worn = worker.connection.recv()
+                if is_worn:
+                    self._replace(worker)
+                return result
+        status = self._replace(worker)
+        return TIMED_OUT if is_late or status == -signal.SIGPROF else TaskFailure("ended its process", status)
+
+    def _replace(self, worker: _Worker) -> int:
+        """Ends the worker and puts another in its place. Returns its exit status."""
+        status = worker.end()
+        self.workers[self.workers.index(worker)] = self._fork()
+        return status
+
+    def _fork(self) -> _Worker:
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if pid == 0:
+            # Copies of the other connections would keep them open after their processes have ended.
+            for connection in [ours, self._trainer, *(worker.connection for worker in self.workers)]:
+                connection.close()
+            _work(theirs, self._limits)
+        os.setpgid(pid, pid)
+        theirs.close()
+        return _Worker(pid, ours)
+
+
+def _work(server: Connection, limits: Limits | None) -> None:
+    """A worker's loop; does not return."""
+    memory = math.inf
+    if limits is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what sympy prints about invalid input
+        memory = limits.memory_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    status = 1
+    try:
+        while True:
+            function, arguments, cpu_s = server.recv()
+            # The signal ends the process, whatever it computes: SIGPROF's handler is the default one.
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            try:
+                result = resolve_name(function)(*arguments)
+            except MemoryError:
+                result = OUT_OF_MEMORY
+            except Exception:  # invalid input makes sympy raise any type; it must cost one answer, not the run
+                result = CRASHED
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            server.send((result, peak_kb * 1024 > _REPLACE_ABOVE * memory))
+    except EOFError:
+        status = 0
+    finally:
+        os._exit(status)  # skip the server's clean-up

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from nemo_edo.run.stored_run import final_iteration, open_run
 from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
-from nemo_edo.types import Problem, SamplingParams, ScoredRollout
+from nemo_edo.types import Problem, SamplingParams
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
@@ -57,17 +57,6 @@ def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
         raise UserError(f"search takes overrides of search.* and generation.* only, not {', '.join(strange)}")
     opened = open_run(run, overrides)
     cfg, folder = opened.cfg, opened.folder
-    return _search(cfg, folder, _policy_name(cfg, folder, arm), _reward_model(cfg))
-
-
-def search_model(cfg: RunConfig) -> list[str]:
-    """Evaluates an untrained model as a separate run (``jobs.evaluate_model``), then searches its test problems."""
-    reward_model = _reward_model(cfg)
-    said = jobs.evaluate_model(cfg)
-    return [*said, *_search(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), START, reward_model)]
-
-
-def _policy_name(cfg: RunConfig, folder: RunFolder, arm: str | None) -> str:
     arms = list(arm_configs(cfg))
     own = [name for name in arms if name != REPLICATE]
     if arm is None and len(own) > 1:
@@ -77,10 +66,14 @@ def _policy_name(cfg: RunConfig, folder: RunFolder, arm: str | None) -> str:
         folder.require_arm(name, [START, *arms])
     elif name != START:
         raise UserError(f"{folder.path} has no arm {name!r}: its model is evaluated as it is, as {START}")
-    return name
+    return _search(cfg, folder, name, _reward_model(cfg))
 
 
-# --- the reward model ---------------------------------------------------------------------------------------------
+def search_model(cfg: RunConfig) -> list[str]:
+    """Evaluates an untrained model as a separate run (``jobs.evaluate_model``), then searches its test problems."""
+    reward_model = _reward_model(cfg)
+    said = jobs.evaluate_model(cfg)
+    return [*said, *_search(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), START, reward_model)]
 
 
 def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
@@ -91,92 +84,90 @@ def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
     return about, load_format(about)
 
 
-def _require_room(
-    reward_model: tuple[RewardFolder, RewardFormat], problems: Sequence[Problem], max_new_tokens: int
-) -> None:
-    """Raises UserError where a solution might not fit the reward model's context, counted in the policy's tokens."""
-    about, form = reward_model
-    limit = about.max_length
-    encoded = [form.encode(StepPath(problem.question)) for problem in problems]
-    longest = max(len(part.ids) for parts in encoded for part in parts)
-    if limit is not None and too_long(encoded, limit - max_new_tokens):
-        raise UserError(
-            f"the reward model takes {limit} tokens; the longest question has {longest} and a solution may have "
-            f"sampling.max_new_tokens = {max_new_tokens} more: lower that, or take another reward model"
-        )
-
-
-# --- the search ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What every part of a search needs."""
-
-    cfg: RunConfig
-    folder: RunFolder
-    arm: str
-    data: inputs.Data
-    reward_model: tuple[RewardFolder, RewardFormat]
-    store: SearchStore
-
-
 def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[RewardFolder, RewardFormat]) -> list[str]:
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
-    _require_room(reward_model, data.test, cfg.sampling.max_new_tokens)
+    about, form = reward_model
+    encoded = [form.encode(StepPath(problem.question)) for problem in data.test]
+    # The solution is counted in the policy's tokens.
+    if about.max_length is not None and too_long(encoded, about.max_length - cfg.sampling.max_new_tokens):
+        longest = max(len(part.ids) for parts in encoded for part in parts)
+        raise UserError(
+            f"the reward model takes {about.max_length} tokens; the longest question has {longest} and a solution may "
+            f"have sampling.max_new_tokens = {cfg.sampling.max_new_tokens} more: lower that, or take another reward "
+            "model"
+        )
     build.check_servers(cfg)
     if cfg.algorithm != NONE:
         build.check_refit(cfg, folder)
-    store = SearchStore(folder.path / "search" / arm / cfg.search.name, _label(cfg, data, reward_model))
-    job = _Job(cfg, folder, arm, data, reward_model, store)
+    seed = cfg.seed if cfg.search.seed is None else cfg.search.seed
+    separator = cfg.search.step_separator or form.separator
+    asked = [(problem.id, problem.question, data.prompts[problem.id]) for problem in data.test]
+    label = {  # what determines the results, except for rounding
+        **{f"search.{name}": getattr(cfg.search, name) for name in (*ALGORITHM, "end_at_answer")},
+        "search.step_separator": separator,
+        "search.seed": seed,
+        **{f"sampling.{name}": getattr(cfg.sampling, name) for name in ("temperature", "top_p", "max_new_tokens")},
+        "reward model": made_by(about.path),
+        "set of test problems": hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest(),
+    }
+    store = SearchStore(folder.path / "search" / arm / cfg.search.name, label)
     found = store.found()
     missing = [problem for problem in data.test if problem.id not in found]
     if missing:
-        with StopSignal() as stop:
-            found |= _search_missing(job, missing, stop)
-    return _conclude(job, [found[problem.id] for problem in data.test])
+        servers = build.start_servers(cfg, folder, data)
+        try:
+            with StopSignal() as stop:
+                engine = _engine(cfg, folder, arm, data, servers)
+                own, done = cfg.search, len(found)
+                options = {"device": own.device, "dtype": own.dtype, "batch_tokens": own.batch_tokens}
+                scorer = ProcessRewardModel(own.reward_model, **options)
+                data.scorer.begin([])
+                for part in minibatches(missing, own.part_size):  # each is on disk before the next is begun
+                    if stop.is_asked():
+                        raise RunStopped(f"asked to stop: {done} of {len(data.test)} problems have been searched")
+                    try:
+                        results, records = _search_part(cfg, data, engine, scorer, part, separator, seed)
+                    except PartlyGenerated as partly:
+                        kept = f"{done} of {len(data.test)} problems have been searched and are kept"
+                        raise UserError(f"{partly}. {kept}") from partly
+                    store.write_part(records)
+                    for problem, result in zip(part, results, strict=True):
+                        if problem in data.test[: own.trees]:
+                            folder.write_json(f"search/{arm}.{own.name}.{problem.id}.json", tree_record(result))
+                    found |= {record.problem_id: record for record in records}
+                    done += len(part)
+                    print(f"searched {done} of {len(data.test)} problems", flush=True)
+        finally:
+            if servers is not None:
+                servers.close()
+    return _conclude(cfg, folder, arm, store, [found[problem.id] for problem in data.test], seed)
 
 
-def _search_missing(job: _Job, missing: Sequence[Problem], stop: StopSignal) -> dict[str, SearchRecord]:
-    """Searches part by part; each part is on disk before the next is begun."""
-    found: dict[str, SearchRecord] = {}
-    total = len(job.data.test)
-    servers = build.start_servers(job.cfg, job.folder, job.data)
-    try:
-        engine = _engine(job, servers)
-        own = job.cfg.search
-        options = {"device": own.device, "dtype": own.dtype, "batch_tokens": own.batch_tokens}
-        scorer = ProcessRewardModel(own.reward_model, **options)
-        job.data.scorer.begin([])
-        for part in minibatches(missing, job.cfg.search.part_size):
-            done = total - len(missing) + len(found)
-            if stop.is_asked():
-                raise RunStopped(f"asked to stop: {done} of {total} problems have been searched")
-            try:
-                results, records = _search_part(job, engine, scorer, part)
-            except PartlyGenerated as partly:
-                raise UserError(f"{partly}. {done} of {total} problems have been searched and are kept") from partly
-            found |= {record.problem_id: record for record in records}
-            _keep(job, part, results, records)
-            print(f"searched {done + len(part)} of {total} problems", flush=True)
-    finally:
-        if servers is not None:
-            servers.close()
-    return found
+def _engine(
+    cfg: RunConfig, folder: RunFolder, arm: str, data: inputs.Data, servers: ServerEngine | None
+) -> GenerationEngine:
+    """The policy's engine: servers that have it already or get its weights, or this process."""
+    if cfg.algorithm == NONE and servers is not None:
+        return servers
+    model = build.build_model(cfg, folder, cfg.sft) if cfg.algorithm == NONE else build.load_policy(cfg, folder, arm)
+    engine = build.build_engine(cfg, model, data, servers)
+    sync = build.build_weight_sync(cfg, folder, model, engine)
+    sync.push(final_iteration(cfg, arm))
+    return engine
 
 
 def _search_part(
-    job: _Job, engine: GenerationEngine, scorer: ProcessRewardModel, problems: Sequence[Problem]
-) -> tuple[list[SearchResult], list[SearchRecord]]:
-    cfg, data, settings, seed = job.cfg, job.data, job.cfg.search, _seed(job.cfg)
-    by_pattern = cfg.data.answer_format == "pattern"
+    cfg: RunConfig, data: inputs.Data, engine: GenerationEngine, scorer: ProcessRewardModel,
+    problems: Sequence[Problem], separator: str, seed: int,
+) -> tuple[list[SearchResult], list[SearchRecord]]:  # fmt: skip
+    settings, by_pattern = cfg.search, cfg.data.answer_format == "pattern"
     proposer = EngineStepProposer(
         engine,
         {problem.question: (problem.id, data.prompts[problem.id]) for problem in problems},
         SamplingParams(cfg.sampling.temperature, cfg.sampling.top_p, cfg.sampling.max_new_tokens),
-        separator=_separator(job.cfg, job.reward_model),
+        separator=separator,
         decode=data.decode,
         answers=answer_format(cfg.data.answer_format) if settings.end_at_answer and not by_pattern else None,
     )
@@ -186,87 +177,37 @@ def _search_part(
         replace(proposer.solution(result.path, result.finished, seed), problem_id=problem.id)
         for problem, result in zip(problems, results, strict=True)
     ]
-    scored = data.scorer.score(rollouts, problems)
-    return results, [_record(result, one) for result, one in zip(results, scored, strict=True)]
+    records = [
+        SearchRecord(
+            problem_id=scored.rollout.problem_id,
+            reward=float(scored.success),  # graded rewards are no accuracy
+            answer=scored.answer,
+            well_formed=scored.well_formed,
+            reason=scored.reason,
+            finished=scored.rollout.finished,
+            ended=result.finished,
+            score=result.nodes[result.best].reward,
+            text=scored.rollout.text,
+            response_tokens=len(scored.rollout.response_ids),
+            tokens=result.tokens,
+            nodes=len(result.nodes),
+            samples=result.samples,
+            iterations=result.iterations,
+        )
+        for result, scored in zip(results, data.scorer.score(rollouts, problems), strict=True)
+    ]
+    return results, records
 
 
-def _engine(job: _Job, servers: ServerEngine | None) -> GenerationEngine:
-    """The policy's engine: servers that have it already or get its weights, or this process."""
-    cfg = job.cfg
-    if cfg.algorithm == NONE and servers is not None:
-        return servers
-    if cfg.algorithm == NONE:
-        model = build.build_model(cfg, job.folder, cfg.sft)
-    else:
-        model = build.load_policy(cfg, job.folder, job.arm)
-    engine = build.build_engine(cfg, model, job.data, servers)
-    sync = build.build_weight_sync(cfg, job.folder, model, engine)
-    sync.push(final_iteration(cfg, job.arm))
-    return engine
-
-
-def _separator(cfg: RunConfig, reward_model: tuple[RewardFolder, RewardFormat]) -> str:
-    return cfg.search.step_separator or reward_model[1].separator
-
-
-# --- results ------------------------------------------------------------------------------------------------------
-
-
-def _keep(
-    job: _Job, problems: Sequence[Problem], results: Sequence[SearchResult], records: Sequence[SearchRecord]
-) -> None:
-    job.store.write_part(records)
-    shown = {problem.id for problem in job.data.test[: job.cfg.search.trees]}
-    for problem, result in zip(problems, results, strict=True):
-        if problem.id in shown:
-            name = f"search/{job.arm}.{job.cfg.search.name}.{problem.id}.json"
-            job.folder.write_json(name, tree_record(result))
-
-
-def _record(result: SearchResult, scored: ScoredRollout) -> SearchRecord:
-    return SearchRecord(
-        problem_id=scored.rollout.problem_id,
-        reward=float(scored.success),  # graded rewards are no accuracy
-        answer=scored.answer,
-        well_formed=scored.well_formed,
-        reason=scored.reason,
-        finished=scored.rollout.finished,
-        ended=result.finished,
-        score=result.nodes[result.best].reward,
-        text=scored.rollout.text,
-        response_tokens=len(scored.rollout.response_ids),
-        tokens=result.tokens,
-        nodes=len(result.nodes),
-        samples=result.samples,
-        iterations=result.iterations,
-    )
-
-
-def _seed(cfg: RunConfig) -> int:
-    return cfg.seed if cfg.search.seed is None else cfg.search.seed
-
-
-def _label(cfg: RunConfig, data: inputs.Data, reward_model: tuple[RewardFolder, RewardFormat]) -> dict[str, Any]:
-    """What determines the results, except for rounding."""
-    asked = [(problem.id, problem.question, data.prompts[problem.id]) for problem in data.test]
-    return {
-        **{f"search.{name}": getattr(cfg.search, name) for name in (*ALGORITHM, "end_at_answer")},
-        "search.step_separator": _separator(cfg, reward_model),
-        "search.seed": _seed(cfg),
-        **{f"sampling.{name}": getattr(cfg.sampling, name) for name in ("temperature", "top_p", "max_new_tokens")},
-        "reward model": made_by(reward_model[0].path),
-        "set of test problems": hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest(),
-    }
-
-
-def _conclude(job: _Job, records: Sequence[SearchRecord]) -> list[str]:
+def _conclude(
+    cfg: RunConfig, folder: RunFolder, arm: str, store: SearchStore, records: Sequence[SearchRecord], seed: int
+) -> list[str]:
     """Writes the results, their means and, for a run that is finished, its report."""
-    cfg, folder, store = job.cfg, job.folder, job.store
     store.write(records)
-    found = measured(job.arm, records)
+    found = measured(arm, records)
     means = found.means(resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
     name = store.folder.relative_to(folder.path)
-    about = {"problems": len(records), "seed": _seed(cfg), "settings": asdict(cfg.search)}
+    about = {"problems": len(records), "seed": seed, "settings": asdict(cfg.search)}
     folder.write_json(f"{name}/summary.json", {**about, "metrics": means})
     accuracy = {SEARCH_ACCURACY: found.metrics["accuracy"]}
     folder.write_results(store.folder / SEARCH_EVALUATION, replace(found, metrics=accuracy))
@@ -278,8 +219,7 @@ def _conclude(job: _Job, records: Sequence[SearchRecord]) -> list[str]:
 
 def measured(arm: str, records: Sequence[SearchRecord]) -> Evaluation:
     """The accuracy, the share of solutions that ended by themselves, and what the search took. Problems on whose
-    answers
-    a judge abstained do not count in the accuracy."""
+    answers a judge abstained do not count in the accuracy."""
     ones, with_verdict = np.ones(len(records)), np.array([float(record.has_verdict) for record in records])
     metrics = {
         "accuracy": (with_verdict * [record.reward for record in records], with_verdict),

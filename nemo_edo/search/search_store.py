@@ -10,7 +10,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,6 @@ from nemo_edo.types import ABSTAINED
 from nemo_edo.utils.files import replacing
 
 _LABEL = b"nemo_edo.search"
-_SCHEMA = pa.schema(
-    [
-        ("problem_id", pa.string()),
-        ("reward", pa.float64()),
-        ("answer", pa.string()),
-        ("well_formed", pa.bool_()),
-        ("reason", pa.string()),
-        ("finished", pa.bool_()),
-        ("ended", pa.bool_()),
-        ("score", pa.float64()),
-        ("text", pa.string()),
-        ("response_tokens", pa.int32()),
-        ("tokens", pa.int64()),
-        ("nodes", pa.int32()),
-        ("samples", pa.int32()),
-        ("iterations", pa.int32()),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -76,33 +58,45 @@ class SearchRecord:
         return not self.reason.startswith(ABSTAINED)
 
 
+_TYPES = {"str": pa.string(), "str | None": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
+_SCHEMA = pa.schema([(field.name, _TYPES[field.type]) for field in fields(SearchRecord)])
+
+
 class SearchStore:
     """The folder of one search. label: JSON values that say what it is made with."""
 
     def __init__(self, folder: str | Path, label: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
         self._label = dict(label)
+        self._parts = self.folder / "parts"
 
     def found(self) -> dict[str, SearchRecord]:
         """What there is, by problem. Raises UserError where a file is damaged, or was made with something else."""
         path = self.folder / "results.parquet"
-        numbered = (self._part(part) for part in itertools.count())
-        paths = [path] if path.is_file() else list(itertools.takewhile(Path.is_file, numbered))
-        return {record.problem_id: record for file in paths for record in self._read(file)}
+        records = {}
+        for file in [path] if path.is_file() else sorted(self._parts.glob("part_*.parquet")):
+            found, there = _read(file)
+            different = sorted(key for key in there | self._label if there.get(key) != self._label.get(key))
+            if different:
+                key = different[0]
+                raise UserError(
+                    f"{file}: made with another {key}: {there.get(key)!r} there and {self._label.get(key)!r} here "
+                    f"({', '.join(different)} differ); choose another search.name, or remove it"
+                )
+            records |= {record.problem_id: record for record in found}
+        return records
 
     def write_part(self, records: Sequence[SearchRecord]) -> None:
         """Adds the records of some problems, in whole or not at all."""
-        self._write(next(path for path in map(self._part, itertools.count()) if not path.exists()), records)
+        numbered = (self._parts / f"part_{number:05d}.parquet" for number in itertools.count())
+        self._write(next(path for path in numbered if not path.exists()), records)
 
     def write(self, records: Sequence[SearchRecord]) -> Path:
         """Writes the records of all problems, and removes the parts."""
         path = self.folder / "results.parquet"
         self._write(path, records)
-        shutil.rmtree(self.folder / "parts", ignore_errors=True)  # the file has them all
+        shutil.rmtree(self._parts, ignore_errors=True)  # the file has them all
         return path
-
-    def _part(self, number: int) -> Path:
-        return self.folder / "parts" / f"part_{number:05d}.parquet"
 
     def _write(self, path: Path, records: Sequence[SearchRecord]) -> None:
         schema = _SCHEMA.with_metadata({_LABEL: json.dumps(self._label)})
@@ -110,17 +104,6 @@ class SearchStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             pq.write_table(table, file, compression="zstd", write_page_checksum=True)
-
-    def _read(self, path: Path) -> list[SearchRecord]:
-        records, there = _read(path)
-        different = sorted(key for key in there | self._label if there.get(key) != self._label.get(key))
-        if different:
-            key = different[0]
-            raise UserError(
-                f"{path}: made with another {key}: {there.get(key)!r} there and {self._label.get(key)!r} here "
-                f"({', '.join(different)} differ); choose another search.name, or remove it"
-            )
-        return records
 
 
 def read_results(folder: str | Path) -> list[SearchRecord]:

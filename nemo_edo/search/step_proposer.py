@@ -71,24 +71,34 @@ class EngineStepProposer:
 
         Raises ValueError for a path that was not proposed, and for one that has ended.
         """
-        begun = [self._begun(path) for path in paths]
+        begun = []
+        for path in paths:
+            if (path, False) not in self.drafts:
+                raise ValueError(f"{path} was not proposed here as a path that continues")
+            begun.append(self.drafts[path, False])
         drafts = [draft for draft in begun for _ in range(count)]
         samples = [(seed, sample) for seed in seeds for sample in range(count)]
         steps: list[str] = [""] * len(drafts)
         going = list(range(len(drafts)))
         while going:
-            requests = [self._request(drafts[place], *samples[place]) for place in going]
+            requests = []
+            for place in going:
+                draft, (seed, sample) = drafts[place], samples[place]
+                used = len(draft.ids)
+                left, own_seed = self._sampling.max_new_tokens - used, request_seed(seed, sample, used)
+                prompt_ids = draft.prompt_ids + draft.ids
+                requests.append(GenerationRequest(draft.problem_id, sample, prompt_ids, own_seed, left))
             rollouts = self._engine.generate(requests, self._sampling)
             for place, rollout in zip(going, rollouts, strict=True):
                 drafts[place], steps[place] = self._extended(drafts[place], rollout)
             going = [place for place in going if not steps[place] and drafts[place].end is None]
-        return [
-            [
-                self._kept(path, before, drafts[place], steps[place])
-                for place in range(number * count, (number + 1) * count)
-            ]
-            for number, (path, before) in enumerate(zip(paths, begun, strict=True))
-        ]
+        found: list[list[Step]] = [[] for _ in paths]
+        for place, (draft, text) in enumerate(zip(drafts, steps, strict=True)):
+            number, ended = place // count, draft.end is not None
+            path = replace(paths[number], steps=(*paths[number].steps, text))
+            self.drafts.setdefault((path, ended), draft)
+            found[number].append(Step(text, finished=ended, tokens=len(draft.ids) - len(begun[number].ids)))
+        return found
 
     def solution(self, path: StepPath, ended: bool, seed: int) -> Rollout:
         """A path, that has ended or not, as one response, as far as it goes. It is ``finished`` where its end token
@@ -106,18 +116,6 @@ class EngineStepProposer:
             seed=seed,
         )
 
-    def _begun(self, path: StepPath) -> Draft:
-        draft = self.drafts.get((path, False))
-        if draft is None:
-            raise ValueError(f"{path} was not proposed here as a path that continues")
-        return draft
-
-    def _request(self, draft: Draft, seed: int, sample: int) -> GenerationRequest:
-        used = len(draft.ids)
-        own_seed = request_seed(seed, sample, used)
-        left = self._sampling.max_new_tokens - used
-        return GenerationRequest(draft.problem_id, sample, draft.prompt_ids + draft.ids, own_seed, left)
-
     def _extended(self, draft: Draft, rollout: Rollout) -> tuple[Draft, str]:
         """The draft with the sampled tokens, and the step that they make; an empty one where it is only a separator."""
         ids = draft.ids + rollout.response_ids
@@ -125,7 +123,13 @@ class EngineStepProposer:
         text = self._decode(ids[:-1] if rollout.finished else ids)
         if not text.startswith(draft.text):
             raise ValueError(f"the tokenizer decodes {draft.text!r} otherwise once other tokens follow: {text!r}")
-        end = self._end(rollout, text, len(ids))
+        end = None
+        if rollout.finished:
+            end = END
+        elif rollout.stop is not None and self._answers is not None and self._answers.is_well_formed(text):
+            end = ANSWER
+        elif len(ids) >= self._sampling.max_new_tokens:
+            end = LENGTH
         step, rest = draft.rest + text[len(draft.text) :], ""
         if end is None:
             step, _, rest = step.rpartition(self._separator)
@@ -139,15 +143,3 @@ class EngineStepProposer:
             policy_version=rollout.policy_version,
         )
         return draft, self._separator.join(split_steps(step, self._separator))
-
-    def _end(self, rollout: Rollout, text: str, tokens: int) -> str | None:
-        if rollout.finished:
-            return END
-        if rollout.stop is not None and self._answers is not None and self._answers.is_well_formed(text):
-            return ANSWER
-        return LENGTH if tokens >= self._sampling.max_new_tokens else None
-
-    def _kept(self, path: StepPath, before: Draft, draft: Draft, text: str) -> Step:
-        ended = draft.end is not None
-        self.drafts.setdefault((replace(path, steps=(*path.steps, text)), ended), draft)
-        return Step(text, finished=ended, tokens=len(draft.ids) - len(before.ids))

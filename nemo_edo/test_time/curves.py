@@ -26,9 +26,13 @@ ROUNDING = 1e-9
 """Share of all responses' weight: totals closer than this are a tie."""
 
 
+@lru_cache(maxsize=4096)
 def pass_curve(num_samples: int, num_correct: int) -> np.ndarray:
-    """[K] unbiased pass@k for k = 1 to n = num_samples, of which num_correct are right (``metrics.pass_at_k``)."""
-    return _pass_curve(num_samples, num_correct).copy()
+    """[K] unbiased pass@k for k = 1 to n = num_samples, of which num_correct are right (``metrics.pass_at_k``);
+    read-only."""
+    curve = np.array([pass_at_k(num_samples, num_correct, k) for k in range(1, num_samples + 1)])
+    curve.flags.writeable = False
+    return curve
 
 
 def best_of_curve(scores: ArrayLike, rewards: ArrayLike) -> np.ndarray:
@@ -123,11 +127,6 @@ def _classes(answers: Sequence[Hashable | None], right: Sequence[bool]) -> tuple
             raise ValueError(f"the answer {answer!r} is right in one response and wrong in another")
         classes[place] = number
     return classes, np.array(is_right, dtype=bool)
-
-
-@lru_cache(maxsize=4096)
-def _pass_curve(num_samples: int, num_correct: int) -> np.ndarray:
-    return np.array([pass_at_k(num_samples, num_correct, k) for k in range(1, num_samples + 1)])
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -189,34 +189,23 @@ class SearchLLM:
         if len(questions) == 0:
             return []
         scores = self._score([StepPath(question) for question in questions])
-        roots = zip(questions, scores, strict=True)
-        live = {index: _Tree(question, score, self.config, seed) for index, (question, score) in enumerate(roots)}
-        results = {}
-        for iteration in range(1, self.config.steps + 1):
-            self._advance(list(live.values()), iteration)
-            done = [index for index, tree in live.items() if tree.stopped or iteration == self.config.steps]
-            results.update({index: live.pop(index).result(iteration) for index in done})
+        trees = [_Tree(*one, self.config, seed) for one in zip(questions, scores, strict=True)]
+        for _ in range(self.config.steps):
+            live = [tree for tree in trees if not tree.stopped]
             if not live:
                 break
-        return [results[index] for index in range(len(questions))]
+            expanded = [(tree, node) for tree in live for node in tree.select()]
+            proposals = self._propose([tree.nodes[node].path for tree, node in expanded],
+                                      [tree.seed(node) for tree, node in expanded])  # fmt: skip
+            for (tree, node), steps in zip(expanded, proposals, strict=True):
+                tree.propose(node, steps)
+            found = iter(self._score([child.path for tree in live for child in tree.proposed]))
+            for tree in live:
+                tree.grow([next(found) for _ in tree.proposed])
+        return [tree.result() for tree in trees]
 
-    def _advance(self, trees: Sequence[_Tree], iteration: int) -> None:
-        """One iteration of every tree, with one call of the proposer and one of the scorer."""
-        selected = [tree.select(iteration) for tree in trees]
-        steps = iter(self._propose(trees, selected))
-        children = [
-            [child for node in nodes for child in tree.children(node, next(steps))]
-            for tree, nodes in zip(trees, selected, strict=True)
-        ]
-        scores = iter(self._score([child.path for tree_children in children for child in tree_children]))
-        for tree, tree_children in zip(trees, children, strict=True):
-            tree.grow(tree_children, [next(scores) for _ in tree_children], iteration)
-
-    def _propose(self, trees: Sequence[_Tree], selected: Sequence[Sequence[int]]) -> list[list[Step]]:
-        """The checked steps of every selected node, tree by tree."""
-        pairs = [(tree, node) for tree, nodes in zip(trees, selected, strict=True) for node in nodes]
-        paths = [tree.nodes[node].path for tree, node in pairs]
-        proposals = self.proposer.propose(paths, self.config.branches, [tree.seed(node) for tree, node in pairs])
+    def _propose(self, paths: Sequence[StepPath], seeds: Sequence[int]) -> list[list[Step]]:
+        proposals = self.proposer.propose(paths, self.config.branches, seeds)
         if len(proposals) != len(paths):
             raise ValueError(f"the proposer returned {len(proposals)} lists of steps for {len(paths)} paths")
         for path, steps in zip(paths, proposals, strict=True):
@@ -243,8 +232,7 @@ class SearchLLM:
         return scores
 
 
-@dataclass(frozen=True)
-class _Child:
+class _Child(NamedTuple):
     """A proposed node that has no score yet."""
 
     parent: int | None
@@ -258,65 +246,56 @@ class _Tree:
 
     def __init__(self, question: str, score: StepScore, config: SearchConfig, seed: int) -> None:
         self.nodes: list[SearchNode] = []
+        self.proposed = [_Child(None, StepPath(question), False, 0)]
         self.stopped = False
         self._config = config
         self._seed = seed
+        self._iteration = 0
         self._embeddings: list[Tensor] = []
         self._tokens: list[int | None] = []
         self._memory = PosteriorVariance(
             len(score.embedding), config.prior_precision, config.noise_variance, device=score.embedding.device
         )
-        self._add([_Child(None, StepPath(question), False, 0)], [score], made_at=0)
-        self._frontier = [0]
+        self.grow([score])
 
     def seed(self, node: int) -> int:
         """Seed of the node's random numbers: from the search's seed, the question and the node's place in its tree."""
         parts = (self._seed, self.nodes[0].path.question, node)
         return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
-    def select(self, iteration: int) -> list[int]:
-        """The frontier's nodes: they are observed, and ``grow`` puts their children in their place."""
+    def select(self) -> list[int]:
+        """Begins an iteration. Returns the frontier's nodes, which are observed."""
+        self._iteration += 1
         for node in self._frontier:
             target = self.nodes[node].reward if self._config.mean == "linear" else None
             self._memory.observe(self._embeddings[node], target)
-            self.nodes[node] = replace(self.nodes[node], expanded_at=iteration)
+            self.nodes[node] = replace(self.nodes[node], expanded_at=self._iteration)
         return self._frontier
 
-    def children(self, parent: int, steps: Sequence[Step]) -> list[_Child]:
-        """The distinct steps after a node, in order of first appearance."""
+    def propose(self, parent: int, steps: Sequence[Step]) -> None:
+        """Adds the distinct steps after a node, in order of first appearance, to those that need a score."""
         self._tokens += [step.tokens for step in steps]
         path = self.nodes[parent].path
-        distinct = Counter((step.text, step.finished) for step in steps)
-        return [
-            _Child(parent, replace(path, steps=(*path.steps, text)), finished, samples)
-            for (text, finished), samples in distinct.items()
-        ]
+        for (text, finished), samples in Counter((step.text, step.finished) for step in steps).items():
+            self.proposed.append(_Child(parent, replace(path, steps=(*path.steps, text)), finished, samples))
 
-    def grow(self, children: Sequence[_Child], scores: Sequence[StepScore], iteration: int) -> None:
-        """Makes the children nodes; the top s by f are the new frontier, except the finished ones."""
-        start = len(self.nodes)
-        self._add(children, scores, made_at=iteration)
-        top = _top({node: self.nodes[node].value for node in range(start, len(self.nodes))}, self._config.width)
-        self._frontier = [node for node in top if not self.nodes[node].finished]
-        self.stopped = all(self.nodes[node].finished for node in top)
-
-    def result(self, iterations: int) -> SearchResult:
+    def result(self) -> SearchResult:
         finished = {index: node.reward for index, node in enumerate(self.nodes) if node.finished}
         leaves = {index: node.reward for index, node in enumerate(self.nodes) if node.expanded_at is None}
         (best,) = _top(finished or leaves, 1)
-        tokens = [number for number in self._tokens if number is not None]
         return SearchResult(
             path=self.nodes[best].path,
             finished=self.nodes[best].finished,
             best=best,
             nodes=tuple(self.nodes),
-            iterations=iterations,
+            iterations=self._iteration,
             samples=len(self._tokens),
-            tokens=sum(tokens) if len(tokens) == len(self._tokens) else None,
+            tokens=None if None in self._tokens else sum(self._tokens),
         )
 
-    def _add(self, children: Sequence[_Child], scores: Sequence[StepScore], made_at: int) -> None:
-        """Makes nodes of the children, valued with the current memory."""
+    def grow(self, scores: Sequence[StepScore]) -> None:
+        """Makes nodes of what is proposed, valued with the current memory. The top s by f are the new frontier, except
+        the finished ones."""
         embeddings = [score.embedding.detach() for score in scores]
         rewards = [float(score.reward) for score in scores]
         # Equal embeddings are valued once: batched rows can differ in their last bit, and that would break a tie.
@@ -328,12 +307,15 @@ class _Tree:
         widths = width_N[row_of_child].tolist()
         linear = self._config.mean == "linear"
         means = self._memory.mean(phi_ND)[row_of_child].tolist() if linear else rewards
-        for child, embedding, reward, width, mean in zip(children, embeddings, rewards, widths, means, strict=True):
+        start = len(self.nodes)
+        for child, reward, width, mean in zip(self.proposed, rewards, widths, means, strict=True):
             value = mean + self._config.exploration * width
-            self.nodes.append(
-                SearchNode(child.parent, child.path, child.finished, child.samples, reward, width, value, made_at)
-            )
-            self._embeddings.append(embedding)
+            self.nodes.append(SearchNode(*child, reward, width, value, self._iteration))
+        self._embeddings += embeddings
+        top = _top({node: self.nodes[node].value for node in range(start, len(self.nodes))}, self._config.width)
+        self._frontier = [node for node in top if not self.nodes[node].finished]
+        self.stopped = not self._frontier
+        self.proposed = []
 
 
 def _top(values: dict[int, float], count: int) -> list[int]:

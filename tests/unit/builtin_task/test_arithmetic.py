@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from nemo_edo.builtin_task.arithmetic import (
     STEP_ERRORS,
-    is_valid_derivation,
-    is_weak_fact,
+    first_wrong_step,
     max_number,
     solution_path,
+    unordered,
     write_dataset,
 )
+from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.data.problems import load_problems
 from nemo_edo.types import Problem
@@ -22,6 +23,16 @@ SMALL = ArithmeticConfig(warmup_problems=300, train_problems=20, test_problems=3
 
 def operands(problem: Problem) -> tuple[int, ...]:
     return tuple(int(number) for number in problem.question.split(" + "))
+
+
+def is_weak_fact(first: int, second: int, config: ArithmeticConfig) -> bool:
+    mistakes = Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
+    return mistakes.is_weak(unordered(first, second))
+
+
+def is_valid_derivation(*, question: str, text: str) -> bool:
+    complete = solution_path(question=question, text=text) is not None
+    return complete and first_wrong_step(question, text.strip().split("\n")) is None
 
 
 def steps(problem: Problem) -> list[tuple[int, int, int]]:
@@ -176,4 +187,4 @@ def test_altering_one_character_of_a_valid_derivation_never_leaves_it_valid_with
     place = rng.randrange(len(text))
     altered = text[:place] + rng.choice("0123456789 +=#\nx") + text[place + 1 :]
     if is_valid_derivation(question=question, text=altered):
-        assert altered.split("\n")[-1] == f"#### {sum(numbers)}"
+        assert altered.strip().split("\n")[-1] == f"#### {sum(numbers)}"

@@ -6,7 +6,7 @@ from helpers.responses import scored
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_edo.builtin_task.arithmetic import first_wrong_step, is_valid_derivation
+from nemo_edo.builtin_task.arithmetic import first_wrong_step
 from nemo_edo.config.reward_model import RewardDataConfig
 from nemo_edo.reward_models.steps import held_out, labelled_paths, split_steps, step_groups
 from nemo_edo.types import UNVERIFIED, ScoredRollout
@@ -17,10 +17,6 @@ RIGHT = "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11"
 
 def response(text: str, reward: float = 0.0, *, problem: str = "p", **fields) -> ScoredRollout:
     return scored(problem, reward=reward, text=text, **fields)
-
-
-def arithmetic(question: str, steps: tuple[str, ...]) -> int | None:
-    return first_wrong_step(question=question, steps=steps)
 
 
 def groups_of(questions, responses, seed: int = 1, **data) -> list:
@@ -39,22 +35,7 @@ def groups_of(questions, responses, seed: int = 1, **data) -> list:
     ("1 + 1 = 2\n1 + 3 = 4", 1),                    # both 1s are used up
 ])
 def test_first_wrong_step_of_the_built_in_task(text: str, wrong: int | None):
-    assert arithmetic(QUESTION, split_steps(text, "\n")) == wrong
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=5), st.randoms(use_true_random=False), st.booleans())
-def test_a_derivation_is_valid_exactly_where_no_step_is_wrong_and_it_ends(operands, rng, spoil: bool):
-    left, steps = list(operands), []
-    while len(left) > 1:
-        rng.shuffle(left)
-        first, second = left.pop(), left.pop()
-        left.append(first + second + (spoil and rng.random() < 0.3))
-        steps.append(f"{first} + {second} = {left[-1]}")
-    steps.append(f"#### {left[0]}")
-    question = " + ".join(map(str, operands))
-    valid = is_valid_derivation(question=question, text="\n".join(steps))
-    assert valid == (arithmetic(question, tuple(steps)) is None)
-    assert arithmetic(question, tuple(steps[:-1])) is None or not valid
+    assert first_wrong_step(QUESTION, split_steps(text, "\n")) == wrong
 
 
 def test_steps_are_the_texts_between_separators_without_blank_ones():
@@ -73,11 +54,11 @@ def test_checked_steps_are_wrong_from_the_first_wrong_one_on_and_right_ones_are_
     bad = "6 + 3 = 9\n1 + 1 = 3\n9 + 3 = 12\n#### 12"
     unfinished_right = "6 + 3 = 9\n1 + 1 = 2"  # right steps, but of no right solution
     responses = [response(RIGHT, 1.0), response(bad), response(unfinished_right)]
-    right, wrong = labelled_paths(QUESTION, responses, "\n", arithmetic)
+    right, wrong = labelled_paths(QUESTION, responses, "\n", first_wrong_step)
     assert right == [split_steps(RIGHT, "\n")[:length] for length in (1, 2, 3, 4)]
     assert wrong == [split_steps(bad, "\n")[:length] for length in (2, 3, 4)]
     lucky = "6 + 3 = 8\n1 + 1 = 2\n8 + 2 = 11\n#### 11"  # a right answer by a wrong step gives no right step
-    right, wrong = labelled_paths(QUESTION, [response(lucky, 1.0)], "\n", arithmetic)
+    right, wrong = labelled_paths(QUESTION, [response(lucky, 1.0)], "\n", first_wrong_step)
     assert (right, len(wrong), wrong[0]) == ([], 4, ("6 + 3 = 8",))
 
 

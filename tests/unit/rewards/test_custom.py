@@ -11,7 +11,7 @@ from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.data.answers import HASHES_TEXT
 from nemo_edo.data.problems import LoadedProblems
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.custom import CustomScorer, RewardFunction, RewardFunctions
+from nemo_edo.rewards.custom import CustomScorer, RewardFunction
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.types import Problem
 
@@ -56,8 +56,9 @@ def scorer(tmp_path: Path, monkeypatch):
     def make(*paths: str, time_limit_s: float = 30.0, success_at: float = 1.0, weights=(1.0, 1.0)) -> CustomScorer:
         functions = [RewardFunction(path, f"rewards.functions.{path}.path", f"my_rewards:{path}", weight)
                      for path, weight in zip(paths, weights, strict=False)]
-        processes.append(RewardFunctions(functions, time_limit_s, tmp_path / "failures"))
-        return CustomScorer(HASHES_TEXT, processes[-1], success_at)
+        processes.append(CustomScorer(HASHES_TEXT, functions, time_limit_s=time_limit_s, success_at=success_at,
+                                      failures=tmp_path / "failures"))
+        return processes[-1]
 
     yield make
     for process in processes:
@@ -135,7 +136,8 @@ def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_wa
 def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, message):
     (tmp_path / "my_rewards.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("1 / 0")
-    functions = RewardFunctions([RewardFunction("function", "rewards.function", path)], 30.0, tmp_path)
+    functions = CustomScorer(HASHES_TEXT, [RewardFunction("function", "rewards.function", path)], time_limit_s=30.0,
+                             failures=tmp_path)
     with pytest.raises(UserError) as refused:
         functions.check()
     assert "rewards.function" in str(refused.value) and message in str(refused.value)

@@ -1,0 +1,385 @@
+r"""What an answer means: a number, a collection, a set of numbers, an equation, a ratio, a time, or a text.
+
+``read`` takes structure apart by itself (names, lists, brackets, inequalities, units) and gives math-verify's LaTeX
+parser single formulas only: given a whole answer, the parser drops what it does not know, and takes 5 out of
+``5 is wrong``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from sympy.logic.boolalg import Boolean
+
+from nemo_edo.data.answers import simple_fraction
+from nemo_edo.rewards.units import FUNCTIONS, NO_UNIT, TEXT, Measure, Unit, measure
+
+_NORMALIZED = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
+)
+_MISREAD = re.compile(
+    r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])|%|,|;"
+)
+"""What the parser takes for something else in a formula: 5' for 5, 3 4 for 7."""
+_INDEX_OF_A_NUMBER = re.compile(r"(?<![\w}])\d+\\?_")
+_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_DEGREES = re.compile(r"(?P<angle>\d+(?:\.\d+)?)\s*(?:\^\{?\\circ\}?|°)")
+_BASE = re.compile(r"(?P<digits>[0-9A-Za-z]+)_\{?(?P<base>\d+)\}?")
+_NO_NAME = re.compile(r"[\d+*/^<>%,-]|\\(?:[dt]?frac|cdot|times|sqrt|pm|infty|pi(?![a-zA-Z]))|^$")
+_ARGUMENTS = re.compile(r"(?:\^\{-1\})?\([^()=]*\)|_\{[^{}]*\}|_\w|\\text\{[^{}]*\}(?=.)")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z0-9' .,-]*")
+_LONG_WORD = re.compile(r"[A-Za-z]{4,}")
+_CHOICE = re.compile(
+    r"(?:(?i:the |an? )?(?i:option|choice|letter|answer)\s+)?(?:\((?P<closed>[A-J])\)|(?P<letter>[A-J])(?=$|[.:)]))"
+    r"(?P<rest>.*)"
+)
+_NOT_A_CHOICE = re.compile(rf"\b(?:[A-J]|{'|'.join(NO_UNIT)})\b|[=+*/^<>_]|^\s*[,(]")
+_BOUNDS = {"<": sympy.Lt, r"\le": sympy.Le, ">": sympy.Gt, r"\ge": sympy.Ge, r"\ne": sympy.Ne}
+_BOUND = re.compile(r"<=|>=|[<>]|\\(?:le|ge)(?:q|qslant)?(?![a-zA-Z])|\\neq?(?![a-zA-Z])")
+_AND, _OR = r"\\text\{\s*and\s*\}|\band\b|\\land(?![a-zA-Z])", r"\\text\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])"
+_PLUS_MINUS, _MINUS_PLUS = r"\\pm(?![a-zA-Z])", r"\\mp(?![a-zA-Z])"
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+)
+_NUMBERS = {word: str(number) for number, word in enumerate(f"{_SMALL} eighteen nineteen twenty".split())}
+_NUMBERS |= {"thirty": "30", "forty": "40", "fifty": "50", "sixty": "60", "seventy": "70", "eighty": "80",
+             "ninety": "90", "dozen": "12", "half": "1/2", "one half": "1/2", "one third": "1/3",
+             "one quarter": "1/4", "infinity": r"\infty", "negative infinity": r"-\infty",
+             "minus infinity": r"-\infty"}  # fmt: skip
+_ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
+_SAME_TEXTS = {"does not exist": "dne", "no solutions": "no solution", "no real solutions": "no solution",
+               "no real solution": "no solution", "empty set": "no solution"}  # fmt: skip
+_BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")
+"""x : x < 2"""
+_VERDICT = re.compile(r"(?P<verdict>yes|no|true|false)(?:, [^0-9]*)?")
+
+
+@dataclass(frozen=True)
+class Text:
+    words: str
+    """In lower case, without article; of a choice, its letter."""
+    kind: str = "words"
+    """words, choice, time, or base: digits in another base than ten."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A formula, and its unit."""
+
+    text: str
+    value: sympy.Expr | sympy.MatrixBase
+    unit: Unit = Unit()
+    size: Fraction = Fraction(1)
+    """The unit's, in the first unit of its dimension."""
+    percent: bool = False
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several values: a tuple, a set, a list, a ratio, or the range ``2 to 3``."""
+
+    brackets: str
+    """Its brackets; nothing for a list, which may be meant as a tuple or a set; ``::`` for a ratio, ``to`` for a range.
+    """
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of numbers: an interval, a union, or what an inequality says."""
+
+    numbers: sympy.Set | Boolean
+    """A condition where it is one of several variables."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An equation: a name, or another formula, and its value."""
+
+    name: str
+    value: Value
+    formula: sympy.Expr | None = None
+    """The left side where it is no name."""
+
+
+Value = Text | Number | Items | Region | Named
+
+
+@lru_cache(maxsize=512)
+def read(text: str, *, letters: bool = False) -> Value | None:
+    """The value of a respelled answer; None where it has no meaning as a whole.
+
+    letters: whether a single letter after a number is a unit (``5 m``).
+    """
+    text = text.strip()
+    if not text:
+        return None
+    number = simple_fraction(text)
+    if number is not None:
+        return Number(text, sympy.Rational(number))
+    for reader in (_text, _time, _percent, _measured, _list, _set, _relation, _equation, _ratio, _in_base):
+        value = reader(text, letters)
+        if value is not None:
+            return None if value is _NOTHING else value
+    parsed = _parsed(text)
+    return formula(text) or (Region(parsed) if isinstance(parsed, sympy.Set | Boolean) else None)
+
+
+_NOTHING = Text("")
+"""Read by a reader that knows the kind of the answer, but not its value."""
+
+
+def plain(text: str) -> str:
+    """The text without the markup of words."""
+    return " ".join(TEXT.sub(lambda match: f" {match['words']} ", text).split())
+
+
+def formula(text: str) -> Number | None:
+    """The number, expression or matrix that all of the text is."""
+    parsed = _parsed(text)
+    return Number(text, parsed) if isinstance(parsed, sympy.Expr | sympy.MatrixBase) else None
+
+
+@lru_cache(maxsize=512)
+def _parsed(text: str) -> sympy.Basic | None:
+    shown = _DEGREES.sub(r"{\\frac{\g<angle> \\pi}{180}}", text) if _ANGLE_FUNCTION.search(text) else text
+    if _MISREAD.search(re.sub(r"\\(?:binom|begin\{\w*matrix\}).*|\([^()]*,[^()]*\)", "", shown)):
+        return None
+    if _INDEX_OF_A_NUMBER.search(shown) or TEXT.search(re.sub(r"\\math(?:rm|bf)\{\w\}", "", shown)):
+        return None
+    try:
+        parsed = latex2sympy(shown, normalization_config=_NORMALIZED)
+        known = {symbol: {"i": sympy.I, "e": sympy.E}[symbol.name] for symbol in parsed.free_symbols
+                 if symbol.name in ("i", "e")}  # fmt: skip
+        decimals = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
+        return parsed.xreplace({**known, **decimals})
+    except MemoryError:
+        raise
+    except Exception:  # the parser and sympy raise any type
+        return None
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open before each character, and at the end."""
+    return list(accumulate(((one in "([{") - (one in ")]}") for one in text), initial=0))
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The parts of a text between matches of a regular expression outside of all brackets."""
+    depths, parts, start = _depths(text), [], 0
+    for match in re.finditer(separator, text):
+        if depths[match.start()] == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [*parts, text[start:]]
+
+
+def _is_name(text: str) -> bool:
+    """Whether it names what an answer is: x, f(x), a_{10}, AB, \\text{Area}."""
+    return not _NO_NAME.search(_ARGUMENTS.sub("", text)) or re.fullmatch(r"\([a-z](?:,\s*[a-z])+\)", text) is not None
+
+
+# --- one reader for each kind: the value, None (try the next), or _NOTHING --------------------------------------------
+
+
+def _text(text: str, letters: bool) -> Value | None:
+    said = plain(text).rstrip(".")
+    choice = _CHOICE.fullmatch(said)
+    if choice is not None and not _NOT_A_CHOICE.search(choice["rest"]):
+        return Text(choice["closed"] or choice["letter"], "choice")
+    words = " ".join(re.sub(r"^(?:an?|the) (?=\w\w)", "", said.casefold()).split())
+    if words in _NUMBERS:
+        return formula(_NUMBERS[words])
+    ordinal = re.fullmatch(r"(\d+)\s*(?:\^\{?)?\s*(?:st|nd|rd|th)\s*\}?", words)
+    if ordinal or words in _ORDINALS:
+        digits = ordinal[1] if ordinal else str(_ORDINALS.index(words) + 1)
+        return Number(digits, sympy.Integer(digits), Unit(counted=frozenset({"th"})))
+    if verdict := _VERDICT.fullmatch(words):
+        return Text(verdict["verdict"])
+    is_marked = TEXT.fullmatch(text) is not None
+    if not _WORDS.fullmatch(said) or not (is_marked or (_LONG_WORD.search(said) and said.split()[0] not in FUNCTIONS)):
+        return None
+    if is_marked and len(words) == 1:
+        return formula(said)
+    words = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", words)
+    return Text(_SAME_TEXTS.get(words, words))
+
+
+def _time(text: str, letters: bool) -> Value | None:
+    match = re.fullmatch(r"(\d{1,2}:[0-5]\d(?::[0-5]\d)?)\s*(am|pm)?", plain(text).replace(".", "").casefold())
+    return Text(f"{match[1].lstrip('0')} {match[2] or ''}".strip(), "time") if match else None
+
+
+def _measured(text: str, letters: bool) -> Value | None:
+    found = None if re.search("[=<>]", text) else measure(text, letters=letters)
+    if found is None:
+        return None
+    return _NOTHING if found.value.endswith("%") else _measured_number(found) or _NOTHING
+
+
+def _measured_number(found: Measure) -> Number | None:
+    number = read(found.value)
+    if not isinstance(number, Number):
+        return None
+    value = number.value * found.multiplier
+    if found.more is not None:  # 1 hour 30 minutes
+        more = _measured_number(found.more)
+        if more is None:
+            return None
+        value += more.value * sympy.Rational(more.size / found.size)
+    return Number(found.value, value, found.unit, found.size)
+
+
+def _list(text: str, letters: bool) -> Value | None:
+    if re.search(_PLUS_MINUS, text):
+        both = [re.sub(_MINUS_PLUS, other, re.sub(_PLUS_MINUS, sign, text)) for sign, other in ("+-", "-+")]
+        values = [read(one.removeprefix("+")) for one in both]
+        return Items("", tuple(values)) if None not in values else None
+    for connective, combine in ((_OR, sympy.Union), (_AND, sympy.Intersection)):
+        regions = [read(part) for part in _split(text, connective) if part != text]
+        if regions and all(isinstance(part, Named) and isinstance(part.value, Region) for part in regions):
+            return Named(regions[0].name, Region(combine(*(part.value.numbers for part in regions))))
+    parts = [part for part in _split(text, f"[,;]|{_AND}|{_OR}") if part.strip()]
+    if len(parts) < 2:
+        return None
+    values = [read(part) for part in parts]
+    if None in values or re.search(r",\s*$", text):
+        return _NOTHING
+    if isinstance(values[0], Named):  # x = 1, 2
+        values = [one if isinstance(one, Named) else Named(values[0].name, one) for one in values]
+    return Items("", tuple(values))
+
+
+def _set(text: str, letters: bool) -> Value | None:
+    if text in (r"\emptyset", r"\varnothing"):
+        return Text("no solution")
+    if text == r"\mathbb{R}":
+        return Region(sympy.S.Reals)
+    unions = _split(text, r"\\cup(?![a-zA-Z])")
+    if len(unions) > 1:
+        parts = [read(part) for part in unions]
+        if all(isinstance(part, Items) and part.brackets == "{}" for part in parts):
+            return Items("{}", tuple(item for part in parts for item in part.items))
+        regions = [region(part) for part in parts]
+        return _NOTHING if None in regions else Region(sympy.Union(*(one.numbers for one in regions)))
+    match = re.fullmatch(r"(?P<opens>\\\{|\\langle|[(\[])(?P<inside>.*?)(?P<closes>\\\}|\\rangle|[)\]])", text)
+    if match is None or ("langle" not in text and min(_depths(text)[2:-1]) < 1):
+        return None
+    brackets = match["opens"].lstrip("\\").replace("langle", "(") + match["closes"].lstrip("\\").replace("rangle", ")")
+    inside = match["inside"].strip()
+    if brackets == "{}":
+        if not inside:
+            return Text("no solution")
+        if condition := _BUILDER.fullmatch(inside):
+            return read(condition["rest"]) or _NOTHING
+    parts = _split(inside, "[,;]")
+    if len(parts) == 1 and (brackets == "()" or inside.startswith(r"\begin")):
+        return read(inside)
+    values = tuple(read(part) for part in parts)
+    return _NOTHING if None in values or "{" in brackets and brackets != "{}" else Items(brackets, values)
+
+
+def region(value: Value | None) -> Region | None:
+    """The interval that ``[1, 2)`` may be meant as, or the region that a value is."""
+    if isinstance(value, Region):
+        return value
+    if not isinstance(value, Items) or value.brackets in ("", "{}", "::") or len(value.items) != 2:
+        return None
+    low, high = (end.value if isinstance(end, Number) else None for end in value.items)
+    if not all(getattr(end, "is_extended_real", False) and not end.free_symbols for end in (low, high)):
+        return None
+    return Region(sympy.Interval(low, high, value.brackets[0] == "(", value.brackets[1] == ")")) if low < high else None
+
+
+def _relation(text: str, letters: bool) -> Value | None:
+    name, is_member, rest = (
+        part.strip() for part in re.sub(r"\\in(?![a-zA-Z])", "\x01", text, count=1).partition("\x01")
+    )
+    if is_member:
+        value = read(rest)
+        return Named(_bare(name), value) if _is_name(name) and value is not None else _NOTHING
+    signs = [re.sub("q.*", "", sign.replace("<=", r"\le").replace(">=", r"\ge")) for sign in _BOUND.findall(text)]
+    if not signs:
+        return None
+    sides = [formula(side.strip()) for side in _BOUND.split(text)]
+    if None in sides or len(signs) > 2:
+        return _NOTHING
+    symbols = sorted({symbol for side in sides for symbol in side.value.free_symbols}, key=str)
+    real = {symbol: sympy.Symbol(symbol.name, real=True) for symbol in symbols}
+    try:
+        ends = [side.value.xreplace(real) for side in sides]
+        holds = [_BOUNDS[sign](*pair) for sign, pair in zip(signs, pairwise(ends), strict=True)]
+        if len(symbols) > 1:
+            return Region(sympy.And(*holds))
+        numbers = sympy.Intersection(*(one.as_set() for one in holds))
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return _NOTHING
+    return Named(symbols[0].name, Region(numbers)) if symbols else _NOTHING
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s{}]|\\(?:left|right|overline|angle)", "", plain(name))
+
+
+def _equation(text: str, letters: bool) -> Value | None:
+    sides = [side.strip() for side in _split(text, r"(?<![<>!:\\])=")]
+    if len(sides) == 1:
+        return None
+    *firsts, last = sides
+    if last in firsts:  # 5 = 5
+        return _NOTHING
+    if len(firsts) == 1 and _is_name(last) and not _is_name(firsts[0]):
+        firsts, last = [last], firsts[0]  # 5 = x
+    value = read(last, letters=letters)
+    if value is None:
+        return _NOTHING
+    name = None
+    for side in firsts:
+        if _is_name(side):
+            name = _bare(side)
+            continue
+        left = formula(side)
+        if left is None or not isinstance(value, Number) or not isinstance(left.value, sympy.Expr):
+            return _NOTHING
+        if left.value.free_symbols or value.value.free_symbols:
+            return Named(side, value, left.value) if len(firsts) == 1 else _NOTHING
+        if not value.unit.is_any or sympy.N(left.value - value.value, 30) != 0:
+            return _NOTHING  # 2 + 2 = 5
+    return value if name is None else Named(name, value)
+
+
+def _ratio(text: str, letters: bool) -> Value | None:
+    said = plain(text)
+    is_range = re.search(r"\bto\b", said) is not None
+    parts = [formula(part) for part in re.split(r"\bto\b" if is_range else ":", said)]
+    if len(parts) == 1:
+        return None
+    return _NOTHING if None in parts else Items("to" if is_range else "::", tuple(parts))
+
+
+def _in_base(text: str, letters: bool) -> Value | None:
+    match = _BASE.fullmatch(text)
+    if match is None or not match["digits"][0].isdigit():
+        return None
+    digits, base = match["digits"].upper(), int(match["base"])
+    if not 2 <= base <= 36 or (len(digits) == 1 and base != 10):  # one digit needs no base
+        return _NOTHING
+    try:
+        number = int(digits, base)
+    except ValueError:
+        return _NOTHING
+    return Number(str(number), sympy.Integer(number)) if base == 10 else Text(f"{digits}_{base}", "base")
+
+
+def _percent(text: str, letters: bool) -> Value | None:
+    spoken = re.sub(r"\s*(?:\\text\{\s*per ?cent\s*\}|\bper ?cent)$", "%", text)
+    if not spoken.endswith("%") or spoken == "%":
+        return None
+    number = formula(spoken[:-1].strip())
+    return _NOTHING if number is None else Number(number.text, number.value, percent=True)
