@@ -19,7 +19,6 @@ def state_of_torch() -> dict[str, int]:
     """What the adaptations could change, by identity: no submodules, which any import adds."""
     own = {name: value for name, value in vars(torch.cuda).items() if not isinstance(value, ModuleType)}
     found = {f"torch.cuda.{name}": id(value) for name, value in own.items()}
-    found["torch.distributed.scatter"] = id(torch.distributed.scatter)
     for owner, names in ((torch, ("empty", "tensor", "zeros")), (torch.Tensor, ("cuda", "type"))):
         found |= {f"{owner.__name__}.{name}": id(getattr(owner, name)) for name in names}
     if "megatron.core.tensor_parallel.random" in sys.modules:
