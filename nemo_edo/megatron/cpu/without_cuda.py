@@ -78,8 +78,8 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand
 
 
 def _device_argument() -> None:
-    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``. Without
-    it no optimizer takes a step.
+    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``.
+    Without it no optimizer takes a step.
 
     The functions themselves are replaced: a TorchFunctionMode would cost every call of torch, 4 microseconds each."""
     # Private, but without it ``with torch.device(...)`` would no longer know these functions: torch lists them, by
@@ -121,8 +121,8 @@ def _synchronize() -> None:
 
 
 def _random_state() -> None:
-    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it. Without it no seed can
-    be set, and no model built."""
+    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it. Without it no seed
+    can be set, and no model built."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
