@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.files import read_object, write_text
 
 FILE = "checksums.json"
-_BLOCK = 1 << 22
 
 
 class DamagedCheckpoint(UserError):
@@ -36,12 +36,10 @@ def write_checksums(folder: Path, known: dict[str, str]) -> None:
 
 def check_checksums(folder: Path) -> None:
     """Raises DamagedCheckpoint, on every rank, if a file is missing, new or changed. Every rank reads its share."""
-    fault = _fault(folder)
     faults: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(faults, fault)
-    first = next((fault for fault in faults if fault), None)
-    if first:
-        raise DamagedCheckpoint(f"{folder} is damaged: {first}")
+    torch.distributed.all_gather_object(faults, _fault(folder))
+    if fault := next(filter(None, faults), None):
+        raise DamagedCheckpoint(f"{folder} is damaged: {fault}")
 
 
 def _fault(folder: Path) -> str | None:
@@ -52,11 +50,13 @@ def _fault(folder: Path) -> str | None:
     except UserError:
         return f"{FILE}, which tells what was written, is missing or damaged"
     present = _files(folder)
-    if set(present) != expected.keys():
-        name = min(set(present) ^ expected.keys())
+    if different := set(present) ^ expected.keys():
+        name = min(different)
         return f"{name} is {'missing' if name in expected else 'not one of its files'}"
-    changed = (name for name in _share(present) if checksum(folder / name) != expected[name])
-    return next((f"{name} has other content than was written" for name in changed), None)
+    for name in present[torch.distributed.get_rank() :: torch.distributed.get_world_size()]:
+        if checksum(folder / name) != expected[name]:
+            return f"{name} has other content than was written"
+    return None
 
 
 def _files(folder: Path) -> list[str]:
@@ -64,14 +64,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path) for path in paths if path != Path(FILE))
 
 
-def _share(names: list[str]) -> list[str]:
-    return names[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
-
-
 def checksum(path: Path) -> str:
     """Checksum of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_edo.megatron.hf_shards import write_shards
@@ -51,22 +49,10 @@ def streamed(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:
 
 def export_adapter_folder(model: BuiltModel, out: Path, base: str | None = None) -> None:
     """Writes the adapters alone, as PEFT has them: adapter_model.safetensors and adapter_config.json, which names the
-    folder of the weights under them (``base``), if it is given. All ranks call it."""
+    folder of the weights under them: ``base``, or the folder that the model was built from. All ranks call it."""
+    from megatron.bridge.peft.lora import LoRA
+
+    settings = LoRA(dim=model.lora.rank, alpha=model.lora.alpha, dropout=0.0)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        exported = model.bridge.export_adapter_weights(model.chunks, cpu=True, show_progress=False)
-        weights = {f"base_model.model.{name}": weight.contiguous() for name, weight in exported}
+        model.bridge.save_hf_adapter(model.chunks, out, settings, base_model_name_or_path=base, show_progress=False)
     logger.debug("Megatron-Bridge: %s", said.getvalue())
-    if torch.distributed.get_rank() == 0:
-        settings = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": model.lora.rank,
-            "lora_alpha": model.lora.alpha,
-            "target_modules": sorted({name.split(".")[-3] for name in weights}),
-            "base_model_name_or_path": base,
-            "inference_mode": True,
-        }
-        (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        # Layers that are one to Megatron share a factor, which the file holds for each of them.
-        save_file({name: weight.clone() for name, weight in weights.items()}, out / "adapter_model.safetensors")
-    torch.distributed.barrier()

@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -30,7 +29,6 @@ from nemo_edo.megatron.cpu.attention import SDPAttention, sdpa_lacks
 from nemo_edo.megatron.cpu.norm import TorchNorm
 from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
 from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention, rotates
-from nemo_edo.megatron.cpu.swiglu import SwiGLUMLP, is_swiglu
 from nemo_edo.megatron.decoding_cache import CacheContext
 
 logger = logging.getLogger(__name__)
@@ -101,9 +99,6 @@ def local_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention
         if layer.submodules.self_attention.module is SelfAttention:
             layer.submodules.self_attention.module = RotatingSelfAttention
-        mlp = layer.submodules.mlp  # layers may share their submodules, which then have it already
-        if is_swiglu(config) and isinstance(mlp, partial) and mlp.func == MLP.as_mlp_submodule:
-            layer.submodules.mlp = partial(SwiGLUMLP.as_mlp_submodule, **mlp.keywords)
     block.layer_norm = TorchNorm
     return block
 

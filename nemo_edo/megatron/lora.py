@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from nemo_edo.config import LoRAConfig
 from nemo_edo.errors import UserError
@@ -70,16 +68,20 @@ def initialize_adapters(chunks: list[MegatronModule], seed: int) -> None:
 @torch.no_grad()
 def merge_adapters(chunks: list[MegatronModule], seed: int) -> None:
     """Adds the adapters' products to the frozen weights, in place, and initializes the adapters. All ranks call it."""
+    from megatron.bridge.peft.lora_merge import LoRAMerge
+
     for _, layer in _adapted_layers(chunks):
         adapter, weight = layer.adapter, layer.to_wrap.weight
-        a, b = adapter.linear_in.weight.float(), adapter.linear_out.weight.float()
-        # A rank has some of the weight's columns or rows, which one of the two factors follows; the other is split
-        # another way, along the rank or the outputs, and needed whole.
-        if adapter.input_is_parallel:
-            b = _gather_rows(b)
-        else:
-            a = _gather_rows(a)
-        weight.copy_(weight.float() + adapter.alpha / adapter.dim * (b @ a))
+        # In fp32: Bridge would add bf16 products to bf16 weights, and lose what is below their spacing.
+        merged = LoRAMerge().merge(
+            weight.float(),
+            adapter.linear_out.weight.float(),
+            adapter.linear_in.weight.float(),
+            adapter.alpha,
+            adapter.dim,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        weight.copy_(merged)
     initialize_adapters(chunks, seed)
 
 
@@ -112,11 +114,6 @@ def _adapted_layers(chunks: list[MegatronModule]) -> Iterator[tuple[str, Adapter
             for name, module in block.named_modules():
                 if isinstance(module, AdapterWrapper):
                     yield f"{block.layer_number}.{name}", module
-
-
-def _gather_rows(part: Tensor) -> Tensor:
-    """The whole matrix from the rows of each tensor-parallel rank. Megatron gathers columns."""
-    return gather_from_tensor_model_parallel_region(part.t()).t()
 
 
 def _name_wrapped_weights(layer: AdapterWrapper, state: dict[str, Any], prefix: str, *_) -> None:

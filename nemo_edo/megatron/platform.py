@@ -33,7 +33,7 @@ def enter(threads: int | None = None) -> torch.device:
         _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(_entered)
         if find_spec("transformer_engine") is None:
-            without_cuda.do_without_transformer_engine()
+            without_cuda.import_bridge()
         else:
             _require_transformer_engine()
         return _entered

@@ -41,6 +41,9 @@ class _Needs:
     cuda: str
     gpus: str
 
+    def allow(self, capability: tuple[int, int]) -> bool:
+        return capability >= self.capability and (self.below is None or capability < self.below)
+
 
 # The capabilities and CUDA versions are those of Transformer Engine's own checks (check_fp8_support and its sisters
 # in transformer_engine/pytorch), its versions those that megatron-core 0.19 asks for (get_fp8_recipe).
@@ -67,14 +70,14 @@ def check_machine(precision: PrecisionConfig, machine: Machine) -> None:
     needs, key = RECIPES[precision.fp8_recipe], f"precision.fp8_recipe {precision.fp8_recipe}"
     if machine.capability is None:
         raise UserError(f"precision.fp8 {precision.fp8} needs a GPU, and there is none: set precision=bf16")
-    too_new = needs.below is not None and machine.capability >= needs.below
-    if machine.capability < needs.capability or too_new:
+    if not needs.allow(machine.capability):
         has = ".".join(map(str, machine.capability))
         bounds = f"{needs.capability[0]}.{needs.capability[1]} or higher"
         bounds += f" and below {needs.below[0]}.{needs.below[1]}" if needs.below else ""
+        possible = [name for name, recipe in RECIPES.items() if recipe.allow(machine.capability)]
         raise UserError(
             f"{key} needs compute capability {bounds} ({needs.gpus}), the GPU has {has}; "
-            f"it can do {_possible(machine.capability)}"
+            f"it can do {', '.join(possible) or 'no FP8 recipe: set precision=bf16'}"
         )
     for name, found, needed in (
         ("Transformer Engine", machine.transformer_engine, needs.transformer_engine),
@@ -82,15 +85,6 @@ def check_machine(precision: PrecisionConfig, machine: Machine) -> None:
     ):
         if found is None or Version(found).release < Version(needed).release:
             raise UserError(f"{key} needs {name} {needed} or newer, found {found or 'none'}")
-
-
-def _possible(capability: tuple[int, int]) -> str:
-    names = [
-        name
-        for name, needs in RECIPES.items()
-        if capability >= needs.capability and (needs.below is None or capability < needs.below)
-    ]
-    return ", ".join(names) if names else "no FP8 recipe: set precision=bf16"
 
 
 def token_multiple(recipe: str, *, gathers: bool) -> int:

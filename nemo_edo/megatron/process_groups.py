@@ -18,38 +18,23 @@ def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | 
 
 
 def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None:
-    """Megatron's process groups for this world, and its random-number tracker."""
+    """Megatron's process groups for this world, and its random-number tracker.
+
+    Groups of these sizes are reused: torch keeps the threads and connections of every group to the end, also of those
+    that Megatron has forgotten.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     check_world(parallelism, torch.distributed.get_world_size())
-    sizes = {
-        "tensor_model_parallel_size": parallelism.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallelism.pipeline_model_parallel_size,
-        "context_parallel_size": parallelism.context_parallel_size,
-        "expert_model_parallel_size": parallelism.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size,
-    }
-    if not _has_these_sizes(parallelism):
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = {kind: getattr(parallelism, f"{kind}_parallel_size") for kind in kinds}
+    sizes["expert_tensor"] = sizes["expert_tensor"] or sizes["tensor_model"]
+    if not parallel_state.is_initialized() or any(
+        getattr(parallel_state, f"get_{kind}_parallel_world_size")() != size for kind, size in sizes.items()
+    ):
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**sizes)
+        parallel_state.initialize_model_parallel(**{f"{kind}_parallel_size": size for kind, size in sizes.items()})
     virtual = parallelism.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     parallel_state.set_virtual_pipeline_model_parallel_rank(None if virtual is None else 0)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def _has_these_sizes(parallelism: ParallelismConfig) -> bool:
-    """Whether there are process groups of these sizes already. They are reused: torch keeps the threads and
-    connections of every group to the end, also of those that Megatron has forgotten."""
-    from megatron.core import parallel_state
-
-    if not parallel_state.is_initialized():
-        return False
-    experts = parallelism.expert_tensor_parallel_size or parallelism.tensor_model_parallel_size
-    return (
-        parallel_state.get_tensor_model_parallel_world_size() == parallelism.tensor_model_parallel_size
-        and parallel_state.get_pipeline_model_parallel_world_size() == parallelism.pipeline_model_parallel_size
-        and parallel_state.get_context_parallel_world_size() == parallelism.context_parallel_size
-        and parallel_state.get_expert_model_parallel_world_size() == parallelism.expert_model_parallel_size
-        and parallel_state.get_expert_tensor_parallel_world_size() == experts
-    )

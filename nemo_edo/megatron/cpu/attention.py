@@ -34,10 +34,8 @@ def sdpa_lacks(config: TransformerConfig) -> str | None:
 
 
 class SDPAttention(MegatronModule):
-    """Causal self-attention, with the constructor and ``forward`` of megatron-core's DotProductAttention.
-
-    Raises ValueError at construction for what it cannot compute (``sdpa_lacks``) and for attention that is not causal.
-    """
+    """Causal self-attention, with the constructor and ``forward`` of megatron-core's DotProductAttention, for models
+    that need nothing that it lacks (``sdpa_lacks``). Raises ValueError for attention that is not causal."""
 
     def __init__(
         self,
@@ -51,9 +49,6 @@ class SDPAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        lacks = "dropout of attention" if attention_dropout else sdpa_lacks(config)
-        if lacks:
-            raise ValueError(f"torch's scaled_dot_product_attention is used without {lacks}, which the model needs")
         if attention_type != "self" or attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"{attention_type}-attention, {attn_mask_type.name}: expected causal self-attention")
         # apply_query_key_layer_scaling divides the scores by the layer's number and multiplies them again, for fp16's
@@ -74,19 +69,12 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """[s, b, n * d] from queries [s, b, n, d] and keys and values [k, b, g, d], where g divides n, and k is above s
         only for a single query that follows a cache. Packed: [t, n * d] from [t, n, d] and [t, g, d], each sequence by
-        itself, preceded by the prompts that they share.
-
-        Raises ValueError for a mask, a bias, or several queries after a cache: attention is causal only.
-        """
-        if attention_mask is not None or attention_bias is not None:
-            raise ValueError("attention got a mask or a bias, expected neither: it is causal by itself")
+        itself, preceded by the prompts that they share. There is no mask: attention is causal by itself."""
         if isinstance(packed_seq_params, SharedPrompts):
             return self._shared(query, key, value, packed_seq_params)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
-        queries, keys = query.shape[0], key.shape[0]
-        if queries not in (1, keys):
-            raise ValueError(f"attention of {queries} queries to {keys} keys: expected as many, or a single query")
+        queries = query.shape[0]
         if queries == 1 and (self.prompts is not None or not query.is_cuda):
             return self._single(query, key, value)
         context = self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), causal=queries > 1)

@@ -1,7 +1,7 @@
 """What answers on a machine without CUDA where megatron-core 0.19 and Megatron-Bridge 0.6 assume it.
 
-They do so in about ten places. For each there is one adaptation below, which replaces a function of torch or of
-Megatron in this process. ``adapt`` is called once, by ``platform.enter``.
+For each place there is one adaptation below, which replaces a function of torch or of Megatron in this process. Its
+docstring says what fails without it, tried with these versions. ``adapt`` is called once, by ``platform.enter``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,6 @@ def configure(config: Any) -> None:
         setattr(config, name, value)
 
 
-def do_without_transformer_engine() -> None:
-    """On a GPU: what Megatron-Bridge and Megatron's router need where Transformer Engine is not installed."""
-    import_bridge()
-    _router_product()
-
-
 def adapt() -> None:
     """Applies every adaptation; none can be taken back."""
     for apply in ADAPTATIONS.values():
@@ -72,7 +66,8 @@ def _fused_kernels() -> None:
 
 
 def _current_device() -> None:
-    """Megatron allocates on ``torch.cuda.current_device()``, an index that only CUDA knows."""
+    """Megatron allocates on ``torch.cuda.current_device()``, an index that only CUDA knows. Without it no model can be
+    wrapped for data parallelism (``param_and_grad_buffer``)."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.set_device = lambda device: None
 
@@ -84,6 +79,7 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand
 
 def _device_argument() -> None:
     """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``.
+    Without it no optimizer takes a step.
 
     The functions themselves are replaced: a TorchFunctionMode would cost every call of torch, 4 microseconds each."""
     # Private, but without it ``with torch.device(...)`` would no longer know these functions: torch lists them, by
@@ -107,7 +103,8 @@ def _device_argument() -> None:
 
 
 def _tensor_type() -> None:
-    """The fp32 and mixed-precision optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'."""
+    """The optimizers sort parameters by type names such as 'torch.cuda.FloatTensor'. Without it the distributed one
+    refuses them, and the fp32 one leaves them all out."""
     type_of = torch.Tensor.type
     names = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
@@ -119,12 +116,13 @@ def _tensor_type() -> None:
 
 
 def _synchronize() -> None:
-    """Checkpoints and point-to-point communication wait for the GPU."""
+    """Checkpoints and point-to-point communication wait for the GPU. Without it no checkpoint is written."""
     torch.cuda.synchronize = lambda device=None: None
 
 
 def _random_state() -> None:
-    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it."""
+    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it. Without it no seed
+    can be set, and no model built."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
@@ -151,33 +149,16 @@ class _NoStream:
 
 
 def _streams() -> None:
-    """Bridge wraps models for data parallelism on a side stream; experts are told apart on another."""
+    """Bridge wraps models for data parallelism on a side stream; experts' counts are copied on another. Without it no
+    model is built."""
     torch.cuda.Stream = _NoStream
     torch.cuda.current_stream = lambda device=None: _NoStream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
-def _contiguous_scatter() -> None:
-    """gloo's scatter sends the wrong memory, without an error, for chunks that are not contiguous; Bridge scatters
-    column chunks of row-parallel weights so."""
-    scatter = torch.distributed.scatter
-
-    def contiguous_scatter(tensor, scatter_list=None, *args, **kwargs):
-        chunks = scatter_list and [chunk.contiguous() for chunk in scatter_list]
-        return scatter(tensor, chunks, *args, **kwargs)
-
-    torch.distributed.scatter = contiguous_scatter
-
-
-def _router_product() -> None:
-    """The router of experts looks for a product of Transformer Engine's under a name that only its presence defines."""
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = None
-
-
 def _expert_counts() -> None:
-    """Experts' tokens are exchanged by counts that become plain numbers on their way from the GPU."""
+    """Experts' tokens are exchanged by counts that become plain numbers on their way from the GPU. Without it they stay
+    tensors, which ``all_to_all_single`` refuses: experts could not be split over processes."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_numbers(tensor, as_numpy: bool = False, record_stream: bool = False):
@@ -208,7 +189,8 @@ LOOK_FOR_TRANSFORMER_ENGINE = (
 
 
 def import_bridge() -> None:
-    """Megatron-Bridge imports Transformer Engine at import, for LoRA layers of a kind that only GPUs have.
+    """Megatron-Bridge imports Transformer Engine at import (``peft.lora_layers``), for LoRA layers of a kind that only
+    GPUs have: without it Bridge cannot be imported.
 
     Stand-in modules serve that one import and are taken out again. megatron-core's modules look for Transformer
     Engine when they are imported: they come first, so that they see that it is absent. Bridge's LoRA would take the
@@ -252,8 +234,6 @@ ADAPTATIONS: dict[str, Callable[[], None]] = {
     "synchronize": _synchronize,
     "random_state": _random_state,
     "streams": _streams,
-    "contiguous_scatter": _contiguous_scatter,
-    "router_product": _router_product,
     "expert_counts": _expert_counts,
     "bridge_import": _bridge,
 }

@@ -15,11 +15,16 @@ from nemo_edo.megatron.bridge import build_model, check_model_folder
 from nemo_edo.megatron.hf_export import export_hf_folder
 from nemo_edo.megatron.process_groups import initialize_parallel_state
 
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}
 MODELS = {
     "qwen2": ("qwen2", {}),
     "qwen2, tied embeddings": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {}),
+    "experts": ("qwen3_moe", EXPERTS),
 }
 
 
@@ -100,3 +105,22 @@ def test_another_model_of_the_same_split_makes_no_new_process_groups(half, tiny,
     group = parallel_state.get_tensor_model_parallel_group()
     tiny.build_policy(tiny_qwen2)
     assert parallel_state.get_tensor_model_parallel_group() is group
+
+
+def test_bridge_pairs_the_experts_of_two_processes_by_their_places():
+    """The second has experts 6 to 11: in the order of their names, 10 would come first."""
+    from megatron.bridge.models.conversion import model_bridge
+
+    def places(first: int) -> list[tuple[int, str]]:
+        names = [f"decoder.layers.0.mlp.experts.local_experts.{first + place}.{layer}.weight"
+                 for place in range(6) for layer in ("linear_fc1", "linear_fc2")]
+        parts = [name.split(".") for name in sorted(names, key=model_bridge.extract_sort_key)]
+        return [(int(part[-3]) - first, part[-2]) for part in parts]
+
+    assert places(6) == places(0)
+
+
+def test_the_router_of_experts_adds_no_loss(tiny, tmp_path):
+    policy = tiny.build_policy(tiny.write_tiny_model(tmp_path, "qwen3_moe", **EXPERTS))
+    config = policy.chunks[0].config
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("none", 0.0)

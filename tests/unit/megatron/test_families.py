@@ -13,6 +13,7 @@ FAMILIES = {
     "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}, 48),
     "qwen3, separate head size": ("qwen3", {"head_dim": 32}, 48),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}, 48),
+    "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}, 48),
     "llama 3": ("llama", LLAMA, 48),
     "llama 3.1, scaled positions": ("llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 8.0}}, ORIGINAL + 32),
     "llama 3.2, scaled positions, tied": (

@@ -73,18 +73,20 @@ def workload(model_type: str, **parallelism) -> memory.Workload:
 
 
 def kept_by_unfused_kernels(shape) -> int:
-    """A CPU's, fp32: the reciprocals that norms scale by; the cosines and sines of positions. Of experts, whose units
-    are Megatron's own, the activated gate and a copy of what it multiplies, the product before it is weighted, and what
-    routing keeps: the probabilities and places of a token's choices, and for each expert its place in a sorted order.
-    Less is kept of keys with a separate norm: it reads them where the projection has put them."""
-    norms = 2
+    """A CPU's, fp32: of norms the normed vectors, before their weight, and the reciprocals that they are scaled by; the
+    cosines and sines of positions; of units the activated gate and a copy of what it multiplies. Of experts also the
+    product before it is weighted, and what routing keeps: the probabilities and places of a token's choices, and for
+    each expert its place in a sorted order. Less is kept of keys with a separate norm: it reads them where the
+    projection has put them."""
+    numbers = 2 * (shape.hidden_size + 1) + shape.kv_channels
     if shape.qk_norm:
-        norms += shape.num_attention_heads + shape.num_query_groups - shape.key_width
-    experts = 0
+        numbers += shape.query_width + shape.num_attention_heads + shape.num_query_groups
     if shape.num_moe_experts:
         choices = shape.moe_router_topk
-        experts = choices * (3 * shape.moe_ffn_hidden_size + 6) + 2 * shape.num_moe_experts
-    return 4 * TOKENS * (norms + experts + shape.kv_channels)
+        numbers += choices * (3 * shape.moe_ffn_hidden_size + 6) + 2 * shape.num_moe_experts
+    else:
+        numbers += 2 * shape.ffn_hidden_size
+    return 4 * TOKENS * numbers
 
 
 @pytest.mark.parametrize("model_type", FIELDS)

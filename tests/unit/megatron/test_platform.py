@@ -5,7 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import platform_cases
+
+from nemo_edo.errors import UserError
+from nemo_edo.megatron import platform
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +27,27 @@ def test_enter_changes_nothing_where_there_is_cuda(cases):
     assert cases["enter_with_cuda"] == {"device": "cuda:3", "chosen": ["cuda:3"], "changes": []}
 
 
-def test_a_process_that_sees_one_gpu_takes_it_and_too_few_for_a_nodes_processes_are_refused(cases):
-    assert cases["enter_with_one_gpu"] == {"device": "cuda:0", "chosen": ["cuda:0"], "changes": []}
-    assert "number 4 on its node, where 3 GPUs are visible" in cases["enter_with_too_few_gpus"]
+@pytest.mark.parametrize(("visible", "chosen"), [(8, 3), (4, 3), (1, 0)])  # 1: as where Slurm shows a task its own
+def test_a_nodes_fourth_process_takes_its_gpu(monkeypatch, visible, chosen):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
+    assert platform.local_gpu(3) == torch.device("cuda", chosen)
 
 
-def test_an_engine_that_cannot_be_imported_is_named_with_what_it_lacks(cases):
-    said = cases["enter_with_a_broken_engine"]
-    assert "Transformer Engine is installed and cannot be imported: No module named 'onnx_that_is_absent'; " in said
+def test_too_few_gpus_for_a_nodes_processes_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    with pytest.raises(UserError, match="number 4 on its node, where 3 GPUs are visible"):
+        platform.local_gpu(3)
+
+
+def test_an_engine_that_cannot_be_imported_is_named_with_what_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(UserError, match="Transformer Engine .* cannot be imported: .*transformer_engine"):
+        platform._require_transformer_engine()
 
 
 def test_the_second_call_of_enter_changes_nothing(cases):
     result = cases["enter_twice"]
-    some = {"torch.cuda.current_device", "torch.distributed.scatter", "torch.zeros", "Tensor.cuda"}
+    some = {"torch.cuda.current_device", "torch.zeros", "Tensor.cuda"}
     assert some <= set(result["first"])
     assert (result["second"], result["devices"], result["threads"]) == ([], ["cpu", "cpu"], 1)
 

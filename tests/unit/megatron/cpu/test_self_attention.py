@@ -5,7 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import TransformerConfig
 
-from nemo_edo.megatron.cpu.self_attention import cut_and_rotate, rotate, turns
+from nemo_edo.megatron.cpu.self_attention import rotate, turns
 
 
 @pytest.mark.parametrize("scale", [1.0, 1.3])
@@ -34,21 +34,3 @@ def test_rotation_keeps_the_type_of_what_it_rotates():
     assert rotate(torch.randn(4, 1, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 3)])
-def test_cutting_and_rotating_at_once_is_splitting_and_then_rotating(groups: int, queries: int, batch: int):
-    """Megatron's layout: each group's queries, then its key, then its value."""
-    torch.manual_seed(0)
-    length, width = 5, 8
-    cos_sin = turns(torch.rand(length, 1, 1, width) * 6, 1.2, torch.float64)
-    mixed = torch.randn(length, batch, groups, (queries + 2) * width, dtype=torch.float64)
-    ours, theirs = (mixed.clone().requires_grad_() for _ in range(2))
-    query, key, value = torch.split(theirs, [queries * width, width, width], dim=3)
-    query = query.reshape(length, batch, groups * queries, width)
-    expected = rotate(query, *cos_sin), rotate(key, *cos_sin), value
-    got = cut_and_rotate(ours, width, *cos_sin)
-    upstream = [torch.randn_like(part) for part in expected]
-    for parts in (got, expected):
-        torch.autograd.backward(parts, upstream)
-    for one, other in zip((*got, ours.grad), (*expected, theirs.grad), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
