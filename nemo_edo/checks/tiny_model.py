@@ -33,6 +33,7 @@ ROWS, LENGTH, PROMPT = 16, 128, 40
 GROUP = 4
 """Responses to a prompt."""
 TEMPERATURE = 0.7
+EXPLORATION_WEIGHT = 0.1
 OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-3}
 """With Adam's usual eps a first step is the gradient's sign, which rounding flips where it is near zero."""
 
@@ -134,6 +135,7 @@ def measure(folder: Path, setting: Setting, save: Path | None = None, load: Path
     import torch
 
     from nemo_edo.megatron import checkpoint
+    from nemo_edo.worker.same_calls import policy_over
 
     model = build(folder, setting)
     if load is not None:
@@ -141,12 +143,13 @@ def measure(folder: Path, setting: Setting, save: Path | None = None, load: Path
     examples = batch()
     if setting.algorithm == "grpo":
         examples = examples.with_fields(pair_role=None, exploration_factors=None)
-    values = torch.stack(model.logprobs(examples))
+    policy = policy_over(model)
+    values = torch.stack(policy.logprobs(examples))
     model.start_training(total_steps=1)
-    metrics = model.train_step(examples)
+    metrics = policy.train_step(examples, exploration_weight=EXPLORATION_WEIGHT)
     if save is not None:
         checkpoint.save(model.policy, save)
-    return Measured(values.numpy(), metrics["loss"], metrics["grad_norm"], model.logprobs(examples)[0].numpy())
+    return Measured(values.numpy(), metrics["loss"], metrics["grad_norm"], policy.logprobs(examples)[0].numpy())
 
 
 def build(folder: Path, setting: Setting):
@@ -158,7 +161,7 @@ def build(folder: Path, setting: Setting):
         from nemo_edo.parallel import kernels  # imports Triton
 
         kernels.TILE = setting.tile
-    settings = {"beta": 0.04, "exploration_coefficient": 0.1, "optimizer": OptimizerConfig(**OPTIMIZER)}
+    settings = {"beta": 0.04, "exploration_coefficient": EXPLORATION_WEIGHT, "optimizer": OptimizerConfig(**OPTIMIZER)}
     kind, config = (MegatronGPTGRPOModel, GRPOConfig) if setting.algorithm == "grpo" else (
         MegatronGPTDPOModel, IDPOConfig
     )  # fmt: skip
@@ -195,7 +198,7 @@ def generated(folder: Path, setting: Setting) -> tuple[np.ndarray, np.ndarray]:
         ids = rollout.prompt_ids + rollout.response_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
         mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
-    whole = model.logprobs(TrainingBatch(tokens, mask))[0][mask.bool()]
+    whole = model.get_inference_log_probs(TrainingBatch(tokens, mask))[mask.bool()]
     return np.concatenate([rollout.response_logprobs for rollout in rollouts]), whole.numpy()
 
 

@@ -312,7 +312,7 @@ def test_samples_whose_probabilities_are_not_numbers_stop_the_run_with_the_reaso
 def test_the_warm_up_skips_broken_steps_too_and_stops_after_so_many(lines, new_memory):
     def learn(most: int):
         results = iter([step(loss=math.nan, skipped=True) if number in (2, 4, 5) else step() for number in range(1, 7)])
-        policy = SimpleNamespace(train_step=lambda batch, *, grad_norm_limit: next(results))
+        policy = SimpleNamespace(train_step=lambda batch, **_: next(results))
         progress = new_memory()
         train_supervised(policy, [((100 + place, 7), (8, 9)) for place in range(4)], SFTConfig(steps=6, batch_size=2),
                          pad_id=0, seed=0, progress=progress, guards=GuardsConfig(max_skipped_steps=most),

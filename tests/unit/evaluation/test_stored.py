@@ -10,7 +10,7 @@ from helpers.scripted_engine import ScriptedEngine
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.evaluator import Evaluator
+from nemo_edo.evaluation.evaluator import Evaluator, Keeping
 from nemo_edo.evaluation.stored import aggregated, analyse
 from nemo_edo.evaluation.stored_table import differences, families, kappa, shown_sizes, table
 from nemo_edo.metrics import majority_at_k, pass_at_k
@@ -53,17 +53,15 @@ def evaluate(folder, change=unchanged, rollouts: int = ROLLOUTS):
                             decode=lambda ids: "".join(map(chr, ids)), stop_id=1)  # fmt: skip
     stores = {kind: RolloutStore(folder / kind) for kind in ("greedy", "sampled")}
 
-    def keeping(kind, answer):
-        def stored_answer(requests):
-            scored = answer(requests)
+    class Stored(Keeping):
+        def responses(self, kind, *asked):
+            scored = super().responses(kind, *asked)
             stores[kind].write(0, scored, rank=0, world_size=1)
             return scored
 
-        return stored_answer
-
     evaluator = Evaluator(
         policy=None, engine=engine, scorer=Scorer(), problems=PROBLEMS, prompts=PROMPTS,
-        config=EvaluationConfig(samples=SAMPLES), max_new_tokens=40, pad_id=0, keeping=keeping,
+        config=EvaluationConfig(samples=SAMPLES), max_new_tokens=40, pad_id=0, keeping=Stored(),
     )  # fmt: skip
     requests = sampling_requests(PROBLEMS, PROMPTS, rollouts * SAMPLES, 42, "evaluate")
     evaluation, _ = evaluator.evaluate("arm", requests, rollouts)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import tiny_models as tiny
 from safetensors.torch import load_file
 
 from nemo_edo.data.shares import MicroBatching
@@ -23,7 +24,7 @@ def policy(tiny, folder):
 
 
 def logprobs(policy, batch):
-    return policy.logprobs(batch, micro_batching=MicroBatching(2), temperature=1.0)
+    return tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)
 
 
 def test_logprobs_are_those_of_transformers(policy, folder, tiny):
