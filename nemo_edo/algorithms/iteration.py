@@ -32,8 +32,6 @@ from nemo_edo.errors import StoppedByGuard
 from nemo_edo.losses import NotFinite, build_schedule
 from nemo_edo.types import TrainingBatch
 
-__all__ = ["Services", "run_iterations"]
-
 
 def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -> None:
     """T iterations. ``evaluate(t)`` is called with pi_t before each of them, and with pi_T at the end; it returns

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.arms import arm_seed
-from nemo_edo.config.compose import arm_configs
 from nemo_edo.errors import UserError
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.run.folder import BEST, RunFolder
@@ -57,6 +56,8 @@ def build_model(
 def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> RemotePolicy:
     """What an arm has trained. ARM.best and so on: policies of it that were kept as the best; the warm-up's name: what
     the arms start from, with the settings of ``cfg.grpo``."""
+    from nemo_edo.config.compose import arm_configs
+
     training = arm_configs(cfg).get(arm.partition(BEST)[0], cfg.grpo)
     return build_model(cfg, run, training, weights=run.checkpoint(arm))
 
@@ -183,6 +184,8 @@ def build_weight_sync(cfg: RunConfig, run: RunFolder, model: RemotePolicy, engin
 
 def run_settings(cfg: RunConfig) -> RunSettings:
     """What the stages read of the config."""
+    from nemo_edo.config.compose import arm_configs  # loads Hydra
+
     arms = arm_configs(cfg)
     return RunSettings(
         trains=cfg.algorithm != NONE,
@@ -248,6 +251,7 @@ class Builder:
 
     def summary(self, seconds: Mapping[str, float]) -> dict:
         """The content of summary.json."""
+        from nemo_edo.config.compose import arm_configs
         from nemo_edo.run.summary import summary
         from nemo_edo.worker.dispatch import workers
 

@@ -8,24 +8,29 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
+from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
 
 T = TypeVar("T")
 
 
-class SameCalls:
-    """``dispatch.Workers`` of such a program: a rank executes its part of a call, and learns the others' results."""
+class SameCalls(Workers):
+    """A rank executes its part of a call, and learns the others' results."""
 
     def __init__(self, model: MegatronGPTModel) -> None:
-        self.local = Worker()
+        super().__init__()
         self.local.adopt(model)
-        self.size = torch.distributed.get_world_size()
 
-    def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None) -> list[T]:
+    @property
+    def size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None) -> list[T]:
         first = () if each is None else (each[torch.distributed.get_rank()],)
-        answers: list[T] = [None] * self.size
-        torch.distributed.all_gather_object(answers, work(self.local, *first, *given))
+        answers: list[Any] = [None] * self.size
+        last = () if own is None else (own,)
+        torch.distributed.all_gather_object(answers, work(self.local, *first, *given, *last))
         return answers
 
 

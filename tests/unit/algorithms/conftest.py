@@ -17,9 +17,10 @@ from nemo_edo.algorithms.ahead import SavesBetween
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
-from nemo_edo.algorithms.iteration import Services, run_iterations
+from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.progress import Position, Progress
+from nemo_edo.algorithms.services import Services
 from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.in_process import InProcessSync

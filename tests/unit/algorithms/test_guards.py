@@ -25,7 +25,6 @@ from nemo_edo.config import (
     ScheduleConfig,
     SFTConfig,
 )
-from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.generation.sampling import choose_tokens
 from nemo_edo.losses import NotFinite, exploration_term
@@ -383,16 +382,3 @@ def test_on_policy_the_terms_gradient_is_noise_for_the_whole_distribution_and_a_
         term = exploration_term(logprobs, logprobs.detach(), mask, reduction="seq-sum")
         norms[top_p] = float(torch.autograd.grad(term.mean(), logits)[0].norm())
     assert norms[1.0] < 0.006 and norms[0.9] > 0.03
-
-
-@pytest.mark.parametrize(("line", "message"), [
-    ("guards.max_skipped_steps=0", "guards.max_skipped_steps is 0"),
-    ("guards.grad_norm_spike=1", "guards.grad_norm_spike is 1.0"),
-    ("guards.on_grad_norm_spike=no", "guards.on_grad_norm_spike is 'no', expected one of warn, skip, stop"),
-    ("guards.kl.action=skip", "guards.kl.action is 'skip', expected one of warn, stop"),
-    ("guards.reward.in_a_row=0", "guards.reward.in_a_row is 0, expected a number above 0"),
-    ("guards.entropy={floor: 2, ceiling: 1}", "guards.entropy.floor is 2.0"),
-])
-def test_settings_that_do_not_fit_are_refused_by_their_keys(line: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        compose_run("quickstart", [line])

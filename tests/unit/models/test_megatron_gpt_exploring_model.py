@@ -109,14 +109,6 @@ def test_a_step_with_another_exploration_weight_is_that_of_a_model_configured_so
     assert two_steps(0.2, None)[0][0]["loss"] != pytest.approx(metrics[0]["loss"], rel=1e-3)
 
 
-def test_a_steps_weight_is_that_steps_alone(arm):
-    model = arm.make()
-    before = model.validation_step(arm.batch)["loss"]
-    for weight, same in ((5.0, False), (None, True)):
-        model.start_training(1, OptimizerConfig(lr=1e-3, warmup_steps=1))  # a first step at learning rate 0
-        assert (step(model, arm.batch, exploration_weight=weight)["loss"] == before) == same
-
-
 def test_asking_for_the_ratio_of_gradients_leaves_no_gradient_and_changes_no_step(arm, as_collected):
     def ask(model, batch) -> None:
         assert over(model).exploration_gradient_ratio(batch) > 0
