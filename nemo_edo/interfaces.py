@@ -32,7 +32,7 @@ class Scorer(Protocol):
 
 
 class WeightSync(Protocol):
-    """Brings a trained policy's weights to the generation engine (refit). All ranks call its methods."""
+    """Brings a trained policy's weights to the generation engine (refit)."""
 
     def push(self, version: int) -> None:
         """After it returns, the engine samples from the trainer's weights and stamps ``version`` on rollouts.
@@ -45,16 +45,16 @@ class WeightSync(Protocol):
 
 
 class Policy(Protocol):
-    """A trainable policy. Every data-parallel rank gets the same global batch and takes its own share."""
+    """A trainable policy. It takes global batches, and gives each data-parallel rank its share."""
 
     def train_step(
-        self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
+        self, batch: TrainingBatch, *, exploration_weight: float, grad_norm_limit: float = math.inf
     ) -> dict[str, float]:
         """One optimizer step on the global batch; returns global means of the loss and its metrics, "grad_norm" and
         "skipped": 1 where no rank took the step, because the loss or the norm is not finite or the norm is above
         ``grad_norm_limit``. Weights and optimizer then are as before.
 
-        exploration_weight: the exploration term's in this step; None: the configured one.
+        exploration_weight: the exploration term's in this step; 0 where nothing explores.
         """
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:

@@ -117,18 +117,10 @@ class ScoredRollout:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two responses to one prompt. Raises ValueError where the prompts differ."""
+    """Two responses to one prompt."""
 
     chosen: ScoredRollout
     rejected: ScoredRollout
-
-    def __post_init__(self) -> None:
-        chosen, rejected = self.chosen.rollout, self.rejected.rollout
-        if (chosen.problem_id, chosen.prompt_ids) != (rejected.problem_id, rejected.prompt_ids):
-            raise ValueError(
-                f"the chosen response answers {chosen.problem_id} ({len(chosen.prompt_ids)} prompt tokens), the "
-                f"rejected one {rejected.problem_id} ({len(rejected.prompt_ids)}); a pair has one prompt"
-            )
 
 
 @dataclass(frozen=True)

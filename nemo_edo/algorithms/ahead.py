@@ -7,73 +7,41 @@ after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.progress import Position, Progress
+from nemo_edo.algorithms.progress import Ahead, Position, Progress
 from nemo_edo.algorithms.samples import generate_samples
+from nemo_edo.algorithms.services import Services
 from nemo_edo.errors import RunStopped
-from nemo_edo.interfaces import GenerationEngine, Scorer
-from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.types import TrainingBatch
-
-GenerateAhead = Callable[[int, Event], dict[str, float]]
-"""Puts an iteration's samples on disk, unless the event tells it to end first; returns its speed."""
+from nemo_edo.utils.phases import PhaseClock
 
 
-class Ahead(Protocol):
-    """Generation alongside the training. Every rank calls its methods at the same places."""
+class InBackground(Ahead):
+    """Generates in a thread, which calls no worker: the main thread does."""
 
-    speed: dict[str, float]
-    """Speed of the last finished generation, on the rank that generates."""
-
-    def begin(self, iteration: int) -> None:
-        """Starts to generate the iteration's samples; the previous generation has finished."""
-
-    def is_done(self) -> bool:
-        """Whether nothing is being generated."""
-
-    def finish(self) -> None:
-        """Waits until all samples are on disk. Raises what ended their generation."""
-
-    def close(self) -> None:
-        """Ends the generation, done or not; its finished parts stay on disk."""
-
-
-class NothingAhead:
-    """``Ahead`` of a run in which every iteration generates its own samples."""
-
-    speed: dict[str, float] = {}
-
-    def begin(self, iteration: int) -> None:
-        pass
-
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class InBackground:
-    """``Ahead`` in a thread, which uses no process group: the main thread's collectives would meet its own."""
-
-    def __init__(self, generate: GenerateAhead) -> None:
+    def __init__(self, run: Services, plan: Plan) -> None:
+        """run: its store is this thread's alone."""
         self.speed: dict[str, float] = {}
-        self._generate = generate
+        self.stop = Event()
+        self._clock, self._plan = run.clock, plan
+        self._run = replace(run, progress=_Stoppable(self.stop), clock=PhaseClock())
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate ahead")
         self._running: Future | None = None
-        self._ends = Event()
+
+    def engine(self) -> GenerationEngine:
+        """What generates the next samples."""
+        return self._run.engine
 
     def begin(self, iteration: int) -> None:
-        self._running = self._pool.submit(self._generate, iteration, self._ends)
+        run = replace(self._run, engine=self.engine())
+        self._running = self._pool.submit(generate_samples, run, self._plan, Position(iteration))
 
     def is_done(self) -> bool:
         return self._running is None or self._running.done()
@@ -81,32 +49,29 @@ class InBackground:
     def finish(self) -> None:
         if self._running is not None:
             running, self._running = self._running, None
-            self.speed = running.result()
+            with self._clock.phase("wait"):
+                self.speed = running.result().speed
 
     def close(self) -> None:
-        self._ends.set()
-        self._pool.shutdown(wait=True)
+        self.stop.set()
+        with self._clock.phase("wait"):
+            self._pool.shutdown(wait=True)
 
 
-def generate_ahead(
-    plan: Plan, t: int, stop: Event, *, engine: GenerationEngine, scorer: Scorer, store: RolloutStore
-) -> dict[str, float]:
-    """Puts the parts of iteration t's samples on disk, where ``iteration.generate_and_score`` finds them, and returns
-    the speed.
+class _Stoppable(Progress):
+    """Ends generation between two parts."""
 
-    Engine and store belong to this process alone: no other rank takes part. Raises RunStopped once ``stop`` is set.
-    """
+    def __init__(self, stop: Event) -> None:
+        self._stop = stop
 
-    def stop_if_asked() -> None:
-        if stop.is_set():
-            raise RunStopped(f"stopped, with the finished parts of iteration {t} saved")
-
-    return generate_samples(plan, t, engine=engine, scorer=scorer, store=store, before_part=stop_if_asked).speed
+    def reached(self, position: Position, *, saves: bool = True) -> None:
+        if self._stop.is_set():
+            raise RunStopped(f"stopped, with the finished parts of iteration {position.iteration} saved")
 
 
-class SavesBetween:
-    """A ``Progress`` that saves nothing while the next samples are generated: they need the weights that the iteration
-    began with, and a checkpoint from its middle has others."""
+class SavesBetween(Progress):
+    """Saves nothing while the next samples are generated: they need the weights that the iteration began with, and a
+    checkpoint from its middle has others."""
 
     def __init__(self, progress: Progress, ahead: Ahead) -> None:
         self.start = progress.start

@@ -15,6 +15,7 @@ from nemo_edo.interfaces import Policy
 from nemo_edo.losses import kl_per_token, reduce_tokens, sampler_mismatch
 from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, pass_at_k
 from nemo_edo.types import UNVERIFIED, ScoredRollout, TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 CHECKED_EVERY = 10
 """Where pi_old's log-probabilities may be the engine's, the trainer computes those of every tenth prompt's samples."""
@@ -23,7 +24,7 @@ SAME_MEAN, SAME_MAX = 1e-5, 1e-3
 1e-6, bf16 to about 1e-2."""
 
 Values = dict[str, list[float]]
-"""Of each statistic what it is the mean of."""
+"""The values that each statistic is the mean of, by its name."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Objective(Protocol):
 
     config: LoopConfig
 
-    def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
-        """An iteration's batch from its scored samples; the policy is still the one that generated them."""
+    def build(self, scored: Sequence[ScoredRollout], policy: Policy, clock: PhaseClock) -> Collected:
+        """An iteration's batch from its scored samples; the policy is still the one that generated them. clock: gets
+        the phases of the policy's forward passes."""
 
     def minibatch(self, collected: Collected, items: Sequence[int], seed: str) -> TrainingBatch:
         """One optimizer step's global batch. What needs statistics of the whole of it is computed here, before it is
@@ -96,6 +98,7 @@ class Sampled:
 def view_of_sampler(
     scored: Sequence[ScoredRollout],
     policy: Policy,
+    clock: PhaseClock,
     *,
     pad_id: int,
     with_reference: bool,
@@ -118,22 +121,24 @@ def view_of_sampler(
         rewards=torch.tensor([item.reward for item in scored], dtype=torch.float32),
     )
     checked = batch.groups % CHECKED_EVERY == 0
-    seen, entropies = _seen(batch if old_logprobs == "trainer" else batch.rows(checked), policy)
+    seen, entropies = _seen(batch if old_logprobs == "trainer" else batch.rows(checked), policy, clock)
     trusted = old_logprobs == "sampler" or (old_logprobs == "auto" and _agree(seen))
     if not trusted and seen.size < batch.size:
-        rest, others = _seen(batch.rows(~checked), policy)
+        rest, others = _seen(batch.rows(~checked), policy, clock)
         places = torch.cat([checked.nonzero(), (~checked).nonzero()]).squeeze(-1).argsort()
         own = torch.cat([seen.old_logprobs, rest.old_logprobs])[places]
         seen, entropies = batch.with_fields(old_logprobs=own), torch.cat([entropies, others])[places]
     batch = batch.with_fields(old_logprobs=batch.sampler_logprobs, sampler_logprobs=None) if trusted else seen
     if with_reference:
-        batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
+        with clock.phase("log_pi_ref"):
+            batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
     return Sampled(batch, seen, entropies)
 
 
-def _seen(batch: TrainingBatch, policy: Policy) -> tuple[TrainingBatch, Tensor]:
+def _seen(batch: TrainingBatch, policy: Policy, clock: PhaseClock) -> tuple[TrainingBatch, Tensor]:
     """The batch with its old_logprobs, and its entropies."""
-    own, entropies = policy.logprobs(batch)
+    with clock.phase("log_pi_old"):
+        own, entropies = policy.logprobs(batch)
     return batch.with_fields(old_logprobs=own), entropies
 
 

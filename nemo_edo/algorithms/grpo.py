@@ -36,6 +36,7 @@ from nemo_edo.losses import (
     token_covariances,
 )
 from nemo_edo.types import ScoredRollout, TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 
 class AdvantageFunction(Protocol):
@@ -57,12 +58,13 @@ class GRPO:
     own_advantages: AdvantageFunction | None = None
     """What computes the advantages in place of the built-in kinds (``config.advantage``)."""
 
-    def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
+    def build(self, scored: Sequence[ScoredRollout], policy: Policy, clock: PhaseClock) -> Collected:
         config = self.config
         corrected = config.sampler_correction != "none"  # which needs both
         sampled = view_of_sampler(
             scored,
             policy,
+            clock,
             pad_id=self.pad_id,
             with_reference=config.beta > 0,
             old_logprobs="trainer" if corrected else config.old_logprobs,

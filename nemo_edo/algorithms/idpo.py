@@ -18,6 +18,7 @@ from nemo_edo.data.preferences import preference_pairs
 from nemo_edo.errors import UserError
 from nemo_edo.interfaces import Policy
 from nemo_edo.types import PreferencePair, ScoredRollout, TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 PADDING = -1
 """A row that counts nowhere, next to a single response outside pairs: rows come in twos."""
@@ -31,13 +32,13 @@ class IDPO:
     pad_id: int
     seed: int
 
-    def build(self, scored: Sequence[ScoredRollout], policy: Policy) -> Collected:
+    def build(self, scored: Sequence[ScoredRollout], policy: Policy, clock: PhaseClock) -> Collected:
         """An item is a prompt: its pairs, and those of its samples that only the exploration term is for.
 
         A prompt whose rewards are all equal has no pair, but its samples still serve the exploration term.
         """
         sampled = view_of_sampler(
-            scored, policy, pad_id=self.pad_id, with_reference=True, old_logprobs=self.config.old_logprobs
+            scored, policy, clock, pad_id=self.pad_id, with_reference=True, old_logprobs=self.config.old_logprobs
         )
         row_of = {id(item): row for row, item in enumerate(scored)}
         rows, roles, explored, items = [], [], [], []

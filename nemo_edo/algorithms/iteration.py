@@ -15,46 +15,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from nemo_edo.algorithms.ahead import Ahead, NothingAhead
-from nemo_edo.algorithms.collection import Collected, Objective, step_statistics
+from nemo_edo.algorithms.collection import Collected, step_statistics
 from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.hazards import collection_hazards, exploration_hazards
 from nemo_edo.algorithms.older import with_older_samples
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.progress import FromTheBeginning, Position, Progress
-from nemo_edo.algorithms.samples import Samples, generate_samples, stored_samples
-from nemo_edo.algorithms.supervised import Log
+from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.samples import IterationSamples, generate_and_score
+from nemo_edo.algorithms.services import Services
 from nemo_edo.data.batching import minibatches
-from nemo_edo.errors import StoppedByGuard, UserError
-from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
-from nemo_edo.losses import NotFinite, Schedule, build_schedule
-from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.errors import StoppedByGuard
+from nemo_edo.losses import NotFinite, build_schedule
 from nemo_edo.types import TrainingBatch
-from nemo_edo.utils.phases import PhaseClock
-
-
-@dataclass(frozen=True)
-class Services:
-    """What Algorithm 1 calls; ``Plan`` has its settings."""
-
-    policy: Policy
-    engine: GenerationEngine
-    weight_sync: WeightSync
-    scorer: Scorer
-    objective: Objective
-    store: RolloutStore
-    log: Log
-    progress: Progress = field(default_factory=FromTheBeginning)
-    given: RolloutStore | None = None
-    """Stored rollouts to train on; None: the policy generates its own."""
-    ahead: Ahead = field(default_factory=NothingAhead)
-    """What generates the next iteration's samples while one trains."""
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    """What knows where the time of an iteration went."""
 
 
 def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -> None:
@@ -62,33 +38,42 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
     whether the training ends there."""
     for hazard in exploration_hazards(plan.config, plan.steps_per_collection, plan.sampling.top_p):
         warnings.warn(hazard, stacklevel=2)
-    start, last = run.progress.start, plan.config.iterations
+    start, last, clock = run.progress.start, plan.config.iterations, run.clock
     state = _State(start, plan)
     if start.step == 0:  # within an iteration, the weights have no version
-        run.weight_sync.push(start.iteration)
+        with clock.phase("refit"):
+            run.weight_sync.push(start.iteration)
     with closing(run.ahead):
         for t in range(start.iteration, last):
             if start.step and t == start.iteration:
-                first, collected = start.step, run.progress.kept(t)
+                first = start.step
+                with clock.phase("checkpoint"):
+                    collected = run.progress.kept(t)
             else:
                 first, here = 0, state.position(t)
-                run.progress.reached(here)
+                with clock.phase("checkpoint"):
+                    run.progress.reached(here)
                 if evaluate(t):
                     return
                 if t:
-                    run.policy.move_reference(plan.config.reference, plan.config.ema_decay)
-                samples = generate_and_score(run, plan, here)  # on disk before any of them is trained on
+                    with clock.phase("log_pi_ref"):
+                        run.policy.move_reference(plan.config.reference, plan.config.ema_decay)
+                with clock.phase("data"):
+                    samples = generate_and_score(run, plan, here)  # on disk before any of them is trained on
                 if t + 1 < last:
                     run.ahead.begin(t + 1)
-                run.weight_sync.release()
-                collected = with_older_samples(build(run, samples, t), plan, run.store, t)
+                with clock.phase("refit"):
+                    run.weight_sync.release()
+                with clock.phase("data"):
+                    collected = with_older_samples(build(run, samples, t), plan, run.store, t)
                 _record_collection(run, plan, collected, samples, here, state)
             for step, batch in enumerate(_batches(run, plan, collected, t, first), start=first):
-                metrics = train_step(run.policy, batch, state.schedule, plan.config.beta, state.guards.grad_norm_limit)
+                metrics = _train_step(run, plan, batch, state)
                 _record_step(run, metrics, batch, state, t, step)
             run.ahead.finish()  # the next samples are those of the weights that the engine has now
-            run.weight_sync.push(t + 1)
-            run.log("phases", iteration=t, time=run.clock.take())
+            with clock.phase("refit"):
+                run.weight_sync.push(t + 1)
+            run.log("phases", iteration=t, time=clock.take())
         evaluate(last)
 
 
@@ -107,40 +92,13 @@ class _State:
         return Position(t, step, self.steps_taken, self.schedule.state_dict(), self.guards.state_dict())
 
 
-# --- samples ------------------------------------------------------------------------------------------------------
-
-
-def generate_and_score(run: Services, plan: Plan, here: Position) -> Samples:
-    """The scored samples of ``here.iteration``, which the store has when this returns."""
-    t = here.iteration
-    if run.given is not None:
-        samples = stored_samples(plan, t, run.given)
-    else:
-        samples = generate_samples(
-            plan,
-            t,
-            engine=run.engine,
-            scorer=run.scorer,
-            store=run.store,
-            before_part=lambda: run.progress.reached(here),
-        )
-    run.store.write(t, samples.everything, rank=0, world_size=1)
-    if not samples.kept:
-        groups = len(samples.everything) // plan.sampling.samples_per_prompt
-        raise UserError(
-            f"iteration {t}: the rewards within each of the {groups} groups are equal, so dynamic sampling leaves "
-            "nothing to train on; take easier or harder problems, or set dynamic_sampling=false"
-        )
-    return samples
-
-
 # --- what is trained on -------------------------------------------------------------------------------------------
 
 
-def build(run: Services, samples: Samples, t: int) -> Collected:
+def build(run: Services, samples: IterationSamples, t: int) -> Collected:
     """The iteration's batch from its samples; the policy is still pi_t."""
     try:
-        collected = run.objective.build(samples.kept, run.policy)
+        collected = run.objective.build(samples.kept, run.policy, run.clock)
     except NotFinite as error:
         raise StoppedByGuard(
             f"iteration {t}: {error}: the policy's probabilities of its own samples are not numbers; lower "
@@ -150,7 +108,7 @@ def build(run: Services, samples: Samples, t: int) -> Collected:
 
 
 def _record_collection(
-    run: Services, plan: Plan, collected: Collected, samples: Samples, here: Position, state: _State
+    run: Services, plan: Plan, collected: Collected, samples: IterationSamples, here: Position, state: _State
 ) -> None:
     """Logs the collection, says where it teaches nothing, asks the guards about it, and keeps it for a resumed run."""
     place, statistics = {"iteration": here.iteration}, collected.statistics
@@ -158,8 +116,9 @@ def _record_collection(
     run.log("collection", **place, policy_version=samples.version, **loggable(statistics), time=speed)
     for hazard in collection_hazards(statistics, plan.config, state.schedule.weight, first=here.iteration == 0):
         warnings.warn(f"iteration {here.iteration}: {hazard}", stacklevel=2)
-    respond(state.guards.collection(statistics), here, place, log=run.log, progress=run.progress)
-    run.progress.keep(here.iteration, collected)
+    with run.clock.phase("checkpoint"):
+        respond(state.guards.collection(statistics), here, place, log=run.log, progress=run.progress)
+        run.progress.keep(here.iteration, collected)
 
 
 def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int) -> Iterator[TrainingBatch]:
@@ -172,29 +131,32 @@ def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int
         for place, items in enumerate(minibatches(order, size))
     )
     for items, seed in islice(steps, first, None):
-        yield run.objective.minibatch(collected, items, seed)
+        with run.clock.phase("data"):
+            batch = run.objective.minibatch(collected, items, seed)
+        yield batch
 
 
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-def train_step(
-    policy: Policy, batch: TrainingBatch, schedule: Schedule, beta: float, grad_norm_limit: float
-) -> dict[str, Any]:
+def _train_step(run: Services, plan: Plan, batch: TrainingBatch, state: _State) -> dict[str, Any]:
     """An optimizer step with the schedule's exploration weight, and what is logged about it. The schedule advances
     unless the step is skipped."""
-    begun = time.monotonic()
-    ratio = policy.exploration_gradient_ratio(batch) if schedule.needs_gradients else None
-    weight = schedule.weight
-    metrics = policy.train_step(batch, exploration_weight=weight, grad_norm_limit=grad_norm_limit)
+    begun, schedule, policy = time.monotonic(), state.schedule, run.policy
+    exploration_weight = schedule.weight
+    with run.clock.phase("train"):
+        ratio = policy.exploration_gradient_ratio(batch) if schedule.needs_gradients else None
+        metrics = policy.train_step(
+            batch, exploration_weight=exploration_weight, grad_norm_limit=state.guards.grad_norm_limit
+        )
     seconds = time.monotonic() - begun
     if not metrics["skipped"]:
         schedule.step(entropy=metrics["entropy"], gradient_ratio=ratio)
-    measured = {"exploration_weight": weight}
+    measured = {"exploration_weight": exploration_weight}
     if ratio is not None and math.isfinite(ratio):  # inf without advantages, NaN in a broken batch: not for the log
         measured = {"exploration_gradient_ratio": ratio, **measured}
-    if beta > 0:
-        measured["effective_alpha"] = weight / beta
+    if plan.config.beta > 0:
+        measured["effective_alpha"] = exploration_weight / plan.config.beta
     speed = {"step_s": seconds, "tokens_per_s": int((batch.mask != 0).sum()) / seconds}
     return {**metrics, **step_statistics(batch), **measured, "time": speed}
 
@@ -208,5 +170,6 @@ def _record_step(
     run.log("train_step", **place, **loggable(metrics), skipped_steps=state.guards.skipped_steps)
     state.steps_taken += 1
     here = state.position(t, step + 1)
-    respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
-    run.progress.reached(here)
+    with run.clock.phase("checkpoint"):
+        respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
+        run.progress.reached(here)

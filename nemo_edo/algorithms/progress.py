@@ -1,9 +1,9 @@
-"""A training's position: what it needs to resume exactly after it was killed."""
+"""A training's position, what keeps it for a restart, and what generates the next samples meanwhile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.types import TrainingBatch
@@ -24,10 +24,10 @@ class Position:
     """The state of the guards; None: they have seen nothing yet."""
 
 
-class Progress(Protocol):
-    """Keeps checkpoints of a training, and says where it resumes."""
+class Progress:
+    """Says where a training resumes, and saves it. This one begins at the beginning and saves nothing."""
 
-    start: Position
+    start = Position()
 
     def reached(self, position: Position, *, saves: bool = True) -> None:
         """Called wherever the training may stop: saves if a checkpoint is due, and raises RunStopped, with everything
@@ -39,6 +39,7 @@ class Progress(Protocol):
 
     def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
         """Keeps a batch that the training broke on, with the weights that it broke, and returns where."""
+        return "nowhere"
 
     def keep(self, iteration: int, collected: Collected) -> None:
         """What the iteration trains on. It cannot be rebuilt after the first step: log-probabilities under pi_t need
@@ -46,24 +47,24 @@ class Progress(Protocol):
 
     def kept(self, iteration: int) -> Collected:
         """What was kept, to the last bit. Called when ``start`` is within the iteration."""
-
-
-class FromTheBeginning:
-    """A Progress that keeps nothing."""
-
-    start = Position()
-
-    def reached(self, position: Position, *, saves: bool = True) -> None:
-        pass
-
-    def save(self, position: Position) -> None:
-        pass
-
-    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
-        return "nowhere"
-
-    def keep(self, iteration: int, collected: Collected) -> None:
-        pass
-
-    def kept(self, iteration: int) -> Collected:
         raise LookupError(f"nothing is kept of iteration {iteration}")
+
+
+class Ahead:
+    """Generation alongside the training. This one generates nothing: every iteration generates its own samples."""
+
+    speed: dict[str, float] = {}
+    """Speed of the last finished generation."""
+
+    def begin(self, iteration: int) -> None:
+        """Starts to generate the iteration's samples; the previous generation has finished."""
+
+    def is_done(self) -> bool:
+        """Whether nothing is being generated."""
+        return True
+
+    def finish(self) -> None:
+        """Waits until all samples are on disk. Raises what ended their generation."""
+
+    def close(self) -> None:
+        """Ends the generation, done or not; its finished parts stay on disk."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from nemo_edo.algorithms.collection import by_problem, response_statistics
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.plan import Plan
+from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.services import Services
+from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import UserError
-from nemo_edo.interfaces import GenerationEngine, Scorer
-from nemo_edo.rollouts.resumable import InParts, generate_scored, require_version
+from nemo_edo.rollouts.resumable import Parts, require_version
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, ScoredRollout
+from nemo_edo.types import Problem, ScoredRollout
 
 
 @dataclass(frozen=True)
-class Samples:
+class IterationSamples:
     """An iteration's scored samples, and what is logged about them."""
 
     everything: list[ScoredRollout]
@@ -44,50 +44,60 @@ class Samples:
         }
 
 
-def generate_samples(
-    plan: Plan,
-    t: int,
-    *,
-    engine: GenerationEngine,
-    scorer: Scorer,
-    store: RolloutStore,
-    before_part: Callable[[], None],
-) -> Samples:
-    """Iteration t's samples; every part is on disk before the next begins, and what an earlier, killed process left
-    there is not generated again. A bounded number of extra rounds replaces the groups that dynamic sampling drops.
+def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSamples:
+    """The scored samples of ``here.iteration``, which the store has when this returns."""
+    t = here.iteration
+    samples = generate_samples(run, plan, here) if run.given is None else stored_samples(plan, t, run.given)
+    run.store.write(t, samples.everything, rank=0, world_size=1)
+    if not samples.kept:
+        groups = len(samples.everything) // plan.sampling.samples_per_prompt
+        raise UserError(
+            f"iteration {t}: the rewards within each of the {groups} groups are equal, so dynamic sampling leaves "
+            "nothing to train on; take easier or harder problems, or set dynamic_sampling=false"
+        )
+    return samples
 
-    before_part: called before each part that is generated; it may raise RunStopped.
-    """
-    timed = TimedEngine(engine)
-    answer = partial(
-        generate_scored, engine=timed, scorer=scorer, sampling=plan.sampling_params, problems=plan.problems
-    )
-    in_parts = InParts(store, t, answer, part_size=plan.part_size, before_part=before_part, versions=plan.versions(t))
-    scorer.begin(in_parts.earlier)
-    everything = in_parts(plan.requests(plan.collection_problems(t), t))
+
+def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamples:
+    """Every part is on disk before the next begins, and what an earlier, killed process left there is not generated
+    again. A bounded number of extra rounds replaces the groups that dynamic sampling drops."""
+    t = here.iteration
+    parts = Parts(run.store, t, plan.versions(t))
+    run.scorer.begin(parts.earlier)
+    everything = _responses(run, plan, here, parts, plan.collection_problems(t))
     if not plan.is_dynamic:
-        return Samples(everything, everything, timed.speed)
+        return IterationSamples(everything, everything, parts.speed)
     kept, substitutes = keep_informative(everything), plan.substitutes(t)
     for _ in range(plan.config.max_extra_rounds):
         missing = plan.collection_size - len(kept) // plan.sampling.samples_per_prompt
         if not missing or not substitutes:
             break
         problems, substitutes = substitutes[:missing], substitutes[missing:]
-        more = in_parts(plan.requests(problems, t))
+        more = _responses(run, plan, here, parts, problems)
         everything, kept = everything + more, kept + keep_informative(more)
-    return Samples(everything, kept, timed.speed)
+    return IterationSamples(everything, kept, parts.speed)
 
 
-def stored_samples(plan: Plan, t: int, given: RolloutStore) -> Samples:
-    """Iteration t's samples from another run's rollouts. Raises UserError where they do not fit this run."""
-    everything = given.stored(t)
-    _require_this_runs(plan, everything, t, str(given.folder))
-    return Samples(everything, keep_informative(everything) if plan.is_dynamic else everything, {})
+def _responses(
+    run: Services, plan: Plan, here: Position, parts: Parts, problems: Sequence[Problem]
+) -> list[ScoredRollout]:
+    """Scored responses to the problems, a part at a time; the run may stop before each part."""
+    responses: list[ScoredRollout] = []
+    for requests in minibatches(plan.requests(problems, here.iteration), plan.part_size):
+        part = parts.on_disk(requests)
+        if not part:
+            with run.clock.phase("checkpoint"):
+                run.progress.reached(here)
+            part = parts.generate(requests, run.engine, run.scorer, plan.sampling_params, plan.problems, run.clock)
+        responses += part
+    return responses
 
 
-def _require_this_runs(plan: Plan, given: Sequence[ScoredRollout], t: int, where: str) -> None:
-    """Given rollouts answer this run's problems, as its prompts pose them."""
-    for rollout in (item.rollout for item in given):
+def stored_samples(plan: Plan, t: int, given: RolloutStore) -> IterationSamples:
+    """Iteration t's samples from another run's rollouts. Raises UserError unless they answer this run's problems, as
+    its prompts pose them."""
+    everything, where = given.stored(t), str(given.folder)
+    for rollout in (item.rollout for item in everything):
         if rollout.problem_id not in plan.prompts:
             raise UserError(
                 f"{where}: iteration {t} answers problem {rollout.problem_id}, which this run does not have"
@@ -98,28 +108,5 @@ def _require_this_runs(plan: Plan, given: Sequence[ScoredRollout], t: int, where
                 f"{where}: iteration {t} answers {rollout.problem_id} after the prompt {there}, but this run's prompt "
                 f"is {here}: the tokenizer or data.prompt differs"
             )
-    require_version(given, t, plan.versions(t), where)
-
-
-class TimedEngine:
-    """A GenerationEngine that measures the tokens and seconds of another one."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self.policy_version = engine.policy_version
-        self._engine = engine
-        self._tokens = 0
-        self._seconds = 0.0
-
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        begun = time.monotonic()
-        rollouts = self._engine.generate(requests, sampling)
-        self._seconds += time.monotonic() - begun
-        self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
-        return rollouts
-
-    @property
-    def speed(self) -> dict[str, float]:
-        """Seconds in the engine and response tokens per second; empty where nothing was generated."""
-        if not self._tokens:
-            return {}
-        return {"sampling_s": self._seconds, "tokens_per_s": self._tokens / self._seconds}
+    require_version(everything, t, plan.versions(t), where)
+    return IterationSamples(everything, keep_informative(everything) if plan.is_dynamic else everything, {})

@@ -41,6 +41,7 @@ ROWS, LENGTH, PROMPT = 16, 128, 40
 GROUP = 4
 """Responses to a prompt."""
 TEMPERATURE = 0.7
+EXPLORATION_WEIGHT = 0.1
 OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-3}
 """With Adam's usual eps a first step is the gradient's sign, which rounding flips where it is near zero."""
 PACKED = {"packing": True, "micro_batch_tokens": 1024}
@@ -238,6 +239,7 @@ def measure(folder: Path, step: SameNumbers, save: Path | None, load: Path | Non
     import torch
 
     from nemo_edo.megatron import checkpoint
+    from nemo_edo.worker.same_calls import policy_over
 
     model = build(folder, step)
     if load is not None:
@@ -245,12 +247,13 @@ def measure(folder: Path, step: SameNumbers, save: Path | None, load: Path | Non
     examples = batch()
     if step.algorithm == "grpo":
         examples = examples.with_fields(pair_role=None, exploration_factors=None)
-    values = torch.stack(model.logprobs(examples))
+    policy = policy_over(model)
+    values = torch.stack(policy.logprobs(examples))
     model.start_training(total_steps=1)
-    metrics = model.train_step(examples)
+    metrics = policy.train_step(examples, exploration_weight=EXPLORATION_WEIGHT)
     if save is not None:
         checkpoint.save(model.policy, save)
-    return Measured(values.numpy(), metrics["loss"], metrics["grad_norm"], model.logprobs(examples)[0].numpy())
+    return Measured(values.numpy(), metrics["loss"], metrics["grad_norm"], policy.logprobs(examples)[0].numpy())
 
 
 def build(folder: Path, step: SameNumbers):
@@ -264,7 +267,7 @@ def build(folder: Path, step: SameNumbers):
         kernels.TILE = step.tile
     kinds = {"grpo": (MegatronGPTGRPOModel, GRPOConfig), "idpo": (MegatronGPTDPOModel, IDPOConfig)}
     kind, config = kinds[step.algorithm]
-    settings = {"beta": 0.04, "exploration_coefficient": 0.1, "micro_batch_size": 4, **step.training}
+    settings = {"beta": 0.04, "exploration_coefficient": EXPLORATION_WEIGHT, "micro_batch_size": 4, **step.training}
     return kind(
         model_config(
             folder,
@@ -298,7 +301,7 @@ def generated(folder: Path, step: SameNumbers) -> tuple[np.ndarray, np.ndarray]:
         ids = rollout.prompt_ids + rollout.response_ids
         tokens[row, : len(ids)] = torch.tensor(ids)
         mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
-    whole = model.logprobs(TrainingBatch(tokens, mask))[0][mask.bool()]
+    whole = model.get_inference_log_probs(TrainingBatch(tokens, mask))[mask.bool()]
     return np.concatenate([rollout.response_logprobs for rollout in rollouts]), whole.numpy()
 
 

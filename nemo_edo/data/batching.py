@@ -22,59 +22,29 @@ def build_batch(
     *,
     pad_id: int,
     length: int | None = None,
-    advantages: Sequence[float] | None = None,
-    old_logprobs: Sequence[Sequence[float]] | None = None,
-    ref_logprobs: Sequence[Sequence[float]] | None = None,
-    sampler_logprobs: Sequence[Sequence[float]] | None = None,
+    **logprobs: Sequence[Sequence[float]],
 ) -> TrainingBatch:
     """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence).
 
     The mask is 1 at the R positions that predict a response's R tokens, the first of which is the prompt's last.
-    ``advantages`` has one number per response; the log-probabilities have one per response token.
-
-    Raises ValueError for no sequences, an empty prompt (nothing would predict the first response token), a sequence
-    longer than ``length``, or values that do not match the responses.
+    logprobs: one per response token, of the batch's fields old_logprobs, ref_logprobs and sampler_logprobs.
     """
-    if not sequences:
-        raise ValueError("no sequences to make a batch of")
-    longest = max(len(prompt) + len(response) for prompt, response in sequences)
-    length = longest if length is None else length
-    if longest > length:
-        raise ValueError(f"the longest sequence has {longest} tokens, expected at most length = {length}")
-    if advantages is not None and len(advantages) != len(sequences):
-        raise ValueError(f"{len(advantages)} advantages for {len(sequences)} responses, expected one each")
+    sizes = [len(prompt) + len(response) for prompt, response in sequences]
+    length = max(sizes) if length is None else length
     tokens = torch.full((len(sequences), length), pad_id, dtype=torch.int64)
-    parts = [part for sequence in sequences for part in sequence]
-    _fill_spans(tokens, [0] * len(sequences), [len(p) + len(r) for p, r in sequences], parts)
-    ones = [[1.0] * len(response) for _, response in sequences]
-
-    def placed(values: Sequence[Sequence[float]] | None) -> Tensor | None:
-        return None if values is None else place_on_responses(values, sequences, length)
-
-    return TrainingBatch(
-        tokens=tokens,
-        mask=place_on_responses(ones, sequences, length),
-        advantages=None if advantages is None else torch.tensor(advantages, dtype=torch.float32),
-        old_logprobs=placed(old_logprobs),
-        ref_logprobs=placed(ref_logprobs),
-        sampler_logprobs=placed(sampler_logprobs),
-    )
+    _fill_spans(tokens, [0] * len(sequences), sizes, [part for sequence in sequences for part in sequence])
+    values = {name: place_on_responses(rows, sequences, length) for name, rows in logprobs.items()}
+    mask = place_on_responses([[1.0] * len(response) for _, response in sequences], sequences, length)
+    return TrainingBatch(tokens=tokens, mask=mask, **values)
 
 
 def place_on_responses(
     values: Sequence[Sequence[float]], sequences: Sequence[PromptAndResponse], length: int
 ) -> Tensor:
-    """[B, T = length - 1] float32: a value for each response token, at the position that predicts it; 0 elsewhere.
-
-    Raises ValueError for an empty prompt, or a number of values other than the response's number of tokens.
-    """
-    for row, (row_values, (prompt, response)) in enumerate(zip(values, sequences, strict=True)):
-        if not prompt:
-            raise ValueError(f"sequence {row} has an empty prompt, expected at least one token before the response")
-        if len(row_values) != len(response):
-            raise ValueError(f"sequence {row} has {len(row_values)} values for {len(response)} response tokens")
+    """[B, T = length - 1] float32: a value for each response token, at the position that predicts it; 0 elsewhere."""
     placed = torch.zeros(len(sequences), length - 1)
-    _fill_spans(placed, [len(prompt) - 1 for prompt, _ in sequences], [len(row) for row in values], values)
+    sizes = [len(response) for _, response in sequences]
+    _fill_spans(placed, [len(prompt) - 1 for prompt, _ in sequences], sizes, values)
     return placed
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,13 +73,19 @@ class Share:
     """Prompts that rows of a pack share; None: each row includes its prompt."""
     padding_share: float
     """Share of padding in what the model computes of the global batch."""
+    loss_counts: Mapping[str, float] = field(default_factory=dict)
+    """For each term of the loss its count over the global batch, which the term is divided by; empty where no loss is
+    computed."""
 
-    def to(self, device: torch.device) -> Share:
-        return replace(self, rows=self.rows.to(device))
 
-
-def cut(batch: TrainingBatch, how: MicroBatching, ranks: int, required: InputShapes) -> list[Share]:
-    """Each of so many data-parallel ranks' share of a global batch."""
+def cut(
+    batch: TrainingBatch,
+    how: MicroBatching,
+    ranks: int,
+    required: InputShapes,
+    loss_counts: Mapping[str, float] | None = None,
+) -> list[Share]:
+    """Each of so many data-parallel ranks' share of a global batch, with the counts of the loss's terms."""
     lengths = sequence_lengths(batch)
     prompts = Prompts.of(batch) if how.share_prompts else None
     plans = plan_micro_batches(
@@ -100,7 +106,8 @@ def cut(batch: TrainingBatch, how: MicroBatching, ranks: int, required: InputSha
     shapes = [required.fit([shape(rows) for rows in plan]) for plan in plans]
     saved = sum(_saved(rows, prompts) for plan in plans for rows in plan)
     padding = padding_share(lengths, itertools.chain(*shapes), saved)
-    return [_share(batch, lengths, *one, how.packing, prompts, padding) for one in zip(plans, shapes, strict=True)]
+    shares = [_share(batch, lengths, *one, how.packing, prompts, padding) for one in zip(plans, shapes, strict=True)]
+    return [replace(share, loss_counts=loss_counts or {}) for share in shares]
 
 
 def require_tokens(batch: TrainingBatch) -> None:

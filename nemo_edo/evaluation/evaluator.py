@@ -7,9 +7,8 @@ entropy it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -32,7 +31,6 @@ from nemo_edo.evaluation.results import (
 )
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
 from nemo_edo.metrics import pass_at_k, pooled_distinct
-from nemo_edo.rollouts.resumable import Answer, generate_scored
 from nemo_edo.test_time import expected_vote_score
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 
@@ -43,6 +41,22 @@ class Tuning:
 
     problems: Sequence[Problem]
     requests: Sequence[GenerationRequest]
+
+
+class Keeping:
+    """Generates and scores an evaluation's responses; keeps none of them."""
+
+    def responses(
+        self,
+        kind: str,
+        requests: Sequence[GenerationRequest],
+        engine: GenerationEngine,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        problems: Sequence[Problem],
+    ) -> list[ScoredRollout]:
+        """One scored response per request, in order. kind: one of ``results.kinds``."""
+        return scorer.score(engine.generate(requests, sampling), problems)
 
 
 @dataclass(frozen=True)
@@ -58,8 +72,8 @@ class Evaluator:
     config: EvaluationConfig
     max_new_tokens: int
     pad_id: int
-    keeping: Callable[[str, Answer], Answer] = lambda kind, answer: answer
-    """Makes an ``Answer`` one that keeps its responses, of one of the ``results.kinds``."""
+    keeping: Keeping = Keeping()
+    """What keeps the responses."""
 
     def evaluate(
         self, arm: str, requests: Sequence[GenerationRequest], rollouts: int, tuning: Tuning | None = None
@@ -154,8 +168,7 @@ class Evaluator:
         self, kind: str, requests: Sequence[GenerationRequest], temperature: float, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
         sampling = SamplingParams(temperature, 1.0, self.max_new_tokens)
-        answer = partial(generate_scored, engine=self.engine, scorer=self.scorer, sampling=sampling, problems=problems)
-        return self.keeping(kind, answer)(requests)
+        return self.keeping.responses(kind, requests, self.engine, self.scorer, sampling, problems)
 
     def _entropies(
         self, of_problem: Sequence[Sequence[ScoredRollout]], temperature: float

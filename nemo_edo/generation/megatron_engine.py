@@ -68,21 +68,18 @@ class MegatronEngine:
         self._layers = layers = [module for module in modules if isinstance(module, Attention)]
         self._shares_prompts, self._by_head = all(map(shares_prompts, layers)), all(map(reads_by_head, layers))
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        """One rollout for each request, in order, the same list on every rank; data-parallel ranks share the work."""
-        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        if not requests:
-            return []
-        prompt = max(len(request.prompt_ids) for request in requests)
-        response = max(request.limit(sampling) for request in requests)
-        mine = self.generate_share(list(requests)[rank::ranks], sampling, prompt, response)
-        return _interleave(_gather(mine), len(requests))
-
-    def generate_share(
-        self, mine: list[GenerationRequest], sampling: SamplingParams, prompt: int, response: int
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int] | None = None
     ) -> list[Rollout]:
-        """One rollout for each request of this data-parallel rank, in order. prompt, response: the longest ones of all
-        ranks, in tokens."""
+        """One rollout for each request, in order. Ranks that share the model call it with the same requests.
+
+        longest: the longest prompt and response of all data-parallel ranks, in tokens, where each has its own requests;
+        None: of these."""
+        mine = list(requests)
+        prompt, response = longest or (
+            max((len(request.prompt_ids) for request in mine), default=1),
+            max((request.limit(sampling) for request in mine), default=1),
+        )
         # Rows of a batch advance together, so batches have prompts of similar length.
         order = sorted(range(len(mine)), key=lambda i: (len(mine[i].prompt_ids), mine[i].prompt_ids))
         rollouts: list[Rollout | None] = [None] * len(mine)
@@ -98,7 +95,7 @@ class MegatronEngine:
         return rollouts
 
     def _batch_size(self, prompt: int, response: int) -> int:
-        """The most rows of a batch, the same on every rank. prompt, response: as for ``generate_share``."""
+        """The most rows of a batch, the same on every rank. prompt, response: the longest ones of all ranks."""
         if self._max_batch_size != AUTO:
             return int(self._max_batch_size)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -351,17 +348,3 @@ class _Decoding:
 
     def _response_index(self, step: int) -> Tensor:
         return step - self.to_read[self.rows]
-
-
-def _gather(rollouts: list[Rollout]) -> list[list[Rollout]]:
-    group = parallel_state.get_data_parallel_group()
-    if group.size() == 1:
-        return [rollouts]
-    shares: list[list[Rollout] | None] = [None] * group.size()
-    torch.distributed.all_gather_object(shares, rollouts, group=group)
-    return shares
-
-
-def _interleave(shares: list[list[Rollout]], total: int) -> list[Rollout]:
-    """The rollouts in the order of the requests: request i went to rank i modulo the number of ranks."""
-    return [shares[i % len(shares)][i // len(shares)] for i in range(total)]

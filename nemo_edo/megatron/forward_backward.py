@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +25,7 @@ from nemo_edo.data.shares import Share, row_lengths
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
+from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.shapes import context_share
 from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.types import TrainingBatch
@@ -34,79 +35,64 @@ TERM = "term:"
 TOKENS = "tokens:"
 """Among the metrics: the log-probabilities and entropies of a micro-batch."""
 
-LossFunction = Callable[[Tensor, Tensor, TrainingBatch], tuple[dict[str, LossTerm], dict[str, LossTerm]]]
-"""(log-probabilities [b, T], entropies [b, T], micro-batch) -> (terms of the loss by name, metrics)."""
+Terms = tuple[dict[str, LossTerm], dict[str, LossTerm]]
+"""The terms of a loss by name, and its metrics."""
+LossFunction = Callable[[Tensor, Tensor, TrainingBatch, float], Terms]
+"""(log-probabilities [b, T], entropies [b, T], micro-batch, exploration weight) -> terms."""
 
 
 def forward_backward(
-    chunks: list[MegatronModule],
+    policy: MegatronPolicy,
     share: Share,
     loss: LossFunction,
     *,
-    loss_counts: Mapping[str, float],
+    exploration_weight: float,
     temperature: float,
-    head: LossHead,
     forward_only: bool = False,
     keep_tokens: bool = False,
 ) -> tuple[dict[str, float], Tensor | None]:
     """Accumulates the gradient of the loss over the global batch, reduced over all ranks, each with its share.
 
-    The loss is the sum over its terms of term.sum / loss_counts[name]: each has its own denominator.
-    loss_counts: for each term its count over the global batch; the micro-batches' counts must add up to it.
+    The loss is the sum over its terms of term.sum / share.loss_counts[name]: each has its own denominator, its count
+    over the global batch, which the micro-batches' counts must add up to.
     Returns the global means of the loss ("loss") and its metrics, the same on every rank, and with ``keep_tokens`` what
     ``share_values`` makes of the log-probabilities and entropies.
     The loss is NaN where it is not finite in any micro-batch of any rank, or a loss function raises ``NotFinite``: then
     the gradient is useless, and the metrics leave that micro-batch out.
     """
-
-    def to_scalar(outputs: Tensor, inputs: ModelInputs):
-        micro = inputs.micro
-        logprobs, entropies = _logprobs_and_entropy(head, outputs, inputs, temperature)
-        tokens = {TOKENS: (logprobs.detach(), entropies.detach())} if keep_tokens else {}
-        if not micro.mask.any():  # padding alone: it keeps the ranks in step, and no loss sees it
-            return logprobs.sum() * 0.0, torch.zeros([], dtype=torch.int, device=outputs.device), tokens
-        try:
-            with one_check():
-                terms, metrics = loss(logprobs, entropies, micro)
-        except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
-            terms, metrics = dict.fromkeys(loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan)), {}
-        total = sum(terms[name].sum / max(count, 1.0) for name, count in loss_counts.items())
-        sums = {name: _pair(value) for name, value in metrics.items()}
-        sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
-        # The second value is a token count that Megatron would divide by; see _sum_gradients.
-        return total, torch.zeros([], dtype=torch.int, device=outputs.device), sums | tokens
-
-    with head.installed():
-        stored = _run_schedule(chunks, share, to_scalar, forward_only)
+    readout = _LossReadout(
+        policy.head,
+        temperature,
+        loss=loss,
+        exploration_weight=exploration_weight,
+        loss_counts=share.loss_counts,
+        keep_tokens=keep_tokens,
+    )
+    # Megatron gathers changed weights during the forward pass only after zero_grad.
+    chunks = policy.chunks if forward_only else policy.built.training_chunks
+    stored = _run_schedule(policy, chunks, share, readout, forward_only)
     tokens = [micro.pop(TOKENS) for micro in stored] if keep_tokens else []
-    means = _means(_reduce_metrics(stored, share.rows.tokens.device), loss_counts)
-    return means, share_values(share, tokens) if keep_tokens else None
+    means = _means(_reduce_metrics(stored, policy.device), share.loss_counts)
+    return means, share_values(share, tokens, policy.device) if keep_tokens else None
 
 
 @torch.no_grad()
-def logprobs_and_entropy(chunks: list[MegatronModule], share: Share, *, temperature: float, head: LossHead) -> Tensor:
+def logprobs_and_entropy(policy: MegatronPolicy, share: Share, temperature: float) -> Tensor:
     """Log-probabilities and exact entropies (nats) of the share's rows, as ``share_values`` makes them; zero where the
     mask is."""
-
-    def keep(outputs: Tensor, inputs: ModelInputs):
-        return (
-            outputs.new_zeros(()),
-            torch.zeros([], dtype=torch.int, device=outputs.device),
-            _logprobs_and_entropy(head, outputs, inputs, temperature),
-        )
-
-    with head.installed():
-        return share_values(share, _run_schedule(chunks, share, keep, forward_only=True))
+    readout = _Readout(policy.head, temperature)
+    stored = _run_schedule(policy, policy.chunks, share, readout, forward_only=True)
+    return share_values(share, stored, policy.device)
 
 
-def share_values(share: Share, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
+def share_values(share: Share, stored: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     """[2, b, t] of what the share's micro-batches have given on the last pipeline stage; zeros on the others, and after
     a row's last response token."""
-    result = torch.zeros(2, *share.rows.mask.shape, device=share.rows.tokens.device)
+    result = torch.zeros(2, *share.rows.mask.shape, device=device)
     for rows, values in zip(share.micro_batches, stored, strict=True) if stored else ():
-        ends = torch.tensor([share.lengths[row] - 1 for row in rows], dtype=torch.int64, device=result.device)
+        ends = torch.tensor([share.lengths[row] - 1 for row in rows], dtype=torch.int64, device=device)
         both = torch.stack(values)[:, : len(rows), : result.shape[-1]]
-        inside = torch.arange(both.shape[-1], device=result.device) < ends[:, None]
+        inside = torch.arange(both.shape[-1], device=device) < ends[:, None]
         result[:, rows, : both.shape[-1]] = both.where(inside, 0)
     return result
 
@@ -120,18 +106,99 @@ def on_every_rank(share: Share, own: Tensor, shape: torch.Size) -> Tensor:
     return whole.cpu()
 
 
-def _logprobs_and_entropy(
-    head: LossHead, outputs: Tensor, inputs: ModelInputs, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the micro-batch's rows, each [b, T] and zero where its mask is, from the
-    model's output for its inputs."""
-    values = head(outputs, context_share(inputs.targets), inputs.read, temperature)
-    logprobs, entropies = (inputs.to_rows(value) for value in values)
-    return logprobs, entropies
+# --- what Megatron's schedule calls ------------------------------------------------------------------------------
 
 
-def _inputs(share: Share) -> list[ModelInputs]:
-    """What the model sees of the share's micro-batches."""
+@dataclass(frozen=True)
+class _Readout:
+    """Runs the model on a micro-batch, and reads log-probabilities and entropies from its outputs."""
+
+    head: LossHead
+    temperature: float
+    inputs: ModelInputs | None = None
+    """Of the micro-batch that is being read."""
+
+    def forward_step(self, micro_batches: Iterator[ModelInputs], chunk: MegatronModule) -> tuple[Tensor, _Readout]:
+        """Megatron calls what this returns second with what it returns first, on the last pipeline stage."""
+        inputs = next(micro_batches)
+        outputs = chunk(
+            context_share(inputs.tokens).contiguous(),
+            context_share(inputs.positions),
+            None,
+            packed_seq_params=inputs.packed,
+            **in_own_type(chunk),
+        )
+        return outputs, replace(self, inputs=inputs)
+
+    def __call__(self, outputs: Tensor) -> tuple[Tensor, Tensor, object]:
+        """The loss, a token count that Megatron would divide by (see ``_sum_gradients``), and what is kept."""
+        return outputs.new_zeros(()), _no_tokens(outputs), self.logprobs_and_entropies(outputs)
+
+    def logprobs_and_entropies(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the micro-batch's rows, each [b, T] and zero where its mask is."""
+        inputs = self.inputs
+        logprobs, entropies = self.head(outputs, context_share(inputs.targets), inputs.read, self.temperature)
+        return inputs.to_rows(logprobs), inputs.to_rows(entropies)
+
+
+@dataclass(frozen=True)
+class _LossReadout(_Readout):
+    """Also computes the loss of the micro-batch, divided by the global counts."""
+
+    # Fields of a base class come first, and one of them has a default: so these have some, too.
+    loss: LossFunction | None = None
+    exploration_weight: float = 0.0
+    loss_counts: Mapping[str, float] = field(default_factory=dict)
+    keep_tokens: bool = False
+
+    def __call__(self, outputs: Tensor) -> tuple[Tensor, Tensor, object]:
+        logprobs, entropies = self.logprobs_and_entropies(outputs)
+        tokens = {TOKENS: (logprobs.detach(), entropies.detach())} if self.keep_tokens else {}
+        if self.inputs.is_padding:  # it keeps the ranks in step, and no loss sees it
+            return logprobs.sum() * 0.0, _no_tokens(outputs), tokens
+        try:
+            with one_check():
+                terms, metrics = self.loss(logprobs, entropies, self.inputs.micro, self.exploration_weight)
+        except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
+            terms = dict.fromkeys(self.loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))
+            metrics = {}
+        total = sum(terms[name].sum / max(count, 1.0) for name, count in self.loss_counts.items())
+        sums = {name: _pair(value) for name, value in metrics.items()}
+        sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
+        return total, _no_tokens(outputs), sums | tokens
+
+
+def _no_tokens(outputs: Tensor) -> Tensor:
+    return torch.zeros([], dtype=torch.int, device=outputs.device)
+
+
+def _run_schedule(
+    policy: MegatronPolicy, chunks: list[MegatronModule], share: Share, readout: _Readout, forward_only: bool
+) -> list:
+    """Megatron's schedule over the share's micro-batches; returns the third value of ``readout`` for each of them, on
+    the last pipeline stage (an empty list on the others)."""
+    # On the CPU, and then moved: which positions are read, and how packs are laid out, would wait for a GPU.
+    micro_batches = [inputs.to(policy.device) for inputs in _inputs(share, policy.built.vocab_size)]
+    get_model_config(chunks[0]).finalize_model_grads_func = _sum_gradients
+    with readout.head.installed():
+        return get_forward_backward_func()(
+            forward_step_func=readout.forward_step,
+            data_iterator=[iter(micro_batches) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(micro_batches),
+            # Where micro-batches differ in both, pipeline stages tell each other the shapes (variable_seq_lengths).
+            seq_length=max(length for _, length in share.shapes),
+            micro_batch_size=max(rows for rows, _ in share.shapes),
+            forward_only=forward_only,
+        )
+
+
+def _inputs(share: Share, vocab_size: int) -> list[ModelInputs]:
+    """What the model sees of the share's micro-batches. Raises ValueError for token ids outside the vocabulary: an
+    embedding on a GPU would end the process."""
+    least, most = (int(value) for value in share.rows.tokens.aminmax())
+    if least < 0 or most >= vocab_size:
+        raise ValueError(f"token ids are {least} to {most}, expected 0 to {vocab_size - 1}")
     inputs = []
     for rows, shape in zip(share.micro_batches, share.shapes, strict=True):
         lengths = row_lengths(rows, share.lengths, share.rows.unit)
@@ -142,35 +209,6 @@ def _inputs(share: Share) -> list[ModelInputs]:
         else:
             inputs.append(packed_inputs(micro, lengths, shape) if share.packing else row_inputs(micro, shape))
     return inputs
-
-
-def _run_schedule(chunks, share: Share, loss_func: Callable, forward_only: bool) -> list:
-    """Megatron's schedule over the share's micro-batches; returns what ``loss_func`` gave as its third value for each
-    of them, on the last pipeline stage (an empty list on the others)."""
-    micro_batches = _inputs(share)
-    get_model_config(chunks[0]).finalize_model_grads_func = _sum_gradients
-    return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss_func=loss_func),
-        data_iterator=[iter(micro_batches) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(micro_batches),
-        # Where micro-batches differ in both, pipeline stages tell each other the shapes (variable_seq_lengths).
-        seq_length=max(length for _, length in share.shapes),
-        micro_batch_size=max(rows for rows, _ in share.shapes),
-        forward_only=forward_only,
-    )
-
-
-def _forward_step(micro_batches: Iterator[ModelInputs], chunk: MegatronModule, *, loss_func: Callable):
-    inputs = next(micro_batches)
-    outputs = chunk(
-        context_share(inputs.tokens).contiguous(),
-        context_share(inputs.positions),
-        None,
-        packed_seq_params=inputs.packed,
-        **in_own_type(chunk),
-    )
-    return outputs, partial(loss_func, inputs=inputs)
 
 
 def _sum_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **kwargs) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from nemo_edo.megatron.shapes import context_share, gather_context, pad_to
 from nemo_edo.types import TrainingBatch
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -36,12 +39,17 @@ class ModelInputs:
     """[r, s] each one's place in its own sequence."""
     read: Tensor
     """[n] indices into this context-parallel rank's share of the r * s positions: those that a loss reads."""
+    is_padding: bool
+    """Whether no token of the micro-batch counts; known before the device computes."""
     packed: PackedSeqParams | None = None
     """Where the sequences of a pack begin and end; None: a row is a sequence."""
     kept: Tensor | None = None
     """[b, T], True at the positions that are in the pack, row by row."""
     places: Tensor | None = None
     """[b, T] indices into the pack, where several rows share tokens; None: in their order."""
+
+    def to(self, device: torch.device) -> ModelInputs:
+        return replace(_moved(self, device), micro=self.micro.to(device), packed=_moved(self.packed, device))
 
     def to_rows(self, values: Tensor) -> Tensor:
         """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 outside the pack."""
@@ -58,7 +66,7 @@ def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
     the padding."""
     inputs, targets = pad_to(micro.tokens[:, :-1], shape), pad_to(micro.tokens[:, 1:], shape)
     positions = torch.arange(shape[1], device=inputs.device).expand_as(inputs)
-    return ModelInputs(micro, inputs, targets, positions, read_places(pad_to(micro.mask, shape)))
+    return ModelInputs(micro, inputs, targets, positions, read_places(pad_to(micro.mask, shape)), is_padding(micro))
 
 
 def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int, int]) -> ModelInputs:
@@ -85,10 +93,22 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
     )
     positions = (torch.arange(shape[1], device=device) - starts)[None]
     read = read_places(pad_to(micro.mask[kept][None], shape))
-    return ModelInputs(micro, inputs, targets, positions, read, packed, kept)
+    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), packed, kept)
 
 
 def read_places(mask: Tensor) -> Tensor:
-    """``ModelInputs.read`` of the loss's mask at the model's positions, [r, s]. It waits for the device, so it is made
-    before the model runs."""
+    """``ModelInputs.read`` of the loss's mask at the model's positions, [r, s]."""
     return context_share(mask).flatten().nonzero().squeeze(-1)
+
+
+def is_padding(micro: TrainingBatch) -> bool:
+    """``ModelInputs.is_padding``."""
+    return not bool(micro.mask.any())
+
+
+def _moved(record: R, device: torch.device) -> R:
+    """A dataclass with its tensors on the device."""
+    if record is None:
+        return None
+    tensors = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
+    return replace(record, **{name: value.to(device) for name, value in tensors.items()})

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.data.shares import MicroBatching, Share, cut, require_tokens
 from nemo_edo.megatron.bridge import BuiltModel, optimizer_storage
-from nemo_edo.megatron.forward_backward import LossFunction, forward_backward, logprobs_and_entropy, on_every_rank
 from nemo_edo.megatron.lora import adapters_off, merge_adapters
 from nemo_edo.megatron.output_layer import LossHead
-from nemo_edo.megatron.shapes import input_shapes
 from nemo_edo.parallel.main_rank import any_rank
-from nemo_edo.types import TrainingBatch
 
 Weights = list[Tensor]
 """A frozen copy of this rank's trained parameters, in their order: with LoRA, of the adapters alone."""
 
 
 class MegatronPolicy:
-    """Runs loss functions through the model and Megatron's optimizer. It contains no maths."""
+    """A model with what trains it. ``forward_backward`` runs it. It contains no maths."""
 
     def __init__(
         self,
@@ -46,7 +40,7 @@ class MegatronPolicy:
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         self._storage = optimizer_storage(parallelism, precision)
-        self._head = LossHead(built.chunks, loss_head, built.vocab_size)
+        self.head = LossHead(built.chunks, loss_head, built.vocab_size)
 
     @property
     def chunks(self) -> list[MegatronModule]:
@@ -83,54 +77,10 @@ class MegatronPolicy:
             wd_incr_style="constant",
         )
 
-    def train_step(self, batch: TrainingBatch, loss: LossFunction, **settings) -> dict[str, float]:
-        """One optimizer step. Returns the metrics of ``forward_backward`` and of ``apply_gradients``."""
-        self.zero_grad()
-        metrics = self.forward_backward(batch, loss, **settings)
-        return {**metrics, **self.apply_gradients(metrics["loss"])}
-
     def zero_grad(self) -> None:
         for chunk in self.built.training_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def shares(self, batch: TrainingBatch, micro_batching: MicroBatching) -> list[Share]:
-        """Each data-parallel rank's share of a global batch. No other rank is asked."""
-        ranks = parallel_state.get_data_parallel_world_size()
-        return cut(batch, micro_batching, ranks, input_shapes(get_model_config(self.chunks[0])))
-
-    def forward_backward(
-        self,
-        batch: TrainingBatch,
-        loss: LossFunction,
-        *,
-        micro_batching: MicroBatching,
-        of_tokens: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
-        **settings,
-    ) -> dict[str, float]:
-        """``forward_backward_share`` of a global batch that every rank holds.
-
-        of_tokens: makes metrics of the log-probabilities and entropies of the whole batch, each [B, T] on the CPU,
-        which no sum over micro-batches gives, such as percentiles. With it, every rank gathers these 2 B T numbers.
-        Raises ValueError for a batch without any response token.
-        """
-        require_tokens(batch)
-        share = self._own_share(batch, micro_batching)
-        means, tokens = self.forward_backward_share(share, loss, keep_tokens=of_tokens is not None, **settings)
-        if of_tokens is not None and math.isfinite(means["loss"]):
-            means |= of_tokens(*on_every_rank(share, tokens, batch.mask.shape))
-        return {**means, "padding_share": share.padding_share}
-
-    def forward_backward_share(
-        self, share: Share, loss: LossFunction, **settings
-    ) -> tuple[dict[str, float], Tensor | None]:
-        """Accumulates gradients only; ``settings`` as in ``forward_backward.forward_backward``."""
-        # Megatron gathers changed weights during the forward pass only after zero_grad.
-        chunks = self.chunks if settings.get("forward_only") else self.built.training_chunks
-        return forward_backward(chunks, share.to(self.device), loss, head=self._head, **settings)
-
-    def _own_share(self, batch: TrainingBatch, micro_batching: MicroBatching) -> Share:
-        return self.shares(batch, micro_batching)[parallel_state.get_data_parallel_rank()]
 
     def apply_gradients(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
         """Clips, steps and advances the schedule; returns "grad_norm" (before clipping), "lr" and "skipped", 0 or 1.
@@ -164,19 +114,6 @@ class MegatronPolicy:
         """Norm of the accumulated gradient over all ranks, before clipping; no step is taken."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
-
-    def logprobs(
-        self, batch: TrainingBatch, *, micro_batching: MicroBatching, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [B, T] of the current weights, on the CPU of every rank, of a global batch
-        that every rank holds."""
-        share = self._own_share(batch, micro_batching)
-        both = on_every_rank(share, self.share_logprobs(share, temperature), batch.mask.shape)
-        return both[0], both[1]
-
-    def share_logprobs(self, share: Share, temperature: float) -> Tensor:
-        """[2, b, t]: ``forward_backward.logprobs_and_entropy``."""
-        return logprobs_and_entropy(self.chunks, share.to(self.device), temperature=temperature, head=self._head)
 
     def is_finite(self) -> bool:
         """Whether every trained weight is a finite number, on every rank; every rank calls it."""

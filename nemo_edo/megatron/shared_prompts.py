@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemo_edo.data.packs import Prompts
-from nemo_edo.megatron.packing import ModelInputs, read_places
+from nemo_edo.megatron.packing import ModelInputs, is_padding, read_places
 from nemo_edo.types import TrainingBatch
 
 FULL = 0.75
@@ -119,7 +119,7 @@ def shared_inputs(
     )
     inputs, targets = (packed(tokens)[None] for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
     positions, read = packed_seq_params.positions[None], read_places(packed(micro.mask)[None])
-    return ModelInputs(micro, inputs, targets, positions, read, packed_seq_params, kept, places)
+    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), packed_seq_params, kept, places)
 
 
 def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

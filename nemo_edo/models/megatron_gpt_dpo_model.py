@@ -12,6 +12,7 @@ from nemo_edo.losses import (
     sampler_gap,
     sequence_logprobs,
 )
+from nemo_edo.megatron.forward_backward import Terms
 from nemo_edo.models.megatron_gpt_exploring_model import MegatronGPTExploringModel
 from nemo_edo.types import TrainingBatch
 
@@ -25,9 +26,7 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
 
     training_config = IDPOConfig
 
-    def loss(
-        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, *, exploration_weight: float | None = None
-    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
+    def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
         settings = self.settings
         policy_B = sequence_logprobs(logprobs, batch.mask, length_normalized=settings.length_normalized)
         ref_B = sequence_logprobs(batch.ref_logprobs, batch.mask, length_normalized=settings.length_normalized)

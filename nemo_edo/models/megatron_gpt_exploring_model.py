@@ -1,40 +1,32 @@
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import replace
 
-from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_edo.data.shares import Share
 from nemo_edo.losses import LossTerm, token_spread
-from nemo_edo.megatron.forward_backward import LossFunction
+from nemo_edo.megatron.forward_backward import LossFunction, Terms, forward_backward
 from nemo_edo.megatron.policy import Weights
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.types import TrainingBatch
 
 
 class MegatronGPTExploringModel(MegatronGPTModel):
-    """What ED-GRPO and ED-iDPO share: a frozen reference, and a loss that takes the step's exploration weight."""
+    """What ED-GRPO and ED-iDPO share: a frozen reference, and a loss with an exploration term."""
 
+    measures_tokens = True
     reference: Weights | None = None
     """A copy of its weights, where one is needed."""
     _has_reference = False
 
-    def of_tokens(self, batch: TrainingBatch) -> Callable[[Tensor, Tensor], dict[str, float]]:
+    def token_metrics(self, batch: TrainingBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
         """How far the policy is from the one that sampled the batch's tokens, and how its entropies spread."""
-        return partial(token_spread, old_logprobs=batch.old_logprobs, mask=batch.own.mask)
+        return token_spread(logprobs, entropies, old_logprobs=batch.old_logprobs, mask=batch.own.mask)
 
     # --- the exploration term --------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def loss(
-        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, *, exploration_weight: float | None = None
-    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
-        """See the base class. exploration_weight: what multiplies the exploration term; None: the configured one."""
 
     @abstractmethod
     def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
@@ -44,33 +36,25 @@ class MegatronGPTExploringModel(MegatronGPTModel):
     def exploration_count(self, batch: TrainingBatch) -> float:
         """Its count over a whole global batch."""
 
-    def train_step(
-        self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
-    ) -> dict[str, float]:
-        """``interfaces.Policy``."""
-        return self._train_step(batch, partial(self.loss, exploration_weight=exploration_weight), grad_norm_limit)
-
-    def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
-        """``interfaces.Policy``. inf where the rest of the loss has no gradient, 0 where neither has one."""
-        share = self.shares(batch)[parallel_state.get_data_parallel_rank()]
-        return self.share_gradient_ratio(share, self.loss_counts(batch), self.exploration_count(batch))
-
-    def share_gradient_ratio(self, share: Share, loss_counts: Mapping[str, float], exploration_count: float) -> float:
-        """``exploration_gradient_ratio`` of a global batch of which each rank has its share."""
-        task = self._gradient_norm(share, partial(self.loss, exploration_weight=0.0), loss_counts)
-        exploration = self._gradient_norm(share, self._exploration_alone, {"exploration": exploration_count})
+    def exploration_gradient_ratio(self, share: Share, exploration_count: float) -> float:
+        """Norm of the exploration term's gradient at weight 1 over that of the rest of the loss, of a global batch of
+        which each rank has its share. inf where the rest has no gradient, 0 where neither has one."""
+        task = self._gradient_norm(share, self.loss, exploration_weight=0.0)
+        alone = replace(share, loss_counts={"exploration": exploration_count})
+        exploration = self._gradient_norm(alone, self.exploration_alone, exploration_weight=1.0)
         if task == 0:
             return float("inf") if exploration > 0 else 0.0
         return exploration / task
 
-    def _exploration_alone(
-        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch
-    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
-        return {"exploration": self.exploration(logprobs, batch)}, {}
+    def exploration_alone(
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float
+    ) -> Terms:
+        """The exploration term as a loss."""
+        return {"exploration": self.exploration(logprobs, batch).scaled(exploration_weight)}, {}
 
-    def _gradient_norm(self, share: Share, loss: LossFunction, counts: Mapping[str, float]) -> float:
+    def _gradient_norm(self, share: Share, loss: LossFunction, exploration_weight: float) -> float:
         self.prepare_for_training_step()
-        self.policy.forward_backward_share(share, loss, loss_counts=counts, temperature=self.temperature)
+        forward_backward(self.policy, share, loss, exploration_weight=exploration_weight, temperature=self.temperature)
         norm = self.policy.gradient_norm()
         self.policy.zero_grad()
         return norm
@@ -95,11 +79,6 @@ class MegatronGPTExploringModel(MegatronGPTModel):
             pairs = zip(self.reference, self._current_weights(), strict=True)
             # fp32: in bf16, moves below its spacing would never add up.
             self.reference = [old.to(new.device).float().lerp(new.float(), 1 - decay) for old, new in pairs]
-
-    def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
-        """[B, T] log-probabilities under the frozen reference: ``interfaces.Policy``."""
-        with self.as_reference():
-            return self.logprobs(batch)[0]
 
     def as_reference(self) -> AbstractContextManager:
         """Inside the block the model computes as the frozen reference."""

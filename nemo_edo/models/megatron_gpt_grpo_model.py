@@ -12,7 +12,7 @@ from nemo_edo.losses import (
     reduce_tokens,
     reduction_count,
 )
-from nemo_edo.losses.exploration import step_weight
+from nemo_edo.megatron.forward_backward import Terms
 from nemo_edo.models.megatron_gpt_exploring_model import MegatronGPTExploringModel
 from nemo_edo.types import TrainingBatch
 
@@ -22,9 +22,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
 
     training_config = GRPOConfig
 
-    def loss(
-        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, *, exploration_weight: float | None = None
-    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
+    def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
         """See the base class. Where the batch has responses of an older policy, the exploration term is one over them,
         with a separate count."""
         settings, mask, explores_own = self.settings, batch.own.mask, batch.older is None
@@ -50,7 +48,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
         terms = {"grpo": term}
         if not explores_own:
             exploration, floored = self.exploration(logprobs, batch), settings.log_ratio_floor
-            terms["exploration"] = exploration.scaled(step_weight(settings, exploration_weight))
+            terms["exploration"] = exploration.scaled(exploration_weight)
             metrics["exploration"] = exploration.detached()
             metrics["floor_fraction"] = floor_share(logprobs, batch.old_logprobs, batch.explored.mask, floored)
         return terms, metrics

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from nemo.core.classes import ModelPT
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.data.shares import MicroBatching, Share
-from nemo_edo.interfaces import GenerationEngine, WeightSync
-from nemo_edo.losses import LossTerm
+from nemo_edo.data.shares import MicroBatching, Share, cut, require_tokens
+from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.megatron.bridge import build_model
-from nemo_edo.megatron.forward_backward import LossFunction
+from nemo_edo.megatron.forward_backward import Terms, forward_backward, logprobs_and_entropy, on_every_rank
 from nemo_edo.megatron.layer_spec import check_packing
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.megatron.shapes import input_shapes
 from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 
@@ -57,8 +59,8 @@ def model_config(
 class MegatronGPTModel(ModelPT):
     """A GPT model of Megatron-core, trained by Megatron's optimizer and schedule.
 
-    A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. Called on every rank
-    itself, it takes global batches, the same on all of them; in a run, each rank gets its share (``worker/``).
+    A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. A run's workers call it
+    with their rank's share of a batch (``worker/``). NeMo's interface takes global batches, the same on every rank.
     """
 
     training_config: type
@@ -88,28 +90,40 @@ class MegatronGPTModel(ModelPT):
         self.policy = MegatronPolicy(self.built, parallelism, precision, self.platform_device, cfg.loss_head)
         self.temperature = cfg.temperature
         self.engine: GenerationEngine | None = None
-        self.weight_sync: WeightSync | None = None
 
     # --- the loss, given by the subclass ---------------------------------------------------------------------------
 
     @abstractmethod
-    def loss(
-        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch
-    ) -> tuple[dict[str, LossTerm], dict[str, LossTerm]]:
-        """The loss's terms by name, and metrics, of a micro-batch from its log-probabilities and entropies [b, T]."""
+    def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
+        """The loss's terms by name, and metrics, of a micro-batch from its log-probabilities and entropies [b, T].
+        exploration_weight: what multiplies the exploration term, where the loss has one."""
 
     @abstractmethod
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
         """Each term's denominator: its count over a whole global batch, known before the backward pass."""
 
-    def of_tokens(self, batch: TrainingBatch) -> Callable[[Tensor, Tensor], dict[str, float]] | None:
-        """Metrics of a whole global batch from its log-probabilities and entropies (``forward_backward``); None: there
-        are none, and the ranks gather nothing."""
-        return None
+    measures_tokens = False
+    """Whether ``token_metrics`` gives any: then the ranks return their tokens' values with a step."""
 
-    def shares(self, batch: TrainingBatch) -> list[Share]:
-        """Each data-parallel rank's share of a global batch."""
-        return self.policy.shares(batch, self.micro_batching)
+    def token_metrics(self, batch: TrainingBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
+        """Metrics of a whole global batch, [B, T] each, that no sums over micro-batches give, such as percentiles."""
+        return {}
+
+    # --- the plan of a global batch --------------------------------------------------------------------------------
+
+    def shares(self, batch: TrainingBatch, loss_counts: Mapping[str, float] | None = None) -> list[Share]:
+        """Each data-parallel rank's share of a global batch. No other rank is asked."""
+        settings = self.settings
+        how = MicroBatching(
+            settings.micro_batch_size, settings.micro_batch_tokens, settings.packing, settings.share_prompts
+        )
+        ranks = parallel_state.get_data_parallel_world_size()
+        return cut(batch, how, ranks, input_shapes(get_model_config(self.built.training_chunks[0])), loss_counts)
+
+    def loss_shares(self, batch: TrainingBatch) -> list[Share]:
+        """``shares`` with the counts of the loss. Raises ValueError for a batch without any response token."""
+        require_tokens(batch)
+        return self.shares(batch, self.loss_counts(batch))
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -122,34 +136,26 @@ class MegatronGPTModel(ModelPT):
         self.policy.zero_grad()
 
     def get_loss_and_metrics(self, batch: TrainingBatch, forward_only: bool) -> tuple[float, dict[str, float]]:
-        """Global means of the loss and its metrics; accumulates gradients unless ``forward_only``."""
-        metrics = self._forward_backward(batch, self.loss, forward_only=forward_only)
-        return metrics["loss"], metrics
-
-    def _forward_backward(self, batch: TrainingBatch, loss: LossFunction, *, forward_only: bool) -> dict[str, float]:
-        return self.policy.forward_backward(
-            batch,
-            loss,
-            loss_counts=self.loss_counts(batch),
-            micro_batching=self.micro_batching,
+        """Global means of the loss, at the configured exploration weight, and its metrics; accumulates gradients unless
+        ``forward_only``."""
+        share = self.loss_shares(batch)[parallel_state.get_data_parallel_rank()]
+        metrics, tokens = forward_backward(
+            self.policy,
+            share,
+            self.loss,
+            exploration_weight=getattr(self.settings, "exploration_weight", 0.0),  # supervised training has none
             temperature=self.temperature,
             forward_only=forward_only,
-            of_tokens=self.of_tokens(batch),
+            keep_tokens=self.measures_tokens,
         )
+        if tokens is not None and math.isfinite(metrics["loss"]):
+            metrics |= self.token_metrics(batch, *on_every_rank(share, tokens, batch.mask.shape))
+        return metrics["loss"], {**metrics, "padding_share": share.padding_share}
 
     def finish_training_step(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
         """Takes the optimizer step, unless the loss or the gradient norm forbids it; returns "grad_norm" (before
         clipping), "lr" and "skipped": ``MegatronPolicy.apply_gradients``."""
         return self.policy.apply_gradients(loss, grad_norm_limit=grad_norm_limit)
-
-    def train_step(self, batch: TrainingBatch, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
-        """The three above in a row: ``interfaces.Policy``."""
-        return self._train_step(batch, self.loss, grad_norm_limit)
-
-    def _train_step(self, batch: TrainingBatch, loss: LossFunction, grad_norm_limit: float) -> dict[str, float]:
-        self.prepare_for_training_step()
-        metrics = self._forward_backward(batch, loss, forward_only=False)
-        return {**metrics, **self.finish_training_step(metrics["loss"], grad_norm_limit=grad_norm_limit)}
 
     def prepare_for_validation_step(self) -> None:
         self.model.eval()
@@ -165,7 +171,7 @@ class MegatronGPTModel(ModelPT):
 
     def prepare_for_inference(self) -> None:
         if self.engine is None:
-            raise RuntimeError("no generation engine: set model.engine (run/build.py builds one) before inference")
+            raise RuntimeError("no generation engine: set model.engine before inference")
         self.model.eval()
 
     def infer(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
@@ -177,19 +183,8 @@ class MegatronGPTModel(ModelPT):
 
     def get_inference_log_probs(self, batch: TrainingBatch) -> Tensor:
         """[B, T] log-probabilities of the response tokens under the current weights; zero where the mask is."""
-        return self.logprobs(batch)[0]
-
-    def logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and exact entropies of the response tokens, each [B, T]: ``interfaces.Policy``."""
-        at = self.temperature if temperature is None else temperature
-        return self.policy.logprobs(batch, micro_batching=self.micro_batching, temperature=at)
-
-    @property
-    def micro_batching(self) -> MicroBatching:
-        settings = self.settings
-        return MicroBatching(
-            settings.micro_batch_size, settings.micro_batch_tokens, settings.packing, settings.share_prompts
-        )
+        share = self.shares(batch)[parallel_state.get_data_parallel_rank()]
+        return on_every_rank(share, logprobs_and_entropy(self.policy, share, self.temperature), batch.mask.shape)[0]
 
     # --- NeMo ------------------------------------------------------------------------------------------------------
 
@@ -207,7 +202,7 @@ class MegatronGPTModel(ModelPT):
         return []  # pretrained weights come as Hugging Face folders
 
     def setup_training_data(self, train_data_config) -> None:
-        """Batches are handed to ``train_step``; the model owns no loader."""
+        """Batches are handed to ``get_loss_and_metrics``; the model owns no loader."""
 
     def setup_validation_data(self, val_data_config) -> None:
         """Batches are handed to ``validation_step``; the model owns no loader."""

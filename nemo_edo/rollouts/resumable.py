@@ -2,111 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
-from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.interfaces import GenerationEngine, Scorer
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
-
-Answer = Callable[[Sequence[GenerationRequest]], list[ScoredRollout]]
-"""Answers requests: one scored response each, in order."""
+from nemo_edo.utils.phases import PhaseClock
 
 
-def generate_scored(
-    requests: Sequence[GenerationRequest],
-    *,
-    engine: GenerationEngine,
-    scorer: Scorer,
-    sampling: SamplingParams,
-    problems: Sequence[Problem],
-) -> list[ScoredRollout]:
-    """One scored response per request, in order.
+class Parts:
+    """The parts of one iteration's responses: those that an earlier process has put on disk, and those that are
+    generated now. After the last part, ``store.write`` with all responses makes one file of them."""
 
-    Raises PartlyGenerated, with scored responses, where the engine or the scorer gives up.
-    """
-    try:
-        rollouts = engine.generate(requests, sampling)
-    except PartlyGenerated as partly:
-        raise PartlyGenerated(str(partly), scorer.score(partly.responses, problems)) from partly
-    return scorer.score(rollouts, problems)
-
-
-class InParts:
-    """An ``Answer`` that finds on disk what an earlier process has generated for the same iteration.
-
-    After the last part, ``store.write`` with all responses makes one file of them.
-    """
-
-    def __init__(
-        self,
-        store: RolloutStore,
-        iteration: int,
-        answer: Answer,
-        *,
-        part_size: int,
-        before_part: Callable[[], None] = lambda: None,
-        versions: range | None = None,
-    ) -> None:
-        """before_part: called before each part that is generated, when everything before it is on disk. versions: those
-        of the policies that may have generated the responses; None: ``iteration`` alone."""
+    def __init__(self, store: RolloutStore, iteration: int, versions: range | None = None) -> None:
+        """versions: those of the policies that may have generated the responses; None: ``iteration`` alone."""
         self._store = store
         self._iteration = iteration
-        self._answer = answer
-        self._part_size = part_size
-        self._before_part = before_part
         self._versions = range(iteration, iteration + 1) if versions is None else versions
-        self._on_disk = store.stored(iteration)
+        self._stored = store.stored(iteration)
         self._unfinished = {_request_of(item): item for item in store.unfinished(iteration)}
         """Responses of a part that an engine has given up on."""
-        self.earlier = [*self._on_disk, *self._unfinished.values()]
+        self.earlier = [*self._stored, *self._unfinished.values()]
         """What an earlier process has generated and scored."""
         self._taken = 0
         """Responses that were asked for, and are on disk."""
-        self._parts = 0
+        self._parts = self._tokens = 0
+        self._seconds = 0.0
 
-    def __call__(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
-        """Raises UserError where the responses on disk answer other requests, where any is of another policy, and where
-        the engine or the scorer gives up: the responses that it has by then are on disk."""
-        answered = []
-        for part in minibatches(requests, self._part_size):
-            found = self._found(part)
-            if not found:
-                self._before_part()
-                try:
-                    found = self._with_unfinished(part)
-                except PartlyGenerated as partly:
-                    raise self._kept(partly) from partly
-                require_version(found, self._iteration, self._versions, "the engine")
-                self._store.write_part(self._iteration, self._parts, found)
-            answered += found
-            self._taken += len(found)
-            self._parts += 1
-        return answered
+    @property
+    def speed(self) -> dict[str, float]:
+        """Seconds in the engine and response tokens per second; empty where nothing was generated."""
+        return {"sampling_s": self._seconds, "tokens_per_s": self._tokens / self._seconds} if self._tokens else {}
 
-    def _found(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
-        """The part's responses on disk; empty where there are none."""
-        part = self._on_disk[self._taken : self._taken + len(requests)]
+    def on_disk(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
+        """The next part's responses; empty where it has to be generated. Raises UserError where they answer other
+        requests, or are of another policy."""
+        part, where = self._stored[self._taken : self._taken + len(requests)], str(self._store.folder)
         if part:
-            _require_answers(part, requests, self._iteration, str(self._store.folder))
-            require_version(part, self._iteration, self._versions, str(self._store.folder))
+            _require_answers(part, requests, self._iteration, where)
+            require_version(part, self._iteration, self._versions, where)
+            self._count(part)
         return part
 
-    def _with_unfinished(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
-        """The part's responses: those that an engine had before it gave up, and the others now."""
-        there = self._unfinished
-        missing = [request for request in requests if request not in there]
-        generated = iter(self._answer(missing) if missing else [])
-        return [there[request] if request in there else next(generated) for request in requests]
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        engine: GenerationEngine,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        problems: Sequence[Problem],
+        clock: PhaseClock | None = None,
+    ) -> list[ScoredRollout]:
+        """The next part's responses, which then are on disk: those that an engine had before it gave up on the part,
+        and the others now. clock: gets the phases generate and score.
 
-    def _kept(self, partly: PartlyGenerated) -> UserError:
-        kept = [*self._unfinished.values(), *partly.responses]
-        self._store.write_unfinished(self._iteration, kept)
-        return UserError(
-            f"{partly}. {self._taken + len(kept)} responses of iteration {self._iteration} are kept in "
-            f"{self._store.folder}; rerun the command to resume"
-        )
+        Raises UserError where a response is of another policy, and where the engine or the scorer gives up: the
+        responses that it has by then are on disk."""
+        clock = clock or PhaseClock()
+        missing = [request for request in requests if request not in self._unfinished]
+        begun, scored = time.monotonic(), []
+        try:
+            try:
+                with clock.phase("generate"):
+                    rollouts = engine.generate(missing, sampling) if missing else []
+            except PartlyGenerated as partly:
+                raise PartlyGenerated(str(partly), scorer.score(partly.responses, problems)) from partly
+            self._seconds += time.monotonic() - begun
+            self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
+            with clock.phase("score"):
+                scored = scorer.score(rollouts, problems) if rollouts else []
+        except PartlyGenerated as partly:
+            kept = [*self._unfinished.values(), *partly.responses]
+            self._store.write_unfinished(self._iteration, kept)
+            raise UserError(
+                f"{partly}. {self._taken + len(kept)} responses of iteration {self._iteration} are kept in "
+                f"{self._store.folder}; rerun the command to resume"
+            ) from partly
+        new = iter(scored)
+        part = [self._unfinished[request] if request in self._unfinished else next(new) for request in requests]
+        require_version(part, self._iteration, self._versions, "the engine")
+        self._store.write_part(self._iteration, self._parts, part)
+        self._count(part)
+        return part
+
+    def _count(self, part: Sequence[ScoredRollout]) -> None:
+        self._taken += len(part)
+        self._parts += 1
 
 
 def _request_of(item: ScoredRollout) -> GenerationRequest:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.disk_space import DiskSpaceError
-from nemo_edo.rollouts.parquet_tables import DAMAGED, is_same_column, read_rows
+from nemo_edo.rollouts.parquet_tables import DAMAGED
 from nemo_edo.types import Rollout, ScoredRollout
 from nemo_edo.utils.files import replacing
 
@@ -209,10 +209,10 @@ class RolloutStore:
         except DAMAGED as error:
             raise _damaged(path) from error
 
-    def _read(self, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    def _read(self, path: Path, columns: Sequence[str] = _SCHEMA.names) -> pa.Table:
         file = self._open(path)
         try:
-            return read_rows(file, columns)
+            return file.read([name for name in columns if name in file.schema_arrow.names])
         except DAMAGED as error:
             raise _damaged(path) from error
 
@@ -226,14 +226,10 @@ class RolloutStore:
             raise UserError(
                 f"{path}: has token ids of another tokenizer: {there.decode()}; this run's is {self.tokenizer}"
             )
-        required = [name for name in _SCHEMA.names if name not in _SINCE_CUSTOM_REWARDS]
-        missing = [name for name in required if name not in file.schema_arrow.names]
+        names = file.schema_arrow.names
+        missing = [name for name in _SCHEMA.names if name not in _SINCE_CUSTOM_REWARDS and name not in names]
         if missing:
-            raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(file.schema_arrow.names)}")
-        strange = next((field for field in file.schema_arrow if not _is_known(field)), None)
-        if strange is not None:
-            column = f"{strange.name} of {strange.type}"
-            raise UserError(f"{path}: has a column {column}, which no rollouts have; restore it from a copy")
+            raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(names)}")
         return file
 
 
@@ -249,10 +245,6 @@ def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     for name in set(columns) - set(table.column_names):
         table = table.append_column(_SCHEMA.field(name), [[_SINCE_CUSTOM_REWARDS[name]] * len(table)])
     return table.select(list(columns))
-
-
-def _is_known(field: pa.Field) -> bool:
-    return field.name in _SCHEMA.names and is_same_column(field, _SCHEMA.field(field.name))
 
 
 def _damaged(path: Path) -> UserError:

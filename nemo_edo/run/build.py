@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
+from nemo_edo.config.arms import arm_seed
 from nemo_edo.errors import UserError
+from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.run.folder import BEST, RunFolder
-from nemo_edo.run.inputs import Data, model_folder
+from nemo_edo.run.inputs import Data, given_rollouts, model_folder
+from nemo_edo.run.settings import RunSettings
 
 if TYPE_CHECKING:
     from nemo_edo.algorithms.collection import Objective
     from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.interfaces import GenerationEngine, WeightSync
+    from nemo_edo.rollouts.store import RolloutStore
     from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
 
 
@@ -169,8 +174,6 @@ def _trainers_gpus(cfg: RunConfig) -> int:
 
 def build_weight_sync(cfg: RunConfig, run: RunFolder, model: RemotePolicy, engine: GenerationEngine) -> WeightSync:
     """What brings the model's weights to the engine."""
-    from nemo_edo.generation.in_process import InProcessSync
-
     if not cfg.generation.is_served:
         return InProcessSync(engine)
     from nemo_edo.refit.setup import build_server_sync
@@ -178,7 +181,81 @@ def build_weight_sync(cfg: RunConfig, run: RunFolder, model: RemotePolicy, engin
     return build_server_sync(cfg, run.path, model_folder(cfg, run), model.workers, engine)
 
 
-def connect(cfg: RunConfig, run: RunFolder, model: RemotePolicy, data: Data, servers: ServerEngine | None) -> None:
-    """Gives the model its generation engine, and what pushes its weights there."""
-    model.engine = build_engine(cfg, model, data, servers)
-    model.weight_sync = build_weight_sync(cfg, run, model, model.engine)
+def run_settings(cfg: RunConfig) -> RunSettings:
+    """What the stages read of the config."""
+    from nemo_edo.config.compose import arm_configs  # loads Hydra
+
+    arms = arm_configs(cfg)
+    return RunSettings(
+        trains=cfg.algorithm != NONE,
+        arms=arms,
+        seeds={arm: arm_seed(cfg, arm) for arm in arms},
+        seed=cfg.seed,
+        sft=cfg.sft,
+        sampling=cfg.sampling,
+        generation=cfg.generation,
+        evaluation=cfg.evaluation,
+        checkpoint=cfg.checkpoint,
+        early_stop=cfg.early_stop,
+        guards=cfg.guards,
+        profile=cfg.profile,
+    )
+
+
+class Builder:
+    """Makes the parts of one run from its config, which its stages do not see."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder, data: Data, servers: ServerEngine | None) -> None:
+        """servers: the engine of all stages; None: each generates with its own model."""
+        self._cfg, self._folder, self._data, self._servers = cfg, folder, data, servers
+
+    @property
+    def holds_no_model(self) -> bool:
+        return holds_no_model(self._cfg)
+
+    def model(self, training: SFTConfig | LoopConfig, weights: Path | None = None) -> RemotePolicy:
+        """``build_model``."""
+        return build_model(self._cfg, self._folder, training, weights=weights)
+
+    def trained(self, arm: str) -> RemotePolicy:
+        """``load_policy``."""
+        return load_policy(self._cfg, self._folder, arm)
+
+    def untrained(self) -> RemotePolicy | ServedModel:
+        """The model of a run that trains nothing, behind the run's servers or in this process."""
+        return self.model(self._cfg.sft) if self._servers is None else ServedModel(self._servers)
+
+    def connect(self, model: RemotePolicy) -> None:
+        """Gives the model its generation engine, and what pushes its weights there."""
+        model.engine = build_engine(self._cfg, model, self._data, self._servers)
+        model.weight_sync = build_weight_sync(self._cfg, self._folder, model, model.engine)
+
+    def objective(self, training: GRPOConfig | IDPOConfig, seed: int) -> Objective:
+        """``build_objective``."""
+        return build_objective(self._cfg, training, self._data, seed)
+
+    def guards(self, layers: int) -> GuardsConfig:
+        """``build_guards``."""
+        return build_guards(self._cfg, layers)
+
+    def given_rollouts(self, arm: str) -> RolloutStore | None:
+        """The rollouts of another run that an arm trains on."""
+        return given_rollouts(self._cfg, arm, self._data)
+
+    def analyse_test_time(self, arm: str) -> list[str]:
+        """Writes what voting, best-of-N and weights make of an arm's stored responses; returns what there is to say."""
+        from nemo_edo.run.evaluate_stored import analyse_arm
+
+        return analyse_arm(self._folder, self._cfg, arm)[1]
+
+    def summary(self, seconds: Mapping[str, float]) -> dict:
+        """The content of summary.json."""
+        from nemo_edo.config.compose import arm_configs
+        from nemo_edo.run.summary import summary
+        from nemo_edo.worker.dispatch import workers
+
+        return summary(self._cfg, arm_configs(self._cfg), self._data.skipped_rows, seconds, workers().size)
+
+    def close(self) -> None:
+        if self._servers is not None:
+            self._servers.close()

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_edo.config import EarlyStopConfig, RunConfig
-from nemo_edo.config.compose import arm_configs
+from nemo_edo.config import EarlyStopConfig
 from nemo_edo.evaluation.results import load_evaluation
 from nemo_edo.run.folder import BEST, RunFolder
+from nemo_edo.run.settings import RunSettings
 from nemo_edo.utils.files import read_object
 
 
@@ -34,14 +34,14 @@ class EarlyStop:
         )
 
 
-def early_stop(cfg: RunConfig, folder: RunFolder, arm: str, last: int | None = None) -> EarlyStop | None:
+def early_stop(config: EarlyStopConfig, folder: RunFolder, arm: str, last: int | None = None) -> EarlyStop | None:
     """Where the arm's stored evaluations end its training; None where they do not. last: the last iteration whose
     evaluation counts; None: all."""
-    metric = cfg.early_stop.metric
+    metric = config.metric
     if metric is None:
         return None
     places = [t for t in folder.evaluated_iterations(arm) if last is None or t <= last]
-    return end_of(((t, load_evaluation(folder.evaluation(arm, t)).mean(metric)) for t in places), cfg.early_stop)
+    return end_of(((t, load_evaluation(folder.evaluation(arm, t)).mean(metric)) for t in places), config)
 
 
 def end_of(values: Iterable[tuple[int, float]], settings: EarlyStopConfig) -> EarlyStop | None:
@@ -58,11 +58,10 @@ def end_of(values: Iterable[tuple[int, float]], settings: EarlyStopConfig) -> Ea
     return None
 
 
-def trained_iterations(cfg: RunConfig, folder: RunFolder, policy: str) -> int:
+def trained_iterations(settings: RunSettings, folder: RunFolder, policy: str) -> int:
     """How many iterations a policy was trained for: an arm, the start of all arms, or one that ``checkpoint.best`` has
     kept."""
     if BEST in policy:
         return read_object(folder.checkpoint(policy) / "about.json", ("extra",))["extra"]["iteration"]
-    stop = early_stop(cfg, folder, policy)
-    arm = arm_configs(cfg).get(policy)
-    return stop.iteration if stop is not None else 0 if arm is None else arm.iterations
+    stop = early_stop(settings.early_stop, folder, policy)
+    return settings.final_iteration(policy) if stop is None else stop.iteration

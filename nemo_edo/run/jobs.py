@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.config import NONE, LoopConfig, RunConfig
+from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
@@ -21,20 +21,13 @@ from nemo_edo.run.folder import METRICS, RunFolder, check_arm_names
 from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_policy
 from nemo_edo.run.replay import replay
-from nemo_edo.run.stages import (
-    WARMUP,
-    Job,
-    collect_arm,
-    evaluate_untrained,
-    stage,
-    train_arm,
-    untrained_model,
-    warm_up,
-)
+from nemo_edo.run.services import RunServices
+from nemo_edo.run.settings import RunSettings
+from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, untrained_model
 from nemo_edo.run.stall import StallWatch
 from nemo_edo.run.stop_signal import StopSignal
-from nemo_edo.run.stored_run import StoredRun, final_iteration, open_run
-from nemo_edo.run.summary import examples, side_by_side, summary
+from nemo_edo.run.stored_run import StoredRun, open_run
+from nemo_edo.run.summary import examples, side_by_side
 from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
 from nemo_edo.utils.files import read_object, temporary_name
 from nemo_edo.utils.garbage import large_imports
@@ -59,16 +52,15 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
     clock = PhaseClock(begun=begun)
     with _stop_signal(cfg) as stop:
         with clock.phase("start"), large_imports():
-            job = _prepare(cfg, stop, clock)
+            run, settings = _prepare(cfg, stop, clock)
         try:
-            stage(job, WARMUP, lambda: evaluate_untrained(job) if cfg.algorithm == NONE else warm_up(job))
-            for arm in job.arms:
-                stage(job, arm, lambda arm=arm: train_arm(job, arm))
-            job.console.close()
-            _finish(job, page)
+            for name in (WARMUP, *settings.arms):
+                do_stage(run, settings, name)
+            run.console.close()
+            _finish(run, settings, page)
         finally:
-            _close(job)
-    return job.folder.path
+            run.close()
+    return run.folder.path
 
 
 def evaluate_model(cfg: RunConfig) -> list[str]:
@@ -97,14 +89,14 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
     if arm is not None and arm not in known:
         raise UserError(f"the config has no arm {arm!r}{did_you_mean(arm, known)} (there are: {', '.join(known)})")
     with _stop_signal(cfg) as stop:
-        job = _prepare(cfg, stop, PhaseClock())
+        run, settings = _prepare(cfg, stop, PhaseClock())
         try:
-            stage(job, WARMUP, lambda: warm_up(job))
-            for name in [arm] if arm else job.arms:
-                if name not in job.folder.journal():
-                    collect_arm(job, name)
+            do_stage(run, settings, WARMUP)
+            for name in [arm] if arm else settings.arms:
+                if name not in run.folder.journal():
+                    collect_arm(run, settings, name)
         finally:
-            _close(job)
+            run.close()
 
 
 def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
@@ -114,20 +106,19 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     if strange:
         raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
     opened = open_run(run, overrides)
-    cfg, folder = opened.cfg, opened.folder
+    folder = opened.folder
+    trains = opened.cfg.algorithm != NONE
     names = [arm] if arm else opened.policies
-    for name in names if cfg.algorithm != NONE else ():
+    for name in names if trains else ():
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
-    job = _reopen(opened)
+    services, settings = _reopen(opened)
     try:
         for name in names:
-            job.console.begin(name)
-            model = untrained_model(job) if cfg.algorithm == NONE else build.load_policy(cfg, folder, name)
-            evaluate_policy(job, model, name, final_iteration(cfg, name), anew=True)
+            services.console.begin(name)
+            model = services.builder.trained(name) if trains else untrained_model(services)
+            evaluate_policy(services, settings, model, name, settings.final_iteration(name), anew=True)
     finally:
-        job.console.close()
-        if job.servers is not None:
-            job.servers.close()
+        services.close()
     _conclude(folder)
 
 
@@ -182,7 +173,7 @@ def _stop_signal(cfg: RunConfig) -> StopSignal:
     return StopSignal(StallWatch(limit, folder) if limit else None)
 
 
-def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> Job:
+def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunServices, RunSettings]:
     """Checks all input, then takes the run's folder, and starts its loggers and its servers."""
     arms = arm_configs(cfg)
     check_arm_names(arms)
@@ -190,10 +181,19 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> Job:
     folder.check_free(resolved_yaml(cfg))
     _start_processes(cfg)
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
-    data = _checked_data(cfg, folder, arms)
+    data = inputs.load_checked_data(cfg, folder, arms.values())
+    for arm, training in arms.items():
+        given = inputs.given_rollouts(cfg, arm, data)
+        if given is not None:
+            given.require(training.iterations)
     cfg = inputs.with_seq_length(cfg, data)
-    _open_folder(folder, resolved_yaml(cfg))
-    trainer = start_tracking(cfg.exp_manager, folder.logs)
+    if folder.is_begun:
+        done = [stage for stage in folder.journal() if stage != "files"]
+        print(f"resuming the unfinished run in {folder.path} (done: {', '.join(done) or 'nothing'})")
+    earlier = folder.open(resolved_yaml(cfg))
+    if earlier:
+        print(f"the earlier run of this config is kept as {earlier}")
+    tracker = start_tracking(cfg.exp_manager, folder.logs)
     _write_files(cfg, folder, data)
     if data.skipped_rows:
         print(f"{data.skipped_rows} bad rows of the problems files were left out")
@@ -201,12 +201,13 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> Job:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if cfg.model.path is not None:
         print(*data.stop.lines(), sep="\n")
-    console = RunConsole({WARMUP: cfg.sft.steps, **{name: settings.iterations for name, settings in arms.items()}})
-    log = MetricsLog(folder.path / METRICS, log_numbers(trainer), watch=console, pending=clock.pending)
+    console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
+    log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
     servers = None
     if any(name not in folder.journal() for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, trainer, log, stop, console, servers, clock)
+    builder = build.Builder(cfg, folder, data, servers)
+    return RunServices(folder, data, builder, log, stop, console, clock, tracker), build.run_settings(cfg)
 
 
 def _start_processes(cfg: RunConfig) -> None:
@@ -219,45 +220,20 @@ def _start_processes(cfg: RunConfig) -> None:
     build.check_servers(cfg)
 
 
-def _checked_data(cfg: RunConfig, folder: RunFolder, arms: dict[str, LoopConfig]) -> inputs.Data:
-    data = inputs.load_checked_data(cfg, folder, arms.values())
-    for arm, settings in arms.items():
-        given = inputs.given_rollouts(cfg, arm, data)
-        if given is not None:
-            given.require(settings.iterations)
-    return data
-
-
-def _reopen(opened: StoredRun) -> Job:
-    """A finished run's job, to evaluate its policies again."""
+def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
+    """What a finished run's policies are evaluated with again."""
     cfg, folder = opened.cfg, opened.folder
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)
-    arms = arm_configs(cfg)
-    policies = (WARMUP, *arms, *opened.best_policies)
-    console = RunConsole({name: final_iteration(cfg, name) for name in policies})
+    settings = build.run_settings(cfg)
+    policies = (WARMUP, *settings.arms, *opened.best_policies)
+    console = RunConsole({name: settings.final_iteration(name) for name in policies})
     log = MetricsLog(folder.path / METRICS, log_numbers(None), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
-    servers = build.start_servers(cfg, folder, data)
-    return Job(cfg, arms, folder, data, None, log, StopSignal(), console, servers, PhaseClock())
-
-
-def _close(job: Job) -> None:
-    job.console.close()
-    if job.servers is not None:
-        job.servers.close()
-    job.folder.close()
-
-
-def _open_folder(folder: RunFolder, config: str) -> None:
-    if folder.is_begun:
-        done = [stage for stage in folder.journal() if stage != "files"]
-        print(f"resuming the unfinished run in {folder.path} (done: {', '.join(done) or 'nothing'})")
-    earlier = folder.open(config)
-    if earlier:
-        print(f"the earlier run of this config is kept as {earlier}")
+    builder = build.Builder(cfg, folder, data, build.start_servers(cfg, folder, data))
+    return RunServices(folder, data, builder, log, StopSignal(), console, PhaseClock()), settings
 
 
 def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
@@ -280,45 +256,43 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 # --- after the stages ---------------------------------------------------------------------------------------------
 
 
-def _finish(job: Job, page: bool) -> None:
-    with job.clock.phase("report"):
-        _write_report(job, page)
-    job.log("phases", arm=[WARMUP, *job.arms][-1], time=job.clock.take())
-    job.folder.note("report", **job.log.mark)
+def _finish(run: RunServices, settings: RunSettings, page: bool) -> None:
+    """The summary, and the report."""
+    with run.clock.phase("report"):
+        # What a process logged that was killed here, if anything; and it finds lines that have changed since.
+        run.log.cut([*run.folder.journal().values()][-1])
+        _write_summary(run, settings)
+        if page:
+            _conclude(run.folder)
+    run.log("phases", arm=[WARMUP, *settings.arms][-1], time=run.clock.take())
+    run.folder.note("report", **run.log.mark)
 
 
-def _write_report(job: Job, page: bool) -> None:
-    # What a process logged that was killed here, if anything; and it finds lines that have changed since.
-    job.log.cut([*job.folder.journal().values()][-1])
-    _write_summary(job)
-    if page:
-        _conclude(job.folder)
-
-
-def _write_summary(job: Job) -> None:
+def _write_summary(run: RunServices, settings: RunSettings) -> None:
     """samples.json and summary.json."""
-    stages = [WARMUP, *job.arms]
-    journal = job.folder.journal()
-    of_arms = {name: _examples(job, name) for name in stages}
-    job.folder.write_json("samples.json", side_by_side(job.data.test, of_arms))
-    seconds = {"total_s": round(job.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
-    about = summary(job.cfg, job.arms, job.data.skipped_rows, seconds, workers().size)
-    for name, settings in about["arms"].items():
-        if stop := early_stop(job.cfg, job.folder, name):
-            said = stop.in_words(settings["iterations"])
-            about["arms"][name] = {**settings, "stopped_early": said}
-    kernels = {} if build.holds_no_model(job.cfg) else job.folder.read_json("kernels.json")
-    job.folder.write_json("summary.json", {**about, "kernels": kernels})
+    stages = [WARMUP, *settings.arms]
+    journal = run.folder.journal()
+    of_arms = {name: _examples(run, settings, name) for name in stages}
+    run.folder.write_json("samples.json", side_by_side(run.data.test, of_arms))
+    about = run.builder.summary(
+        {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
+    )
+    for name, arm in about["arms"].items():
+        if stop := early_stop(settings.early_stop, run.folder, name):
+            about["arms"][name] = {**arm, "stopped_early": stop.in_words(arm["iterations"])}
+    kernels = {} if run.builder.holds_no_model else run.folder.read_json("kernels.json")
+    run.folder.write_json("summary.json", {**about, "kernels": kernels})
 
 
-def _examples(job: Job, name: str) -> dict[str, list[dict[str, Any]]]:
+def _examples(run: RunServices, settings: RunSettings, name: str) -> dict[str, list[dict[str, Any]]]:
     """What the stage has left of its first responses, or the same again from the stored ones."""
     try:
-        return read_object(job.folder.path / "samples" / f"{name}.json", ())
+        return read_object(run.folder.path / "samples" / f"{name}.json", ())
     except UserError:
-        store = RolloutStore(job.folder.evaluated(name, "sampled"))
-        responses, samples = store.read(final_iteration(job.cfg, name)), job.cfg.evaluation.samples
-        return examples(job.data.test, [one for one in responses if one.rollout.sample_index < samples])
+        store = RolloutStore(run.folder.evaluated(name, "sampled"))
+        responses = store.read(settings.final_iteration(name))
+        first = [one for one in responses if one.rollout.sample_index < settings.evaluation.samples]
+        return examples(run.data.test, first)
 
 
 def _conclude(folder: RunFolder) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nemo_edo.algorithms.supervised import Log
+from nemo_edo.algorithms.services import Log
 
 
 class StepProfiler:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +44,7 @@ def replay(path: Path, overrides: list[str]) -> None:
     training = arm_configs(cfg).get(arm, cfg.sft)
     model = build.build_model(cfg, RunFolder(run), training, weights=path.with_suffix(""))
     model.start_training(1)  # the gradient's norm is checked by the optimizer
-    weight = about["metrics"].get("exploration_weight")  # SFT has none
+    weight = about["metrics"].get("exploration_weight", 0.0)  # SFT has none
     print(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")
     measured, reasons = measure(model, weight, batch)
     print(f"now: {_shown(measured)}")
@@ -70,36 +68,34 @@ def replay(path: Path, overrides: list[str]) -> None:
         print(f"each row by itself is finite{whole}")
 
 
-def measure(
-    model: RemotePolicy, exploration_weight: float | None, batch: TrainingBatch
-) -> tuple[dict[str, float], list[str]]:
+def measure(model: RemotePolicy, exploration_weight: float, batch: TrainingBatch) -> tuple[dict[str, float], list[str]]:
     """(The means of the batch's log-probabilities, entropies, loss terms and metrics, and the norm of its gradient;
     a loss's messages about numbers that are not finite.)"""
-    answers = model.measure(_measure_share, batch, exploration_weight)
+    each = model.for_each_rank(model.model.loss_shares(batch))
+    answers = model.workers.call(_measure_share, exploration_weight, each=each)
     return answers[0][0], sorted({reason for _, reasons in answers for reason in reasons})
 
 
-def _measure_share(
-    worker: Worker, share: Share, loss_counts: Mapping[str, float], exploration_weight: float | None
-) -> tuple[dict[str, float], list[str]]:
+def _measure_share(worker: Worker, share: Share, exploration_weight: float) -> tuple[dict[str, float], list[str]]:
     """``measure`` on a rank."""
-    model, said = worker.model, []
-    loss = model.loss if exploration_weight is None else partial(model.loss, exploration_weight=exploration_weight)
+    from nemo_edo.megatron.forward_backward import forward_backward
 
-    def observed(logprobs: Tensor, entropies: Tensor, micro: TrainingBatch):
+    model, said = worker.model, []
+
+    def observed(logprobs: Tensor, entropies: Tensor, micro: TrainingBatch, weight: float):
         seen = {"logprobs": _sum(logprobs, micro), "entropies": _sum(entropies, micro)}
         try:
             with one_check():
-                terms, metrics = loss(logprobs, entropies, micro)
+                terms, metrics = model.loss(logprobs, entropies, micro, weight)
         except NotFinite as error:
             said.append(str(error))
-            terms = dict.fromkeys(loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))
+            terms = dict.fromkeys(share.loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))
             metrics = {}
         return terms, {**metrics, **seen, **{f"term {name}": term.detached() for name, term in terms.items()}}
 
     model.prepare_for_training_step()
-    means, _ = model.policy.forward_backward_share(
-        share, observed, loss_counts=loss_counts, temperature=model.temperature
+    means, _ = forward_backward(
+        model.policy, share, observed, exploration_weight=exploration_weight, temperature=model.temperature
     )
     norm = model.policy.gradient_norm()
     return {**means, "padding_share": share.padding_share, "grad_norm": norm}, said

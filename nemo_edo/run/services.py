@@ -1,91 +1,107 @@
-"""What Algorithm 1 calls in an arm of a run, each call in its phase of the run's clock."""
+"""What a run's stages work with, and what Algorithm 1 calls in an arm of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from threading import Event
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from nemo_edo.algorithms.ahead import Ahead, InBackground, NothingAhead, SavesBetween, generate_ahead
-from nemo_edo.algorithms.iteration import Services
+from nemo_edo.algorithms.ahead import InBackground, SavesBetween
 from nemo_edo.algorithms.plan import Plan
+from nemo_edo.algorithms.progress import Progress
+from nemo_edo.algorithms.services import Services
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
-from nemo_edo.run import build, inputs
-from nemo_edo.utils.phases import timed
+from nemo_edo.run.build import Builder
+from nemo_edo.run.console import RunConsole
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.inputs import Data
+from nemo_edo.run.metrics_log import MetricsLog
+from nemo_edo.run.settings import RunSettings
+from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.utils.phases import PhaseClock
 
 if TYPE_CHECKING:
-    from nemo_edo.run.resume import SavedProgress
-    from nemo_edo.run.stages import Job
+    from nemo_edo.generation.server_engine import StoppableEngine
     from nemo_edo.worker.remote import RemotePolicy
 
-CHECKPOINTS = dict.fromkeys(("reached", "save", "keep_failure", "keep", "kept"), "checkpoint")
-_STORED = ("stored", "unfinished", "write", "write_part", "write_unfinished")
+
+@dataclass(frozen=True)
+class RunServices:
+    """What every stage of a run works with."""
+
+    folder: RunFolder
+    data: Data
+    builder: Builder
+    log: MetricsLog
+    stop: StopSignal
+    console: RunConsole
+    clock: PhaseClock
+    tracker: object = None
+
+    def store(self, folder: Any) -> RolloutStore:
+        """Rollouts in a folder, with the run's tokenizer."""
+        return RolloutStore(folder, tokenizer=tokenizer_identity(self.data.tokenizer))
+
+    def close(self) -> None:
+        self.console.close()
+        self.builder.close()
+        self.folder.close()
 
 
-def services(job: Job, model: RemotePolicy, arm: str, plan: Plan, progress: SavedProgress) -> Services:
-    """What Algorithm 1 calls, each in its phase of the clock."""
-    data, clock, tokenizer = job.data, job.clock, tokenizer_identity(job.data.tokenizer)
-    ahead = _generating_ahead(job, model, arm, plan) if job.cfg.generation.one_step_off else NothingAhead()
-    ahead = timed(ahead, clock, finish="wait", close="wait")
-    store = RolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer)
-    objective = build.build_objective(job.cfg, plan.config, data, plan.seed)
-    given = inputs.given_rollouts(job.cfg, arm, data)
-    return Services(
-        policy=timed(
-            model,
-            clock,
-            logprobs="log_pi_old",
-            reference_logprobs="log_pi_ref",
-            move_reference="log_pi_ref",
-            train_step="train",
-            exploration_gradient_ratio="train",
-        ),
-        engine=timed(model.engine, clock, generate="generate"),
-        weight_sync=timed(model.weight_sync, clock, push="refit", release="refit"),
-        scorer=timed(data.scorer, clock, score="score"),
-        objective=timed(objective, clock, build="data", minibatch="data"),
-        store=timed(store, clock, **dict.fromkeys(_STORED, "data")),
-        log=stage_log(job, arm),
-        progress=timed(SavesBetween(progress, ahead), clock, **CHECKPOINTS),
-        given=None if given is None else timed(given, clock, stored="data"),
-        ahead=ahead,
-        clock=clock,
+class StageLog:
+    """A stage's lines of metrics.jsonl."""
+
+    def __init__(self, run: RunServices, stage: str) -> None:
+        self._log, self._clock, self._stage = run.log, run.clock, stage
+
+    def __call__(self, kind: str, **values: Any) -> None:
+        with self._clock.phase("data"):
+            self._log(kind, arm=self._stage, **values)
+
+
+class ServersAhead(InBackground):
+    """Servers generate the next samples, until the training ends."""
+
+    def engine(self) -> StoppableEngine:
+        from nemo_edo.generation.server_engine import StoppableEngine
+
+        return StoppableEngine(self._run.engine, self.stop)
+
+
+def training_services(run: RunServices, model: RemotePolicy, arm: str, plan: Plan, progress: Progress) -> Services:
+    """What Algorithm 1 calls."""
+    services = Services(
+        policy=model,
+        engine=model.engine,
+        weight_sync=model.weight_sync,
+        scorer=run.data.scorer,
+        objective=run.builder.objective(plan.config, plan.seed),
+        store=run.store(run.folder.rollouts(arm)),
+        log=StageLog(run, arm),
+        progress=progress,
+        given=run.builder.given_rollouts(arm),
+        clock=run.clock,
     )
-
-
-def stage_log(job: Job, stage: str) -> Callable[..., None]:
-    """The stage's lines of metrics.jsonl."""
-    return job.clock.phase("data")(partial(job.log, arm=stage))
+    if not plan.lag:
+        return services
+    # The thread's store is its own.
+    ahead = ServersAhead(replace(services, store=run.store(run.folder.rollouts(arm))), plan)
+    return replace(services, ahead=ahead, progress=SavesBetween(progress, ahead))
 
 
 @contextmanager
-def profiled(job: Job, arm: str, made: Services) -> Iterator[Services]:
+def profiled(run: RunServices, settings: RunSettings, arm: str, services: Services) -> Iterator[Services]:
     """Rank 0's steps of ``profile.steps`` are traced."""
-    steps = job.cfg.profile.steps
+    steps = settings.profile.steps
     if steps is None:
-        yield made
+        yield services
         return
     from nemo_edo.run.profiler import StepProfiler
 
-    path = job.folder.path / "profile" / f"{arm}.json.gz"
-    profiler = StepProfiler(made.log, tuple(steps), path, arm, made.progress.start.steps_taken)
+    path = run.folder.path / "profile" / f"{arm}.json.gz"
+    profiler = StepProfiler(services.log, tuple(steps), path, arm, services.progress.start.steps_taken)
     try:
-        yield replace(made, log=profiler)
+        yield replace(services, log=profiler)
     finally:
         profiler.close()
-
-
-def _generating_ahead(job: Job, model: RemotePolicy, arm: str, plan: Plan) -> Ahead:
-    """Generates in a thread, which calls no worker."""
-    from nemo_edo.generation.server_engine import StoppableEngine
-
-    store = RolloutStore(job.folder.rollouts(arm), tokenizer=tokenizer_identity(job.data.tokenizer))
-
-    def generate(t: int, stop: Event) -> dict[str, float]:
-        engine = StoppableEngine(model.engine, stop)
-        return generate_ahead(plan, t, stop, engine=engine, scorer=job.data.scorer, store=store)
-
-    return InBackground(generate)

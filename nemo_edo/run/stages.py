@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.algorithms.iteration import generate_and_score, run_iterations
+from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.plan import Plan
+from nemo_edo.algorithms.samples import generate_and_score
 from nemo_edo.algorithms.supervised import train_supervised
-from nemo_edo.config import LoopConfig, RunConfig
-from nemo_edo.config.arms import arm_seed
 from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run import build, inputs
-from nemo_edo.run.console import RunConsole
 from nemo_edo.run.early_stop import early_stop
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.kept_files import check_arm, check_stage, check_trained, evaluated
-from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_policy
-from nemo_edo.run.services import CHECKPOINTS, profiled, services, stage_log
-from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run.services import RunServices, StageLog, profiled, training_services
+from nemo_edo.run.settings import RunSettings
 from nemo_edo.run.summary import examples
-from nemo_edo.utils.phases import PhaseClock, timed
 from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.run.resume import SavedProgress
     from nemo_edo.worker.remote import RemotePolicy
 
@@ -38,248 +30,237 @@ UNTRAINED = -1
 """The version of the weights before the warm-up."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every stage of a run needs."""
-
-    cfg: RunConfig
-    arms: dict[str, LoopConfig]
-    folder: RunFolder
-    data: inputs.Data
-    trainer: object
-    log: MetricsLog
-    stop: StopSignal
-    console: RunConsole
-    servers: ServerEngine | None
-    """The engine of all stages; None: each generates with its own model."""
-    clock: PhaseClock
-
-
-def stage(job: Job, name: str, work: Callable[[], list]) -> None:
+def do_stage(run: RunServices, settings: RunSettings, name: str) -> None:
     """Does a stage unless the journal has it: then its checkpoint, its evaluation and its samples are on disk."""
-    if name in job.folder.journal():
-        check_stage(job, name)
+    if name in run.folder.journal():
+        check_stage(settings, run.folder, name)
     else:
-        if job.stop.is_asked():
+        if run.stop.is_asked():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
-        begun = job.log.elapsed
-        job.console.begin(name)
+        begun = run.log.elapsed
+        run.console.begin(name)
         try:
-            scored = work()
+            if name != WARMUP:
+                scored = train_arm(run, settings, name)
+            else:
+                scored = warm_up(run, settings) if settings.trains else evaluate_untrained(run, settings)
         except StoppedByGuard as stopped:
             raise StoppedByGuard(f"{name}, {stopped}") from stopped
-        job.log("phases", arm=name, time=job.clock.take())
-        _note_end(job, name, scored, begun)
-    with job.clock.phase("checkpoint"):
-        job.folder.remove_progress(name)
-
-
-def _note_end(job: Job, name: str, scored: list, begun: float) -> None:
-    job.folder.write_json(f"samples/{name}.json", examples(job.data.test, scored))
-    job.folder.note(name, **job.log.mark, seconds=round(job.log.elapsed - begun, 1))
+        run.log("phases", arm=name, time=run.clock.take())
+        run.folder.write_json(f"samples/{name}.json", examples(run.data.test, scored))
+        run.folder.note(name, **run.log.mark, seconds=round(run.log.elapsed - begun, 1))
+    with run.clock.phase("checkpoint"):
+        run.folder.remove_progress(name)
 
 
 # --- the warm-up --------------------------------------------------------------------------------------------------
 
 
-def warm_up(job: Job) -> list:
+def warm_up(run: RunServices, settings: RunSettings) -> list:
     """Trains and evaluates the policy that every arm starts from."""
-    with job.clock.phase("start"):
-        model = build.build_model(job.cfg, job.folder, job.cfg.sft)
-        _log_kernels(job, model)
-        build.connect(job.cfg, job.folder, model, job.data, job.servers)
-    if not _load_trained(job, model, WARMUP):
-        if job.cfg.sft.steps:
-            _train_warm_up(job, model)
+    with run.clock.phase("start"):
+        model = run.builder.model(settings.sft)
+        _log_kernels(run, model)
+        run.builder.connect(model)
+    if not _load_trained(run, model, WARMUP):
+        if settings.sft.steps:
+            _train_warm_up(run, settings, model)
         else:
-            _cut_metrics(job, None)
-        _save_trained(job, model, WARMUP)
-    with job.clock.phase("evaluate"):
-        return evaluate_policy(job, model, WARMUP, 0)
+            _cut_metrics(run, None)
+        _save_trained(run, model, WARMUP)
+    with run.clock.phase("evaluate"):
+        return evaluate_policy(run, settings, model, WARMUP, 0)
 
 
-def _train_warm_up(job: Job, model: RemotePolicy) -> None:
-    cfg = job.cfg
-    with job.clock.phase("refit"):
+def _train_warm_up(run: RunServices, settings: RunSettings, model: RemotePolicy) -> None:
+    with run.clock.phase("refit"):
         model.weight_sync.push(UNTRAINED)  # an engine that weights cannot reach is found before the training
         model.weight_sync.release()
-    with job.clock.phase("start"):
-        model.start_training(cfg.sft.steps)
-    progress = _resumed(job, model, WARMUP)
+    with run.clock.phase("start"):
+        model.start_training(settings.sft.steps)
+    progress = _resumed(run, settings, model, WARMUP)
     train_supervised(
-        timed(model, job.clock, train_step="train"),
-        job.data.solutions,
-        cfg.sft,
-        pad_id=job.data.pad_id,
-        seed=cfg.seed,
-        log=stage_log(job, WARMUP),
-        progress=timed(progress, job.clock, **CHECKPOINTS),
-        guards=cfg.guards,
+        model,
+        run.data.solutions,
+        settings.sft,
+        pad_id=run.data.pad_id,
+        seed=settings.seed,
+        log=StageLog(run, WARMUP),
+        progress=progress,
+        guards=settings.guards,
+        clock=run.clock,
     )
-    with job.clock.phase("checkpoint"):
+    with run.clock.phase("checkpoint"):
         progress.settle()
 
 
-def evaluate_untrained(job: Job) -> list:
+def evaluate_untrained(run: RunServices, settings: RunSettings) -> list:
     """The only stage of a run that trains nothing."""
-    _cut_metrics(job, None)
-    with job.clock.phase("start"):
-        model = untrained_model(job)
-    with job.clock.phase("evaluate"):
-        return evaluate_policy(job, model, WARMUP, 0)
+    _cut_metrics(run, None)
+    with run.clock.phase("start"):
+        model = untrained_model(run)
+    with run.clock.phase("evaluate"):
+        return evaluate_policy(run, settings, model, WARMUP, 0)
 
 
-def untrained_model(job: Job) -> RemotePolicy | ServedModel:
-    """The model of a run that trains nothing, behind the run's servers or in this process."""
-    if job.servers is not None:
-        return ServedModel(job.servers)
-    model = build.build_model(job.cfg, job.folder, job.cfg.sft)
-    _log_kernels(job, model)
+def untrained_model(run: RunServices) -> RemotePolicy | ServedModel:
+    """The model of a run that trains nothing."""
+    model = run.builder.untrained()
+    if not isinstance(model, ServedModel):
+        _log_kernels(run, model)
     return model
 
 
-def _log_kernels(job: Job, model: RemotePolicy) -> None:
+def _log_kernels(run: RunServices, model: RemotePolicy) -> None:
     used = model.places[0].kernels
     print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
-    job.folder.write_json("kernels.json", used)
+    run.folder.write_json("kernels.json", used)
 
 
 # --- an arm -------------------------------------------------------------------------------------------------------
 
 
-def train_arm(job: Job, arm: str) -> list:
+def train_arm(run: RunServices, settings: RunSettings, arm: str) -> list:
     """Trains an arm by Algorithm 1 from the warm-up's policy, and evaluates it."""
-    settings = job.arms[arm]
-    with job.clock.phase("start"):
-        model = _arm_model(job, settings)
-
-    def short_evaluation(t: int) -> bool:
-        """Whether the training ends here."""
-        if t not in evaluated(job, arm, settings.iterations):
-            return False
-        with job.clock.phase("evaluate"):
-            evaluate_policy(job, model, arm, t, final=False)
-        stop = early_stop(job.cfg, job.folder, arm, last=t)
-        if stop is not None:
-            job.console.say(f"{arm} {stop.in_words(settings.iterations)}")
-        return stop is not None
-
-    if _load_trained(job, model, arm):
-        check_trained(job, arm)
+    model = _arm_model(run, settings, arm)
+    if _load_trained(run, model, arm):
+        check_trained(settings, run.folder, arm)
     else:
-        plan = _plan(job, model, arm)
-        progress = _begin_arm(job, model, arm, plan)
-        with profiled(job, arm, services(job, model, arm, plan, progress)) as called:
+        plan = _plan(run, settings, model, arm)
+        progress = _begin_arm(run, settings, model, arm, plan)
+        evaluations = ShortEvaluations(run, settings, model, arm)
+        services = training_services(run, model, arm, plan, progress)
+        with profiled(run, settings, arm, services) as services:
             try:
-                run_iterations(called, plan, short_evaluation)
+                run_iterations(services, plan, evaluations.evaluate)
             except (RunStopped, StoppedByGuard):  # in an evaluation, for example: the training before it is not lost
                 progress.settle()
                 raise
-        with job.clock.phase("checkpoint"):
+        with run.clock.phase("checkpoint"):
             progress.settle()
-        _save_trained(job, model, arm)
-    with job.clock.phase("evaluate"):
-        return evaluate_policy(job, model, arm, settings.iterations)
+        _save_trained(run, model, arm)
+    with run.clock.phase("evaluate"):
+        return evaluate_policy(run, settings, model, arm, settings.arms[arm].iterations)
 
 
-def collect_arm(job: Job, arm: str) -> None:
+class ShortEvaluations:
+    """The evaluations within an arm's training."""
+
+    def __init__(self, run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str) -> None:
+        self._run, self._settings, self._model, self._arm = run, settings, model, arm
+
+    def evaluate(self, t: int) -> bool:
+        """Evaluates the policy where iteration t is due. Returns whether the training ends here."""
+        run, settings, arm = self._run, self._settings, self._arm
+        iterations = settings.arms[arm].iterations
+        if t not in evaluated(settings, arm, iterations):
+            return False
+        with run.clock.phase("evaluate"):
+            evaluate_policy(run, settings, self._model, arm, t, final=False)
+        stop = early_stop(settings.early_stop, run.folder, arm, last=t)
+        if stop is not None:
+            run.console.say(f"{arm} {stop.in_words(iterations)}")
+        return stop is not None
+
+
+def collect_arm(run: RunServices, settings: RunSettings, arm: str) -> None:
     """Generates the samples that the arm needs next, unless it has begun to train on them."""
-    model = _arm_model(job, job.arms[arm])
-    plan = _plan(job, model, arm)
-    progress = _begin_arm(job, model, arm, plan)
+    model = _arm_model(run, settings, arm)
+    plan = _plan(run, settings, model, arm)
+    progress = _begin_arm(run, settings, model, arm, plan)
     start = progress.start
     if start.iteration < plan.config.iterations and not start.step:
-        called = services(job, model, arm, plan, progress)
-        called.weight_sync.push(start.iteration)
-        generate_and_score(called, plan, start)
-    print(f"rollouts of arm {arm}: {job.folder.rollouts(arm)}")
+        services = training_services(run, model, arm, plan, progress)
+        services.weight_sync.push(start.iteration)
+        generate_and_score(services, plan, start)
+    print(f"rollouts of arm {arm}: {run.folder.rollouts(arm)}")
 
 
-def _arm_model(job: Job, settings: LoopConfig) -> RemotePolicy:
+def _arm_model(run: RunServices, settings: RunSettings, arm: str) -> RemotePolicy:
     """The policy that every arm starts from."""
-    start = job.folder.checkpoint(WARMUP)
-    model = build.build_model(job.cfg, job.folder, settings, weights=start)
-    model.freeze_reference()
-    build.connect(job.cfg, job.folder, model, job.data, job.servers)
+    with run.clock.phase("start"):
+        model = run.builder.model(settings.arms[arm], run.folder.checkpoint(WARMUP))
+        model.freeze_reference()
+        run.builder.connect(model)
     return model
 
 
-def _plan(job: Job, model: RemotePolicy, arm: str) -> Plan:
-    cfg, generation = job.cfg, job.cfg.generation
+def _plan(run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str) -> Plan:
+    generation = settings.generation
     return Plan(
-        config=job.arms[arm],
-        problems=job.data.train,
-        prompts=job.data.prompts,
-        sampling=cfg.sampling,
-        seed=arm_seed(cfg, arm),
-        guards=build.build_guards(cfg, model.places[0].layers),
+        config=settings.arms[arm],
+        problems=run.data.train,
+        prompts=run.data.prompts,
+        sampling=settings.sampling,
+        seed=settings.seeds[arm],
+        guards=run.builder.guards(model.places[0].layers),
         part_size=generation.part_size,
         lag=int(generation.one_step_off),
         keeps_stale=generation.stale == "correct",
     )
 
 
-def _begin_arm(job: Job, model: RemotePolicy, arm: str, plan: Plan) -> SavedProgress:
+def _begin_arm(run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str, plan: Plan) -> SavedProgress:
     """The model with its optimizer, at the arm's last checkpoint."""
-    with job.clock.phase("start"):
+    with run.clock.phase("start"):
         model.start_training(plan.total_steps)
-    store = RolloutStore(job.folder.rollouts(arm))
+    store = RolloutStore(run.folder.rollouts(arm))
     keeps_reference = plan.config.reference == "ema"
-    progress = _resumed(job, model, arm, keeps_reference=keeps_reference, stored=store.read)
-    check_arm(job, arm, progress.start.iteration, is_within=progress.start.step > 0)
+    progress = _resumed(run, settings, model, arm, keeps_reference=keeps_reference, stored=store.read)
+    check_arm(settings, run.folder, arm, progress.start.iteration, is_within=progress.start.step > 0)
     return progress
 
 
 # --- where a stage resumes ----------------------------------------------------------------------------------------
 
 
-def _resumed(job: Job, model: RemotePolicy, stage: str, **settings: Any) -> SavedProgress:
+def _resumed(run: RunServices, settings: RunSettings, model: RemotePolicy, stage: str, **more: Any) -> SavedProgress:
     """Loads the stage's last checkpoint into the model, and cuts the metrics to that place."""
     from nemo_edo.run.resume import SavedProgress
 
     progress = SavedProgress(
         model,
-        job.folder.progress(stage),
-        job.cfg.checkpoint,
-        stop=job.stop,
-        metrics_mark=lambda: job.log.mark,
-        failure=lambda step: job.folder.failure(stage, step),
-        **settings,
+        run.folder.progress(stage),
+        settings.checkpoint,
+        stop=run.stop,
+        metrics_mark=lambda: run.log.mark,
+        failure=lambda step: run.folder.failure(stage, step),
+        **more,
     )
-    with job.clock.phase("checkpoint"):
+    with run.clock.phase("checkpoint"):
         progress.resume()
-        _cut_metrics(job, progress.metrics_mark)
+        _cut_metrics(run, progress.metrics_mark)
     return progress
 
 
-def _save_trained(job: Job, model: RemotePolicy, stage: str) -> None:
+def _save_trained(run: RunServices, model: RemotePolicy, stage: str) -> None:
     from nemo_edo.run.resume import require_finite
 
-    with job.clock.phase("checkpoint"):
+    with run.clock.phase("checkpoint"):
         require_finite(model, "at the end of the training")
-        model.workers.call(Worker.save, job.folder.checkpoint(stage), job.log.mark)
+        model.workers.call(Worker.save, run.folder.checkpoint(stage), run.log.mark)
 
 
-def _load_trained(job: Job, model: RemotePolicy, stage: str) -> bool:
+def _load_trained(run: RunServices, model: RemotePolicy, stage: str) -> bool:
     """Whether the stage's training was finished already, but not its evaluation: then the model gets its weights."""
     from nemo_edo.megatron import checkpoint
     from nemo_edo.megatron.checksums import DamagedCheckpoint
 
-    folder = job.folder.checkpoint(stage)
+    folder = run.folder.checkpoint(stage)
     if not folder.is_dir():
         return False
     try:
-        with job.clock.phase("checkpoint"):
+        with run.clock.phase("checkpoint"):
             model.workers.call(Worker.load, folder)
     except DamagedCheckpoint as error:
         warnings.warn(f"{error}; training resumes from before it", stacklevel=2)
         return False
-    _cut_metrics(job, checkpoint.load_extra(folder))
+    _cut_metrics(run, checkpoint.load_extra(folder))
     return True
 
 
-def _cut_metrics(job: Job, mark: Mapping[str, Any] | None) -> None:
+def _cut_metrics(run: RunServices, mark: Mapping[str, Any] | None) -> None:
     """Removes what was logged after the place that the run resumes from; None: the end of the last stage."""
-    last = [*job.folder.journal().values()][-1] if mark is None else mark
-    job.log.cut(last)
-    job.clock.carry_on(last.get("phases", {}))
+    last = [*run.folder.journal().values()][-1] if mark is None else mark
+    run.log.cut(last)
+    run.clock.carry_on(last.get("phases", {}))

@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from nemo_edo.data.shares import Share, joined, require_tokens
+from nemo_edo.data.shares import joined
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Place, Responses, Worker
 
 T = TypeVar("T")
+TOKENS_OF_A_CALL = 2**22
+"""Tokens of a log-probability pass that one call sends, padding included: a rank holds its share of so many, and not
+of the whole collection."""
 
 
 class RemotePolicy:
@@ -28,6 +32,11 @@ class RemotePolicy:
         self.weight_sync: WeightSync | None = None
 
     @property
+    def model(self) -> Any:
+        """Rank 0's part of the model: its settings say how a batch is cut and counted."""
+        return self.workers.local.model
+
+    @property
     def shares(self) -> int:
         """Data-parallel ranks."""
         return 1 + max(place.share for place in self.places)
@@ -37,31 +46,40 @@ class RemotePolicy:
         self.workers.call(Worker.start_training, total_steps)
 
     def train_step(
-        self, batch: TrainingBatch, *, exploration_weight: float | None = None, grad_norm_limit: float = math.inf
+        self, batch: TrainingBatch, *, exploration_weight: float, grad_norm_limit: float = math.inf
     ) -> dict[str, float]:
-        require_tokens(batch)
-        model = self._model
-        shares, of_tokens = model.shares(batch), model.of_tokens(batch)
-        given = (model.loss_counts(batch), exploration_weight, grad_norm_limit, of_tokens is not None)
-        answers = self._call(Worker.train_step, shares, *given)
-        metrics, step, _ = answers[0]
-        if of_tokens is not None and math.isfinite(metrics["loss"]):
-            metrics |= of_tokens(*self._joined(batch, shares, [tokens for _, _, tokens in answers]))
-        return {**metrics, "padding_share": shares[0].padding_share, **step}
+        shares = self.model.loss_shares(batch)
+        each = self.for_each_rank(shares)
+        answers = self.workers.call(Worker.train_step, exploration_weight, grad_norm_limit, each=each)
+        metrics = {**answers[0][0], "padding_share": shares[0].padding_share}
+        if self.model.measures_tokens and math.isfinite(metrics["loss"]):
+            tokens = joined(shares, self.of_shares([tokens for _, tokens in answers]), batch.mask.shape)
+            metrics |= self.model.token_metrics(batch, *tokens)
+        return metrics
 
     def exploration_gradient_ratio(self, batch: TrainingBatch) -> float:
-        model = self._model
-        counts = (model.loss_counts(batch), model.exploration_count(batch))
-        return self._call(Worker.exploration_gradient_ratio, model.shares(batch), *counts)[0]
+        each = self.for_each_rank(self.model.loss_shares(batch))
+        count = self.model.exploration_count(batch)
+        return self.workers.call(Worker.exploration_gradient_ratio, count, each=each)[0]
 
     def logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        shares = self._model.shares(batch)
-        both = self._joined(batch, shares, self._call(Worker.logprobs, shares, temperature))
+        both = self._passes(batch, Worker.logprobs, temperature)
         return both[0], both[1]
 
     def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
-        shares = self._model.shares(batch)
-        return self._joined(batch, shares, self._call(Worker.reference_logprobs, shares))[0]
+        return self._passes(batch, Worker.reference_logprobs)[0]
+
+    def _passes(self, batch: TrainingBatch, work: Callable[..., Tensor | None], *given: Any) -> Tensor:
+        """[2, B, T] of forward passes over the batch, part by part; a pass needs tokens and mask alone."""
+        rows = max(1, TOKENS_OF_A_CALL // batch.tokens.shape[1])
+        plain = TrainingBatch(batch.tokens, batch.mask)
+        parts = []
+        for start in range(0, batch.size, rows):
+            part = plain.rows(slice(start, start + rows))
+            shares = self.model.shares(part)
+            answers = self.workers.call(work, *given, each=self.for_each_rank(shares))
+            parts.append(joined(shares, self.of_shares(answers), part.mask.shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def freeze_reference(self) -> None:
         """The current policy becomes the reference."""
@@ -70,26 +88,14 @@ class RemotePolicy:
     def move_reference(self, kind: str, decay: float) -> None:
         self.workers.call(Worker.move_reference, kind, decay)
 
-    def measure(self, work: Callable[..., T], batch: TrainingBatch, *given: Any) -> list[T]:
-        """What ``work(worker, share, loss_counts, *given)`` returns on each rank for its share of the batch."""
-        model = self._model
-        return self._call(work, model.shares(batch), model.loss_counts(batch), *given)
-
-    @property
-    def _model(self) -> Any:
-        """Rank 0's part of the model: its settings say how a batch is cut and counted."""
-        return self.workers.local.model
-
-    def _call(self, work: Callable[..., T], shares: Sequence[Any], *given: Any) -> list[T]:
-        return self.workers.call(work, *given, each=[shares[place.share] for place in self.places])
+    def for_each_rank(self, of_shares: Sequence[T]) -> list[T]:
+        """What each rank gets, from what is for each data-parallel share."""
+        return [of_shares[place.share] for place in self.places]
 
     def of_shares(self, answers: Sequence[T]) -> list[T]:
         """Each share's results, from those of all ranks."""
         found = {place.share: answer for place, answer in zip(self.places, answers, strict=True) if place.answers}
         return [found[share] for share in range(self.shares)]
-
-    def _joined(self, batch: TrainingBatch, shares: Sequence[Share], answers: Sequence[Tensor]) -> Tensor:
-        return joined(shares, self.of_shares(answers), batch.mask.shape)
 
 
 class RemoteEngine:
@@ -102,12 +108,12 @@ class RemoteEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         if not requests:
             return []
-        shares = [list(requests[share :: self._policy.shares]) for share in range(self._policy.shares)]
-        prompt = max(len(request.prompt_ids) for request in requests)
-        response = max(request.limit(sampling) for request in requests)
-        answers = self._policy._call(Worker.generate, shares, sampling, prompt, response)
-        parts = self._policy.of_shares(answers)
-        rollouts = [iter(self._rollouts(*one)) for one in zip(shares, parts, strict=True)]
+        policy = self._policy
+        shares = [list(requests[share :: policy.shares]) for share in range(policy.shares)]
+        longest = max(len(request.prompt_ids) for request in requests), max(r.limit(sampling) for r in requests)
+        answers = policy.workers.call(Worker.generate, sampling, longest, each=policy.for_each_rank(shares))
+        parts = zip(shares, policy.of_shares(answers), strict=True)
+        rollouts = [iter(self._rollouts(mine, responses)) for mine, responses in parts]
         return [next(rollouts[place % len(rollouts)]) for place in range(len(requests))]
 
     def _rollouts(self, requests: Sequence[GenerationRequest], responses: Responses) -> list[Rollout]:

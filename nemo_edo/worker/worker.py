@@ -6,9 +6,8 @@ machine first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,21 +78,31 @@ class Worker:
         """The model class that ``training`` is the config of, with the weights of a checkpoint; None: those of its
         folder. settings: of ``model_config``."""
         self.begin(settings["parallelism"], settings["seed"], settings["threads"])
-        from megatron.core import parallel_state
-
         from nemo_edo.megatron import checkpoint
-        from nemo_edo.megatron.implementations import kernels
         from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
         from nemo_edo.models.megatron_gpt_model import model_config
 
         self.drop()
         classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
-        self.model = classes[type(training)](model_config(training=training, **settings))
+        self.adopt(classes[type(training)](model_config(training=training, **settings)))
         if weights is not None:
             checkpoint.load(self.model.policy, weights)
+        return self.place()
+
+    def adopt(self, model: MegatronGPTModel) -> None:
+        """Takes a model that is built."""
+        from megatron.core import parallel_state
+
+        self.model = model
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         inner = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
         self._answers = pipeline.rank() == pipeline.size() - 1 and not inner
+
+    def place(self) -> Place:
+        from megatron.core import parallel_state
+
+        from nemo_edo.megatron.implementations import kernels
+
         return Place(
             share=parallel_state.get_data_parallel_rank(),
             answers=self._answers,
@@ -112,43 +121,43 @@ class Worker:
         self.model.start_training(total_steps)
 
     def train_step(
-        self,
-        share: Share,
-        loss_counts: Mapping[str, float],
-        exploration_weight: float | None,
-        grad_norm_limit: float,
-        keep_tokens: bool,
-    ) -> tuple[dict[str, float], dict[str, float], Tensor | None]:
-        """The means of the loss and its metrics, what ``finish_training_step`` says, and with ``keep_tokens`` the
-        share's log-probabilities and entropies."""
+        self, share: Share, exploration_weight: float, grad_norm_limit: float
+    ) -> tuple[dict[str, float], Tensor | None]:
+        """The means of the loss and its metrics with what ``finish_training_step`` says, and where the model measures
+        tokens the share's log-probabilities and entropies, [2, b, t]."""
+        from nemo_edo.megatron.forward_backward import forward_backward
+
         model = self.model
         model.prepare_for_training_step()
-        # One step's weight goes with its call; supervised training has none.
-        loss = model.loss if exploration_weight is None else partial(model.loss, exploration_weight=exploration_weight)
-        means, tokens = model.policy.forward_backward_share(
-            share, loss, loss_counts=loss_counts, temperature=model.temperature, keep_tokens=keep_tokens
+        metrics, tokens = forward_backward(
+            model.policy,
+            share,
+            model.loss,
+            exploration_weight=exploration_weight,
+            temperature=model.temperature,
+            keep_tokens=model.measures_tokens,
         )
-        step = model.finish_training_step(means["loss"], grad_norm_limit=grad_norm_limit)
-        return means, step, self._if_asked(tokens)
+        step = model.finish_training_step(metrics["loss"], grad_norm_limit=grad_norm_limit)
+        return {**metrics, **step}, self._if_asked(tokens)
 
-    def exploration_gradient_ratio(
-        self, share: Share, loss_counts: Mapping[str, float], exploration_count: float
-    ) -> float:
-        return self.model.share_gradient_ratio(share, loss_counts, exploration_count)
+    def exploration_gradient_ratio(self, share: Share, exploration_count: float) -> float:
+        return self.model.exploration_gradient_ratio(share, exploration_count)
+
+    def logprobs(self, share: Share, temperature: float | None = None) -> Tensor | None:
+        """[2, b, t]: log-probabilities and entropies of the share. temperature: None: the one that is trained at."""
+        from nemo_edo.megatron.forward_backward import logprobs_and_entropy
+
+        model = self.model
+        temperature = model.temperature if temperature is None else temperature
+        return self._if_asked(logprobs_and_entropy(model.policy, share, temperature))
+
+    def reference_logprobs(self, share: Share) -> Tensor | None:
+        with self.model.as_reference():
+            return self.logprobs(share)
 
     def _if_asked(self, values: Tensor | None) -> Tensor | None:
         """On the CPU, where this rank answers for its share."""
         return None if values is None or not self._answers else values.cpu()
-
-    def logprobs(self, share: Share, temperature: float | None) -> Tensor | None:
-        """[2, b, t]: log-probabilities and entropies of the share."""
-        model = self.model
-        found = model.policy.share_logprobs(share, model.temperature if temperature is None else temperature)
-        return self._if_asked(found)
-
-    def reference_logprobs(self, share: Share) -> Tensor | None:
-        with self.model.as_reference():
-            return self.logprobs(share, None)
 
     def freeze_reference(self) -> None:
         self.model.freeze_reference()
@@ -224,10 +233,10 @@ class Worker:
         )
 
     def generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, longest_prompt: int, longest_response: int
+        self, requests: list[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int]
     ) -> Responses | None:
-        """Responses to the share's requests. longest_prompt, longest_response: of all shares, in tokens."""
-        rollouts = self._engine.generate_share(requests, sampling, longest_prompt, longest_response)
+        """Responses to the share's requests. longest: prompt and response of all shares, in tokens."""
+        rollouts = self._engine.generate(requests, sampling, longest)
         if not self._answers:
             return None
         return Responses(

@@ -48,7 +48,7 @@ DEATHS = [
     ["*/checkpoints/grpo", 1],  # GRPO is trained, and its weights are not yet saved
     ["nemo_edo.run.folder:RunFolder.remove_progress", 2],  # GRPO is done
     ["nemo_edo.algorithms.idpo:IDPO.build", 1],
-    ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.share_gradient_ratio", 1],
+    ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.exploration_gradient_ratio", 1],
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 1],
     ["nemo_edo.evaluation.evaluator:Evaluator.evaluate", 1],
     ["nemo_edo.rollouts.store:RolloutStore.write_part", 2],  # an evaluation is half sampled

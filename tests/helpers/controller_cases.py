@@ -46,13 +46,13 @@ def steps(workers: Workers, folder: Path, out: Path, sizes: dict) -> dict:
         metrics = policy.train_step(batch, exploration_weight=0.3)
         found["metrics"].append({**metrics, "ratio": ratio})
     found["logprobs"] = policy.logprobs(rows(7))[0]
-    found["rows"] = policy.measure(own_places, rows(0))
+    found["rows"] = workers.call(own_places, each=policy.for_each_rank(policy.model.loss_shares(rows(0))))
     workers.call(Worker.save, out / "trained", {"step": 2})
     again = policy_of(workers, folder, SFT, sizes, out / "trained")
     return {**found, "loaded": again.logprobs(rows(7))[0], "finite": workers.call(Worker.is_finite)}
 
 
-def own_places(worker: Worker, share, loss_counts) -> list[int]:
+def own_places(worker: Worker, share) -> list[int]:
     return share.places
 
 

@@ -15,7 +15,7 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, warmup_ste
 FAULTS = ("loss", "gradient", "weight")
 
 
-def loss(logprobs, entropies, micro):
+def loss(logprobs, entropies, micro, _=0.0):
     """The advantage of rank 0's row breaks its loss (NaN) or its gradient alone (infinity)."""
     term, broken = sft_loss(logprobs, micro.mask), micro.advantages.sum()
     if broken.isinf():
@@ -44,7 +44,7 @@ def take(policy, seed: int, fault: str | None = None) -> dict[str, list[float]]:
     batch.advantages[0] = {"loss": math.nan, "gradient": math.inf}.get(fault, 0.0)
     settings = {**tiny_models.sft_settings(batch), "loss": loss, "micro_batching": MicroBatching(1)}
     with broken_weight(policy) if fault == "weight" else contextlib.nullcontext():
-        report = policy.train_step(batch, **settings)
+        report = tiny_models.train_step(policy, batch, **settings)
     reports = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, report)
     return {name: [each[name] for each in reports] for name in ("loss", "grad_norm", "skipped", "lr")}

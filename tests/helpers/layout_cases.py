@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from helpers import tiny_models
+from helpers.tiny_models import over, step
 from helpers.training_settings import ED_GRPO, IDPO, LORA, OPTIMIZER, SFT, TEMPERATURE
 from helpers.training_settings import random_pairs as pairs
 
@@ -49,7 +50,7 @@ def algorithms(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | 
 
     sft = make(MegatronGPTSFTModel, SFT)
     sft.start_training(8)
-    results = record("sft", sft, [sft.train_step(rows(seed)) for seed in range(STEPS)])
+    results = record("sft", sft, [step(sft, rows(seed)) for seed in range(STEPS)])
     checkpoint.save(sft.policy, out / "sft")
 
     grpo = make(MegatronGPTGRPOModel, ED_GRPO)
@@ -57,13 +58,13 @@ def algorithms(folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | 
     results |= record("ed-grpo", grpo, explore(grpo, [exploring_rows(seed) for seed in range(STEPS)]))
     checkpoint.save(grpo.policy, out / "ed-grpo")
     export_hf_folder(grpo.built, out / "exported")
-    results["ed-grpo logprobs"] = grpo.logprobs(pairs(0))[0]
+    results["ed-grpo logprobs"] = over(grpo).logprobs(pairs(0))[0]
 
     idpo = make(MegatronGPTDPOModel, ED_IDPO if lora is None else PACKED_IDPO)
     checkpoint.load(idpo.policy, out / "sft")
     results |= record("ed-idpo", idpo, explore(idpo, [pairs(seed) for seed in range(STEPS)]))
     idpo.move_reference("ema", 0.5)
-    return {**results, "moved reference": idpo.reference_logprobs(pairs(0))}
+    return {**results, "moved reference": over(idpo).reference_logprobs(pairs(0))}
 
 
 def all_weights(policy, lora: LoRAConfig | None) -> dict[str, torch.Tensor]:
@@ -77,9 +78,9 @@ def explore(model, batches) -> list[dict[str, float]]:
     model.start_training(8)
     metrics = []
     for batch in batches:
-        batch = batch.with_fields(ref_logprobs=model.reference_logprobs(batch))
-        ratio = model.exploration_gradient_ratio(batch)
-        metrics.append({**model.train_step(batch), "exploration_gradient_ratio": ratio})
+        batch = batch.with_fields(ref_logprobs=over(model).reference_logprobs(batch))
+        ratio = over(model).exploration_gradient_ratio(batch)
+        metrics.append({**step(model, batch), "exploration_gradient_ratio": ratio})
     return metrics
 
 
@@ -139,8 +140,8 @@ def run(models: Path, out: Path, sizes: dict, foreign: Path | None) -> dict:
     parallelism = ParallelismConfig(**sizes)
     policy = tiny_models.build_policy(models / "plain", parallelism)
     results = sampled(policy)
-    results["logprobs of one row"] = policy.logprobs(
-        rows(0).rows(slice(1)), micro_batching=MicroBatching(2), temperature=TEMPERATURE
+    results["logprobs of one row"] = tiny_models.logprobs(
+        policy, rows(0).rows(slice(1)), micro_batching=MicroBatching(2), temperature=TEMPERATURE
     )
     for name, model, lora in (("full", "plain", None), ("lora", "tied", LORA)):
         found = algorithms(models / model, parallelism, lora, out / name)

@@ -23,7 +23,7 @@ def begin(model: Path, sizes: dict):
 def train(policy, seeds) -> list[dict[str, float]]:
     """The numbers of a step on five rows of each seed."""
     batches = [tiny_models.random_batch(rows=5, seed=seed) for seed in seeds]
-    metrics = [policy.train_step(batch, **tiny_models.sft_settings(batch)) for batch in batches]
+    metrics = [tiny_models.train_step(policy, batch, **tiny_models.sft_settings(batch)) for batch in batches]
     return [{name: step[name] for name in ("loss", "grad_norm", "lr")} for step in metrics]
 
 

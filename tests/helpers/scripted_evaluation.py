@@ -8,7 +8,7 @@ from helpers.scripted_engine import ScriptedEngine
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
-from nemo_edo.evaluation.evaluator import Evaluator, Tuning
+from nemo_edo.evaluation.evaluator import Evaluator, Keeping, Tuning
 from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.interfaces import Policy
 from nemo_edo.rewards.verifier import ExactAnswerScorer
@@ -55,18 +55,16 @@ def evaluate(script=random_script, *, samples: int = SAMPLES, rollouts: int = RO
             scored = super().score(rollouts, problems)
             return scored if change is None else [change(place, one) for place, one in enumerate(scored)]
 
-    def keeping(kind, answer):
-        def stored_answer(requests):
-            scored = answer(requests)
+    class Stored(Keeping):
+        def responses(self, kind, *asked):
+            scored = super().responses(kind, *asked)
             if folder is not None:
                 RolloutStore(folder / kind).write(0, scored, rank=0, world_size=1)
             return scored
 
-        return stored_answer
-
     engine = Engine(script)
     evaluator = Evaluator(policy=policy, engine=engine, scorer=ChangedScorer(), problems=problems, prompts=PROMPTS,
                           config=EvaluationConfig(samples=samples, **settings), max_new_tokens=MAX_NEW_TOKENS,
-                          pad_id=PAD, keeping=keeping)
+                          pad_id=PAD, keeping=Stored())
     requests = sampling_requests(problems, PROMPTS, rollouts * samples, 42, "evaluate")
     return *evaluator.evaluate("arm", requests, rollouts, tuning), engine

@@ -11,7 +11,7 @@ from nemo_edo.losses import LossTerm
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 
-def loss(logprobs, entropies, micro):
+def loss(logprobs, entropies, micro, _=0.0):
     """Of log-probabilities and entropies, so that both contribute to the gradients."""
     total = -((logprobs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
     return {"loss": LossTerm(total, micro.mask.sum())}, {}
@@ -36,16 +36,17 @@ def measure(
     cut = {"micro_batching": MicroBatching(2, 26 if packing else None, packing, share_prompts), "temperature": 0.7}
     counts = {"loss_counts": {"loss": float(batch.mask.sum())}}
     with mock.patch.multiple(linear, BLOCK_ELEMENTS={"cpu": 1}, MIN_COLUMNS=50):  # two blocks of each rank's columns
-        logprobs, entropies = policy.logprobs(batch, **cut)
+        logprobs, entropies = tiny_models.logprobs(policy, batch, **cut)
         results = {"exported": tiny_models.exported(policy), "logprobs": logprobs * batch.mask,
                    "entropies": entropies * batch.mask}
         policy.reset_optimizer(OptimizerConfig(lr=1e-2, adam_eps=1e-3), total_steps=2)
         policy.zero_grad()
-        results["loss"] = policy.forward_backward(batch, loss, **counts, **cut)["loss"]
+        results["loss"] = tiny_models.forward_backward(policy, batch, loss, **counts, **cut)["loss"]
         results["gradients"] = tiny_models.exported_gradients(policy)
         # The second step has more micro-batches: a reduction that overlaps must not begin before the last.
         cuts = [cut, {**cut, "micro_batching": MicroBatching(1, 13 if packing else None, packing, share_prompts)}]
-        results["norms"] = [policy.train_step(batch, loss, **counts, **other)["grad_norm"] for other in cuts]
+        steps = [tiny_models.train_step(policy, batch, loss, **counts, **other) for other in cuts]
+        results["norms"] = [report["grad_norm"] for report in steps]
     results["trained"] = tiny_models.exported(policy)
     with contextlib.suppress(ValueError):  # the engine refuses expert and context parallelism
         requests = [GenerationRequest(f"p{i}", 0, (20 + i, 30), i) for i in range(3)]

@@ -116,13 +116,66 @@ def build_policy(
     return MegatronPolicy(built, parallelism, precision, device)
 
 
+def shares(policy, batch: TrainingBatch, micro_batching, loss_counts: dict | None = None) -> list:
+    """Each data-parallel rank's share of a batch."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    from nemo_edo.data.shares import cut
+    from nemo_edo.megatron.shapes import input_shapes
+
+    ranks, required = parallel_state.get_data_parallel_world_size(), input_shapes(get_model_config(policy.chunks[0]))
+    return cut(batch, micro_batching, ranks, required, loss_counts)
+
+
+def forward_backward(policy, batch: TrainingBatch, loss, *, loss_counts, micro_batching, **settings) -> dict:
+    """A pass over a batch that every rank has: the metrics."""
+    from megatron.core import parallel_state
+
+    from nemo_edo.megatron.forward_backward import forward_backward
+
+    share = shares(policy, batch, micro_batching, loss_counts)[parallel_state.get_data_parallel_rank()]
+    means, _ = forward_backward(policy, share, loss, **{"exploration_weight": 0.0, **settings})
+    return {**means, "padding_share": share.padding_share}
+
+
+def train_step(policy, batch: TrainingBatch, loss, **settings) -> dict[str, float]:
+    policy.zero_grad()
+    metrics = forward_backward(policy, batch, loss, **settings)
+    return {**metrics, **policy.apply_gradients(metrics["loss"])}
+
+
+def logprobs(policy, batch: TrainingBatch, *, micro_batching, temperature: float) -> Tensor:
+    """[2, B, T] log-probabilities and entropies of a batch that every rank has."""
+    from megatron.core import parallel_state
+
+    from nemo_edo.megatron.forward_backward import logprobs_and_entropy, on_every_rank
+
+    share = shares(policy, batch, micro_batching)[parallel_state.get_data_parallel_rank()]
+    return on_every_rank(share, logprobs_and_entropy(policy, share, temperature), batch.mask.shape)
+
+
+def over(model):
+    """``interfaces.Policy`` over a model class that every rank has built."""
+    from nemo_edo.worker.same_calls import policy_over
+
+    return policy_over(model)
+
+
+def step(model, batch: TrainingBatch, exploration_weight: float | None = None) -> dict[str, float]:
+    """An optimizer step of a model class; exploration_weight: None: the configured one."""
+    configured = getattr(model.settings, "exploration_weight", 0.0)
+    weight = configured if exploration_weight is None else exploration_weight
+    return over(model).train_step(batch, exploration_weight=weight)
+
+
 def sft_settings(batch: TrainingBatch) -> dict:
-    """What a policy's ``train_step`` and ``forward_backward`` need for the mean negative log-likelihood of a batch."""
+    """What ``train_step`` and ``forward_backward`` need for the mean negative log-likelihood of a batch."""
     from nemo_edo.data.shares import MicroBatching
     from nemo_edo.losses import sft_loss
 
     return {
-        "loss": lambda logprobs, entropies, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
+        "loss": lambda logprobs, entropies, micro, _: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         "loss_counts": {"sft": float(batch.mask.sum())},
         "micro_batching": MicroBatching(2),
         "temperature": 1.0,
@@ -132,7 +185,7 @@ def sft_settings(batch: TrainingBatch) -> dict:
 def train_sft(policy, seeds) -> list[dict[str, float]]:
     """The metrics of a step on the random batch of each seed."""
     batches = [random_batch(rows=3, seed=seed) for seed in seeds]
-    return [policy.train_step(batch, **sft_settings(batch)) for batch in batches]
+    return [train_step(policy, batch, **sft_settings(batch)) for batch in batches]
 
 
 def build_engine(policy, **settings):

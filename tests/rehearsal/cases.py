@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from helpers import tiny_models
+from helpers.tiny_models import over, step
 from helpers.training_settings import ED_GRPO, EXPLORES, GRPO, IDPO, LORA, OPTIMIZER, SFT, TEMPERATURE, as_pairs
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
@@ -72,7 +73,7 @@ def steps(folder: Path, algorithm: str, settings: dict | None = None, brief: boo
     for seed in range(1 if brief else STEPS):
         rows = batch(algorithm, seed)
         if explores:
-            rows = rows.with_fields(ref_logprobs=model.reference_logprobs(rows))
+            rows = rows.with_fields(ref_logprobs=over(model).reference_logprobs(rows))
             found |= {f"reference {seed}": rows.ref_logprobs, "reference's norm": norm(model.reference or [])}
         if algorithm in ("clip-cov", "kl-cov"):
             rows = with_selected(model, rows)
@@ -82,11 +83,11 @@ def steps(folder: Path, algorithm: str, settings: dict | None = None, brief: boo
             found["gradients"] = tiny_models.exported_gradients(model.policy)
         metrics |= model.finish_training_step(loss)
         if explores and seed == 0 and not brief:
-            metrics["ratio"] = model.exploration_gradient_ratio(rows)
+            metrics["ratio"] = over(model).exploration_gradient_ratio(rows)
         found["metrics"].append(metrics)
     found["weights"], found["finite"] = tiny_models.exported(model.policy), model.policy.is_finite()
     # Copied by the host at once, as in ``norm``.
-    found["logprobs"], found["entropies"] = (part.clone() for part in model.logprobs(batch(algorithm, STEPS)))
+    found["logprobs"], found["entropies"] = (part.clone() for part in over(model).logprobs(batch(algorithm, STEPS)))
     if explores and model.reference is not None:  # with LoRA it is the model without its adapters
         found["reference is"] = sorted({"pinned" if part.is_pinned() else part.device.type for part in model.reference})
     if brief:
@@ -105,7 +106,7 @@ def with_selected(model, rows: TrainingBatch) -> TrainingBatch:
     """As algorithms/ selects tokens for a covariance control."""
     from nemo_edo.losses import kl_cov_selection, token_covariances
 
-    covariances = token_covariances(model.logprobs(rows)[0], rows.advantages, rows.mask)
+    covariances = token_covariances(over(model).logprobs(rows)[0], rows.advantages, rows.mask)
     return rows.with_fields(selected=kl_cov_selection(covariances, rows.mask, share=0.2).float())
 
 
@@ -114,9 +115,9 @@ def moved_reference(model, rows: TrainingBatch) -> dict:
     if model.reference is None:
         return {}
     model.move_reference("ema", 0.5)
-    moved = model.reference_logprobs(rows)
+    moved = over(model).reference_logprobs(rows)
     model.move_reference("previous", 0.5)
-    return {"ema": moved, "previous": model.reference_logprobs(rows)}
+    return {"ema": moved, "previous": over(model).reference_logprobs(rows)}
 
 
 def reloaded_reference(folder: Path, out: Path) -> list[torch.Tensor]:
@@ -128,13 +129,13 @@ def reloaded_reference(folder: Path, out: Path) -> list[torch.Tensor]:
     model.start_training(8)
     for seed in range(STEPS):
         rows = batch("ed-idpo", seed)
-        model.train_step(rows.with_fields(ref_logprobs=model.reference_logprobs(rows)))
+        step(model, rows.with_fields(ref_logprobs=over(model).reference_logprobs(rows)))
     checkpoint.save(model.policy, out, reference=model.reference)
     found = []
     for reference in (model.reference, checkpoint.load_reference(model.policy, out)):
         model.reference = reference
         model.move_reference("ema", 0.5)
-        found.append(model.reference_logprobs(rows).clone())
+        found.append(over(model).reference_logprobs(rows).clone())
     return found
 
 
@@ -168,7 +169,7 @@ def decoded_and_trained(folder: Path) -> bool:
     tiny_models.build_engine(model.policy).generate(requests, SamplingParams(TEMPERATURE, 1.0, 2))
     model.start_training(2)
     tokens = torch.randint(2, 128, (2, 15), generator=torch.Generator().manual_seed(0))
-    return math.isfinite(model.train_step(TrainingBatch(tokens, torch.ones(2, 14)))["grad_norm"])
+    return math.isfinite(step(model, TrainingBatch(tokens, torch.ones(2, 14)))["grad_norm"])
 
 
 def resumed(models: Path, out: Path, precision: str, parallelism: dict, lora: bool = False) -> dict:
@@ -193,7 +194,7 @@ def written(folder: Path, out: Path, **how) -> dict:
 
     model = build(folder, TRAINING["sft"], **how)
     model.start_training(8)
-    model.train_step(batch("sft", 0))
+    step(model, batch("sft", 0))
     checkpoint.save(model.policy, out / "checkpoint", with_optimizer=True, reference=model.policy.snapshot())
     export_hf_folder(model.built, out / "exported")
     return continued(model)
@@ -213,8 +214,8 @@ def read(folder: Path, out: Path, **how) -> dict:
 
 def continued(model) -> dict:
     """Weights and log-probabilities; and steps, with the weights that they lead to."""
-    found = {"weights": tiny_models.exported(model.policy), "logprobs": list(model.logprobs(batch("sft", 1)))}
-    metrics = [model.train_step(batch("sft", seed)) for seed in (2, 3)]
+    found = {"weights": tiny_models.exported(model.policy), "logprobs": list(over(model).logprobs(batch("sft", 1)))}
+    metrics = [step(model, batch("sft", seed)) for seed in (2, 3)]
     return {**found, "metrics": metrics, "trained": tiny_models.exported(model.policy)}
 
 
@@ -262,20 +263,21 @@ def guarded(folder: Path) -> dict:
     model = build(folder, TRAINING["ed-grpo"])
     model.freeze_reference()
     model.start_training(8)
-    reports = [model.train_step(batch("ed-grpo", 0))]
+    reports = [step(model, batch("ed-grpo", 0))]
     before = model.policy.snapshot()
     broken = batch("ed-grpo", 1)
     for field, number in (("advantages", math.nan), ("old_logprobs", -math.inf)):
         values = getattr(broken, field).clone()
         values.view(-1)[values.view(-1).nonzero()[0]] = number
-        reports.append(model.train_step(broken.with_fields(**{field: values})))
+        reports.append(step(model, broken.with_fields(**{field: values})))
 
-    def refuses(logprobs, entropies, micro):
+    def refuses(logprobs, entropies, micro, _):
         raise NotFinite("on purpose")
 
-    reports.append(model._train_step(batch("ed-grpo", 1), refuses, math.inf))
+    with mock.patch.object(model, "loss", refuses):
+        reports.append(step(model, batch("ed-grpo", 1)))
     kept = all(map(torch.equal, before, model.policy.snapshot()))
-    reports.append(model.train_step(batch("ed-grpo", 2)))
+    reports.append(step(model, batch("ed-grpo", 2)))
     finite = [model.policy.is_finite()]
     with torch.no_grad():
         next(iter(model.policy.chunks[0].parameters())).view(-1)[3] = math.nan

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from llama import SMOLLM2, write_model
@@ -77,17 +78,17 @@ def training(args: argparse.Namespace, theirs, built, device, prompts: list[tupl
     ]
     batch, count = build_batch(pairs, pad_id=0), len(pairs) * NEW_TOKENS
     head = LossHead(built.chunks, args.head, built.vocab_size)
+    policy = SimpleNamespace(built=built, chunks=built.chunks, head=head, device=torch.device("cpu"))
     how = MicroBatching(8, args.tokens, packing=True, share_prompts=not args.without_sharing)
 
-    def loss(logprobs, entropies, micro):
+    def loss(logprobs, entropies, micro, _):
         return {"loss": LossTerm(-(logprobs * micro.mask).sum(), float(micro.mask.sum()))}, {}
 
     def ours() -> float:
         for chunk in built.chunks:
             chunk.zero_grad_buffer()
-        [share] = cut(batch, how, 1, InputShapes())
-        settings = {"loss_counts": {"loss": count}, "temperature": 1.0, "head": head}
-        return forward_backward(built.chunks, share, loss, **settings)[0]["loss"]
+        [share] = cut(batch, how, 1, InputShapes(), {"loss": count})
+        return forward_backward(policy, share, loss, exploration_weight=0.0, temperature=1.0)[0]["loss"]
 
     def passes() -> float:
         theirs.zero_grad(set_to_none=False)

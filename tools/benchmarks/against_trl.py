@@ -78,8 +78,9 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from nemo_edo.algorithms.grpo import GRPO
-    from nemo_edo.algorithms.iteration import Services, run_iterations
+    from nemo_edo.algorithms.iteration import run_iterations
     from nemo_edo.algorithms.plan import Plan
+    from nemo_edo.algorithms.services import Services
     from nemo_edo.config import SamplingConfig
     from nemo_edo.generation.in_process import InProcessSync
     from nemo_edo.generation.megatron_engine import MegatronEngine
@@ -87,6 +88,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from nemo_edo.run.metrics_log import MetricsLog
     from nemo_edo.run.tracking import quiet_libraries
     from nemo_edo.types import Problem, ScoredRollout
+    from nemo_edo.worker.same_calls import policy_over
 
     quiet_libraries()
     training = our_training(job, args)
@@ -114,7 +116,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
             seed=0,
         )
         services = Services(
-            policy=model,
+            policy=policy_over(model),
             engine=engine,
             weight_sync=InProcessSync(engine),
             scorer=OddSum(),

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import one_step
 import torch
 from llama import write_model
 
@@ -99,16 +100,16 @@ def compare_steps(name: str, rounds: int) -> None:
     batch = random_batch(BATCHES[name])
     paddings = {}
 
-    def loss(logprobs, entropies, micro):
+    def loss(logprobs, entropies, micro, _):
         return {"sft": sft_loss(logprobs, micro.mask)}, {}
 
     def step(attention: str, cut: str) -> None:
-        metrics = policies[attention].train_step(
+        metrics = one_step.train_step(
+            policies[attention],
             batch,
             loss,
             loss_counts={"sft": float(batch.mask.sum())},
             micro_batching=MicroBatching(*CUTS[name][cut]),
-            temperature=1.0,
         )
         paddings[cut] = metrics["padding_share"]
 

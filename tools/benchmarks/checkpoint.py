@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import one_step
 import torch
 from llama import write_model
 
@@ -52,12 +53,12 @@ def train_step(policy) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, 64, (ROWS, TOKENS), generator=generator)
     batch = TrainingBatch(tokens=tokens, mask=torch.ones(ROWS, TOKENS - 1))
-    policy.train_step(
+    one_step.train_step(
+        policy,
         batch,
-        lambda logprobs, _, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
+        lambda logprobs, entropies, micro, _: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         loss_counts={"sft": float(batch.mask.sum())},
         micro_batching=MicroBatching(ROWS),
-        temperature=1.0,
     )
 
 

@@ -57,7 +57,7 @@ def minibatch(model):
     mask = torch.zeros(ROWS, PROMPT + RESPONSE - 1)
     mask[:, PROMPT - 1 :] = 1
     batch = TrainingBatch(tokens=tokens, mask=mask)
-    near = model.logprobs(batch)[0]
+    near = model.get_inference_log_probs(batch)
     return batch.with_fields(
         old_logprobs=near + 0.05 * torch.randn(mask.shape, generator=generator),
         ref_logprobs=near + 0.05 * torch.randn(mask.shape, generator=generator),
@@ -65,9 +65,9 @@ def minibatch(model):
     )
 
 
-def step_seconds(model, batch, weight: float) -> float:
+def step_seconds(policy, batch, weight: float) -> float:
     begun = time.process_time()
-    model.train_step(batch, exploration_weight=weight)
+    policy.train_step(batch, exploration_weight=weight)
     return time.process_time() - begun
 
 
@@ -78,13 +78,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     quiet_libraries()
+    from nemo_edo.worker.same_calls import policy_over
+
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), **ARCHITECTURES[args.model])
         model = build(Path(folder), args.threads)
+    policy = policy_over(model)
     batch, taken = minibatch(model), {0.0: [], WEIGHT: []}
     for pair in range(args.pairs + 2):
         for weight in (0.0, WEIGHT) if pair % 2 else (WEIGHT, 0.0):
-            seconds = step_seconds(model, batch, weight)
+            seconds = step_seconds(policy, batch, weight)
             if pair >= 2:  # the first pairs warm up
                 taken[weight].append(seconds)
     ratios = [with_term / without for without, with_term in zip(*taken.values(), strict=True)]

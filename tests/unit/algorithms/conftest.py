@@ -17,15 +17,17 @@ from nemo_edo.algorithms.ahead import SavesBetween
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
-from nemo_edo.algorithms.iteration import Services, run_iterations
+from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.progress import FromTheBeginning, Position
+from nemo_edo.algorithms.progress import Position, Progress
+from nemo_edo.algorithms.services import Services
 from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Problem, ScoredRollout, TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 PAD, STOP, FIRST_CHARACTER = 0, 1, 2
 MAX_NEW_TOKENS = 64
@@ -44,7 +46,7 @@ class FakePolicy:
     weights: list[float] = field(default_factory=list)
     """The exploration weight of each step."""
 
-    def train_step(self, batch: TrainingBatch, *, exploration_weight: float | None = None,
+    def train_step(self, batch: TrainingBatch, *, exploration_weight: float,
                    grad_norm_limit: float) -> dict[str, float]:
         store, events = self.journal.store, self.journal.events
         self.journal.on_disk.append(sum(len(store.stored(t)) for kind, t in {e for e in events if e[0] == "write"}))
@@ -116,7 +118,7 @@ class FakeRun:
         return self.journal
 
 
-class Memory(FromTheBeginning):
+class Memory(Progress):
     """A Progress that keeps everything in memory, and stops the run at the n-th place where that may be done."""
 
     def __init__(self, start: Position | None = None, collected=None, stop_at: int | None = None) -> None:
@@ -293,6 +295,6 @@ def build():
         config = replace(config, old_logprobs="trainer")  # a table has the rows of all samples
         questions = questions or {item.rollout.problem_id: "1 + 2 + 3" for item in samples}
         objective = _objective(config, questions, seed=seed, **settings)
-        return objective.build(samples, policy), objective
+        return objective.build(samples, policy, PhaseClock()), objective
 
     return collect

@@ -3,11 +3,12 @@
 import time
 from threading import Event, current_thread
 from threading import enumerate as threads
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemo_edo.algorithms.ahead import InBackground, generate_ahead
+from nemo_edo.algorithms.ahead import InBackground
 from nemo_edo.config import BoundsConfig
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 
@@ -33,8 +34,7 @@ def ahead_run(fake_iteration):
             return generate(requests, sampling)
 
         services.engine.generate = generate_in_thread
-        used = {"engine": services.engine, "scorer": services.scorer, "store": services.store}
-        return iteration.changed(ahead=InBackground(lambda t, stop: generate_ahead(plan, t, stop, **used)))
+        return iteration.changed(ahead=InBackground(services, plan))
 
     return build
 
@@ -54,16 +54,18 @@ def test_each_iteration_trains_on_samples_of_the_policy_before(ahead_run):
 
 
 def test_generation_ahead_that_is_told_to_stop_generates_no_further_part(fake_iteration):
-    stop, run = Event(), fake_iteration(**SETTINGS).changed(part_size=5)
+    run = fake_iteration(**SETTINGS).changed(part_size=5)
+    ahead = InBackground(run.services, run.plan)
     engine, generate = run.services.engine, run.services.engine.generate
 
     def then_stop(requests, sampling):
-        stop.set()
+        ahead.stop.set()
         return generate(requests, sampling)
 
     engine.generate = then_stop
     with pytest.raises(RunStopped, match="iteration 0"):
-        generate_ahead(run.plan, 0, stop, engine=engine, scorer=run.services.scorer, store=run.services.store)
+        ahead.begin(0)
+        ahead.finish()
     assert len(run.services.store.stored(0)) == 5
 
 
@@ -117,31 +119,34 @@ def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_oc
     assert len(iteration.journal.policy.batches) == 1 and generating_threads() == []
 
 
-def waiting(begun: Event, stop_seen: Event):
-    """An Ahead that generates until it is told to stop."""
+class Waiting(InBackground):
+    """Generates until it is told to stop."""
 
-    def generate(t: int, stop: Event) -> dict[str, float]:
-        begun.set()
-        assert stop.wait(LIMIT_S)
-        stop_seen.set()
+    begun = False
+
+    def engine(self):
+        self.begun = True
+        return SimpleNamespace(policy_version=0, generate=self.until_stopped)
+
+    def until_stopped(self, requests, sampling):
+        assert self.stop.wait(LIMIT_S)
         raise RunStopped
-
-    return InBackground(generate)
 
 
 @pytest.mark.parametrize("ends", ["asked to stop", "a guard", "an error"])
 def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, ends: str):
-    begun, stop_seen = Event(), Event()
     guards = {"sampler_gap": BoundsConfig(ceiling=1e-9, action="stop")} if ends == "a guard" else {}
     iteration = fake_iteration(**guards, **SETTINGS)
     memory = new_memory(stop_at=5 if ends == "asked to stop" else None)
-    iteration = iteration.changed(ahead=waiting(begun, stop_seen), lag=1, progress=memory)
+    iteration = iteration.changed(lag=1, progress=memory)
+    waiting = Waiting(iteration.services, iteration.plan)
+    iteration = iteration.changed(ahead=waiting)
     if ends == "an error":
         iteration.services.policy.batches = None  # its first step fails
     expected = {"asked to stop": RunStopped, "a guard": StoppedByGuard, "an error": TypeError}[ends]
     with pytest.raises(expected):
         iteration.run()
-    assert begun.is_set() and stop_seen.is_set() and generating_threads() == []
+    assert waiting.begun and generating_threads() == []
 
 
 def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(ahead_run, new_memory):

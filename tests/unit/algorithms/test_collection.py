@@ -9,10 +9,11 @@ from helpers.responses import scored
 
 from nemo_edo.algorithms.collection import Collected, sample_statistics, step_statistics, view_of_sampler
 from nemo_edo.types import TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 
 def statistics_of(samples, policy) -> dict[str, float]:
-    view = view_of_sampler(samples, policy, pad_id=0, with_reference=True, old_logprobs="trainer")
+    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=True, old_logprobs="trainer")
     return sample_statistics(samples, view)
 
 
@@ -21,7 +22,7 @@ def test_where_the_samplers_are_trusted_the_trainer_computes_only_those_of_every
     samples = [scored(f"p{number}", index, (1, 2), 1.0, log_prob=-0.7) for number in range(11) for index in range(2)]
     table = [[0.0, -0.5, -0.9], [0.0, -0.7, -0.7], [0.0, -0.7, -0.6], [0.0, -0.7, -0.7]]
     policy = table_policy(table)
-    view = view_of_sampler(samples, policy, pad_id=0, with_reference=False, old_logprobs="sampler")
+    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=False, old_logprobs="sampler")
     torch.testing.assert_close(view.batch.old_logprobs, -0.7 * view.batch.mask)
     assert view.batch.sampler_logprobs is None and view.batch.size == 22
     assert view.seen.groups.tolist() == [0, 0, 10, 10]
@@ -43,7 +44,7 @@ def test_by_default_the_samplers_are_used_where_they_are_the_trainers_up_to_the_
         def logprobs(self, batch: TrainingBatch):
             return own[batch.groups], 2 * own[batch.groups]
 
-    view = view_of_sampler(samples, Policy(), pad_id=0, with_reference=False)
+    view = view_of_sampler(samples, Policy(), PhaseClock(), pad_id=0, with_reference=False)
     assert view.is_samplers is trusted
     assert sample_statistics(samples, view)["old_from_sampler"] == trusted
     if trusted:
@@ -57,7 +58,7 @@ def test_by_default_the_samplers_are_used_where_they_are_the_trainers_up_to_the_
 def test_one_tokens_gap_is_enough_for_the_trainers_own(table_policy):
     samples = [scored("p", 0, (1,) * 200, 1.0, log_prob=-0.7)]
     policy = table_policy([[0.0] + [-0.7] * 199 + [-0.7015]])
-    view = view_of_sampler(samples, policy, pad_id=0, with_reference=False)
+    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=False)
     assert not view.is_samplers and view.batch.old_logprobs[0, -1] == pytest.approx(-0.7015)
 
 
@@ -65,7 +66,7 @@ def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_ha
     samples = [scored(f"p{number}", 0, (1, 2), 1.0, log_prob=-0.7) for number in range(11)]
     same = [0.0, -0.7, -0.7]
     policy = table_policy([same] * 2, reference=[same] * 10 + [[0.0, -0.7, -0.7 - math.log(2)]])
-    view = view_of_sampler(samples, policy, pad_id=0, with_reference=True, old_logprobs="sampler")
+    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=True, old_logprobs="sampler")
     assert sample_statistics(samples, view)["kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 22, rel=1e-4)
 
 

@@ -12,6 +12,7 @@ from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.config import IDPOConfig
 from nemo_edo.errors import UserError
 from nemo_edo.types import ScoredRollout
+from nemo_edo.utils.phases import PhaseClock
 
 
 def group(name: str, rewards, version: int = 0) -> list[ScoredRollout]:
@@ -38,7 +39,7 @@ class StepPolicy:
 
 
 def collect(samples, *, seed: int = 0, **given):
-    return IDPO(IDPOConfig(**given), pad_id=0, seed=seed).build(samples, StepPolicy())
+    return IDPO(IDPOConfig(**given), pad_id=0, seed=seed).build(samples, StepPolicy(), PhaseClock())
 
 
 def row_keys(collected) -> list[tuple[str, int] | None]:
@@ -170,7 +171,7 @@ def test_items_are_the_prompts_in_order_of_first_appearance_and_minibatches_are_
     a, b, c = group("a", [1, 0, 0]), group("b", [0, 0]), group("c", [0, 1])
     interleaved = [b[0], a[0], c[0], a[1], b[1], a[2], c[1]]
     objective = IDPO(IDPOConfig(pairs_per_prompt=1), pad_id=0, seed=0)
-    collected = objective.build(interleaved, StepPolicy())
+    collected = objective.build(interleaved, StepPolicy(), PhaseClock())
     keys = row_keys(collected)
     assert [keys[row] for row in collected.items[0]] == [("b", 0), ("b", 1)]
     assert [keys[item[0]][0] for item in collected.items] == ["b", "a", "c"]

@@ -89,12 +89,6 @@ def test_a_healthy_run_warns_of_nothing_and_logs_its_collections_and_steps_in_or
     assert [line["policy_version"] for line in journal.lines_of("collection")] == [0, 1]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "idpo"])
-def test_a_run_warns_of_exploration_that_cannot_act(run_fake, algorithm: str):
-    with pytest.warns(UserWarning, match="one optimizer step for each collection"):
-        run_fake(algorithm=algorithm, iterations=1)
-
-
 # --- collections of a part of the problems ------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ class Recorder:
         self.batches: list = []
         self.lines: list[tuple[str, dict]] = []
 
-    def train_step(self, batch, *, grad_norm_limit):
+    def train_step(self, batch, *, exploration_weight, grad_norm_limit):
         self.batches.append(batch)
         self.steps.append(batch.tokens[:, 0].tolist())
         return {"loss": 0.5, "grad_norm": 1.0, "skipped": 0.0}

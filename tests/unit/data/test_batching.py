@@ -25,8 +25,7 @@ def test_masked_positions_predict_exactly_the_response_tokens_and_their_values(s
     length = max(len(prompt) + len(response) for prompt, response in sequences) + spare
     # A value that tells its token, so that a shift by one is seen.
     values = [[-float(token) for token in response] for _, response in sequences]
-    batch = build_batch(sequences, pad_id=PAD, length=length, old_logprobs=values, ref_logprobs=values,
-                        advantages=[0.1 * row for row in range(len(sequences))])
+    batch = build_batch(sequences, pad_id=PAD, length=length, old_logprobs=values, ref_logprobs=values)
     assert batch.tokens.shape == (len(sequences), length)
     assert batch.mask.shape == (len(sequences), length - 1)
     for row, (prompt, response) in enumerate(sequences):
@@ -35,22 +34,8 @@ def test_masked_positions_predict_exactly_the_response_tokens_and_their_values(s
         assert batch.tokens[row].tolist() == [*prompt, *response] + [PAD] * (length - len(prompt) - len(response))
     assert torch.equal(batch.old_logprobs, -batch.tokens[:, 1:] * batch.mask)
     assert torch.equal(batch.ref_logprobs, batch.old_logprobs)
-    torch.testing.assert_close(batch.advantages, 0.1 * torch.arange(len(sequences)))
     assert {name: value.dtype for name, value in batch.tensors().items()} == {"tokens": torch.int64} | dict.fromkeys(
-        ("mask", "advantages", "old_logprobs", "ref_logprobs"), torch.float32), "what is not given is None"
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"sequences": []}, "no sequences"),
-    ({"sequences": [([], [1])]}, "sequence 0 .* empty prompt"),
-    ({"length": 2}, "3 tokens, .* length = 2"),
-    ({"advantages": [1.0]}, "1 advantages for 2"),
-    ({"old_logprobs": [[-1.0], [-1.0]]}, "sequence 0 has 1 values for 2"),
-    ({"ref_logprobs": [[-1.0, -1.0]]}, "zip"),
-])
-def test_sequences_and_values_that_do_not_match_are_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build_batch(**{"sequences": [([1], [2, 3]), ([1], [2])], "pad_id": PAD} | arguments)
+        ("mask", "old_logprobs", "ref_logprobs"), torch.float32), "what is not given is None"
 
 
 LENGTHS = st.lists(st.integers(2, 20), min_size=1, max_size=30)
@@ -132,7 +117,7 @@ def test_the_length_of_a_row_reaches_to_its_last_response_token(sequences):
 
 
 def test_taken_rows_are_cut_and_none_at_all_gives_padding():
-    batch = build_batch([([1], [2, 3]), ([4, 5], [6])], pad_id=PAD, advantages=[2.0, 3.0])
+    batch = build_batch([([1], [2, 3]), ([4, 5], [6])], pad_id=PAD).with_fields(advantages=torch.tensor([2.0, 3.0]))
     taken = take_rows(batch, [1], 3)
     assert (taken.tokens.tolist(), taken.mask.tolist(), taken.advantages.tolist()) == ([[4, 5, 6]], [[0, 1]], [3])
     empty = take_rows(batch, [], 2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_edo.data.preferences import preference_pairs
-from nemo_edo.types import PreferencePair, ScoredRollout
+from nemo_edo.types import ScoredRollout
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0]), max_size=12)
 
@@ -54,9 +54,3 @@ def test_graded_rewards_pair_successes_with_failures():
     graded = [replace(one, success_at=0.7) for one in group([0.7, 0.6, -3.0, 2.0])]
     found = {(pair.chosen.reward, pair.rejected.reward) for pair in preference_pairs(graded, 4, 0)}
     assert found == {(0.7, 0.6), (0.7, -3.0), (2.0, 0.6), (2.0, -3.0)}
-
-
-@pytest.mark.parametrize("other", [{"problem": "p-2"}, {"problem": "p-1", "prompt_ids": (1, 2, 3)}])
-def test_a_pair_of_two_prompts_is_an_error_that_names_both(other):
-    with pytest.raises(ValueError, match=r"the chosen response answers p-1 \(2 prompt tokens\), the rejected one p-"):
-        PreferencePair(scored("p-1"), scored(sample=1, reward=0.0, **other))

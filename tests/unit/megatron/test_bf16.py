@@ -51,8 +51,8 @@ def measured(request, tiny, tmp_path_factory) -> SimpleNamespace:
     folder = tiny.write_tiny_model(tmp_path_factory.mktemp("bf16"), request.param, num_hidden_layers=LAYERS)
     batch = tiny.random_batch(rows=16, length=24)
     full, half = (
-        tiny.build_policy(folder, dtype=dtype).logprobs(batch, micro_batching=MicroBatching(16), temperature=1.0)[0]
-        for dtype in ("fp32", "bf16")
+        tiny.logprobs(policy, batch, micro_batching=MicroBatching(16), temperature=1.0)[0]
+        for policy in (tiny.build_policy(folder, dtype=dtype) for dtype in ("fp32", "bf16"))
     )
     counted, model = batch.mask.bool(), tiny.load_dense(folder)
     with torch.no_grad():

@@ -21,8 +21,7 @@ from nemo_edo.losses import (
     sequence_logprobs,
     sft_loss,
 )
-from nemo_edo.megatron import forward_backward
-from nemo_edo.megatron import policy as policy_module
+from nemo_edo.megatron import forward_backward, shapes
 from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
@@ -30,7 +29,7 @@ ED_IDPO = DPOLossConfig(beta=0.3, exploration_coefficient=0.2)
 ED_GRPO = GRPOLossConfig(beta=0.04, exploration_coefficient=0.3, log_ratio_floor=-2.0)
 
 
-def ed_grpo(logprobs, entropies, micro):
+def ed_grpo(logprobs, entropies, micro, _=0.0):
     """With exploration, and an entropy bonus so that entropies have gradients too."""
     term, metrics = grpo_loss(
         logprobs, micro.old_logprobs, micro.ref_logprobs, micro.advantages, micro.mask, ED_GRPO
@@ -39,11 +38,11 @@ def ed_grpo(logprobs, entropies, micro):
     return {"grpo": term}, {**metrics, "entropy": reduce_tokens(entropies.detach(), micro.mask, "token-mean")}
 
 
-def sft(logprobs, entropies, micro):
+def sft(logprobs, entropies, micro, _=0.0):
     return {"sft": sft_loss(logprobs, micro.mask)}, {}
 
 
-def ed_idpo(logprobs, entropies, micro):
+def ed_idpo(logprobs, entropies, micro, _=0.0):
     """Two terms with separate denominators: pairs, and the responses that explore."""
     policy, ref = (sequence_logprobs(values, micro.mask) for values in (logprobs, micro.ref_logprobs))
     chosen, rejected = micro.pair_role == 1, micro.pair_role == -1
@@ -86,8 +85,8 @@ def run(policy, tiny):
     def one_pass(batch, name: str, cut: tuple, loss=None, **settings) -> SimpleNamespace:
         tiny.clear_gradients(policy)
         settings = {"loss_counts": counts(name, batch), "temperature": TEMPERATURE, **settings}
-        metrics = policy.forward_backward(
-            batch, loss or LOSSES[name], micro_batching=MicroBatching(*cut), **settings
+        metrics = tiny.forward_backward(
+            policy, batch, loss or LOSSES[name], micro_batching=MicroBatching(*cut), **settings
         )
         padding = metrics.pop("padding_share")
         return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy), padding=padding)
@@ -146,15 +145,15 @@ def test_empty_micro_batches_that_fill_a_group_change_nothing(run, batch, dense,
     """Interleaved pipeline stages take micro-batches in groups."""
     counted, plain = [], forward_backward._inputs
     monkeypatch.setattr(forward_backward, "_inputs", lambda *args: counted.append(plain(*args)) or counted[-1])
-    monkeypatch.setattr(policy_module, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
+    monkeypatch.setattr(shapes, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
     assert_same(run(batch, "ed-idpo", cut), dense["ed-idpo"])
     assert [len(inputs) for inputs in counted] == [5]
 
 
-def test_a_shared_prompt_enters_the_model_once(policy, batch, monkeypatch):
+def test_a_shared_prompt_enters_the_model_once(policy, tiny, batch, monkeypatch):
     seen, plain = [], forward_backward.shared_inputs
     monkeypatch.setattr(forward_backward, "shared_inputs", lambda *args: seen.append(plain(*args)) or seen[-1])
-    policy.logprobs(batch, micro_batching=MicroBatching(1, 600, True, True), temperature=TEMPERATURE)
+    tiny.logprobs(policy, batch, micro_batching=MicroBatching(1, 600, True, True), temperature=TEMPERATURE)
     prompts = sum(int(batch.mask[row].argmax()) for row in (0, 3, 3))
     assert prompts > 0
     assert [inputs.tokens.shape[1] for inputs in seen] == [sum(sequence_lengths(batch)) - batch.size - prompts]
@@ -170,12 +169,14 @@ def test_the_shares_of_two_data_parallel_ranks_add_up_to_the_dense_gradients(
     monkeypatch.setattr(forward_backward, "_means", lambda sums, _: totals.append(sums) or {"loss": math.nan})
     with monkeypatch.context() as two:
         two.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
-        shares = policy.shares(batch, MicroBatching(*cut))
+        shares = tiny.shares(policy, batch, MicroBatching(*cut), counts(name, batch))
     assert sorted(place for share in shares for place in share.places) == list(range(batch.size))
     assert all(share.rows.size == len(share.places) for share in shares)
     tiny.clear_gradients(policy)
     for share in shares:
-        policy.forward_backward_share(share, LOSSES[name], loss_counts=counts(name, batch), temperature=TEMPERATURE)
+        forward_backward.forward_backward(
+            policy, share, LOSSES[name], exploration_weight=0.0, temperature=TEMPERATURE
+        )
     both = {key: tuple(map(sum, zip(*(part[key] for part in totals if key in part), strict=True)))
             for key in totals[0].keys() | totals[1].keys()}
     assert all(part != both for part in totals), "one rank has it all"
@@ -207,16 +208,10 @@ def test_the_contents_of_padding_change_nothing(run, batch, dense):
         assert_same(run(garbage, name, (2,)), dense[name])
 
 
-def test_a_batch_without_any_response_token_is_an_error(policy, batch):
-    empty = batch.with_fields(mask=torch.zeros_like(batch.mask))
-    with pytest.raises(ValueError, match="none of the batch's 6 rows has a response token"):
-        policy.forward_backward(empty, sft, loss_counts={"sft": 0.0}, micro_batching=MicroBatching(2), temperature=1.0)
-
-
 def test_forward_only_and_logprobs_leave_no_gradient(run, policy, tiny, batch, dense):
     found = run(batch, "ed-grpo", (2,), forward_only=True)
     assert found.metrics == pytest.approx(dense["ed-grpo"].metrics, rel=1e-4, abs=1e-6)
-    policy.logprobs(batch, micro_batching=MicroBatching(2), temperature=1.0)
+    tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)
     assert not any(gradient.any() for gradient in tiny.exported_gradients(policy).values())
 
 
@@ -225,7 +220,7 @@ def test_a_micro_batch_whose_loss_is_not_finite_makes_the_whole_loss_nan(run, ba
     """Whether the loss function gives it back or refuses to compute it; the pass runs to its end either way."""
     calls = []
 
-    def broken(logprobs, entropies, micro):
+    def broken(logprobs, entropies, micro, _=0.0):
         calls.append(micro.size)
         if len(calls) != 2:
             return sft(logprobs, entropies, micro)
@@ -236,15 +231,6 @@ def test_a_micro_batch_whose_loss_is_not_finite_makes_the_whole_loss_nan(run, ba
     found = run(batch, "sft", (2,), loss=broken)
     assert calls == [2, 2, 2]
     assert math.isnan(found.metrics["loss"])
-
-
-@pytest.mark.parametrize("value", [1.0, math.inf])
-def test_metrics_of_the_whole_batchs_tokens_are_left_out_where_the_loss_is_not_finite(run, policy, batch, value):
-    def scaled(logprobs, entropies, micro):
-        return {"sft": sft_loss(logprobs, micro.mask).scaled(value)}, {}
-
-    found = run(batch, "sft", (2,), loss=scaled, of_tokens=lambda *both: {"shape": [tuple(x.shape) for x in both]})
-    assert found.metrics.get("shape") == (None if value == math.inf else [tuple(batch.mask.shape)] * 2)
 
 
 def test_a_term_without_samples_in_the_whole_batch_adds_nothing(run, batch):
@@ -261,7 +247,7 @@ def test_packing_needs_a_number_of_tokens_and_shared_prompts_need_packing(argume
 
 
 def test_other_errors_of_a_loss_function_are_bugs_and_raise(run, batch):
-    def wrong(logprobs, entropies, micro):
+    def wrong(logprobs, entropies, micro, _=0.0):
         raise ValueError("shapes differ")
 
     with pytest.raises(ValueError, match="shapes differ"):
@@ -278,7 +264,7 @@ def test_a_count_that_the_terms_do_not_add_up_to_raises(run, batch, wrong):
 @pytest.mark.parametrize("cut", [(2, None), (6, None), (6, 30), (1, 30, True), (1, 600, True), (1, 600, True, True)])
 def test_logprobs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwen2, batch, cut):
     """At the tokens that count; zero at every other."""
-    found = policy.logprobs(batch, micro_batching=MicroBatching(*cut), temperature=TEMPERATURE)
+    found = tiny.logprobs(policy, batch, micro_batching=MicroBatching(*cut), temperature=TEMPERATURE)
     inside = batch.mask > 0
     with torch.no_grad():
         expected = tiny.dense_logprobs(tiny.load_dense(tiny_qwen2), batch.tokens, TEMPERATURE)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny_models as tiny
 from safetensors.torch import load_file
 
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
@@ -34,7 +35,7 @@ def randomized(policy):
 
 
 def logprobs(policy, batch) -> torch.Tensor:
-    return policy.logprobs(batch, **LOG_PROBS)[0]
+    return tiny.logprobs(policy, batch, **LOG_PROBS)[0]
 
 
 def dense_logprobs(tiny, model, batch) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_logprobs_and_gradients_are_those_of_the_equation(model, tiny):
 
     sft_loss(expected, batch.mask).mean().backward()
     tiny.clear_gradients(model.policy)
-    model.policy.forward_backward(batch, **tiny.sft_settings(batch))
+    tiny.forward_backward(model.policy, batch, **tiny.sft_settings(batch))
     found = tiny.exported_gradients(model.policy)
     assert found.keys() == adapters.keys()
     for name, gradient in found.items():

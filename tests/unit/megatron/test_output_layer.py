@@ -18,7 +18,7 @@ from nemo_edo.parallel import linear
 CUT = {"micro_batching": MicroBatching(2), "temperature": 0.7}
 
 
-def loss(logprobs, entropies, micro):
+def loss(logprobs, entropies, micro, _=0.0):
     """Of both results, so that the gradients tell of both."""
     total = -((logprobs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
     return {"loss": LossTerm(total, micro.mask.sum())}, {}
@@ -38,8 +38,8 @@ def with_head(policy, kind: str, dtype: str = "fp32") -> MegatronPolicy:
 
 def one_pass(policy, batch, tiny) -> SimpleNamespace:
     tiny.clear_gradients(policy)
-    metrics = policy.forward_backward(batch, loss, loss_counts={"loss": float(batch.mask.sum())}, **CUT)
-    values = torch.stack(policy.logprobs(batch, **CUT)) * batch.mask
+    metrics = tiny.forward_backward(policy, batch, loss, loss_counts={"loss": float(batch.mask.sum())}, **CUT)
+    values = torch.stack(tiny.logprobs(policy, batch, **CUT)) * batch.mask
     return SimpleNamespace(loss=metrics["loss"], values=values, gradients=tiny.exported_gradients(policy))
 
 
@@ -75,7 +75,7 @@ def test_only_positions_that_the_loss_reads_are_multiplied(policy, tiny, monkeyp
         return original(head, outputs, *arguments)
 
     monkeypatch.setattr(output_layer.LossHead, "_of_positions", watched)
-    found = policy.logprobs(batch, **CUT)
+    found = tiny.logprobs(policy, batch, **CUT)
     assert sum(rows) == int(batch.mask.sum()) < batch.mask.numel()
     assert all((values != 0).equal(batch.mask > 0) for values in found)
 
@@ -84,12 +84,12 @@ def test_the_models_own_output_layer_is_back_after_a_pass_even_one_that_fails(po
     fused, batch = with_head(policy, "fused"), tiny.random_batch()
     layer = unwrap_model(policy.chunks[0]).output_layer
 
-    def broken(logprobs, entropies, micro):
+    def broken(logprobs, entropies, micro, _=0.0):
         assert layer.forward != type(layer).forward.__get__(layer)
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        fused.forward_backward(batch, broken, loss_counts={"loss": 1.0}, **CUT)
+        tiny.forward_backward(fused, batch, broken, loss_counts={"loss": 1.0}, **CUT)
     assert "forward" not in vars(layer)
     hidden = torch.randn(3, 1, 64)
     assert layer(hidden)[0].shape == (3, 1, tiny.VOCAB_SIZE)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from helpers import tiny_models as tiny
 
 from nemo_edo.config import OptimizerConfig
 from nemo_edo.data.shares import MicroBatching
@@ -9,15 +10,15 @@ from nemo_edo.losses import LossTerm, reduction_count, sft_loss
 from nemo_edo.megatron.policy import exchange_contents
 
 
-def sft(logprobs, entropies, micro):
+def sft(logprobs, entropies, micro, _=0.0):
     return {"sft": sft_loss(logprobs, micro.mask)}, {}
 
 
-def broken(logprobs, entropies, micro):
+def broken(logprobs, entropies, micro, _=0.0):
     return {"sft": LossTerm(logprobs.sum() * torch.nan, micro.mask.sum())}, {}
 
 
-def broken_gradient(logprobs, entropies, micro):
+def broken_gradient(logprobs, entropies, micro, _=0.0):
     """The loss is 0, its gradient infinite or NaN."""
     return {"sft": LossTerm((logprobs - logprobs.detach()).abs().sqrt().sum(), micro.mask.sum())}, {}
 
@@ -39,7 +40,7 @@ def from_the_start(policy, start):
 
 def step(policy, batch, loss=sft) -> dict[str, float]:
     counts = {"sft": float(reduction_count(batch.mask, "token-mean"))}
-    return policy.train_step(batch, loss, loss_counts=counts, micro_batching=MicroBatching(2), temperature=1.0)
+    return tiny.train_step(policy, batch, loss, loss_counts=counts, micro_batching=MicroBatching(2), temperature=1.0)
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5])
@@ -94,7 +95,7 @@ def test_the_learning_rate_warms_up_from_zero_and_decays_to_its_minimum_at_the_l
     assert rates == pytest.approx([expected_lr(schedule, done) for done in range(STEPS + 1)])
 
 
-def constant(logprobs, entropies, micro):
+def constant(logprobs, entropies, micro, _=0.0):
     """The loss is infinite, its gradient finite."""
     term = sft_loss(logprobs, micro.mask)
     return {"sft": LossTerm(term.sum + math.inf, term.count)}, {}
@@ -129,7 +130,7 @@ def test_a_norm_above_the_limit_is_not_stepped_on_and_one_at_the_limit_is(policy
 
     def apply(limit: float) -> dict[str, float]:
         policy.zero_grad()
-        metrics = policy.forward_backward(batch, sft, loss_counts=counts, micro_batching=MicroBatching(2),
+        metrics = tiny.forward_backward(policy, batch, sft, loss_counts=counts, micro_batching=MicroBatching(2),
                                           temperature=1.0)
         return policy.apply_gradients(metrics["loss"], grad_norm_limit=limit)
 
@@ -173,7 +174,7 @@ def test_weights_computes_with_the_frozen_ones_in_place_and_restores_its_own_eve
     own = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
 
     def logprobs(policy):
-        return policy.logprobs(batch, micro_batching=MicroBatching(2), temperature=1.0)[0]
+        return tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)[0]
 
     def addresses() -> list[set[int]]:
         return [{weight.data_ptr() for weight in weights} for weights in (own, frozen)]
@@ -218,7 +219,7 @@ def test_weights_in_the_middle_of_training_change_no_step(request, tiny, name):
         for _ in range(2):
             if swap:
                 with policy.weights(frozen):
-                    policy.logprobs(batch, micro_batching=MicroBatching(2), temperature=1.0)
+                    tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)
             step(policy, batch)
         return policy.snapshot()
 

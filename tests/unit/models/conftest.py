@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_models import over
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, LoRAConfig, ParallelismConfig, PrecisionConfig, SFTConfig
 from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
@@ -19,7 +20,8 @@ def as_collected():
 
     def collect(model, batch):
         model.freeze_reference()
-        return replace(batch, old_logprobs=model.logprobs(batch)[0], ref_logprobs=model.reference_logprobs(batch))
+        policy = over(model)
+        return replace(batch, old_logprobs=policy.logprobs(batch)[0], ref_logprobs=policy.reference_logprobs(batch))
 
     return collect
 

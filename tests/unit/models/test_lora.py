@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, LoRAConfig, OptimizerConfig, SFTConfig
+from nemo_edo.data.shares import MicroBatching
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 OPTIMIZER = OptimizerConfig(lr=5e-3, adam_eps=1e-3)
@@ -23,7 +25,7 @@ def name(config) -> str:
 def trained(model, batch, steps: int = 3):
     model.start_training(steps)
     for _ in range(steps):
-        model.train_step(batch)
+        step(model, batch)
     return model
 
 
@@ -47,27 +49,30 @@ def arm(request, make_model, warmed_up):
 
 
 def collected(model, batch):
-    return batch.with_fields(old_logprobs=model.logprobs(batch)[0], ref_logprobs=model.reference_logprobs(batch))
+    policy = over(model)
+    return batch.with_fields(old_logprobs=policy.logprobs(batch)[0], ref_logprobs=policy.reference_logprobs(batch))
 
 
-def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters(arm, warmed_up, make_model, pairs):
+def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters(
+    arm, tiny, warmed_up, make_model, pairs
+):
     model = arm()
     assert model.reference is None, "a reference that stays needs no copy of the weights"
-    settings = {"micro_batching": model.micro_batching, "temperature": 0.7}
-    after_warm_up, before = (policy.logprobs(pairs, **settings)[0] for policy in (warmed_up.policy,
+    settings = {"micro_batching": MicroBatching(2), "temperature": 0.7}
+    after_warm_up, before = (tiny.logprobs(policy, pairs, **settings)[0] for policy in (warmed_up.policy,
                                                                                  make_model(SFT).policy))
     assert (after_warm_up - before).abs().max() > 0.1, "the warm-up has changed nothing"
-    reference = model.reference_logprobs(pairs)
+    reference = over(model).reference_logprobs(pairs)
     torch.testing.assert_close(reference, after_warm_up, rtol=0, atol=2e-5)
-    assert torch.equal(model.logprobs(pairs)[0], reference)
+    assert torch.equal(over(model).logprobs(pairs)[0], reference)
     trained(model, collected(model, pairs))
-    assert torch.equal(model.reference_logprobs(pairs), reference)
-    own = model.logprobs(pairs)[0]
+    assert torch.equal(over(model).reference_logprobs(pairs), reference)
+    own = over(model).logprobs(pairs)[0]
     assert (own - reference).abs().max() > 1e-2
     with pytest.raises(KeyError), model.policy.without_adapters():
-        assert torch.equal(model.logprobs(pairs)[0], reference)
+        assert torch.equal(over(model).logprobs(pairs)[0], reference)
         raise KeyError
-    assert torch.equal(model.logprobs(pairs)[0], own), "adapters stay off after an error"
+    assert torch.equal(over(model).logprobs(pairs)[0], own), "adapters stay off after an error"
 
 
 @pytest.mark.parametrize(("kind", "share"), [("previous", 0.0), ("ema", 0.75)])
@@ -75,7 +80,7 @@ def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, kind,
     model = arm(reference=kind)
     start, base = model.policy.snapshot(), tiny.exported(model.policy, merged=False)
     trained(model, collected(model, pairs))
-    now, own = model.policy.snapshot(), model.logprobs(pairs)[0]
+    now, own = model.policy.snapshot(), over(model).logprobs(pairs)[0]
     model.move_reference(kind, 0.75)
     for reference, old, new in zip(model.reference, start, now, strict=True):
         torch.testing.assert_close(reference, share * old + (1 - share) * new, rtol=0, atol=1e-6)
@@ -83,7 +88,7 @@ def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, kind,
     after = tiny.exported(model.policy, merged=False)
     assert all(torch.equal(base[key], after[key]) for key in base), "moving a reference has merged adapters"
     if kind == "previous":
-        assert torch.equal(model.reference_logprobs(pairs), own)
+        assert torch.equal(over(model).reference_logprobs(pairs), own)
 
 
 @pytest.mark.parametrize("config", [SFT, *EXPLORING], ids=name)

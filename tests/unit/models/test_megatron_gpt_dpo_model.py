@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_models import over
 
 from nemo_edo.config import IDPOConfig, OptimizerConfig, ScheduleConfig
 
@@ -94,7 +95,7 @@ def test_metrics_before_the_first_step_say_that_policy_reference_and_sampler_are
     assert metrics["preference_loss"] == pytest.approx(math.log(2)) == metrics["loss"]
     assert [metrics[name] for name in ("exploration", "log_ratio", "reward_margin", "reward_accuracy")] == [0.0] * 4
     valid = batch.mask.bool()
-    assert metrics["entropy"] == pytest.approx(float(model.logprobs(batch)[1][valid].mean()), rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(float(over(model).logprobs(batch)[1][valid].mean()), rel=1e-5)
     explored = (batch.mask * batch.exploration_factors[:, None]).sum()
     assert metrics["response_length"] == pytest.approx(float(explored) / 5)
 
@@ -107,13 +108,14 @@ def test_the_ratio_of_gradients_is_that_of_autograd_whatever_the_weight(make_mod
     _, (preference, exploration) = dense(settings)
     model = make_model(settings)
     model.start_training(1)
-    assert model.exploration_gradient_ratio(pairs) == pytest.approx(norm(exploration) / norm(preference), rel=1e-4)
+    expected = norm(exploration) / norm(preference)
+    assert over(model).exploration_gradient_ratio(pairs) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_ratio_is_infinite_without_a_task_gradient_and_0_without_both(model, pairs):
     model.start_training(1)
     without_pairs = pairs.with_fields(pair_role=torch.zeros(8, dtype=torch.int64))
-    assert model.exploration_gradient_ratio(without_pairs) == math.inf
+    assert over(model).exploration_gradient_ratio(without_pairs) == math.inf
     nothing = without_pairs.with_fields(exploration_factors=torch.zeros(8))
-    assert model.exploration_gradient_ratio(nothing) == 0.0
-    assert model.exploration_gradient_ratio(pairs.with_fields(exploration_factors=torch.zeros(8))) == 0.0
+    assert over(model).exploration_gradient_ratio(nothing) == 0.0
+    assert over(model).exploration_gradient_ratio(pairs.with_fields(exploration_factors=torch.zeros(8))) == 0.0

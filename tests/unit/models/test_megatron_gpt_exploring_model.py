@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.synchronisations import counted
+from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.losses import dpo_loss, sequence_logprobs
 from nemo_edo.models import MegatronGPTGRPOModel
 from nemo_edo.models.megatron_gpt_model import model_config
@@ -58,7 +60,7 @@ def train(model, batch, steps: int = 3, before_step=lambda model, batch: None):
     metrics = []
     for _ in range(steps):
         before_step(model, batch)
-        metrics.append(model.train_step(batch))
+        metrics.append(step(model, batch))
     return metrics, model.policy.snapshot()
 
 
@@ -72,8 +74,8 @@ def test_alpha_zero_takes_the_steps_of_exploration_off_to_the_last_bit(arm, as_c
     assert not any(map(torch.equal, alpha_zero, weights()))  # exploration acts from the second step on
 
 
-def test_ed_idpo_with_alpha_zero_takes_the_steps_of_dpo_alone_to_the_last_bit(make_model, pairs, as_collected):
-    def dpo(logprobs, entropies, micro):
+def test_ed_idpo_with_alpha_zero_takes_the_steps_of_dpo_alone_to_the_last_bit(make_model, tiny, pairs, as_collected):
+    def dpo(logprobs, entropies, micro, _=0.0):
         policy, ref = (sequence_logprobs(values, micro.mask) for values in (logprobs, micro.ref_logprobs))
         chosen, rejected = micro.pair_role == 1, micro.pair_role == -1
         return {"dpo": dpo_loss(policy[chosen], policy[rejected], ref[chosen], ref[rejected], beta=0.3)}, {}
@@ -82,7 +84,7 @@ def test_ed_idpo_with_alpha_zero_takes_the_steps_of_dpo_alone_to_the_last_bit(ma
     batch = as_collected(model, pairs)
     model.start_training(3)
     for _ in range(3):
-        model.policy.train_step(batch, dpo, loss_counts={"dpo": 2.0}, micro_batching=model.micro_batching,
+        tiny.train_step(model.policy, batch, dpo, loss_counts={"dpo": 2.0}, micro_batching=MicroBatching(2),
                                 temperature=TEMPERATURE)
     assert all(map(torch.equal, train(off, as_collected(off, pairs))[1], model.policy.snapshot()))
 
@@ -99,7 +101,7 @@ def test_a_step_with_another_exploration_weight_is_that_of_a_model_configured_so
     def two_steps(configured: float, given: float | None):
         model = arm.make(exploration_coefficient=configured)
         model.start_training(3)
-        return [model.train_step(arm.batch, exploration_weight=given) for _ in range(2)], model.policy.snapshot()
+        return [step(model, arm.batch, exploration_weight=given) for _ in range(2)], model.policy.snapshot()
 
     metrics, weights = two_steps(0.2, 0.7)
     expected_metrics, expected = two_steps(0.7, None)
@@ -107,17 +109,9 @@ def test_a_step_with_another_exploration_weight_is_that_of_a_model_configured_so
     assert two_steps(0.2, None)[0][0]["loss"] != pytest.approx(metrics[0]["loss"], rel=1e-3)
 
 
-def test_a_steps_weight_is_that_steps_alone(arm):
-    model = arm.make()
-    before = model.validation_step(arm.batch)["loss"]
-    for weight, same in ((5.0, False), (None, True)):
-        model.start_training(1, OptimizerConfig(lr=1e-3, warmup_steps=1))  # a first step at learning rate 0
-        assert (model.train_step(arm.batch, exploration_weight=weight)["loss"] == before) == same
-
-
 def test_asking_for_the_ratio_of_gradients_leaves_no_gradient_and_changes_no_step(arm, as_collected):
     def ask(model, batch) -> None:
-        assert model.exploration_gradient_ratio(batch) > 0
+        assert over(model).exploration_gradient_ratio(batch) > 0
         assert not any(p.main_grad.any() for chunk in model.built.chunks for p in chunk.parameters())
 
     results = []
@@ -155,7 +149,7 @@ def test_steps_do_not_depend_on_how_a_batch_is_cut(arm, as_collected, cut):
 def test_percentiles_and_extremes_are_of_the_whole_batch_however_it_is_cut(make_model, batch, changes):
     model = make_model(replace(ED_GRPO, **changes))
     metrics = model.validation_step(batch)
-    logprobs, entropies = model.logprobs(batch)
+    logprobs, entropies = over(model).logprobs(batch)
     valid = batch.mask == 1
     ratios, entropies = (logprobs - batch.old_logprobs)[valid].double().exp(), entropies[valid].double()
     low, high, _ = entropies.quantile(torch.tensor([0.1, 0.9, 0.99], dtype=torch.float64)).tolist()
@@ -168,13 +162,13 @@ def test_percentiles_and_extremes_are_of_the_whole_batch_however_it_is_cut(make_
 
 def test_a_reference_is_the_policy_at_the_time_of_the_last_freeze(model, batch, as_collected):
     with pytest.raises(RuntimeError, match=r"freeze_reference\(\)"):
-        model.reference_logprobs(batch)
+        over(model).reference_logprobs(batch)
     collected = as_collected(model, batch)
     train(model, collected)
-    assert torch.equal(model.reference_logprobs(collected), collected.old_logprobs)
-    assert (model.logprobs(collected)[0] - collected.old_logprobs).abs().max() > 1e-2
+    assert torch.equal(over(model).reference_logprobs(collected), collected.old_logprobs)
+    assert (over(model).logprobs(collected)[0] - collected.old_logprobs).abs().max() > 1e-2
     model.freeze_reference()
-    assert torch.equal(model.reference_logprobs(collected), model.logprobs(collected)[0])
+    assert torch.equal(over(model).reference_logprobs(collected), over(model).logprobs(collected)[0])
 
 
 @pytest.mark.parametrize("kind", ["initial", "previous", "ema"])
@@ -184,11 +178,11 @@ def test_asking_for_the_reference_changes_no_step_wherever_it_is_kept(make_model
         collected = as_collected(model, batch)
         weights = train(model, collected, before_step=before_step)[1]
         model.move_reference(kind, 0.5)
-        return weights, model.reference_logprobs(collected)
+        return weights, over(model).reference_logprobs(collected)
 
     expected, reference = trained("host", lambda model, batch: None)
     for placement in ("host", "resident"):
-        weights, found = trained(placement, lambda model, batch: model.reference_logprobs(batch))
+        weights, found = trained(placement, lambda model, batch: over(model).reference_logprobs(batch))
         assert all(map(torch.equal, weights, expected)) and torch.equal(found, reference)
 
 
@@ -198,7 +192,7 @@ def test_the_reference_moves_to_the_share_of_its_weights_that_stays(model, batch
     collected = as_collected(model, batch)
     start = model.policy.snapshot()
     model.start_training(2)
-    model.train_step(collected)
+    step(model, collected)
     current = model.policy.snapshot()
     model.move_reference(kind, decay)
     for reference, old, new in zip(model.reference, start, current, strict=True):
@@ -239,5 +233,5 @@ def test_the_loss_of_a_micro_batch_waits_for_the_device_at_most_twice(make_model
                 call(model)
         return asked[2].total() - asked[4].total()
 
-    forward_pass = of_two_micro_batches(lambda model: model.logprobs(batch))
-    assert of_two_micro_batches(lambda model: model.train_step(batch)) - forward_pass <= 2 * 2
+    forward_pass = of_two_micro_batches(lambda model: over(model).logprobs(batch))
+    assert of_two_micro_batches(lambda model: step(model, batch)) - forward_pass <= 2 * 2

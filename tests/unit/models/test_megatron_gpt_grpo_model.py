@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, OptimizerConfig, ScheduleConfig
 from nemo_edo.losses import entropy_bonus, grpo_loss, kl_per_token
@@ -28,8 +29,8 @@ def test_the_loss_is_grpo_loss_with_the_entropy_bonus_where_it_has_a_weight(
 ):
     settings = replace(ED_GRPO, aggregation=aggregation, entropy_coefficient=entropy_coefficient)
     model = make_model(settings)
-    logprobs, entropies = model.logprobs(raw_batch)
-    terms, metrics = model.loss(logprobs, entropies, raw_batch)
+    logprobs, entropies = over(model).logprobs(raw_batch)
+    terms, metrics = model.loss(logprobs, entropies, raw_batch, model.settings.exploration_weight)
     term = terms["grpo"]
     expected, expected_metrics = grpo_loss(
         logprobs, raw_batch.old_logprobs, raw_batch.ref_logprobs, raw_batch.advantages, raw_batch.mask, settings
@@ -47,7 +48,7 @@ def test_before_the_first_step_exploration_and_log_ratio_are_exactly_zero_and_no
 ):
     batch = as_collected(model, raw_batch)
     model.start_training(2)
-    first, second = model.train_step(batch), model.train_step(batch)
+    first, second = step(model, batch), step(model, batch)
     assert (first["exploration"], first["log_ratio"], first["kl"], first["clip_fraction"]) == (0.0, 0.0, 0.0, 0.0)
     assert abs(second["exploration"]) > 1e-4 and second["kl"] > 1e-6
 
@@ -72,7 +73,7 @@ def full_batch(raw_batch):
 ], ids=lambda changes: changes["covariance_control"])
 def test_sampler_logprobs_exploration_factors_and_selected_tokens_reach_the_loss(make_model, full_batch, changes):
     model = make_model(replace(ED_GRPO, **changes))
-    logprobs, entropies = model.logprobs(full_batch)
+    logprobs, entropies = over(model).logprobs(full_batch)
 
     def loss(**dropped) -> float:
         given = {name: getattr(full_batch, name) for name in ("sampler_logprobs", "exploration_factors", "selected")}
@@ -80,7 +81,7 @@ def test_sampler_logprobs_exploration_factors_and_selected_tokens_reach_the_loss
                             full_batch.mask, model.settings, **{**given, **dropped})
         return float(term.mean())
 
-    found = float(model.loss(logprobs, entropies, full_batch)[0]["grpo"].mean())
+    found = float(model.loss(logprobs, entropies, full_batch, model.settings.exploration_weight)[0]["grpo"].mean())
     assert found == pytest.approx(loss(), rel=1e-6)
     others = [loss(sampler_logprobs=full_batch.old_logprobs), loss(exploration_factors=None)]
     if changes["covariance_control"] == "kl-cov":  # clip-cov changes gradients only
@@ -124,15 +125,15 @@ def test_the_ratio_of_gradients_is_that_of_autograd(make_model, tiny, tiny_qwen2
     exploration, task = dense_gradient_norms(tiny, tiny_qwen2, batch, settings)
     model = make_model(settings)
     model.start_training(1)
-    assert model.exploration_gradient_ratio(batch) == pytest.approx(exploration / task, rel=1e-4)
+    assert over(model).exploration_gradient_ratio(batch) == pytest.approx(exploration / task, rel=1e-4)
 
 
 def test_the_ratio_is_infinite_where_no_advantage_and_no_kl_has_a_gradient(make_model, raw_batch):
     model = make_model(replace(ED_GRPO, beta=0.0))
     model.start_training(1)
     without = raw_batch.with_fields(advantages=torch.zeros(5))
-    assert model.exploration_gradient_ratio(without) == math.inf
-    assert model.exploration_gradient_ratio(without.with_fields(exploration_factors=torch.zeros(5))) == 0.0
+    assert over(model).exploration_gradient_ratio(without) == math.inf
+    assert over(model).exploration_gradient_ratio(without.with_fields(exploration_factors=torch.zeros(5))) == 0.0
 
 
 def mean_over(rows, values, mask):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, SFTConfig
 from nemo_edo.types import GenerationRequest, SamplingParams, TrainingBatch
@@ -66,7 +67,9 @@ def test_a_training_step_goes_from_cleared_gradients_to_moved_weights(model, bat
 
 
 def test_train_step_is_the_three_calls_in_a_row(model, batch, start):
-    metrics = model.train_step(batch)
+    metrics = step(model, batch)
+    with pytest.raises(ValueError, match="none of the batch's [58] rows has a response token"):
+        step(model, batch.with_fields(mask=torch.zeros_like(batch.mask)))
     weights = model.policy.snapshot()
     model.policy.load(start)
     model.start_training(10)
@@ -91,7 +94,7 @@ def test_infer_answers_every_request_from_the_current_weights(model, tiny, batch
     with pytest.raises(RuntimeError, match="set model.engine"):
         model.prepare_for_inference()
     model.engine = tiny.build_engine(model.policy)
-    model.train_step(batch)  # not the weights that the engine was built over
+    step(model, batch)  # not the weights that the engine was built over
     requests = [GenerationRequest("problem", index, (3, 4, 5), seed=index) for index in range(3)]
     model.prepare_for_inference()
     assert not any(chunk.training for chunk in model.built.chunks)
@@ -110,7 +113,7 @@ def test_get_inference_log_probs_are_those_of_transformers(model, tiny, tiny_qwe
     with torch.no_grad():
         expected, entropies = tiny.dense_logprobs(tiny.load_dense(tiny_qwen2), batch.tokens, TEMPERATURE)
     counts = batch.mask > 0
-    found = model.get_inference_log_probs(batch), *model.logprobs(batch)
+    found = model.get_inference_log_probs(batch), *over(model).logprobs(batch)
     for ours, theirs in zip(found, (expected, expected, entropies), strict=True):
         torch.testing.assert_close(ours, theirs * counts, rtol=0, atol=1e-4)
 

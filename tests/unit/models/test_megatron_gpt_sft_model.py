@@ -1,4 +1,5 @@
 import pytest
+from helpers.tiny_models import over
 
 from nemo_edo.config import OptimizerConfig, SFTConfig
 
@@ -10,8 +11,8 @@ def model(make_model):
 
 def test_the_loss_is_the_mean_negative_log_likelihood_of_response_tokens(model, tiny):
     batch = tiny.random_batch()
-    logprobs, entropies = model.logprobs(batch)
-    terms, metrics = model.loss(logprobs, entropies, batch)
+    logprobs, entropies = over(model).logprobs(batch)
+    terms, metrics = model.loss(logprobs, entropies, batch, 0.0)
     term = terms["sft"]
     assert metrics == {}
     assert float(term.sum) == pytest.approx(-float((logprobs * batch.mask).sum()), rel=1e-6)

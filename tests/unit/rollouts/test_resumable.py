@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 from helpers.responses import scored
 
+from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rollouts.resumable import InParts, generate_scored
+from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.types import GenerationRequest, ScoredRollout
+from nemo_edo.types import GenerationRequest, Rollout, ScoredRollout
 
 REQUESTS = [GenerationRequest(f"p-{i}", 0, (i, 7), seed=i) for i in range(7)]
 ITERATION = 3
@@ -20,42 +21,48 @@ class Killed(Exception):
 
 
 class Engine:
-    """Answers requests, a part at a time, until it is killed in the given one."""
+    """Generates responses, a part at a time, until it is killed in the given one."""
 
     def __init__(self, killed_in: int | None = None) -> None:
         self.parts: list[list[str]] = []
         self.killed_in = killed_in
 
-    def __call__(self, requests) -> list[ScoredRollout]:
+    def generate(self, requests, sampling) -> list[Rollout]:
         if len(self.parts) == self.killed_in:
             raise Killed
         self.parts.append([request.problem_id for request in requests])
         return [scored(one.problem_id, one.sample_index, prompt_ids=one.prompt_ids, policy_version=ITERATION,
-                       seed=one.seed) for one in requests]
+                       seed=one.seed).rollout for one in requests]
 
 
-def in_parts(store: RolloutStore, engine: Engine, **settings) -> InParts:
-    return InParts(store, ITERATION, engine, **{"part_size": 3, **settings})
+SCORER = SimpleNamespace(
+    score=lambda rollouts, problems: [ScoredRollout(one, 1.0, "2", True, "correct") for one in rollouts]
+)
+
+
+def in_parts(store: RolloutStore, engine, requests=REQUESTS, *, part_size: int = 3, versions: range | None = None):
+    """All responses, as a collection and an evaluation ask for them."""
+    parts, responses = Parts(store, ITERATION, versions), []
+    for part in minibatches(requests, part_size):
+        responses += parts.on_disk(part) or parts.generate(part, engine, SCORER, None, [])
+    return responses
 
 
 def test_a_killed_generation_loses_one_part_at_most_and_ends_as_one_that_was_not(tmp_path):
-    places, engine = [], Engine()
-    whole = in_parts(RolloutStore(tmp_path / "whole"), engine, before_part=lambda: places.append(len(engine.parts)))(
-        REQUESTS)
-    assert places == [0, 1, 2]
+    whole = in_parts(RolloutStore(tmp_path / "whole"), Engine())
     store = RolloutStore(tmp_path / "killed")
     with pytest.raises(Killed):
-        in_parts(store, Engine(killed_in=2))(REQUESTS)
+        in_parts(store, Engine(killed_in=2))
     engine = Engine()
-    assert in_parts(store, engine)(REQUESTS) == whole
+    assert in_parts(store, engine) == whole
     assert engine.parts == [["p-6"]]
 
 
 def test_a_complete_iteration_is_not_generated_again(tmp_path):
     store, engine = RolloutStore(tmp_path), Engine()
-    whole = in_parts(store, Engine())(REQUESTS)
+    whole = in_parts(store, Engine())
     store.write(ITERATION, whole, rank=0, world_size=1)
-    assert in_parts(store, engine, part_size=4)(REQUESTS) == whole and engine.parts == []
+    assert in_parts(store, engine, part_size=4) == whole and engine.parts == []
 
 
 @pytest.mark.parametrize(("changed", "told"), [
@@ -65,9 +72,9 @@ def test_a_complete_iteration_is_not_generated_again(tmp_path):
 ])
 def test_responses_on_disk_to_other_requests_are_refused_with_both_sides(tmp_path, changed: dict, told: str):
     store = RolloutStore(tmp_path)
-    in_parts(store, Engine())(REQUESTS)
+    in_parts(store, Engine())
     with pytest.raises(UserError, match=told):
-        in_parts(store, Engine())([replace(REQUESTS[0], **changed), *REQUESTS[1:]])
+        in_parts(store, Engine(), [replace(REQUESTS[0], **changed), *REQUESTS[1:]])
 
 
 @pytest.mark.parametrize(("versions", "told"), [
@@ -77,24 +84,23 @@ def test_responses_on_disk_to_other_requests_are_refused_with_both_sides(tmp_pat
 ])
 def test_responses_of_another_policy_are_refused_before_they_are_written_and_on_disk(tmp_path, versions, told):
     class Stale(Engine):
-        def __call__(self, requests):
-            answers = super().__call__(requests)
-            return [replace(item, rollout=replace(item.rollout, policy_version=2)) for item in answers]
+        def generate(self, requests, sampling):
+            return [replace(one, policy_version=2) for one in super().generate(requests, sampling)]
 
     store = RolloutStore(tmp_path)
     with pytest.raises(UserError, match=told):
-        in_parts(store, Stale(), versions=versions)(REQUESTS)
+        in_parts(store, Stale(), versions=versions)
     assert store.stored(ITERATION) == []
-    assert len(in_parts(store, Stale(), versions=range(4))(REQUESTS)) == len(REQUESTS)
+    assert len(in_parts(store, Stale(), versions=range(4))) == len(REQUESTS)
     with pytest.raises(UserError, match="has policy version 2, .* version 3"):
-        in_parts(store, Engine())(REQUESTS)
+        in_parts(store, Engine())
 
 
 def test_a_complete_iteration_takes_the_place_of_another_and_one_that_is_not_leaves_it_alone(tmp_path):
     old, new = RolloutStore(tmp_path / "old"), RolloutStore(tmp_path / "new")
     for rank in range(2):
         old.write(ITERATION, [scored(sample=rank)], rank=rank, world_size=2)
-    whole = in_parts(new, Engine())(REQUESTS)
+    whole = in_parts(new, Engine())
     with pytest.raises(UserError, match="new/iter_00003: has no rollouts"):
         old.take_over(ITERATION, new)
     assert len(old.read(ITERATION)) == 2
@@ -104,30 +110,24 @@ def test_a_complete_iteration_takes_the_place_of_another_and_one_that_is_not_lea
     assert not new.folder.exists()
 
 
-def test_what_an_engine_had_each_time_it_gave_up_is_kept_and_only_the_rest_is_generated_later(tmp_path):
+def test_what_an_engine_had_each_time_it_gave_up_is_scored_and_kept_and_only_the_rest_is_generated_later(tmp_path):
     """The first part is complete; of the second, p-3 to p-5, an engine has two responses, and then none more."""
-    whole = in_parts(RolloutStore(tmp_path / "whole"), Engine())(REQUESTS)
+    class GivesUp(Engine):
+        def __init__(self, places) -> None:
+            super().__init__()
+            self.places = places
+
+        def generate(self, requests, sampling):
+            rollouts = super().generate(requests, sampling)
+            if requests[0].problem_id == "p-0":
+                return rollouts
+            raise PartlyGenerated("no server is left", [rollouts[place] for place in self.places])
+
+    whole = in_parts(RolloutStore(tmp_path / "whole"), Engine())
     store = RolloutStore(tmp_path / "given up")
     for places in ([2, 0], []):
-        def give_up(requests, places=places):
-            answers = Engine()(requests)
-            if requests[0].problem_id == "p-0":
-                return answers
-            raise PartlyGenerated("no server is left", [answers[place] for place in places])
-
         with pytest.raises(UserError, match="no server is left. 5 responses of iteration 3 .*given up"):
-            in_parts(store, give_up)(REQUESTS)
+            in_parts(store, GivesUp(places))
     engine = Engine()
-    assert in_parts(store, engine)(REQUESTS) == whole
+    assert in_parts(store, engine) == whole
     assert engine.parts == [["p-4"], ["p-6"]]
-
-
-def test_responses_of_an_engine_that_gives_up_are_scored_as_well():
-    def give_up(requests, sampling):
-        raise PartlyGenerated("gone", ["a", "b"])
-
-    engine = SimpleNamespace(generate=give_up)
-    scorer = SimpleNamespace(score=lambda rollouts, problems: [f"scored {rollout}" for rollout in rollouts])
-    with pytest.raises(PartlyGenerated, match="gone") as partly:
-        generate_scored(REQUESTS, engine=engine, scorer=scorer, sampling=None, problems=[])
-    assert partly.value.responses == ["scored a", "scored b"]

@@ -3,8 +3,8 @@
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.stored_run import write_stored_run
@@ -14,8 +14,10 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, Evaluation
 from nemo_edo.megatron.checksums import write_checksums
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.build import run_settings
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.kept_files import check_arm, check_stage
-from nemo_edo.run.stages import Job
+from nemo_edo.run.settings import RunSettings
 from nemo_edo.run.stored_run import open_run
 
 
@@ -40,15 +42,15 @@ def whole(one_rank, tmp_path_factory) -> Path:
     return folder.path
 
 
-def job(path: Path, **settings) -> Job:
+def kept(path: Path, **settings) -> tuple[RunSettings, RunFolder]:
     run = open_run(path, ["evaluation.every=1"])
-    return SimpleNamespace(cfg=run.cfg, arms={"grpo": GRPOConfig(iterations=2, **settings)}, folder=run.folder)
+    return replace(run_settings(run.cfg), arms={"grpo": GRPOConfig(iterations=2, **settings)}), run.folder
 
 
-PLACES: dict[str, tuple[Callable[[Job], None], bool]] = {
-    "in training": (lambda job: check_arm(job, "grpo", 1, is_within=True), False),
-    "trained": (lambda job: check_arm(job, "grpo", 2), False),
-    "finished": (lambda job: check_stage(job, "grpo"), True),
+PLACES: dict[str, tuple[Callable, dict, bool]] = {
+    "in training": (check_arm, {"iteration": 1, "is_within": True}, False),
+    "trained": (check_arm, {"iteration": 2}, False),
+    "finished": (check_stage, {}, True),
 }
 FILES = {
     "rollouts/grpo/iter_00000/rank_0_of_1.parquet": False,
@@ -71,19 +73,19 @@ OF_THE_END = {
 def test_what_an_arm_has_left_and_is_lost_is_named_wherever_the_run_resumes(
     whole: Path, tmp_path, recwarn, place: str, damage
 ):
-    check, is_end = PLACES[place]
+    check, where, is_end = PLACES[place]
     path = shutil.copytree(whole, tmp_path / "run")
-    check(job(path))
+    check(*kept(path), "grpo", **where)
     assert not [one for one in recwarn if "missing or damaged" in str(one.message)]
     for name, is_needed in (FILES | OF_THE_END if is_end else FILES).items():
         damage(path / name)
         if is_needed:
             with pytest.raises(UserError, match=str((path / name).parent)) as said:
-                check(job(path))
+                check(*kept(path), "grpo", **where)
             assert "restore it" in str(said.value)
         else:
             with pytest.warns(UserWarning, match=f"{(path / name).parent}.* is missing or damaged"):
-                check(job(path))
+                check(*kept(path), "grpo", **where)
         shutil.copy(whole / name, path / name)
 
 
@@ -98,4 +100,4 @@ def test_rollouts_that_the_exploration_term_will_run_over_are_needed(whole: Path
     expected = pytest.raises(UserError, match="the exploration term runs over it; restore it") if is_needed else (
         pytest.warns(UserWarning, match="iter_00000.* is missing or damaged; training and results no longer need it"))
     with expected:
-        check_arm(job(path, exploration_samples=samples), "grpo", **place)
+        check_arm(*kept(path, exploration_samples=samples), "grpo", **place)

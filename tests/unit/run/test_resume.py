@@ -35,8 +35,8 @@ def model(tmp_path_factory):
     policy = tiny_models.build_policy(tiny_models.write_tiny_model(tmp_path_factory.mktemp("model")))
     policy.reset_optimizer(OptimizerConfig(lr=1e-3), total_steps=8)
     batch = tiny_models.random_batch(rows=2)
-    policy.train_step(
-        batch, lambda logprobs, _, micro: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
+    tiny_models.train_step(
+        policy, batch, lambda logprobs, entropies, micro, _: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatching(2), temperature=1.0,
     )
     return remote(policy)

@@ -109,7 +109,7 @@ def test_each_packed_sequence_attends_to_itself_alone():
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_logprobs_are_those_of_transformers(model, tiny, model_type):
     built, batch = model(model_type), tiny.random_batch(rows=5, length=60)
-    found = built.policy.logprobs(batch, micro_batching=MicroBatching(1, 200, packing=True), temperature=1.0)
+    found = tiny.logprobs(built.policy, batch, micro_batching=MicroBatching(1, 200, packing=True), temperature=1.0)
     with torch.no_grad():
         expected = tiny.dense_logprobs(tiny.load_dense(built.folder), batch.tokens)
     for ours, theirs in zip(found, expected, strict=True):
@@ -120,11 +120,11 @@ def test_packed_logprobs_are_those_of_transformers(model, tiny, model_type):
 def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, monkeypatch, multiple):
     policy, batch = model("qwen2").policy, tiny.random_batch(rows=6)
     cut = {"micro_batching": MicroBatching(1, 41, packing=True), "temperature": 1.0}
-    expected = policy.logprobs(batch, **cut)
+    expected = tiny.logprobs(policy, batch, **cut)
     shapes, plain = [], forward_backward.packed_inputs
     monkeypatch.setattr(forward_backward, "packed_inputs", lambda *args: shapes.append(args[-1]) or plain(*args))
     monkeypatch.setattr(policy_module, "input_shapes", lambda _: InputShapes(multiple=multiple))
-    for found, wanted in zip(policy.logprobs(batch, **cut), expected, strict=True):
+    for found, wanted in zip(tiny.logprobs(policy, batch, **cut), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert {rows for rows, _ in shapes} == {1}
     assert all(length % multiple == 0 and length <= 41 for _, length in shapes)
