@@ -12,5 +12,5 @@ device, into ~/.cache/nemo_edo/rehearsal, and installs Transformer Engine's Pyth
   ``pretended_cuda`` and ``pretended_nccl`` adapt torch.cuda and torch.distributed; nothing of nemo_edo is replaced.
   ``extensions/`` has the compiled parts of Transformer Engine and of apex, in torch.
 - ``cases.py``: what is computed, once on the CPU and once here, in processes that a WorkerPool starts.
-- ``test_device.py``: the device is as strict as CUDA. ``test_steps.py`` and the others compare with the CPU.
+- ``test_rehearsal.py``: the device is as strict as CUDA, and the rest is compared with the CPU.
 """

@@ -19,9 +19,7 @@ from nemo_edo.types import GenerationRequest, SamplingParams, TrainingBatch
 
 TRAINING = {
     "sft": SFT,
-    "grpo": GRPO,
     "ed-grpo": ED_GRPO,
-    "eto": IDPO,
     "ed-idpo": replace(IDPO, **EXPLORES),
     # Every part of the loss that makes new tensors.
     "clip-cov": replace(GRPO, covariance_control="clip-cov", covariance_share=0.2, clip_cov_low=-9.0, clip_cov_high=9.0,
@@ -40,7 +38,7 @@ def batch(algorithm: str, seed: int) -> TrainingBatch:
     generator = torch.Generator().manual_seed(seed)
     old, ref = (-4 + torch.randn(rows.mask.shape, generator=generator) for _ in range(2))
     rows = rows.with_fields(old_logprobs=old * rows.mask, ref_logprobs=ref * rows.mask)
-    if algorithm in ("eto", "ed-idpo"):
+    if algorithm == "ed-idpo":
         return as_pairs(rows)
     if TRAINING[algorithm] in (TRAINING["clip-cov"], TRAINING["kl-cov"]):
         return rows.with_fields(sampler_logprobs=(old + 0.1 * ref) * rows.mask)
