@@ -263,16 +263,6 @@ def test_the_studies_charts_are_drawn_from_their_current_tables():
         assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == picture, "run: make pictures"
 
 
-def test_a_chart_shows_each_difference_with_its_interval_where_the_axis_has_it():
-    row = {"arm": "a <b>", "metric": "vote@10", "baseline": "GRPO"}
-    values = {"difference": "0.05", "difference_low": "-0.1", "difference_high": "0.1"}
-    rows = [{**row, "metric": metric, **values} for metric in study_charts.METRICS]
-    drawn = study_charts.differences(rows)
-    left, right = 210 + 14, 210 + 250 - 14
-    assert f'<polyline points="{left:.1f},35.0 {right:.1f},35.0"' in drawn  # from end to end of the first panel's axis
-    assert f'<circle cx="{left + 0.75 * (right - left):.1f}" cy="35.0"' in drawn and "a &lt;b&gt;" in drawn
-
-
 def test_the_map_of_doses_has_each_seeds_difference_from_its_method_s_baseline():
     arms = {("grpo", "", "1"): "0.5", ("grpo", "", "2"): "0.6", ("eto", "", "1"): "0.4",
             ("ed_grpo", "0.03", "1"): "0.7", ("ed_grpo", "0.03", "2"): "0.5", ("ed_grpo", "0.1", "3"): "0.5",

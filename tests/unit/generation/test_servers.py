@@ -137,10 +137,10 @@ def test_replicas_on_the_cpu_share_the_cores_and_their_idle_threads_sleep(settin
     ("trtllm", of_servers(dtype="float16"), f"{SERVERS}.dtype"),
     ("vllm", of_servers(urls="[node7:8000]"), f"{SERVERS}.urls.*node7:8000"),
     ("vllm", of_servers(urls="[http://a:1,http://a:1/]"), f"{SERVERS}.urls"),
-    *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls has a [@?#], expected a URL") for url in (
+    *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is .*, expected a URL") for url in (
         "http://user:pw@host", "http://pw@host:1", "http://host/?key=pw", "http://host#pw", "http://[pw@host")),
     *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is") for url in ("http://", "http://a:99999")),
-    ("vllm", ["rewards.judge.url=http://user:pw@host/v1"], "rewards.judge.url has a @, expected a URL"),
+    ("vllm", ["rewards.judge.url=http://user:pw@host/v1"], "rewards.judge.url is .*, expected null or a URL"),
     ("vllm", of_servers(api_key_variable="KEY"), f"{SERVERS}.api_key_variable"),
     ("vllm", of_servers(memory_share=1), "memory_share"),
     ("vllm", of_servers(restarts=-1), "restarts"),

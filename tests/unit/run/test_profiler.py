@@ -33,5 +33,5 @@ def test_a_trace_has_the_steps_asked_for_and_a_short_or_resumed_run_those_that_i
 
 @pytest.mark.parametrize("steps", [[2], [4, 2], [-1, 2], [2, 2], []])
 def test_steps_that_are_no_span_are_refused(steps: list):
-    with pytest.raises(ValueError, match=r"profile.steps is .*, expected null or \[FIRST, LAST\]"):
+    with pytest.raises(ValueError, match=r"^steps is .*, expected null or \[FIRST, LAST\]"):
         ProfileConfig(steps)
