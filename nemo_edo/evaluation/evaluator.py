@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -103,10 +102,10 @@ class Evaluator:
         greedy = self._scored(GREEDY, requests[:: rollouts * samples], 0.0, self.problems)
         rows, found = self._rows(requests, main, greedy, rollouts)
         first = [item for responses in found for item in responses[:samples]]
-        everything, measured = [*greedy, *chain(*found)], {main: rows}
+        everything, measured = [*greedy, *(one for responses in found for one in responses)], {main: rows}
         for temperature in others:
             measured[temperature], found = self._rows(requests, temperature, None, rollouts)
-            everything += chain(*found)
+            everything += [one for responses in found for one in responses]
         named = [(at_temperature(temperature), measured[temperature]) for temperature in others]
         if tuning is not None:
             votes = self.tuned(tuning)

@@ -8,8 +8,8 @@ from helpers.scripted_engine import ScriptedEngine
 
 from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.config import EvaluationConfig
-from nemo_edo.evaluation.evaluator import Evaluator, Keeping, Tuning
-from nemo_edo.evaluation.results import Evaluation
+from nemo_edo.evaluation.evaluator import Evaluator, Tuning
+from nemo_edo.evaluation.results import KINDS, Evaluation
 from nemo_edo.interfaces import Policy
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import RolloutStore
@@ -51,20 +51,19 @@ def evaluate(script=random_script, *, samples: int = SAMPLES, rollouts: int = RO
     folder: where the responses are stored."""
 
     class ChangedScorer(ExactAnswerScorer):
+        kinds = list(KINDS)  # what the next responses are
+
         def score(self, rollouts, problems):
             scored = super().score(rollouts, problems)
-            return scored if change is None else [change(place, one) for place, one in enumerate(scored)]
-
-    class Stored(Keeping):
-        def responses(self, kind, *asked):
-            scored = super().responses(kind, *asked)
+            if change is not None:
+                scored = [change(place, one) for place, one in enumerate(scored)]
             if folder is not None:
-                RolloutStore(folder / kind).write(0, scored, rank=0, world_size=1)
+                RolloutStore(folder / self.kinds.pop(0)).write(0, scored, rank=0, world_size=1)
             return scored
 
     engine = Engine(script)
     evaluator = Evaluator(policy=policy, engine=engine, scorer=ChangedScorer(), problems=problems, prompts=PROMPTS,
                           config=EvaluationConfig(samples=samples, **settings), max_new_tokens=MAX_NEW_TOKENS,
-                          pad_id=PAD, keeping=Stored())
+                          pad_id=PAD)
     requests = sampling_requests(problems, PROMPTS, rollouts * samples, 42, "evaluate")
     return *evaluator.evaluate("arm", requests, rollouts, tuning), engine
