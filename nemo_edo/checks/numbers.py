@@ -20,18 +20,9 @@ from nemo_edo.checks.machine_checks import seconds_of
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.types import TrainingBatch
 
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.04,
-    "tie_word_embeddings": False,
-}
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512,
+         "initializer_range": 0.04, "tie_word_embeddings": False}  # fmt: skip
 """Divides over eight ranks in every direction but the layers; heads of 64, which flash attention has kernels for."""
 LLAMA, MIXTURE = "llama", "qwen3_moe"
 """Model types, and the names of their folders."""

@@ -11,7 +11,7 @@ from helpers.tiny_models import write_tiny_model
 from nemo_edo.checks import config_checks, installed, machine
 from nemo_edo.cli import main
 
-H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0\n"
+H100 = machine.Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, "9.0")
 FITS = ["--config-name=grpo_gsm8k", "model=qwen2_5_7b", "parallelism=tp2_sharded", "grpo.micro_batch_tokens=8192",
         "generation.max_batch_size=64", "model.seq_length=4096"]
 
@@ -31,7 +31,7 @@ def doctor(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def eight_gpus(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: 8 * [machine.Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, "9.0")])
+    monkeypatch.setattr(machine, "gpus", lambda: 8 * [H100])
 
 
 def test_this_environment_is_sound_and_the_quickstart_fits_in_it(doctor):
@@ -48,26 +48,35 @@ def test_the_doctor_takes_the_option_that_it_recommends_for_bad_rows(doctor, tmp
     assert "bad rows" not in doctor(*command, "--on-bad-rows=skip")[1]
 
 
-@pytest.mark.parametrize(("chosen", "asked"), [
-    (None, None), ("2,3", "--id=2,3"), ("GPU-c3", "--id=GPU-c3"), ("MIG-77", None), ("", "none"), ("-1", "none")])
-@pytest.mark.parametrize(("answer", "status", "message"), [
-    (SimpleNamespace(returncode=0, stdout=2 * H100, stderr=""), 0, "NVIDIA H100 80GB HBM3, 85.5 GB"),
-    (SimpleNamespace(returncode=9, stdout="", stderr="Driver/library version mismatch"), 2, "nvidia-smi fails"),
-])
-def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use_and_a_driver_that_fails_is_a_problem(
-        doctor, monkeypatch, answer, status, message, chosen, asked):
-    queries = []
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(machine.subprocess, "run", lambda query, **_: queries.append(query) or answer)
+@pytest.fixture
+def nvidia_smi(monkeypatch):
+    """Lets the driver answer; returns the queries that it got."""
+    def answers(**answer) -> list[list[str]]:
+        queries = []
+        monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+        monkeypatch.setattr(machine.subprocess, "run",
+                            lambda query, **_: queries.append(query) or SimpleNamespace(**answer))
+        return queries
+
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return answers
+
+
+@pytest.mark.parametrize(("chosen", "asked"), [
+    (None, []), ("2,3", ["--id=2,3"]), ("GPU-c3", ["--id=GPU-c3"]), ("MIG-77", []), ("", None), ("-1", None)])
+def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use(nvidia_smi, monkeypatch, chosen, asked):
+    queries = nvidia_smi(returncode=0, stdout=2 * "NVIDIA H100 80GB HBM3, 81559, 9.0\n", stderr="")
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    told = doctor()
-    if asked == "none":
-        assert told[0] == 0 and not queries and "computed on the CPU" in told[1]
-    else:
-        assert told[0] == status and message in told[1]
-        assert [option for option in queries[0] if option.startswith("--id")] == ([asked] if asked else [])
+    assert machine.gpus() == ([] if asked is None else 2 * [H100])
+    assert [[option for option in query if option.startswith("--id")] for query in queries] == (
+        [] if asked is None else [asked])
+
+
+def test_a_driver_that_fails_is_a_problem(doctor, nvidia_smi):
+    nvidia_smi(returncode=9, stdout="", stderr="Driver/library version mismatch")
+    status, text = doctor()
+    assert status == 2 and "nvidia-smi fails: Driver/library version mismatch" in text
 
 
 @pytest.mark.parametrize(("needed", "message"), [
