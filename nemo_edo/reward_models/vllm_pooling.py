@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.special import expit
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
@@ -85,14 +86,14 @@ class ServedRewardModel:
                 scores[parts[place]] = read_scores(answer, parts[place], whole=self._task == SEQUENCE)
                 counter.add()
 
-            Dispatcher(self._replicas, self._settings, self._restart).post_all(POOLING, bodies, read)
-        return [tuple(score for part in path for score in scores[part]) for path in encoded]
+            def restart(replica: Replica) -> None:
+                if replica.is_managed:
+                    replica.restart()
+                else:
+                    replica.wait_until_ready(self._settings.health_limit_s)
 
-    def _restart(self, replica: Replica) -> None:
-        if replica.is_managed:
-            replica.restart()
-        else:
-            replica.wait_until_ready(self._settings.health_limit_s)
+            Dispatcher(self._replicas, self._settings, restart).post_all(POOLING, bodies, read)
+        return [tuple(score for part in path for score in scores[part]) for path in encoded]
 
 
 def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
@@ -105,7 +106,7 @@ def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
             rows = [rows[end] for end in part.ends]
         # Two numbers are the logits of the classes wrong and right, one is their difference.
         logits = [row if len(row) == 2 else (0.0, *row) for row in rows]
-        scores = tuple(_sigmoid(right - wrong) for wrong, right in logits)
+        scores = tuple(float(expit(right - wrong)) for wrong, right in logits)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Fault(f"{POOLING}: an answer without rows of one or two numbers: {error!r}") from None
     if len(scores) != len(part.ends) or not all(map(math.isfinite, scores)):
@@ -143,9 +144,13 @@ def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Pa
 
 
 def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> Launch:
-    arguments = list(settings.arguments)
-    if pooler := _pooler_config(about):
-        arguments = ["--pooler-config", json.dumps(pooler), *arguments]
+    pooler: dict[str, Any] = {}
+    if about.own is None and about.architecture != SKYWORK:
+        # vLLM assumes the id that <extra_0> has in Qwen's tokenizer; another tokenizer may have another.
+        pooler = {"tok_pooling_type": "STEP", "step_tag_id": load_format(about).step_id}
+    elif about.own is not None and not about.is_encoder:
+        pooler = {"task": TOKENS}  # the default of a sequence classifier is one row per sequence
+    arguments = [*(["--pooler-config", json.dumps(pooler)] if pooler else []), *settings.arguments]
     return Launch(
         python=server_python(settings),
         host=settings.host,
@@ -158,18 +163,3 @@ def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: b
         arguments=tuple(arguments),
         log=work,
     )
-
-
-def _pooler_config(about: RewardFolder) -> dict[str, Any]:
-    """Pooling options that vLLM does not take from the model's own files."""
-    if about.own is None and about.architecture != SKYWORK:
-        # vLLM assumes the id that <extra_0> has in Qwen's tokenizer; another tokenizer may have another.
-        return {"tok_pooling_type": "STEP", "step_tag_id": load_format(about).step_id}
-    if about.own is not None and not about.is_encoder:
-        return {"task": TOKENS}  # the default of a sequence classifier is one row per sequence
-    return {}
-
-
-def _sigmoid(value: float) -> float:
-    """Without overflow at either end."""
-    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
