@@ -242,7 +242,8 @@ def _is_rounded(decimal: str, exact: Number) -> bool:
     if getattr(number, "free_symbols", True) or not number.is_real:
         return False
     last = sympy.Rational(1, 10 ** len(decimal.partition(".")[2]))
-    return bool(abs(sympy.N(number - sympy.Rational(decimal), _DIGITS)) < last)
+    rest = sympy.N(abs(number) - abs(sympy.Rational(decimal)), _DIGITS)
+    return bool(number * sympy.Rational(decimal) > 0 and -last / 2 <= rest < last)  # rounded, or cut off
 
 
 def _same_value(gold: sympy.Basic, answer: sympy.Basic) -> bool:
