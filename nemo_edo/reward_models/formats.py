@@ -83,14 +83,12 @@ class QwenFormat:
 
     def encode(self, path: StepPath) -> list[Encoded]:
         # Text that contains the token would add steps.
-        steps, question = ([text.replace(QWEN_STEP, "") for text in texts] for texts in (path.steps, [path.question]))
+        steps = [step.replace(QWEN_STEP, "") for step in path.steps]
         messages = [
             {"role": "system", "content": QWEN_SYSTEM},
-            {"role": "user", "content": question[0]},
+            {"role": "user", "content": path.question.replace(QWEN_STEP, "")},
             {"role": "assistant", "content": "".join(step + QWEN_STEP for step in steps)},
-        ]
-        if not steps:
-            messages.pop()
+        ][: 3 if steps else 2]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not steps)
         ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
         ends = tuple(place for place, token in enumerate(ids) if token == self.step_id)
@@ -134,28 +132,24 @@ class OwnFormat:
             self._first, self._last = begins if begins == [tokenizer.bos_token_id] else [], []
 
     def encode(self, path: StepPath) -> list[Encoded]:
-        ids, ends = [*self._first, *self._piece(path.question)], []
-        lengths = [len(ids)]
-        for step in path.steps:
-            ids += self._piece(step)
-            ends.append(len(ids) - 1)
+        lengths, ids = [], list(self._first)
+        for text in (path.question, *path.steps):
+            piece = self._tokenizer.encode(f"{text}\n", add_special_tokens=False)
+            if not piece:
+                raise UserError(
+                    f"{self._tokenizer.name_or_path}: its tokenizer gives no tokens for {text!r} and a line break"
+                )
+            ids += piece
             lengths.append(len(ids))
+        lengths = lengths[1:] or lengths
         if self._settings.kind == DECODER:
-            return [Encoded(tuple(ids), tuple(ends) or (len(ids) - 1,))]
-        sequences = [(*ids[:length], *self._last) for length in (lengths[1:] or lengths)]
+            return [Encoded(tuple(ids), tuple(length - 1 for length in lengths))]
+        sequences = [(*ids[:length], *self._last) for length in lengths]
         return [Encoded(sequence, (len(sequence) - 1,)) for sequence in sequences]
 
     def last(self, path: StepPath) -> tuple[int, ...]:
         """The sequence at whose end the last step's score is read."""
         return self.encode(path)[-1].ids
-
-    def _piece(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(f"{text}\n", add_special_tokens=False)
-        if not ids:
-            raise UserError(
-                f"{self._tokenizer.name_or_path}: its tokenizer gives no tokens for {text!r} and a line break"
-            )
-        return ids
 
 
 @dataclass(frozen=True)
@@ -180,16 +174,31 @@ class RewardFolder:
 
 def read_reward_folder(path: Path) -> RewardFolder:
     """Raises UserError for a folder that is not a supported process reward model."""
-    config = _read_json(path / "config.json", "a reward model's folder has one")
+    config = _read_json(path / "config.json")
     architecture = next(iter(config.get("architectures") or []), None)
-    if (path / OWN_FILE).is_file():
-        return RewardFolder(path, architecture or "", config, _own_settings(path / OWN_FILE))
+    own = path / OWN_FILE
+    if own.is_file():
+        values = _read_json(own)
+        known = values.keys() == {"kind", "separator", "version"} and values["version"] == 1
+        if not known or values["kind"] not in (DECODER, ENCODER) or not isinstance(values["separator"], str):
+            raise UserError(f"{own}: has {values}, expected version 1, a kind decoder or encoder, and a separator")
+        return RewardFolder(path, architecture or "", config, OwnSettings(**values))
     if architecture not in (QWEN, SKYWORK):
         raise UserError(
             f"{path / 'config.json'}: architectures is {config.get('architectures')}, expected {QWEN} "
             f"(Qwen2.5-Math-PRM), {SKYWORK} (Skywork-o1-Open-PRM), or a folder with {OWN_FILE} (of nemo-edo train)"
         )
     return RewardFolder(path, architecture, config, None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read, and a reward model's folder has it ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is not a JSON object")
+    return value
 
 
 def load_format(folder: RewardFolder) -> RewardFormat:
@@ -210,29 +219,6 @@ def too_long(encoded: Sequence[Sequence[Encoded]], limit: int | None) -> list[in
     if limit is None:
         return []
     return [place for place, parts in enumerate(encoded) if any(len(part.ids) > limit for part in parts)]
-
-
-def _own_settings(path: Path) -> OwnSettings:
-    values = _read_json(path, "")
-    try:
-        settings = OwnSettings(**values)
-    except TypeError as error:
-        raise UserError(f"{path}: is not a reward model's settings file ({error})") from error
-    if settings.version != 1 or settings.kind not in (DECODER, ENCODER) or not isinstance(settings.separator, str):
-        raise UserError(f"{path}: has {values}, expected version 1, a kind decoder or encoder, and a separator")
-    return settings
-
-
-def _read_json(path: Path, why: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: {why}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: is not a JSON object")
-    return value
 
 
 def _single_token(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -50,8 +49,15 @@ class ProcessRewardModel:
         about = read_reward_folder(Path(folder))
         self.format = load_format(about)
         self.max_length = about.max_length
-        self._device = _device(device)
-        self._network = load_network(about, _dtype(dtype, self._device)).to(self._device)
+        on_gpu = torch.cuda.is_available()
+        try:
+            self._device = torch.device(("cuda" if on_gpu else "cpu") if device == "auto" else device)
+            torch.empty(0, device=self._device)
+        except (RuntimeError, AssertionError) as error:  # an unknown name, or CUDA without a GPU
+            raise UserError(f"device is {device!r}, which this machine does not have ({error})") from error
+        if dtype == "auto":
+            dtype = "bfloat16" if self._device.type == "cuda" else "float32"
+        self._network = load_network(about, getattr(torch, dtype)).to(self._device)
         self._batch_tokens = batch_tokens
         self._pad_id = about.config.get("pad_token_id") or 0  # any id works: padding is masked
 
@@ -74,64 +80,42 @@ class ProcessRewardModel:
     @torch.inference_mode()
     def _compute(self, encoded: Sequence[Sequence[Encoded]], *, embeddings: bool) -> list[tuple[Tensor, Tensor]]:
         """(margins [steps] float64, embeddings [steps, D], or [steps, 0] without ``embeddings``) for each path."""
-        from nemo_edo.reward_models.heads import margins
+        from nemo_edo.reward_models.heads import features, margins
 
         found: dict[Encoded, tuple[Tensor, Tensor]] = {}
         for batch in batches(list({part for parts in encoded for part in parts}), self._batch_tokens):
-            seen = self._features(batch)
+            ids, mask = padded([part.ids for part in batch], self._pad_id)
+            rows = torch.tensor([row for row, part in enumerate(batch) for _ in part.ends])
+            ends = torch.tensor([end for part in batch for end in part.ends])
+            seen = features(self._network, *(tensor.to(self._device) for tensor in (ids, mask, rows, ends)))
             scores = margins(self._network, seen).double().cpu()
-            ends = [len(part.ends) for part in batch]
+            lengths = [len(part.ends) for part in batch]
             kept = seen if embeddings else seen[:, :0]
-            found |= zip(batch, zip(scores.split(ends), kept.split(ends), strict=True), strict=True)
+            found |= zip(batch, zip(scores.split(lengths), kept.split(lengths), strict=True), strict=True)
         return [
             (torch.cat([found[part][0] for part in parts]), torch.cat([found[part][1] for part in parts]))
             for parts in encoded
         ]
 
-    def _features(self, batch: Sequence[Encoded]) -> Tensor:
-        from nemo_edo.reward_models.heads import features
-
-        ids, mask = padded([part.ids for part in batch], self._pad_id)
-        rows = torch.tensor([row for row, part in enumerate(batch) for _ in part.ends])
-        ends = torch.tensor([end for part in batch for end in part.ends])
-        on_device = (tensor.to(self._device) for tensor in (ids, mask, rows, ends))
-        return features(self._network, *on_device)
-
-
-@dataclass(frozen=True)
-class EncodedResponses:
-    """Responses as a reward model's input."""
-
-    parts: list[list[Encoded]]
-    """Sequences of each response."""
-    too_long: frozenset[int]
-    """Indices of responses that do not fit the model's context: their steps get score 0."""
-
-    def scored(self, model: StepRewards, places: Sequence[int]) -> list[StepScores]:
-        """The scores of the responses at these indices."""
-        asked = [place for place in places if place not in self.too_long]
-        found = dict(zip(asked, model.score_encoded([self.parts[place] for place in asked]), strict=True))
-        zeros = {place: (0.0,) * sum(len(part.ends) for part in self.parts[place]) for place in self.too_long}
-        return [StepScores({**zeros, **found}[place]) for place in places]
-
 
 def encode_responses(
-    rollouts: Sequence[Rollout],
-    questions: Mapping[str, str],
-    form: RewardFormat,
-    *,
-    separator: str | None,
-    max_length: int | None,
-    zero_too_long: bool,
-) -> EncodedResponses:
-    """questions: problem id -> text. separator: between two steps; None: the format's. zero_too_long: responses of more
-    than ``max_length`` tokens get score 0; otherwise they raise UserError."""
+    rollouts: Sequence[Rollout], questions: Mapping[str, str], form: RewardFormat, *, separator: str | None
+) -> list[list[Encoded]]:
+    """Responses as a reward model's input. questions: problem id -> text. separator: between two steps; None: the
+    format's."""
     separator = separator or form.separator
     paths = [StepPath(questions[r.problem_id], split_steps(r.text, separator) or EMPTY) for r in rollouts]
-    encoded = [form.encode(path) for path in paths]
-    if not zero_too_long:
-        require_fitting(encoded, max_length, "responses")
-    return EncodedResponses(encoded, frozenset(too_long(encoded, max_length)))
+    return [form.encode(path) for path in paths]
+
+
+def scores_or_zeros(model: StepRewards, encoded: Sequence[Sequence[Encoded]], limit: int | None) -> list[StepScores]:
+    """The scores of the steps of each response; zeros where it is longer than ``limit`` tokens."""
+    long = set(too_long(encoded, limit))
+    found = iter(model.score_encoded([parts for place, parts in enumerate(encoded) if place not in long]))
+    return [
+        StepScores((0.0,) * sum(len(part.ends) for part in parts) if place in long else next(found))
+        for place, parts in enumerate(encoded)
+    ]
 
 
 def require_fitting(encoded: Sequence[Sequence[Encoded]], limit: int | None, what: str) -> None:
@@ -166,20 +150,3 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
         ids[row, : len(tokens)] = torch.tensor(tokens)
         mask[row, : len(tokens)] = 1
     return ids, mask
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # an unknown name, or CUDA without a GPU
-        raise UserError(f"device is {name!r}, which this machine does not have ({error})") from error
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from nemo_edo.config import ScoreConfig
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS
-from nemo_edo.reward_models.formats import RewardFolder, load_format, read_reward_folder
-from nemo_edo.reward_models.process_reward import EncodedResponses, ProcessRewardModel, StepRewards, encode_responses
-from nemo_edo.rollouts.score_store import Key, ScoreStore, check_score_name, rollouts_checksum
-from nemo_edo.run.stored_run import StoredRun, open_run
-from nemo_edo.types import ScoredRollout
+from nemo_edo.reward_models.formats import RewardFolder, load_format, read_reward_folder, too_long
+from nemo_edo.reward_models.process_reward import (
+    ProcessRewardModel,
+    StepRewards,
+    encode_responses,
+    require_fitting,
+    scores_or_zeros,
+)
+from nemo_edo.rollouts.score_store import ScoreStore, check_score_name, rollouts_checksum
+from nemo_edo.run.stored_run import open_run
 
 _HASHED_BYTES = 1 << 20
 """Bytes at each end of a weights file that identify a model."""
@@ -33,69 +39,36 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
     check_score_name(name)
     about, maker, cfg = _model(model, tokenizer, cfg)
     stored = open_run(run)
-    kept = [
-        _PolicyScores(ScoreStore(stored.folder.scores(policy, name)), policy, kind, stored, maker)
-        for policy in stored.evaluated([arm] if arm else [])
-        for kind in KINDS
-    ]
-    unfinished = [one for one in kept if one.missing]
-    if unfinished:
-        work = stored.folder.path / "servers" / f"scores_{name}"
-        encoded = _encoded(unfinished, about, stored.questions("test"), cfg)
-        with _scorer(about, cfg, work) as scorer:
-            for one, responses in zip(unfinished, encoded, strict=True):
-                one.score(scorer, responses, cfg.part_size)
-    return [one.summary for one in kept]
-
-
-class _PolicyScores:
-    """The stored scores of one policy's responses of one kind, and the responses without one."""
-
-    def __init__(self, store: ScoreStore, policy: str, kind: str, stored: StoredRun, maker: str) -> None:
-        self._store = store
-        self._kind = kind
+    form, questions = load_format(about), stored.questions("test")
+    pending, lines = [], []
+    for policy, kind in product(stored.evaluated([arm] if arm else []), KINDS):
+        store = ScoreStore(stored.folder.scores(policy, name))
         responses = stored.evaluation_responses(policy, kind)
-        self._label = {"rollouts": rollouts_checksum(responses), "made_by": maker}
-        self.scores = store.scored(kind, **self._label)
-        self.total = len(responses)
-        self.missing = [response for response in responses if _key(response) not in self.scores]
-        self._too_long = 0
-
-    def score(self, scorer: StepRewards, encoded: EncodedResponses, part_size: int) -> None:
-        """Scores the missing responses part by part, and writes all scores to one file."""
-        self._too_long = len(encoded.too_long)
-        number = len(list(self._store.folder.glob(f"{self._kind}.parts/part_*.parquet"))) if self.scores else 0
-        for part in minibatches(range(len(self.missing)), part_size):
-            scores = encoded.scored(scorer, part)
-            found = {_key(self.missing[place]): one for place, one in zip(part, scores, strict=True)}
-            self._store.write_part(self._kind, number, found, **self._label)
-            self.scores |= found
-            number += 1
-        self._store.write(self._kind, self.scores, **self._label)
-
-    @property
-    def summary(self) -> str:
-        new = f"{len(self.missing)} new" if self.missing else "none new"
-        zero = f", {self._too_long} longer than the model's context with score 0" if self._too_long else ""
-        return f"{self._store.folder}: scores of {self.total} {self._kind} responses ({new}{zero})"
-
-
-def _encoded(
-    kept: list[_PolicyScores], about: RewardFolder, questions: Mapping[str, str], cfg: ScoreConfig
-) -> list[EncodedResponses]:
-    """Encodes the missing responses; all are checked against the model's context before the model is loaded."""
-    form = load_format(about)
-    return [
-        encode_responses(
-            [response.rollout for response in one.missing],
-            questions,
-            form,
-            separator=cfg.step_separator,
-            max_length=about.max_length,
-            zero_too_long=cfg.too_long == "zero",
-        )
-        for one in kept
-    ]
+        label = {"rollouts": rollouts_checksum(responses), "made_by": maker}
+        scores = store.scored(kind, **label)
+        keys = [(one.rollout.problem_id, one.rollout.sample_index) for one in responses]
+        missing = {key: one.rollout for key, one in zip(keys, responses, strict=True) if key not in scores}
+        encoded = encode_responses(list(missing.values()), questions, form, separator=cfg.step_separator)
+        if cfg.too_long != "zero":
+            require_fitting(encoded, about.max_length, "responses")
+        zeros = len(too_long(encoded, about.max_length))
+        new = f"{len(missing)} new" if missing else "none new"
+        new += f", {zeros} longer than the model's context with score 0" if zeros else ""
+        lines.append(f"{store.folder}: scores of {len(responses)} {kind} responses ({new})")
+        if missing:
+            pending.append((store, kind, label, scores, list(zip(missing, encoded, strict=True))))
+    if pending:
+        with _scorer(about, cfg, stored.folder.path / "servers" / f"scores_{name}") as scorer:
+            for store, kind, label, scores, missing_scores in pending:
+                number = len(list(store.folder.glob(f"{kind}.parts/part_*.parquet"))) if scores else 0
+                for part in minibatches(missing_scores, cfg.part_size):
+                    found = scores_or_zeros(scorer, [parts for _, parts in part], about.max_length)
+                    found = dict(zip((key for key, _ in part), found, strict=True))
+                    store.write_part(kind, number, found, **label)
+                    scores |= found
+                    number += 1
+                store.write(kind, scores, **label)
+    return lines
 
 
 def _model(model: str, tokenizer: Path | None, cfg: ScoreConfig) -> tuple[RewardFolder, str, ScoreConfig]:
@@ -134,7 +107,3 @@ def _scorer(about: RewardFolder, cfg: ScoreConfig, work: Path) -> Iterator[StepR
 
     with serving(about, cfg.servers, work) as served:
         yield served
-
-
-def _key(response: ScoredRollout) -> Key:
-    return response.rollout.problem_id, response.rollout.sample_index

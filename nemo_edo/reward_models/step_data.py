@@ -13,7 +13,7 @@ from nemo_edo.config.reward_model import ARITHMETIC, RewardDataConfig
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models.formats import OwnFormat
 from nemo_edo.reward_models.process_reward import padded
-from nemo_edo.reward_models.steps import FirstWrong, StepGroup, held_out, step_groups
+from nemo_edo.reward_models.steps import StepGroup, held_out, step_groups
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.test_time.search_llm import StepPath
 
@@ -53,16 +53,32 @@ class StepData:
 def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, seed: int) -> StepData:
     """Groups from the run's training responses, split by question into train and validation, and from the responses to
     its test problems. Raises UserError where a part is empty."""
-    questions = run.questions(TRAIN)
+    questions, test_questions = run.questions(TRAIN), run.questions(TEST)
+    checker = None
+    if data.steps == ARITHMETIC:
+        texts = [*questions.values(), *test_questions.values()]
+        strange = next((text for text in texts if not all(part.isdecimal() for part in text.split(" + "))), None)
+        if strange is not None:
+            raise UserError(
+                f"data.steps is arithmetic, which checks the built-in task's steps, but the run has the question "
+                f"{strange!r}; set data.steps=answer"
+            )
+        checker = first_wrong_step
     responses = [response for arm in run.with_rollouts(data.arms) for response in run.training_responses(arm)]
-    texts = [*questions.values(), *run.questions(TEST).values()]
-    checker = arithmetic_checker(texts) if data.steps == ARITHMETIC else None
-    validation = held_out(questions.values(), data.validation_share, seed)
     trained = step_groups(questions, responses, data, checker, seed)
+    validation = held_out(questions.values(), data.validation_share, seed)
+    known = set(questions.values())
+    test_questions = {one: text for one, text in test_questions.items() if text not in known}
+    tested = [
+        response
+        for policy in run.evaluated(data.test_arms)
+        for response in run.evaluation_responses(policy, "sampled")
+        if response.rollout.problem_id in test_questions
+    ]
     groups = {
         TRAIN: [group for group in trained if group.question not in validation],
         VALIDATION: [group for group in trained if group.question in validation],
-        TEST: _test_groups(run, data, checker, seed, set(questions.values())),
+        TEST: step_groups(test_questions, tested, data, checker, seed),
     }
     encoded = {part: [_encoded(group, form) for group in found] for part, found in groups.items()}
     fitting = {
@@ -78,17 +94,6 @@ def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, see
     return StepData(fitting, sum(map(len, encoded.values())) - sum(map(len, fitting.values())))
 
 
-def arithmetic_checker(questions: Sequence[str]) -> FirstWrong:
-    """Finds the first wrong step of the built-in task. Raises UserError for a question of another task."""
-    strange = next((text for text in questions if not all(part.isdecimal() for part in text.split(" + "))), None)
-    if strange is not None:
-        raise UserError(
-            f"data.steps is arithmetic, which checks the built-in task's steps, but the run has the question "
-            f"{strange!r}; set data.steps=answer"
-        )
-    return lambda question, steps: first_wrong_step(question=question, steps=steps)
-
-
 def collate(groups: Sequence[EncodedGroup], pad_id: int) -> dict[str, Tensor]:
     """input_ids and attention_mask [paths, T] of all groups' paths, the positions ``ends`` [paths] of their last
     tokens, and ``sizes`` [groups]: how many paths each group has."""
@@ -100,29 +105,6 @@ def collate(groups: Sequence[EncodedGroup], pad_id: int) -> dict[str, Tensor]:
         "ends": torch.tensor([len(path) - 1 for path in paths]),
         "sizes": torch.tensor([len(group.paths) for group in groups]),
     }
-
-
-def ranked(scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores [paths] of groups of ``sizes`` [Q] paths as positive scores [Q], negative ones [Q, K], and the mask of
-    the latter: what ``ranking_nce_loss`` takes."""
-    rows = torch.split(scores, sizes.tolist())
-    negatives = torch.nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True)
-    mask = torch.arange(negatives.shape[1], device=scores.device) < (sizes - 1)[:, None]
-    return torch.stack([row[0] for row in rows]), negatives, mask
-
-
-def _test_groups(
-    run: StoredRun, data: RewardDataConfig, checker: FirstWrong | None, seed: int, known: set[str]
-) -> list[StepGroup]:
-    """Groups of the test problems whose question is not a training problem's."""
-    questions = {problem_id: text for problem_id, text in run.questions(TEST).items() if text not in known}
-    responses = [
-        response
-        for policy in run.evaluated(data.test_arms)
-        for response in run.evaluation_responses(policy, "sampled")
-        if response.rollout.problem_id in questions
-    ]
-    return step_groups(questions, responses, data, checker, seed)
 
 
 def _encoded(group: StepGroup, form: OwnFormat) -> EncodedGroup:

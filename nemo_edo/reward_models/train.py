@@ -29,16 +29,7 @@ from nemo_edo.metrics import Interval, share_interval
 from nemo_edo.reward_models.formats import Encoded, OwnFormat, OwnSettings, write_own_settings
 from nemo_edo.reward_models.heads import features, margins, own_class, own_config, own_kind
 from nemo_edo.reward_models.process_reward import batches
-from nemo_edo.reward_models.step_data import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    EncodedGroup,
-    StepData,
-    build_step_data,
-    collate,
-    ranked,
-)
+from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, StepData, build_step_data, collate
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.inputs import model_folder
 from nemo_edo.run.stored_run import StoredRun, open_run
@@ -71,7 +62,9 @@ def train_reward_model(cfg: RewardModelRunConfig) -> Path:
             print(f"{part}: {', '.join(f'{count} {name}' for name, count in counts.items())}".replace("_", " "))
         network = _new_network(cfg, kind, network_config)
         results = _train_and_test(cfg, folder, network, data)
-        _write_model(folder.path / "model", network, tokenizer, settings)
+        network.save_pretrained(folder.path / "model")
+        tokenizer.save_pretrained(str(folder.path / "model"))
+        write_own_settings(folder.path / "model", settings)
         folder.write_json("results.json", results)
         folder.write_json("summary.json", {"job": cfg.job, **results})  # marks the training as finished
         shutil.rmtree(folder.path / "checkpoints")
@@ -135,14 +128,6 @@ def _new_network(cfg: RewardModelRunConfig, kind: type[PreTrainedModel], config:
     return network
 
 
-def _write_model(
-    out: Path, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: OwnSettings
-) -> None:
-    network.save_pretrained(out)
-    tokenizer.save_pretrained(str(out))
-    write_own_settings(out, settings)
-
-
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +141,11 @@ class NCETrainer(Trainer):
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        positives, negatives, mask = ranked(_scores(model, inputs, self._settings.dtype), inputs["sizes"])
-        settings = self._settings
+        settings, sizes = self._settings, inputs["sizes"]
+        rows = torch.split(_scores(model, inputs, settings.dtype), sizes.tolist())  # a group's right path is its first
+        positives = torch.stack([row[0] for row in rows])
+        negatives = torch.nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True)
+        mask = torch.arange(negatives.shape[1], device=sizes.device) < (sizes - 1)[:, None]
         term = ranking_nce_loss(
             positives, negatives, l2=settings.l2, negative_mask=mask.float(), weighting=settings.weighting
         )
@@ -167,7 +155,8 @@ class NCETrainer(Trainer):
         accuracy = ranking_accuracy(self.model, self.eval_dataset, self.data_collator, resamples=1, seed=0)
         found = {f"validation_{kind}": accuracy[kind]["mean"] for kind in accuracy}
         self.log(dict(found))  # log() modifies its argument
-        print(f"step {self.state.global_step}: {_in_words(found)}")
+        said = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        print(f"step {self.state.global_step}: ranking accuracy {said}")
         return {}
 
 
@@ -264,7 +253,13 @@ def ranking_accuracy(
     """
     was_training = network.training
     network.eval()
-    scores = _path_scores(network, {path for group in groups for path in group.paths}, collator)
+    scores: dict[tuple[int, ...], float] = {}
+    paths = {path for group in groups for path in group.paths}
+    for batch in batches([Encoded(path, (len(path) - 1,)) for path in paths], _EVALUATION_TOKENS):
+        inputs = collator([EncodedGroup("", tuple(part.ids for part in batch), ())])
+        inputs = {name: tensor.to(network.device) for name, tensor in inputs.items()}
+        values = _scores(network, inputs, "float32").tolist()
+        scores |= dict(zip((part.ids for part in batch), values, strict=True))
     network.train(was_training)
     wins: dict[str, dict[str, list[float]]] = {"all": {}, "one_prefix": {}}
     for group in groups:
@@ -273,28 +268,14 @@ def ranking_accuracy(
             win = 1.0 if first > other else 0.5 if first == other else 0.0
             for name in ("all", "one_prefix") if shared else ("all",):
                 wins[name].setdefault(group.problem_id, []).append(win)
-    return {name: _interval(of_question, resamples, seed) for name, of_question in wins.items() if of_question}
-
-
-def _path_scores(network: PreTrainedModel, paths: set[tuple[int, ...]], collator: Any) -> dict[tuple[int, ...], float]:
     found = {}
-    for batch in batches([Encoded(path, (len(path) - 1,)) for path in paths], _EVALUATION_TOKENS):
-        inputs = collator([EncodedGroup("", tuple(part.ids for part in batch), ())])
-        inputs = {name: tensor.to(network.device) for name, tensor in inputs.items()}
-        values = _scores(network, inputs, "float32").tolist()
-        found |= dict(zip((part.ids for part in batch), values, strict=True))
+    for name, of_question in wins.items():
+        if of_question:
+            sums, counts = (np.array([measure(one) for one in of_question.values()]) for measure in (sum, len))
+            interval: Interval = share_interval(sums, counts, resamples=resamples, seed=seed)
+            about = {"pairs": int(counts.sum()), "questions": len(of_question)}
+            found[name] = {"mean": interval.mean, "low": interval.low, "high": interval.high, **about}
     return found
-
-
-def _in_words(accuracies: dict[str, float]) -> str:
-    return "ranking accuracy " + ", ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
-
-
-def _interval(of_question: dict[str, list[float]], resamples: int, seed: int) -> dict[str, float]:
-    sums, counts = (np.array([measure(wins) for wins in of_question.values()]) for measure in (sum, len))
-    interval: Interval = share_interval(sums, counts, resamples=resamples, seed=seed)
-    about = {"pairs": int(counts.sum()), "questions": len(of_question)}
-    return {"mean": interval.mean, "low": interval.low, "high": interval.high, **about}
 
 
 def _summary(results: dict[str, Any]) -> list[str]:

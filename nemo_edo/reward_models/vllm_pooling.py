@@ -19,14 +19,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from scipy.special import expit
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import Launch, require_model
+from nemo_edo.generation.server_api import require_model
 from nemo_edo.generation.servers import check_environment, managed_replicas, replicas_at_urls, start
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.reward_models.formats import SKYWORK, Encoded, RewardFolder, load_format
@@ -41,17 +42,17 @@ TOKENS, SEQUENCE = "token_classify", "classify"
 
 
 class VLLMPooling(VLLM):
-    """A ServerAPI: vLLM with a pooling model."""
+    """vLLM with a pooling model."""
 
-    takes_weights = False
+    takes_weights: ClassVar[bool] = False
 
     def model_name(self, model: Path) -> str:
         return MODEL_NAME
 
-    def use_options(self, launch: Launch) -> dict[str, str]:
+    def use_options(self) -> dict[str, str]:
         return {"runner": "pooling"}
 
-    def cpu_arguments(self, launch: Launch) -> list[str]:
+    def cpu_arguments(self) -> list[str]:
         return []
 
 
@@ -98,7 +99,7 @@ def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
             rows = [rows[end] for end in part.ends]
         # Two numbers are the logits of the classes wrong and right, one is their difference.
         logits = [row if len(row) == 2 else (0.0, *row) for row in rows]
-        scores = tuple(_sigmoid(right - wrong) for wrong, right in logits)
+        scores = tuple(float(expit(right - wrong)) for wrong, right in logits)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Fault(f"{POOLING}: an answer without rows of one or two numbers: {error!r}") from None
     if len(scores) != len(part.ends) or not all(map(math.isfinite, scores)):
@@ -132,25 +133,15 @@ def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Pa
     model = about.path
     if about.own is None and about.architecture == SKYWORK:
         model = write_servable(about.path, work / "served")
-    return managed_replicas(VLLMPooling(), _launch(about, settings, work, bool(gpus)), model, gpus)
+    return managed_replicas(_api(about, settings, work, bool(gpus)), model, gpus)
 
 
-def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> Launch:
-    pooler = _pooler_config(about)
-    arguments = ("--pooler-config", json.dumps(pooler)) if pooler else ()
-    return Launch(settings, settings.dtype or ("bfloat16" if on_gpus else "float32"), work, arguments=arguments)
-
-
-def _pooler_config(about: RewardFolder) -> dict[str, Any]:
-    """Pooling options that vLLM does not take from the model's own files."""
+def _api(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> VLLMPooling:
+    pooler: dict[str, Any] = {}  # what vLLM does not take from the model's own files
     if about.own is None and about.architecture != SKYWORK:
         # vLLM assumes the id that <extra_0> has in Qwen's tokenizer; another tokenizer may have another.
-        return {"tok_pooling_type": "STEP", "step_tag_id": load_format(about).step_id}
-    if about.own is not None and not about.is_encoder:
-        return {"task": TOKENS}  # the default of a sequence classifier is one row per sequence
-    return {}
-
-
-def _sigmoid(value: float) -> float:
-    """Without overflow at either end."""
-    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+        pooler = {"tok_pooling_type": "STEP", "step_tag_id": load_format(about).step_id}
+    elif about.own is not None and not about.is_encoder:
+        pooler = {"task": TOKENS}  # the default of a sequence classifier is one row per sequence
+    arguments = ("--pooler-config", json.dumps(pooler)) if pooler else ()
+    return VLLMPooling(settings, settings.dtype or ("bfloat16" if on_gpus else "float32"), work, arguments=arguments)

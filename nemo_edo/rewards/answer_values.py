@@ -268,10 +268,10 @@ def _set(text: str, letters: bool) -> Value | None:
             return Items("{}", tuple(item for part in parts for item in part.items))
         regions = [region(part) for part in parts]
         return _NOTHING if None in regions else Region(sympy.Union(*(one.numbers for one in regions)))
-    match = re.fullmatch(r"(?P<opens>\\\{|\\langle|[(\[])(?P<inside>.*?)(?P<closes>\\\}|\\rangle|[)\]])", text)
-    if match is None or ("langle" not in text and min(_depths(text)[2:-1]) < 1):
+    match = re.fullmatch(r"(?P<opens>\\\{|[(\[])(?P<inside>.*?)(?P<closes>\\\}|[)\]])", text)
+    if match is None or min(_depths(text)[2:-1]) < 1:
         return None
-    brackets = match["opens"].lstrip("\\").replace("langle", "(") + match["closes"].lstrip("\\").replace("rangle", ")")
+    brackets = match["opens"][-1] + match["closes"][-1]
     inside = match["inside"].strip()
     if brackets == "{}":
         if not inside:

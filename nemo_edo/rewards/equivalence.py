@@ -104,24 +104,22 @@ def _only(value: Value) -> Value:
 
 
 def _same(gold: Value, answer: Value) -> bool:
-    if isinstance(gold, Named) and isinstance(answer, Named) and gold.name == answer.name:
-        return _same(gold.value, answer.value)
-    if any(isinstance(one, Named) and one.formula is not None for one in (gold, answer)):
-        if isinstance(gold, Number) and len(answer.formula.free_symbols) > 1:  # x + y = 5
-            return _same(gold, answer.value)
-        return _same_equation(gold, answer)
     if isinstance(gold, Named) and isinstance(answer, Named):
-        return _same_equation(gold, answer)
+        return _same(gold.value, answer.value) if gold.name == answer.name else _same_equation(gold, answer)
+    if isinstance(gold, Named) and gold.formula is not None:
+        return False
+    if isinstance(answer, Named) and answer.formula is not None and len(answer.formula.free_symbols) < 2:
+        return False  # x + y = 5 states 5, and 2x = 5 does not
     gold, answer = (one.value if isinstance(one, Named) else one for one in (gold, answer))
     if isinstance(gold, Text) or isinstance(answer, Text):
         return _same_text(gold, answer)
     if isinstance(gold, Number) and isinstance(answer, Number):
         return _same_measure(gold, answer)
-    regions = [region(one) for one in (gold, answer)]
-    if Region in map(type, (gold, answer)) or "to" in (getattr(one, "brackets", "") for one in (gold, answer)):
-        if None not in regions:
-            return _same_region(*(one.numbers for one in regions))
-    if any(isinstance(one, Items) and one.brackets in ("::", "to") for one in (gold, answer)):
+    brackets = {getattr(one, "brackets", None) for one in (gold, answer)}
+    regions = region(gold), region(answer)
+    if None not in regions and (isinstance(gold, Region) or isinstance(answer, Region) or "to" in brackets):
+        return _same_region(*(one.numbers for one in regions))
+    if brackets & {"::", "to"}:
         return _same_ratio(gold, answer)
     return isinstance(gold, Items) and isinstance(answer, Items) and _same_items(gold, answer)
 
@@ -138,8 +136,8 @@ def _same_text(gold: Value, answer: Value) -> bool:
     if kinds == ["time", "time"]:
         return gold.words.split()[0] == answer.words.split()[0] and not ("m" in gold.words and "m" in answer.words)
     if "choice" in kinds:
-        letters = [one.words if isinstance(one, Text) else getattr(one, "text", "") for one in (gold, answer)]
-        return letters[0].upper() == letters[1].upper()
+        letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
+        return len(letters) == 1
     return False
 
 
@@ -217,7 +215,8 @@ def _same_measure(gold: Number, answer: Number) -> bool:
     if gold.percent == answer.percent:
         if gold.unit.dimensions and answer.unit.dimensions and gold.size != answer.size:
             return _same_value(gold.value, answer.value * sympy.Rational(answer.size / gold.size))
-        return _same_number(gold, answer)
+        rounded = _is_rounded(answer.text, gold) or _is_rounded(gold.text, answer)
+        return rounded or _same_value(gold.value, answer.value)
     percent, other = (gold, answer) if gold.percent else (answer, gold)
     if not other.unit.is_any or other.unit.counted:  # 50 cents are not 50%
         return False
@@ -234,10 +233,6 @@ def _has_prose(gold: Number, answer: Number) -> bool:
     return any(run not in FUNCTIONS and not set(run) <= set(known) for run in _RUN.findall(said))
 
 
-def _same_number(gold: Number, answer: Number) -> bool:
-    return _same_value(gold.value, answer.value) or (_is_rounded(answer.text, gold) or _is_rounded(gold.text, answer))
-
-
 def _is_rounded(decimal: str, exact: Number) -> bool:
     """Whether a decimal has the first digits of a number that no decimal is equal to."""
     digits = decimal.lstrip("-0.").replace(".", "")
@@ -247,16 +242,15 @@ def _is_rounded(decimal: str, exact: Number) -> bool:
     if getattr(number, "free_symbols", True) or not number.is_real:
         return False
     last = sympy.Rational(1, 10 ** len(decimal.partition(".")[2]))
-    return bool(abs(sympy.N(number - sympy.Rational(decimal), _DIGITS)) < last)
+    rest = sympy.N(abs(number) - abs(sympy.Rational(decimal)), _DIGITS)
+    return bool(number * sympy.Rational(decimal) > 0 and -last / 2 <= rest < last)  # rounded, or cut off
 
 
 def _same_value(gold: sympy.Basic, answer: sympy.Basic) -> bool:
     """Whether two expressions are equal: exactly where both are rational, to many digits where they are numbers, and at
     some points where they have variables; math-verify decides where sympy finds no number there."""
     if isinstance(gold, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
-        return (
-            getattr(gold, "shape", None) == getattr(answer, "shape", ()) and all(map(_same_value, gold, answer))
-        )  # fmt: skip
+        return getattr(gold, "shape", None) == getattr(answer, "shape", ()) and all(map(_same_value, gold, answer))
     exact = gold.doit(), answer.doit()
     if any(one.has(sympy.zoo, sympy.nan) for one in exact):
         return False
@@ -271,8 +265,7 @@ def _same_value(gold: sympy.Basic, answer: sympy.Basic) -> bool:
     for number in range(len(_POINTS)):
         point = _point(difference, number)
         try:
-            values = [sympy.N(one.subs(point), _DIGITS) for one in exact]
-            first, second = (sympy.Float(0) + value if value.is_real else value for value in values)
+            first, second = values = [sympy.N(one.subs(point), _DIGITS) for one in exact]
             if not all(value.is_number and value.is_finite for value in values):
                 continue
             scale = max(abs(first), abs(second))

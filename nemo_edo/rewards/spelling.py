@@ -37,6 +37,8 @@ def _decimal_comma(number: re.Match[str]) -> str:
 
 
 _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
+    (r"\\langle(?![a-zA-Z])\s*", "("),
+    (r"\s*\\rangle(?![a-zA-Z])", ")"),
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\[bB]igg?[lrm]?\s*(?=[()\[\]|]|\\[{}])", ""),

@@ -112,7 +112,7 @@ def measure(answer: str, *, letters: bool = False) -> Measure | None:
     words = " ".join(match["unit"].replace(_MARK, " ").split())
     if _MARK not in marked and not (letters and words in _UNITS):
         first = re.match(r"[a-zA-Z]+", words)[0]  # one letter may be a variable
-        if first in FUNCTIONS or (len(first) == 1 and not re.fullmatch(r"[a-z]+/[a-z]+", words)):
+        if first in FUNCTIONS or (len(first) == 1 and not re.fullmatch(r"[a-z]+/[a-z]+(?:\^\{?\d\}?)?", words)):
             return None
     if "degrees" in words and not re.fullmatch(r"[-+\d.,/ ]+|.*\\[dt]?frac.*\d.*", match["value"]):
         return None  # \sin 30^\circ is a number

@@ -283,6 +283,7 @@ class _Tree:
         finished = {index: node.reward for index, node in enumerate(self.nodes) if node.finished}
         leaves = {index: node.reward for index, node in enumerate(self.nodes) if node.expanded_at is None}
         (best,) = _top(finished or leaves, 1)
+        tokens = [number for number in self._tokens if number is not None]
         return SearchResult(
             path=self.nodes[best].path,
             finished=self.nodes[best].finished,
@@ -290,7 +291,7 @@ class _Tree:
             nodes=tuple(self.nodes),
             iterations=self._iteration,
             samples=len(self._tokens),
-            tokens=None if None in self._tokens else sum(self._tokens),
+            tokens=sum(tokens) if len(tokens) == len(self._tokens) else None,
         )
 
     def grow(self, scores: Sequence[StepScore]) -> None:

@@ -137,8 +137,8 @@ def test_responses_beyond_the_context_are_found_before_a_model_is_loaded_or_scor
     stored = open_run(run)
     responses = [one.rollout for one in stored.evaluation_responses("grpo", "sampled")]
     encoded = encode_responses(responses, stored.questions("test"), load_format(read_reward_folder(small)),
-                               separator=None, max_length=None, zero_too_long=False)  # fmt: skip
-    lengths = [len(part.ids) for parts in encoded.parts for part in parts]
+                               separator=None)
+    lengths = [len(part.ids) for parts in encoded for part in parts]
     limit = max(lengths) - 1
     (small / "config.json").write_text(json.dumps({**fields, "max_position_embeddings": limit}))
     with monkeypatch.context() as patch:
