@@ -34,7 +34,7 @@ class ServerEngine:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        api: ServerAPI,
+        api: type[ServerAPI],
         settings: ServersConfig,
         *,
         stop_ids: Sequence[int],
@@ -44,7 +44,7 @@ class ServerEngine:
         progress: bool = False,
     ) -> None:
         """stop_ids: the tokens that end a response. vocab_size: the token ids of responses are below it.
-        logprobs_after_temperature: as for ``Launch``."""
+        logprobs_after_temperature: as for ``ServerAPI``."""
         self.replicas = list(replicas)
         self.excluded: list[Replica] = []
         """Replicas that did not take the latest weights, and get no requests."""

@@ -19,14 +19,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import Launch, require_model
+from nemo_edo.generation.server_api import require_model
 from nemo_edo.generation.servers import check_environment, managed_replicas, replicas_at_urls, start
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.reward_models.formats import SKYWORK, Encoded, RewardFolder, load_format
@@ -41,17 +41,17 @@ TOKENS, SEQUENCE = "token_classify", "classify"
 
 
 class VLLMPooling(VLLM):
-    """A ServerAPI: vLLM with a pooling model."""
+    """vLLM with a pooling model."""
 
-    takes_weights = False
+    takes_weights: ClassVar[bool] = False
 
     def model_name(self, model: Path) -> str:
         return MODEL_NAME
 
-    def use_options(self, launch: Launch) -> dict[str, str]:
+    def use_options(self) -> dict[str, str]:
         return {"runner": "pooling"}
 
-    def cpu_arguments(self, launch: Launch) -> list[str]:
+    def cpu_arguments(self) -> list[str]:
         return []
 
 
@@ -132,13 +132,13 @@ def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Pa
     model = about.path
     if about.own is None and about.architecture == SKYWORK:
         model = write_servable(about.path, work / "served")
-    return managed_replicas(VLLMPooling(), _launch(about, settings, work, bool(gpus)), model, gpus)
+    return managed_replicas(_api(about, settings, work, bool(gpus)), model, gpus)
 
 
-def _launch(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> Launch:
+def _api(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> VLLMPooling:
     pooler = _pooler_config(about)
     arguments = ("--pooler-config", json.dumps(pooler)) if pooler else ()
-    return Launch(settings, settings.dtype or ("bfloat16" if on_gpus else "float32"), work, arguments=arguments)
+    return VLLMPooling(settings, settings.dtype or ("bfloat16" if on_gpus else "float32"), work, arguments=arguments)
 
 
 def _pooler_config(about: RewardFolder) -> dict[str, Any]:
