@@ -57,10 +57,10 @@ def calls_of_refits(folder: Path) -> list[tuple]:
     sleep.wake_for_requests(servers[1])
     servers[2].faults = {"/start_weight_update": 1}
     library = Library(nccl_stub.build(folder))
-    servers[2].link = nccl_stub.Workers(library, 5.0)
+    servers[2].link = nccl_stub.Workers(library, 60.0)
     workers = SimpleNamespace(call=lambda work, own: own("weight", torch.ones(2, 3).bfloat16()))
-    sync = NCCLSync(engine_of(servers[2]), workers, lambda: nccl_stub.communicator(library, 5.0), name="run",
-                    attempts=2, limit_s=5.0)  # fmt: skip
+    sync = NCCLSync(engine_of(servers[2]), workers, lambda: nccl_stub.communicator(library, 60.0), name="run",
+                    attempts=2, limit_s=60.0)  # fmt: skip
     sync.push(1)
     servers[2].starts += 1
     sync.push(2)
