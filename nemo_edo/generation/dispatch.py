@@ -33,12 +33,15 @@ class Dispatcher:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], settings: ServersConfig, restart: Callable[[Replica], None] = Replica.restart
+        self,
+        replicas: Sequence[Replica],
+        settings: ServersConfig,
+        after_restart: Callable[[Replica], None] | None = None,
     ) -> None:
-        """restart: blocks; raises ServerError where the replica does not return."""
+        """after_restart: prepares a restarted replica for requests; blocks, and raises ServerError where that fails."""
         self._replicas = replicas
         self._settings = settings
-        self._restart = restart
+        self._after_restart = after_restart
 
     def post_all(
         self,
@@ -163,7 +166,9 @@ class Dispatcher:
             server.restarts += 1
             log.warning("%s: %s; restart %d", server.replica, server.last_error, server.restarts)
             try:
-                await asyncio.to_thread(self._restart, server.replica)
+                await asyncio.to_thread(server.replica.restart)
+                if self._after_restart is not None:
+                    await asyncio.to_thread(self._after_restart, server.replica)
                 return True
             except ServerError as error:
                 server.last_error = str(error)

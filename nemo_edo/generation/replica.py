@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_edo.generation.server_api import HEALTH, MODELS, Launch, ServerAPI
+from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
 from nemo_edo.utils.api_key import ApiKey
 from nemo_edo.utils.http import Fault, ServerError, exchange, open_session
 from nemo_edo.utils.processes import kept
@@ -146,17 +146,14 @@ class ManagedReplica(Replica):
 
     is_managed = True
 
-    def __init__(
-        self, name: str, api: ServerAPI, launch: Launch, model_folder: Path, key: str, *, ready_limit_s: float
-    ) -> None:
+    def __init__(self, name: str, api: ServerAPI, model_folder: Path, key: str, *, ready_limit_s: float) -> None:
         """Not started. model_folder: what the first start loads. key: what the server asks its clients for."""
         super().__init__(name, "", key, ready_limit_s=ready_limit_s, has_worker_extension=True)
         self.model_folder = model_folder
-        self.launch = launch
+        self.api = api
         self.starts = 0
         self.process: subprocess.Popen | None = None
         """The keeper of the server's processes; None before a start and after ``stop``."""
-        self._api = api
 
     @property
     def has_ended(self) -> bool:
@@ -168,17 +165,17 @@ class ManagedReplica(Replica):
 
     def start_process(self) -> None:
         """Starts the process without waiting for it."""
-        host = self.launch.settings.host
+        host = self.api.settings.host
         port = free_port(host)
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         self.starts += 1
         trainers = {name for name in os.environ if name in TRAINER_VARIABLES or name.startswith("TORCHELASTIC_")}
         inherited = {name: value for name, value in os.environ.items() if name not in trainers}
-        environment = {**inherited, **self._api.environment(self.launch, self.key.value)}
-        command = kept(self._api.command(self.launch, self.model_folder, port))
-        self.launch.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.launch.log.open("ab") as log:
+        environment = {**inherited, **self.api.environment(self.key.value)}
+        command = kept(self.api.command(self.model_folder, port))
+        self.api.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.api.log.open("ab") as log:
             log.write(f"\n{START} {self.starts}: {self.url}\n".encode())
             log.flush()
             self.process = subprocess.Popen(
@@ -187,7 +184,7 @@ class ManagedReplica(Replica):
 
     def wait_until_ready(self, limit_s: float | None = None) -> None:
         super().wait_until_ready(limit_s)
-        expected = self._api.model_name(self.model_folder)
+        expected = self.api.model_name(self.model_folder)
         if self.model_name != expected:
             # Another process may have taken the port after free_port() found it.
             raise ServerError(f"{self} is not the server that was started: it has the model {self.model_name!r}")
@@ -210,10 +207,10 @@ class ManagedReplica(Replica):
         return f"its process has ended with status {status}{self.log_tail()}"
 
     def log_tail(self) -> str:
-        if not self.launch.log.is_file():
+        if not self.api.log.is_file():
             return ""
-        lines = self.launch.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-        return self.key.hide("\n".join([f"; the end of {self.launch.log}:", *(f"  | {line}" for line in lines)]))
+        lines = self.api.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        return self.key.hide("\n".join([f"; the end of {self.api.log}:", *(f"  | {line}" for line in lines)]))
 
 
 def starts_in(log: Path) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import nemo_edo
 from nemo_edo.config import ServersConfig
@@ -26,8 +26,15 @@ ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How the run starts a server."""
+class ServerAPI:
+    """A kind of server, and how the run starts one of it. The subclasses are for vLLM and TensorRT-LLM."""
+
+    backend: ClassVar[str]
+    """Its value of ``generation.backend``."""
+    package: ClassVar[str]
+    """The package that its interpreter must have."""
+    install: ClassVar[str]
+    """How to install it, for error messages."""
 
     settings: ServersConfig
     dtype: str
@@ -47,35 +54,29 @@ class Launch:
     adapter_rank: int | None = None
     """Rank of its LoRA adapters; None: without adapters."""
 
+    def model_name(self, model: Path) -> str:
+        """The name that the server gives to the model of folder ``model``."""
+        raise NotImplementedError
+
+    def command(self, model: Path, port: int) -> list[str]:
+        """The server's command line, without the key."""
+        raise NotImplementedError
+
+    def environment(self, key: str) -> dict[str, str]:
+        """The server's environment variables."""
+        raise NotImplementedError
+
+    @staticmethod
+    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
+        """Fields of a completion request: return token ids and log-probabilities, and stop only at ``stop_ids``."""
+        raise NotImplementedError
+
     @property
     def visible_devices(self) -> str:
         """CUDA_VISIBLE_DEVICES. An inherited list (indices or UUIDs, as schedulers set it) decides which GPUs these
         are."""
         inherited = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         return ",".join(inherited[gpu] if inherited else str(gpu) for gpu in self.gpus)
-
-
-class ServerAPI(Protocol):
-    """What is specific to a kind of server."""
-
-    backend: str
-    """Its value of ``generation.backend``."""
-    package: str
-    """The package that its interpreter must have."""
-    install: str
-    """How to install it, for error messages."""
-
-    def model_name(self, model: Path) -> str:
-        """The name that the server gives to the model of folder ``model``."""
-
-    def command(self, launch: Launch, model: Path, port: int) -> list[str]:
-        """The server's command line, without the key."""
-
-    def environment(self, launch: Launch, key: str) -> dict[str, str]:
-        """The server's environment variables."""
-
-    def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """Fields of a completion request: return token ids and log-probabilities, and stop only at ``stop_ids``."""
 
 
 def server_python(settings: ServersConfig) -> str:
@@ -87,7 +88,7 @@ def server_python(settings: ServersConfig) -> str:
 
 
 def completion_body(
-    api: ServerAPI, model_name: str, request: GenerationRequest, sampling: SamplingParams, stop_ids: Sequence[int]
+    api: type[ServerAPI], model_name: str, request: GenerationRequest, sampling: SamplingParams, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
     """The request for one response. Greedy decoding ignores top_p, which would cut the distribution of its
     log-probabilities."""

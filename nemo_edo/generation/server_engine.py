@@ -34,7 +34,7 @@ class ServerEngine:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        api: ServerAPI,
+        api: type[ServerAPI],
         settings: ServersConfig,
         *,
         stop_ids: Sequence[int],
@@ -44,7 +44,7 @@ class ServerEngine:
         progress: bool = False,
     ) -> None:
         """stop_ids: the tokens that end a response. vocab_size: the token ids of responses are below it.
-        logprobs_after_temperature: as for ``Launch``."""
+        logprobs_after_temperature: as for ``ServerAPI``."""
         self.replicas = list(replicas)
         self.excluded: list[Replica] = []
         """Replicas that did not take the latest weights, and get no requests."""
@@ -83,7 +83,8 @@ class ServerEngine:
                 rollouts[place] = self._rollout(requests[place], answer, strings)
                 counter.add()
 
-            dispatcher = Dispatcher(self.replicas, self._settings, self._restart)
+            restore = None if self.weights is None else self.weights.restore
+            dispatcher = Dispatcher(self.replicas, self._settings, restore)
             try:
                 dispatcher.post_all(COMPLETIONS, bodies, read, stop)
             except ServerError as error:
@@ -112,11 +113,6 @@ class ServerEngine:
             raise UserError(
                 f"temperature is {sampling.temperature}: these servers return the probabilities of temperature 1"
             )
-
-    def _restart(self, replica: Replica) -> None:
-        replica.restart()
-        if self.weights is not None:
-            self.weights.restore(replica)
 
     def _rollout(self, request: GenerationRequest, answer: Any, strings: StopStrings) -> Rollout:
         """Looks for stop strings again: a server that knows them as token ids only (trtllm) misses those that other

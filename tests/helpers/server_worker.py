@@ -102,7 +102,7 @@ def exposure(replica: Replica) -> dict:
         "wrong_key": requests.get(f"{replica.url}/v1/models", headers={"Authorization": "Bearer no"}).status_code,
         "listening": sorted(listening),
         "key_in_arguments": any(key in part for p in [process, *process.children(True)] for part in p.cmdline()),
-        "key_in_log": key in replica.launch.log.read_text(errors="replace"),
+        "key_in_log": key in replica.api.log.read_text(errors="replace"),
         "key_length": len(key),
         "insecure_serialization": process.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"],
     }

@@ -4,7 +4,6 @@ Also for what cannot run here: the options of GPU servers, sleep, and the transf
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from helpers import nccl_stub
 from helpers.scripted_server import ScriptedReplica, engine_of
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, Launch, completion_body
+from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, completion_body
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.megatron import platform
 from nemo_edo.refit.disk import AdapterSync, DiskSync
@@ -27,11 +26,13 @@ from nemo_edo.types import GenerationRequest, SamplingParams
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 HELPER = Path(__file__).parents[1] / "helpers" / "vllm_contract.py"
-LAUNCH = Launch(
-    ServersConfig(), "bfloat16", Path("log"), gpus=(0, 1), max_length=64, logprobs_after_temperature=True, sleeps=True,
-    nccl_library="/nccl", adapter_rank=20, arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})),
-)
-LAUNCHES = [LAUNCH, replace(LAUNCH, gpus=(), arguments=(), logprobs_after_temperature=False)]
+ON_GPUS = {
+    "gpus": (0, 1), "logprobs_after_temperature": True, "nccl_library": "/nccl", "adapter_rank": 20, "sleeps": True,
+    "arguments": ("--weight-transfer-config", json.dumps({"backend": "nccl"})),
+}  # fmt: skip
+ON_CPU = {"nccl_library": "/nccl", "adapter_rank": 20, "sleeps": True}
+APIS = [kind(ServersConfig(), "bfloat16", Path("log"), max_length=64, **settings)
+        for kind in (VLLM, vllm_pooling.VLLMPooling) for settings in (ON_GPUS, ON_CPU)]  # fmt: skip
 
 
 def calls_of_refits(folder: Path) -> list[tuple]:
@@ -56,10 +57,10 @@ def calls_of_refits(folder: Path) -> list[tuple]:
     sleep.wake_for_requests(servers[1])
     servers[2].faults = {"/start_weight_update": 1}
     library = Library(nccl_stub.build(folder))
-    servers[2].link = nccl_stub.Workers(library, 5.0)
+    servers[2].link = nccl_stub.Workers(library, 60.0)
     workers = SimpleNamespace(call=lambda work, own: own("weight", torch.ones(2, 3).bfloat16()))
-    sync = NCCLSync(engine_of(servers[2]), workers, lambda: nccl_stub.communicator(library, 5.0), name="run",
-                    attempts=2, limit_s=5.0)  # fmt: skip
+    sync = NCCLSync(engine_of(servers[2]), workers, lambda: nccl_stub.communicator(library, 60.0), name="run",
+                    attempts=2, limit_s=60.0)  # fmt: skip
     sync.push(1)
     servers[2].starts += 1
     sync.push(2)
@@ -69,7 +70,7 @@ def calls_of_refits(folder: Path) -> list[tuple]:
 def calls_of_requests(monkeypatch) -> list[tuple]:
     request = GenerationRequest("1", 0, (5, 6), seed=7)
     samplings = SamplingParams(1.0, 1.0, 8), SamplingParams(0.0, 0.9, 8, stop=("\n",))
-    bodies = [completion_body(VLLM(), "policy", request, sampling, [2]) for sampling in samplings]
+    bodies = [completion_body(VLLM, "policy", request, sampling, [2]) for sampling in samplings]
     pooled: list[dict] = []
 
     def post_all(self, path, bodies, read, stop=None):
@@ -89,9 +90,8 @@ def calls_of_requests(monkeypatch) -> list[tuple]:
 def test_vllm_knows_every_call_option_and_variable_of_ours(vllm_environment: Path, tmp_path, monkeypatch):
     calls = calls_of_refits(tmp_path) + calls_of_requests(monkeypatch)
     assert len({path for _, path, _, _ in calls}) >= 18
-    commands = [api().command(launch, Path("/model"), 8000)[3:] for launch in LAUNCHES
-                for api in (VLLM, vllm_pooling.VLLMPooling)]  # fmt: skip
-    variables = {name for launch in LAUNCHES for name in VLLM().environment(launch, "key") if name.startswith("VLLM_")}
+    commands = [api.command(Path("/model"), 8000)[3:] for api in APIS]
+    variables = {name for api in APIS for name in api.environment("key") if name.startswith("VLLM_")}
     given = {"calls": calls, "commands": commands, "variables": sorted(variables)}
 
     def violations(given: dict) -> list[str]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.generation.server_api import Launch, completion_body, read_answer
+from nemo_edo.generation.server_api import completion_body, read_answer
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.types import GenerationRequest, SamplingParams
 
@@ -18,11 +18,11 @@ HAS = json.loads((ROOT / "tests" / "data" / "tensorrt_llm.json").read_text())
 def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
     assert f"ARG TRTLLM_VERSION={HAS['version']}\n" in DOCKERFILE
     assert f"tensorrt_llm=={HAS['version']} " in TRTLLM.install
-    launch = Launch(ServersConfig(), "bfloat16", Path("log"), gpus=(0,), max_length=64)
-    options = [part[2:] for part in TRTLLM().command(launch, Path("/model"), 8000) if part.startswith("--")]
+    api = TRTLLM(ServersConfig(), "bfloat16", Path("log"), gpus=(0,), max_length=64)
+    options = [part[2:] for part in api.command(Path("/model"), 8000) if part.startswith("--")]
     assert set(options) == set(HAS["options"])
     request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8, stop=("x",))
-    assert completion_body(TRTLLM(), "model", request, sampling, [2]).keys() == set(HAS["request_fields"])
+    assert completion_body(TRTLLM, "model", request, sampling, [2]).keys() == set(HAS["request_fields"])
 
 
 def test_an_answer_with_the_fields_that_trtllm_has_is_read():

@@ -100,13 +100,13 @@ def test_the_rank_with_the_least_room_decides(monkeypatch):
         rows_that_fit(10, CPU)
 
 
-def test_ranks_of_a_machine_share_its_memory(policy, available, monkeypatch):
+def test_ranks_share_a_machines_memory_and_a_gpus_is_counted_after_its_cache_is_released(
+    policy, available, monkeypatch
+):
     available(1000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory.free_host_memory() == [250]
-
-
-def test_free_memory_of_a_gpu_is_counted_after_its_cache_is_released(policy, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     cached = [30]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)

@@ -44,7 +44,7 @@ def test_an_answer_of_another_kind_of_server_or_of_an_aborted_request_is_a_fault
         read_answer(body, "policy", 50)
 
 
-@pytest.mark.parametrize("api", [VLLM(), TRTLLM()], ids=lambda api: api.backend)
+@pytest.mark.parametrize("api", [VLLM, TRTLLM], ids=lambda api: api.backend)
 def test_a_request_has_its_prompt_seed_sampling_limit_and_its_only_ends(api):
     body = completion_body(api, "policy", REQUEST, SamplingParams(0.7, 0.9, 4, stop=("x", "y")), (1, 2))
     assert (body["prompt"], body["seed"], body["max_tokens"]) == ([5, 6], 2**62, 4)

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.generation.servers import APIS, build_replicas, check_servers, placed
+from nemo_edo.generation.servers import build_replicas, check_servers, placed
 from nemo_edo.generation.vllm_server import VLLM
 
 SERVERS = "generation.servers"
@@ -24,9 +24,8 @@ def of_servers(**settings) -> list[str]:
 
 def commands(cfg, gpus: int = 0) -> list[tuple[list[str], dict[str, str]]]:
     """Command line and environment of each server that a config starts."""
-    api = APIS[cfg.generation.backend]()
-    launches = [replica.launch for replica in build_replicas(cfg, Path("/model"), Path("/logs"), gpus)]
-    return [(api.command(launch, Path("/model"), 8000), api.environment(launch, "a-secret")) for launch in launches]
+    apis = [replica.api for replica in build_replicas(cfg, Path("/model"), Path("/logs"), gpus)]
+    return [(api.command(Path("/model"), 8000), api.environment("a-secret")) for api in apis]
 
 
 def option(command: list[str], name: str) -> str:

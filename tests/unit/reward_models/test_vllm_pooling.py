@@ -8,7 +8,7 @@ import torch
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.reward_models.formats import Encoded, read_reward_folder
-from nemo_edo.reward_models.vllm_pooling import VLLMPooling, build_reward_replicas, read_scores
+from nemo_edo.reward_models.vllm_pooling import build_reward_replicas, read_scores
 from nemo_edo.utils.http import Fault
 
 PART = Encoded((5, 6, 7, 8), (1, 3))
@@ -44,7 +44,7 @@ def started(folder, settings: ServersConfig, work, gpus: int = 0) -> list:
 
 
 def command_of(replica) -> list[str]:
-    return VLLMPooling().command(replica.launch, replica.model_folder, 8000)
+    return replica.api.command(replica.model_folder, 8000)
 
 
 def test_servers_ask_for_a_key_that_no_command_line_shows_and_take_separate_gpus_and_logs(folders, tmp_path):
@@ -52,10 +52,10 @@ def test_servers_ask_for_a_key_that_no_command_line_shows_and_take_separate_gpus
     replicas = started(folders["decoder"], settings, tmp_path, gpus=8)
     for replica in replicas:
         assert not any(replica.key.value in part for part in command_of(replica))
-        environment = VLLMPooling().environment(replica.launch, replica.key.value)
+        environment = replica.api.environment(replica.key.value)
         assert environment["VLLM_API_KEY"] == replica.key.value and environment["VLLM_SERVER_DEV_MODE"] == "0"
-    assert [replica.launch.gpus for replica in replicas] == [(1, 2), (3, 4)]
-    assert len({replica.launch.log for replica in replicas}) == 2
+    assert [replica.api.gpus for replica in replicas] == [(1, 2), (3, 4)]
+    assert len({replica.api.log for replica in replicas}) == 2
 
 
 def test_a_server_pools_this_model_on_this_machine_with_the_configs_python_and_arguments(folders, tmp_path):
