@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -130,8 +129,7 @@ def build_model(
 
 def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig):
     """Bridge's provider of the model, that is Megatron's config of it and a recipe to make it, checked and set up."""
-    provider = bridge.to_megatron_provider(load_weights=False)
-    provider.register_pre_wrap_hook(partial(_load_weights, bridge))
+    provider = bridge.to_megatron_provider()
     check_splits(provider, parallelism, provider.vocab_size)
     gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
     check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
@@ -139,16 +137,6 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
     _configure_parallelism(provider, parallelism)
     _configure_training(provider, parallelism)
     return provider
-
-
-def _load_weights(bridge, chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """Bridge looks for the weights that the embedding and the output layer share in a process's first chunk; of
-    several virtual stages, the last pipeline stage has them in its last."""
-    loader = bridge._model_bridge
-    share = loader._broadcast_shared_embeddings
-    holding = chunks[-1:] if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else chunks[:1]
-    loader._broadcast_shared_embeddings = lambda _: share(holding)
-    return loader.load_weights_hf_to_megatron(bridge.hf_pretrained, chunks)
 
 
 def _configure_training(provider, parallelism: ParallelismConfig) -> None:
