@@ -86,14 +86,11 @@ def logprobs_and_entropy(policy: MegatronPolicy, share: Share, temperature: floa
 
 
 def share_values(share: Share, stored: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """[2, b, t] of what the share's micro-batches have given on the last pipeline stage; zeros on the others, and after
-    a row's last response token."""
+    """[2, b, t] of what the share's micro-batches have given on the last pipeline stage; zeros on the others."""
     result = torch.zeros(2, *share.rows.mask.shape, device=device)
     for rows, values in zip(share.micro_batches, stored, strict=True) if stored else ():
-        ends = torch.tensor([share.lengths[row] - 1 for row in rows], dtype=torch.int64, device=device)
         both = torch.stack(values)[:, : len(rows), : result.shape[-1]]
-        inside = torch.arange(both.shape[-1], device=device) < ends[:, None]
-        result[:, rows, : both.shape[-1]] = both.where(inside, 0)
+        result[:, rows, : both.shape[-1]] = both
     return result
 
 

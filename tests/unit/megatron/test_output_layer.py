@@ -39,7 +39,7 @@ def with_head(policy, kind: str, dtype: str = "fp32") -> MegatronPolicy:
 def one_pass(policy, batch, tiny) -> SimpleNamespace:
     tiny.clear_gradients(policy)
     metrics = tiny.forward_backward(policy, batch, loss, loss_counts={"loss": float(batch.mask.sum())}, **CUT)
-    values = torch.stack(tiny.logprobs(policy, batch, **CUT)) * batch.mask
+    values = tiny.logprobs(policy, batch, **CUT) * batch.mask
     return SimpleNamespace(loss=metrics["loss"], values=values, gradients=tiny.exported_gradients(policy))
 
 

@@ -7,6 +7,7 @@ from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, OptimizerConfig, ScheduleConfig
 from nemo_edo.losses import entropy_bonus, grpo_loss, kl_per_token
+from nemo_edo.worker import remote
 
 TEMPERATURE = 0.7  # of conftest.py
 ED_GRPO = GRPOConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=1e-3), beta=0.1, exploration_coefficient=0.3)
@@ -51,6 +52,17 @@ def test_before_the_first_step_exploration_and_log_ratio_are_exactly_zero_and_no
     first, second = step(model, batch), step(model, batch)
     assert (first["exploration"], first["log_ratio"], first["kl"], first["clip_fraction"]) == (0.0, 0.0, 0.0, 0.0)
     assert abs(second["exploration"]) > 1e-4 and second["kl"] > 1e-6
+
+
+def test_a_pass_over_a_collection_is_sent_in_parts_of_tokens_and_mask_alone(model, raw_batch, monkeypatch):
+    policy, sent = over(model), []
+    whole, call = policy.logprobs(raw_batch), policy.workers.call
+    monkeypatch.setattr(remote, "TOKENS_OF_A_CALL", 2 * raw_batch.tokens.shape[1] + 1)
+    monkeypatch.setattr(policy.workers, "call",
+                        lambda *given, each: sent.append(each[0].rows) or call(*given, each=each))
+    for found, expected in zip(policy.logprobs(raw_batch), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert [(rows.size, [*rows.tensors()]) for rows in sent] == [(size, ["tokens", "mask"]) for size in (2, 2, 1)]
 
 
 @pytest.fixture(scope="module")

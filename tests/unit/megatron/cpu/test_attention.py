@@ -14,7 +14,7 @@ from nemo_edo.config import ParallelismConfig
 from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import forward_backward
-from nemo_edo.megatron import policy as policy_module
+from nemo_edo.megatron import shapes as megatron_shapes
 from nemo_edo.megatron.cpu.attention import SDPAttention
 from nemo_edo.megatron.layer_spec import check_packing, choose_attention, set_layer_spec
 from nemo_edo.megatron.packing import PackedSequences
@@ -123,7 +123,7 @@ def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, 
     expected = tiny.logprobs(policy, batch, **cut)
     shapes, plain = [], forward_backward.packed_inputs
     monkeypatch.setattr(forward_backward, "packed_inputs", lambda *args: shapes.append(args[-1]) or plain(*args))
-    monkeypatch.setattr(policy_module, "input_shapes", lambda _: InputShapes(multiple=multiple))
+    monkeypatch.setattr(megatron_shapes, "input_shapes", lambda _: InputShapes(multiple=multiple))
     for found, wanted in zip(tiny.logprobs(policy, batch, **cut), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert {rows for rows, _ in shapes} == {1}
