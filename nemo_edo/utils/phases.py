@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
 
 PHASES = {
     "start": "imports, checks, data files, the model",
@@ -22,7 +21,6 @@ PHASES = {
     "report": "the summary and the report",
 }
 """The work that each phase contains."""
-T = TypeVar("T")
 
 
 class PhaseClock:
@@ -81,19 +79,3 @@ class PhaseClock:
         if self._open:
             self._spent[self._open[-1]] += now - self._mark
         self._mark = now
-
-
-def timed(service: T, clock: PhaseClock, **phases: str) -> T:
-    """``service``, with the phase of each method that is named."""
-    return cast("T", _Timed(service, clock, phases))
-
-
-class _Timed:
-    def __init__(self, service: Any, clock: PhaseClock, phases: Mapping[str, str]) -> None:
-        self._service = service
-        self._clock = clock
-        self._phases = phases
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._service, name)
-        return self._clock.phase(self._phases[name])(value) if name in self._phases else value

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_edo.utils.phases import PHASES, PhaseClock, timed
+from nemo_edo.utils.phases import PHASES, PhaseClock
 
 
 class Now:
@@ -56,17 +56,3 @@ def test_a_resumed_process_adds_what_the_killed_one_had_not_written_once(now):
     resumed.carry_on(kept)
     resumed.carry_on(kept)
     assert seconds(resumed) == {"wall_s": 6, "start_s": 1, "train_s": 5}
-
-
-def test_a_services_named_methods_are_in_their_phases_and_the_rest_of_it_is_untouched(now):
-    class Engine:
-        policy_version = 3
-
-        def generate(self, count: int) -> int:
-            now.at += count
-            return count
-
-    clock = PhaseClock(now)
-    engine = timed(Engine(), clock, generate="generate")
-    assert (engine.generate(2), engine.generate(count=3), engine.policy_version) == (2, 3, 3)
-    assert seconds(clock) == {"wall_s": 5, "generate_s": 5}
