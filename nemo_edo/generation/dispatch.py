@@ -66,7 +66,7 @@ class Dispatcher:
         self._changed = asyncio.Condition()
         """Notified when a replica may take a request, and when one is retired."""
         async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as supervision:
-            self._servers = [_Server(replica) for replica in self._replicas]
+            self._servers = [_ReplicaState(replica) for replica in self._replicas]
             for server in self._servers:
                 sessions.push_async_callback(server.session.close)
                 supervision.create_task(self._supervise(server))
@@ -118,12 +118,12 @@ class Dispatcher:
             server.last_answer, server.restarts = _now(), 0
             server.answered.set()
 
-    def _with_room(self) -> list[_Server]:
+    def _with_room(self) -> list[_ReplicaState]:
         return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
 
     # --- supervision of one replica ---------------------------------------------------------------------------------
 
-    async def _supervise(self, server: _Server) -> None:
+    async def _supervise(self, server: _ReplicaState) -> None:
         """Whenever the replica is in doubt, finds out whether it is well, and restarts or retires it."""
         while not server.is_retired:
             await server.wait_until_in_doubt()
@@ -136,7 +136,7 @@ class Dispatcher:
                 server.is_available, server.is_retired = is_well, not is_well
                 self._changed.notify_all()
 
-    async def _answers(self, server: _Server) -> bool:
+    async def _answers(self, server: _ReplicaState) -> bool:
         """Whether it answers a health check or a request within the limit: many requests can delay the check."""
         server.answered.clear()
         signs = [asyncio.create_task(self._health_check(server)), asyncio.create_task(server.answered.wait())]
@@ -147,7 +147,7 @@ class Dispatcher:
             for sign in signs:
                 sign.cancel()
 
-    async def _health_check(self, server: _Server) -> bool:
+    async def _health_check(self, server: _ReplicaState) -> bool:
         """True once the server calls itself healthy; False once its process has ended."""
         while not server.replica.has_ended:
             try:
@@ -159,7 +159,7 @@ class Dispatcher:
         server.last_error = server.replica.ending()
         return False
 
-    async def _restarted(self, server: _Server) -> bool:
+    async def _restarted(self, server: _ReplicaState) -> bool:
         """Restarts the replica with exponential backoff; False where it has used up its restarts."""
         settings = self._settings
         while server.restarts < settings.restarts:
@@ -177,7 +177,7 @@ class Dispatcher:
         return False
 
 
-class _Server:
+class _ReplicaState:
     """A replica's requests and health in one ``post_all``. Times are the event loop's."""
 
     def __init__(self, replica: Replica) -> None:

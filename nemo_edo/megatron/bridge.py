@@ -22,7 +22,7 @@ from nemo_edo.data.model_folder import check_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import set_layer_spec
-from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_machine, dimensions, this_machine
+from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support, dimensions
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.splits import check_adapters, check_device, check_splits
 
@@ -101,9 +101,9 @@ def build_model(
     """
     from megatron.bridge import AutoBridge
 
-    machine = this_machine(device)
+    machine = device_support(device)
     check_device(parallelism, precision, machine)
-    check_machine(precision, machine)
+    check_fp8_support(precision, machine)
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
     provider = _provider(bridge, parallelism, precision)

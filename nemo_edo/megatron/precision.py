@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceSupport:
     """What FP8 runs on. None: it is absent."""
 
     capability: tuple[int, int] | None
@@ -55,15 +55,15 @@ RECIPES = {
 }
 
 
-def this_machine(device: torch.device) -> Machine:
+def device_support(device: torch.device) -> DeviceSupport:
     """What a process on ``device`` finds."""
     if device.type != "cuda":
-        return Machine(None, None, None)
+        return DeviceSupport(None, None, None)
     engine = get_te_version()
-    return Machine(torch.cuda.get_device_capability(device), torch.version.cuda, engine and str(engine))
+    return DeviceSupport(torch.cuda.get_device_capability(device), torch.version.cuda, engine and str(engine))
 
 
-def check_machine(precision: PrecisionConfig, machine: Machine) -> None:
+def check_fp8_support(precision: PrecisionConfig, machine: DeviceSupport) -> None:
     """Raises UserError where ``machine`` lacks what the config's FP8 recipe needs."""
     if precision.fp8 is None:
         return

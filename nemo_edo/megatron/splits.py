@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from nemo_edo.config.model_shape import ModelShape
-    from nemo_edo.megatron.precision import Machine
+    from nemo_edo.megatron.precision import DeviceSupport
 
 
 def check_world(parallelism: ParallelismConfig, world: int) -> None:
@@ -33,7 +33,7 @@ def check_world(parallelism: ParallelismConfig, world: int) -> None:
     _divide_world(expert, parallelism.expert_ranks, world)
 
 
-def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, machine: Machine) -> None:
+def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, machine: DeviceSupport) -> None:
     """Raises UserError for what only a GPU with Transformer Engine does, or bf16 weights allow."""
     for name, used, engine in (
         ("context_parallel_size", parallelism.context_parallel_size > 1, "1.0"),  # its attention

@@ -137,7 +137,7 @@ def main() -> None:
     limits, prepare = trainer.recv()
     if prepare is not None:
         resolve_name(prepare)()
-    server = _Server(trainer, limits)
+    server = _ServerProcess(trainer, limits)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             trainer.send(server.run(*trainer.recv()))
@@ -161,7 +161,7 @@ class _Worker:
         return status
 
 
-class _Server:
+class _ServerProcess:
     def __init__(self, trainer: Connection, limits: Limits | None) -> None:
         self._trainer = trainer
         self._limits = limits

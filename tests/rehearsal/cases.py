@@ -309,7 +309,7 @@ def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[s
     from transformer_engine.pytorch.constants import DType
 
     from nemo_edo.errors import UserError
-    from nemo_edo.megatron.precision import BLOCK, RECIPES, Machine, check_machine
+    from nemo_edo.megatron.precision import BLOCK, RECIPES, DeviceSupport, check_fp8_support
 
     fp8, blockwise, mxfp8 = (
         getattr(engine, f"_compute_{name}_support") for name in ("fp8", "fp8_block_scaling", "mxfp8")
@@ -324,7 +324,7 @@ def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[s
             found["engine"][f"{name} {capability} {cuda}"] = checks[name]()[0]
         precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=name)
         try:
-            check_machine(precision, Machine(capability, cuda, version("transformer-engine")))
+            check_fp8_support(precision, DeviceSupport(capability, cuda, version("transformer-engine")))
             allowed = True
         except UserError:
             allowed = False

@@ -9,12 +9,12 @@ from nemo_edo.config.parallelism import FP8_RECIPES
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.precision import (
     RECIPES,
-    Machine,
+    DeviceSupport,
     check_dimensions,
-    check_machine,
+    check_fp8_support,
     configure,
+    device_support,
     dimensions,
-    this_machine,
 )
 
 A100, ADA, H100, B200, RTX50 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -26,7 +26,7 @@ def fp8(recipe: str, **fields) -> PrecisionConfig:
 
 def can(recipe: str, capability, cuda: str = "13.0", engine: str = "2.8.0") -> bool:
     try:
-        check_machine(fp8(recipe), Machine(capability, cuda, engine))
+        check_fp8_support(fp8(recipe), DeviceSupport(capability, cuda, engine))
     except UserError:
         return False
     return True
@@ -45,21 +45,21 @@ def test_a_recipe_runs_on_the_gpus_that_transformer_engine_allows():
 
 
 @pytest.mark.parametrize(("recipe", "machine", "message"), [
-    ("mxfp8", Machine(H100, "13.0", "2.8"), r"10.0 or higher and below 12.0 .* 9.0; .* delayed"),
-    ("tensorwise", Machine(A100, "13.0", "2.8"), r"8.9 or higher .* 8.0; .* no FP8 recipe"),
-    ("tensorwise", Machine(H100, "13.0", "2.1.0"), r"Transformer Engine 2.2 .* 2.1.0"),
-    ("delayed", Machine(H100, "13.0", None), r"Transformer Engine 1.0 .* none"),
-    ("blockwise", Machine(H100, "12.8", "2.8"), r"CUDA 12.9 .* 12.8"),
-    ("tensorwise", Machine(None, None, None), r"set precision=bf16"),
+    ("mxfp8", DeviceSupport(H100, "13.0", "2.8"), r"10.0 or higher and below 12.0 .* 9.0; .* delayed"),
+    ("tensorwise", DeviceSupport(A100, "13.0", "2.8"), r"8.9 or higher .* 8.0; .* no FP8 recipe"),
+    ("tensorwise", DeviceSupport(H100, "13.0", "2.1.0"), r"Transformer Engine 2.2 .* 2.1.0"),
+    ("delayed", DeviceSupport(H100, "13.0", None), r"Transformer Engine 1.0 .* none"),
+    ("blockwise", DeviceSupport(H100, "12.8", "2.8"), r"CUDA 12.9 .* 12.8"),
+    ("tensorwise", DeviceSupport(None, None, None), r"set precision=bf16"),
 ])
 def test_a_machine_that_lacks_something_is_an_error_that_says_what(recipe, machine, message):
     with pytest.raises(UserError, match=message):
-        check_machine(fp8(recipe), machine)
+        check_fp8_support(fp8(recipe), machine)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_fp8_nothing_is_asked_of_the_machine_or_the_model(dtype):
-    check_machine(PrecisionConfig(dtype), this_machine(torch.device("cpu")))
+    check_fp8_support(PrecisionConfig(dtype), device_support(torch.device("cpu")))
     check_dimensions(PrecisionConfig(dtype), {"hidden size": 7})
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.precision import Machine
+from nemo_edo.megatron.precision import DeviceSupport
 from nemo_edo.megatron.splits import check_device, check_splits, check_world
 
 DENSE = SimpleNamespace(
@@ -43,11 +43,11 @@ ON_GPUS = [
 def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split, engine):
     name = next(iter(split))
     bf16 = PrecisionConfig("bf16")
-    check_device(ParallelismConfig(**split), bf16, Machine((9, 0), "12.9", f"{engine}.0+cu12"))
+    check_device(ParallelismConfig(**split), bf16, DeviceSupport((9, 0), "12.9", f"{engine}.0+cu12"))
     for machine, here in (
-        (Machine(None, None, None), "there is no GPU"),
-        (Machine((9, 0), "12.9", None), "found none"),
-        (Machine((9, 0), "12.9", "0.13"), "found 0.13"),
+        (DeviceSupport(None, None, None), "there is no GPU"),
+        (DeviceSupport((9, 0), "12.9", None), "found none"),
+        (DeviceSupport((9, 0), "12.9", "0.13"), "found 0.13"),
     ):
         with pytest.raises(UserError, match=rf"parallelism.{name} .* Engine {engine} or newer \({here}\)"):
             check_device(ParallelismConfig(**split), bf16, machine)
@@ -57,7 +57,7 @@ def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split
 def test_an_optimizer_of_fp32_weights_cannot_be_offloaded():
     offloaded = ParallelismConfig(use_distributed_optimizer=True, optimizer_offload_fraction=0.5)
     with pytest.raises(UserError, match=r"optimizer_offload_fraction 0.5 needs precision=bf16"):
-        check_device(offloaded, PrecisionConfig("fp32"), Machine((9, 0), "12.9", "2.9"))
+        check_device(offloaded, PrecisionConfig("fp32"), DeviceSupport((9, 0), "12.9", "2.9"))
 
 
 SMALL = st.integers(1, 12)
