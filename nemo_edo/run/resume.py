@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from nemo_edo.data.batch_file import read_batch, write_batch
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.megatron import checkpoint
 from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.types import TrainingBatch
 from nemo_edo.worker.remote import RemotePolicy
@@ -36,29 +38,27 @@ class SavedProgress:
     def __init__(
         self,
         model: RemotePolicy,
-        folder: Path,
+        run: RunFolder,
+        stage: str,
         config: CheckpointConfig,
         *,
         stop: StopSignal,
-        metrics_mark: Callable[[], dict[str, Any]],
-        failure: Callable[[int], Path],
+        log: MetricsLog,
         keeps_reference: bool = False,
-        stored: Callable[[int], object] = lambda iteration: None,
+        rollouts: RolloutStore | None = None,
     ) -> None:
-        """failure: the file for a batch that broke the training, from the number of its step.
-        stored: raises UserError where an iteration's rollouts are missing or damaged.
+        """rollouts: the stage's own; within an iteration, it resumes only where they can still be read.
         keeps_reference: whether the model's reference moves in a way that cannot be recomputed (ema)."""
-        self.folder = folder
+        self.folder = run.progress(stage)
         self.start = Position()
         self.metrics_mark: dict[str, Any] | None = None
         """Where metrics.jsonl ended at ``start``; None where there was no checkpoint to resume from."""
         self._model = model
         self._config = config
         self._stop = stop
-        self._metrics_mark = metrics_mark
-        self._failure = failure
+        self._run, self._stage, self._log = run, stage, log
         self._keeps_reference = keeps_reference
-        self._stored = stored
+        self._rollouts = rollouts
         self._collected: Collected | None = None
         self._is_writing = False
         """Whether a checkpoint is being written."""
@@ -95,7 +95,8 @@ class SavedProgress:
             if checksum(batch) != notes["batch"]["checksum"]:
                 raise DamagedCheckpoint(f"{batch} has other content than was written")
             try:
-                self._stored(notes["position"]["iteration"])
+                if self._rollouts is not None:
+                    self._rollouts.read(notes["position"]["iteration"])
             except UserError as error:
                 raise DamagedCheckpoint(str(error)) from error
         changed = workers.call(Worker.resume, folder, self._keeps_reference)[0]
@@ -136,7 +137,7 @@ class SavedProgress:
     def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
         """``algorithms.progress.Progress``. The batch in a file, the weights in a folder of the same name."""
         self.settle()
-        path = self._failure(position.steps_taken - 1)
+        path = self._run.failure(self._stage, position.steps_taken - 1)
         self._model.workers.call(Worker.save, path.with_suffix(""), None)
         write_batch(batch, {"metrics": about}, path)
         return str(path)
@@ -150,7 +151,7 @@ class SavedProgress:
             write_collected(self._collected, path)
             self._batch = {"file": path.name, "checksum": checksum(path)}
         batch = self._batch if position.step else None
-        notes = {"position": asdict(position), **self._metrics_mark(), "batch": batch}
+        notes = {"position": asdict(position), **self._log.mark, "batch": batch}
         folder, reshardable = self.folder / f"step_{position.steps_taken:08d}", self._config.reshardable
         self._model.workers.call(Worker.begin_save, folder, self._keeps_reference, notes, reshardable)
         self._is_writing = True

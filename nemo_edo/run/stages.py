@@ -204,9 +204,9 @@ def _begin_arm(run: RunServices, settings: RunSettings, model: RemotePolicy, arm
     """The model with its optimizer, at the arm's last checkpoint."""
     with run.clock.phase("start"):
         model.start_training(plan.total_steps)
-    store = RolloutStore(run.folder.rollouts(arm))
+    rollouts = RolloutStore(run.folder.rollouts(arm))
     keeps_reference = plan.config.reference == "ema"
-    progress = _resumed(run, settings, model, arm, keeps_reference=keeps_reference, stored=store.read)
+    progress = _resumed(run, settings, model, arm, keeps_reference=keeps_reference, rollouts=rollouts)
     check_arm(settings, run.folder, arm, progress.start.iteration, is_within=progress.start.step > 0)
     return progress
 
@@ -218,15 +218,7 @@ def _resumed(run: RunServices, settings: RunSettings, model: RemotePolicy, stage
     """Loads the stage's last checkpoint into the model, and cuts the metrics to that place."""
     from nemo_edo.run.resume import SavedProgress
 
-    progress = SavedProgress(
-        model,
-        run.folder.progress(stage),
-        settings.checkpoint,
-        stop=run.stop,
-        metrics_mark=lambda: run.log.mark,
-        failure=lambda step: run.folder.failure(stage, step),
-        **more,
-    )
+    progress = SavedProgress(model, run.folder, stage, settings.checkpoint, stop=run.stop, log=run.log, **more)
     with run.clock.phase("checkpoint"):
         progress.resume()
         _cut_metrics(run, progress.metrics_mark)

@@ -24,6 +24,7 @@ from nemo_edo.data.batch_file import read_batch
 from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.losses import sft_loss
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
 from nemo_edo.types import TrainingBatch
@@ -51,6 +52,22 @@ class Asked:
         return self.received
 
 
+class Folder(RunFolder):
+    def progress(self, stage: str) -> Path:
+        return self.path / "progress"
+
+
+class Log:
+    """A MetricsLog that grows by a byte from mark to mark."""
+
+    bytes = 99
+
+    @property
+    def mark(self) -> dict[str, int]:
+        self.bytes += 1
+        return {"metrics_bytes": self.bytes}
+
+
 def collected(number: float) -> Collected:
     batch = TrainingBatch(tokens=torch.full((2, 3), int(number)), mask=torch.ones(2, 2))
     return Collected(batch, [[0], [1]], {"number": number})
@@ -61,12 +78,9 @@ def begin(model, tmp_path):
     """begin(every_steps=..., keep=...): a process's progress of the same training, resumed."""
 
     def start(*, keeps_reference: bool = False, **settings) -> SavedProgress:
-        progress = SavedProgress(
-            model, tmp_path / "progress", CheckpointConfig(**{"asynchronous": False, **settings}), stop=Asked(),
-            metrics_mark=({"metrics_bytes": size} for size in range(100, 1000)).__next__,
-            keeps_reference=keeps_reference,
-            failure=lambda step: tmp_path / "failures" / f"grpo_step_{step:08d}.safetensors",
-        )
+        config = CheckpointConfig(**{"asynchronous": False, **settings})
+        progress = SavedProgress(model, Folder(tmp_path), "grpo", config, stop=Asked(), log=Log(),
+                                 keeps_reference=keeps_reference)
         progress.resume()
         return progress
 
