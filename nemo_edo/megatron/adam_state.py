@@ -25,9 +25,13 @@ def distributed(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
     return (part for part in _parts(optimizer) if isinstance(part, DistributedOptimizer))
 
 
+def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
+    return (part.optimizer for part in distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam))
+
+
 def begin_adam(optimizer: MegatronOptimizer) -> None:
     """Loading fills existing tensors: PyTorch's Adam makes its moments and step counters at its first step only."""
-    for adam in (part.optimizer for part in distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam)):
+    for adam in _adams(optimizer):
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
             if not adam.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -59,6 +63,14 @@ def own_step_counters(optimizer: MegatronOptimizer) -> Iterator[None]:
 
     with _replaced(parts, "_set_main_param_and_optimizer_states", with_counter):
         yield
+
+
+def count_adam_steps(optimizer: MegatronOptimizer) -> None:
+    """Megatron loads the number of steps into the parameter groups; PyTorch's Adam counts for each parameter."""
+    for adam in _adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,13 @@ from megatron.core.utils import unwrap_model
 
 from nemo_edo.config.model_shape import SHAPE_FIELDS
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.adam_state import begin_adam, distributed, loading_either_adam, own_step_counters
+from nemo_edo.megatron.adam_state import (
+    begin_adam,
+    count_adam_steps,
+    distributed,
+    loading_either_adam,
+    own_step_counters,
+)
 from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums, write_checksums
 from nemo_edo.megatron.lora import describe
@@ -134,6 +140,7 @@ def load(
     if with_optimizer:
         with loading_either_adam(policy.optimizer), own_step_counters(policy.optimizer):
             policy.optimizer.load_state_dict(state["optimizer"])
+        count_adam_steps(policy.optimizer)
         policy.scheduler.num_steps = 0  # it adds the loaded steps to its own
         policy.scheduler.load_state_dict(state["scheduler"])
     elif policy.optimizer is not None:
