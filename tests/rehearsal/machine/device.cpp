@@ -12,6 +12,7 @@
 #include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/TensorShape.h>
 #include <ATen/native/transformers/attention.h>
@@ -376,7 +377,25 @@ const auto replaced = [] {
   return handles;
 }();
 
+// With r = (mean(x^2) + eps)^(-1/2): dx = r (g w - x r mean(g w x r)), dw = sum of g x r over the vectors. torch has it
+// for GPUs alone: on CPUs, it differentiates the forward pass.
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& gradient, const Tensor& input, at::IntArrayRef shape, const Tensor& scale,
+    const std::optional<Tensor>& weight, std::array<bool, 2>) {
+  std::vector<int64_t> normed_dims, other_dims;
+  for (int64_t dim = 0; dim < input.dim(); ++dim)
+    (dim < input.dim() - static_cast<int64_t>(shape.size()) ? other_dims : normed_dims).push_back(dim);
+  const bool has_weight = weight.has_value() && weight->defined();
+  const Tensor g = gradient.to(at::kFloat), normed = input.to(at::kFloat) * scale;
+  const Tensor of_normed = has_weight ? g * weight->to(at::kFloat) : g;
+  const Tensor of_input = scale * (of_normed - normed * (of_normed * normed).mean(normed_dims, /*keepdim=*/true));
+  Tensor of_weight;
+  if (has_weight) of_weight = (g * normed).sum(other_dims).to(weight->scalar_type());
+  return {of_input.to(input.scalar_type()), of_weight};
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("_fused_rms_norm_backward", rms_norm_backward);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);
