@@ -19,22 +19,24 @@ def resident(kind: str) -> int:
 
 def memory_of_import(folder: Path, sizes: dict) -> dict[str, int]:
     """Bytes: of the parameters that this rank has, and what its memory grew by at most while it loaded them."""
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
     from nemo_edo.megatron import bridge, process_groups
 
     parallelism = ParallelismConfig(**sizes)
     device = process_groups.device_and_groups(parallelism, 0, 1)
-    load, grown = bridge._load_weights, []
+    load, grown = MegatronModelBridge.load_weights_hf_to_megatron, []
 
-    def watched(bridge, chunks):
+    def watched(loader, *arguments, **settings):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would hide what the import takes
         Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
         before = resident("VmRSS")
-        loaded = load(bridge, chunks)
+        loaded = load(loader, *arguments, **settings)
         grown.append(resident("VmHWM") - before)
         return loaded
 
-    with mock.patch.object(bridge, "_load_weights", watched):
+    with mock.patch.object(MegatronModelBridge, "load_weights_hf_to_megatron", watched):
         chunks = bridge.build_model(folder, parallelism, PrecisionConfig(), device, seed=0).chunks
     held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     return {"held": held, "grown": grown[0]}
