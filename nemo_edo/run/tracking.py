@@ -39,6 +39,8 @@ def quiet_libraries() -> None:
         warnings.simplefilter("ignore")  # the first process says the same
     # It deprecates its own writer for NVIDIA's resiliency extension, and the format of 2025.
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # it recommends another class
+    logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)  # kernels.json says what is in use
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine with nvcc and without a GPU
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
