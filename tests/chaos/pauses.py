@@ -15,7 +15,7 @@ def watch(folder: str, number: int, counted: str, clock: float) -> None:
     """Counts operations on files of ``folder``, a byte each to the file ``counted``. Before operation
     ``number`` it stops this process (SIGSTOP) until it is told to continue; 0: at none. clock: seconds by which the
     process' clock is wrong from then on."""
-    warnings.simplefilter("default")  # the fork server ignores them, and a run may say in one what it has lost
+    warnings.simplefilter("default", UserWarning)  # ignored in the fork server; a run says in one what it has lost
     count, own, file = 0, os.getpid(), os.open(counted, os.O_WRONLY | os.O_APPEND)
 
     def hook(event: str, args: tuple) -> None:
