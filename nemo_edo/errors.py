@@ -5,7 +5,7 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 
 
 RESTORE = "restore it from a copy"
-"""What to do about a file that nothing else can stand in for."""
+"""The remedy for a damaged file that cannot be made again."""
 
 
 class UserError(ValueError):

@@ -36,7 +36,7 @@ class InBackground(Ahead):
         self._running: Future | None = None
 
     def engine(self) -> GenerationEngine:
-        """What generates the next samples."""
+        """The engine that generates the next samples."""
         return self._run.engine
 
     def begin(self, iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""What Algorithm 1 calls; ``plan.Plan`` has its settings."""
+"""The services that Algorithm 1 calls; ``plan.Plan`` has its settings."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class Services:
     given: RolloutStore | None = None
     """Stored rollouts to train on; None: the policy generates its own."""
     ahead: Ahead = field(default_factory=Ahead)
-    """What generates the next iteration's samples while one trains."""
+    """The generator of the next iteration's samples while one trains."""
     clock: PhaseClock = field(default_factory=PhaseClock)
-    """What knows where the time of an iteration went."""
+    """The clock of an iteration's phases."""

@@ -25,9 +25,9 @@ class Finding:
     status: str
     """"pass", "fail" or "not possible" (on this machine)."""
     detail: str
-    """What was measured, what went wrong, or why it is not possible; may have several lines."""
+    """The measurement, the fault, or why the check is not possible; may have several lines."""
     remedy: str = ""
-    """What to do about a failure."""
+    """The remedy for a failure."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Measurements by name, with the unit in the name."""
 
@@ -44,7 +44,7 @@ class Check:
     every_rank: bool = False
     """Whether each rank runs it; otherwise the first one does."""
     remedy: str = ""
-    """What to do about a failure whose finding does not say so itself."""
+    """The remedy for a failure whose finding names none."""
 
 
 def passed(detail: str, **figures: float) -> Finding:

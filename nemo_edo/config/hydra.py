@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,11 +135,9 @@ def _parse(overrides: list[str]) -> list[Override]:
         # Hydra cannot read some values, such as a path with letters that are not ASCII, but for in quotes.
         key, equals, value = error.override.partition("=")
         quoted, hint = f'{key}{equals}"{value}"', ""
-        try:
+        with suppress(HydraException):
             parser.parse_override(quoted)
             hint = f"; quote a value that is more than plain letters, for the shell as well: '{quoted}'"
-        except HydraException:
-            pass
         raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE{hint}") from error
     for override in parsed:
         if override.is_sweep_override():

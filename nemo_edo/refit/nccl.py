@@ -95,7 +95,7 @@ class NCCLSync:
         """One attempt. After a ServerError no server has an update open, or waits in NCCL, but those at URLs."""
         replicas, limit_s = self._engine.replicas, self._limit_s
         answers: list[Future] = []
-        """To what the servers were last asked while the trainer goes on."""
+        """The pending answers to the last call; the trainer continues meanwhile."""
 
         def ask(path: str, bodies: Sequence[dict]) -> None:
             pairs = zip(replicas, bodies, strict=True)

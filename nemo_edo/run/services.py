@@ -70,7 +70,7 @@ class ServersAhead(InBackground):
 
 
 def training_services(run: RunServices, model: RemotePolicy, arm: str, plan: Plan, progress: Progress) -> Services:
-    """What Algorithm 1 calls."""
+    """The services that Algorithm 1 calls in an arm."""
     services = Services(
         policy=model,
         engine=model.engine,

@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 class Child:
-    """A process, in a session of its own, that calls ``function(*arguments)`` and ends with the returned status."""
+    """A process, in its own session, that calls ``function(*arguments)`` and ends with the returned status."""
 
     def __init__(
         self, function: Callable[..., int], *arguments: object, output: str | Path, errors: str | Path | None = None,
