@@ -5,7 +5,8 @@ Dimensions: B sequences, S tokens of a padded sequence, T = S - 1 next-token pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,10 +76,11 @@ class Rollout:
     problem_id: str
     sample_index: int
     prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    """Sampled tokens, the stop token included where the response ended by itself."""
-    response_logprobs: tuple[float, ...]
-    """Natural log-probabilities of ``response_ids`` under pi_gen: at the sampling temperature, before any top-p cut."""
+    response_ids: Sequence[int]
+    """Sampled tokens, the stop token included where the response ended by itself; kept as an ``array`` of int32."""
+    response_logprobs: Sequence[float]
+    """Natural log-probabilities of ``response_ids`` under pi_gen: at the sampling temperature, before any top-p cut;
+    kept as an ``array`` of float32, as on disk."""
     text: str
     """The response decoded without special tokens."""
     finished: bool
@@ -87,6 +89,11 @@ class Rollout:
     seed: int
     stop: str | None = None
     """The stop string that ended it: ``text`` contains it, and the rest of its last token."""
+
+    def __post_init__(self) -> None:
+        # A tuple of Python numbers takes 32 bytes for each of them, and the controller holds a whole collection.
+        object.__setattr__(self, "response_ids", array("i", self.response_ids))
+        object.__setattr__(self, "response_logprobs", array("f", self.response_logprobs))
 
 
 @dataclass(frozen=True)

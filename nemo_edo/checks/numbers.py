@@ -289,7 +289,7 @@ def generated(folder: Path, step: SameNumbers) -> tuple[np.ndarray, np.ndarray]:
     rollouts = engine.generate(requests, SamplingParams(TEMPERATURE, 1.0, 24))
     tokens, mask = torch.zeros(len(prompts), LENGTH, dtype=torch.int64), torch.zeros(len(prompts), LENGTH - 1)
     for row, rollout in enumerate(rollouts):
-        ids = rollout.prompt_ids + rollout.response_ids
+        ids = [*rollout.prompt_ids, *rollout.response_ids]
         tokens[row, : len(ids)] = torch.tensor(ids)
         mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
     whole = model.get_inference_log_probs(TrainingBatch(tokens, mask))[mask.bool()]

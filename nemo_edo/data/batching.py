@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,8 @@ def _fill_spans(rows: Tensor, starts: list[int], lengths: list[int], values: Ite
     """Writes the values, row after row, into the ``lengths`` elements of each row from its start."""
     start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
     column = torch.arange(rows.shape[1])
-    rows[(column >= start) & (column < start + length)] = torch.tensor(list(chain(*values)), dtype=rows.dtype)
+    flat = np.fromiter(chain.from_iterable(values), np.float32 if rows.is_floating_point() else np.int64)
+    rows[(column >= start) & (column < start + length)] = torch.from_numpy(flat)
 
 
 def sequence_lengths(batch: TrainingBatch) -> list[int]:

@@ -12,10 +12,11 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -100,7 +101,7 @@ class RolloutStore:
     def unfinished(self, iteration: int) -> list[ScoredRollout]:
         """What ``write_unfinished`` wrote; empty where it did not, and once the iteration is complete."""
         path = self._unfinished(iteration)
-        return [_from_row(row) for row in self._read_rows(path)] if path.is_file() else []
+        return list(self._read_rows(path)) if path.is_file() else []
 
     def stored(self, iteration: int) -> list[ScoredRollout]:
         """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
@@ -111,7 +112,7 @@ class RolloutStore:
         else:
             numbered = (folder / "parts" / f"part_{part:05d}.parquet" for part in itertools.count())
             paths = list(itertools.takewhile(Path.is_file, numbered))
-        return [_from_row(row) for path in paths for row in self._read_rows(path)]
+        return [row for path in paths for row in self._read_rows(path)]
 
     def take_over(self, iteration: int, newer: RolloutStore) -> None:
         """Moves another store's complete iteration here, in the place of this one's, and removes that store's folder.
@@ -138,7 +139,7 @@ class RolloutStore:
         Raises UserError if a shard is missing, damaged or of another tokenizer, if there are shards of several world
         sizes, or if two rollouts have the same (problem_id, sample_index).
         """
-        scored = [_from_row(row) for path in self._shards(iteration) for row in self._read_rows(path)]
+        scored = [row for path in self._shards(iteration) for row in self._read_rows(path)]
         scored.sort(key=_key)
         for one, following in itertools.pairwise(scored):
             if _key(one) == _key(following):
@@ -203,9 +204,13 @@ class RolloutStore:
                 "free some space and resume the run"
             ) from error
 
-    def _read_rows(self, path: Path) -> list[dict]:
+    def _read_rows(self, path: Path) -> Iterator[ScoredRollout]:
+        table, prompts = self._read(path), {}
         try:
-            return self._read(path).to_pylist()
+            for batch in table.to_batches(max_chunksize=64):  # Python's numbers are many times as large as Arrow's
+                for row in batch.to_pylist():
+                    prompt = tuple(row["prompt_ids"])
+                    yield _from_row({**row, "prompt_ids": prompts.setdefault(prompt, prompt)})
         except DAMAGED as error:
             raise _damaged(path) from error
 
@@ -256,12 +261,11 @@ def _key(scored: ScoredRollout) -> tuple[str, int]:
 
 
 def _to_row(scored: ScoredRollout) -> dict:
-    return {**vars(scored.rollout), **{name: getattr(scored, name) for name in _SCORE_FIELDS}}
+    row = {**vars(scored.rollout), **{name: getattr(scored, name) for name in _SCORE_FIELDS}}
+    return row | {name: np.asarray(row[name]) for name in ("response_ids", "response_logprobs")}
 
 
 def _from_row(row: dict) -> ScoredRollout:
     scores = {name: row.pop(name, _SINCE_CUSTOM_REWARDS.get(name)) for name in _SCORE_FIELDS}
     scores["parts"] = dict(scores["parts"])
-    for name in ("prompt_ids", "response_ids", "response_logprobs"):
-        row[name] = tuple(row[name])
     return ScoredRollout(Rollout(**row), **scores)

@@ -118,7 +118,7 @@ class EngineStepProposer:
 
     def _extended(self, draft: Draft, rollout: Rollout) -> tuple[Draft, str]:
         """The draft with the sampled tokens, and the step that they make; an empty one where it is only a separator."""
-        ids = draft.ids + rollout.response_ids
+        ids = (*draft.ids, *rollout.response_ids)
         # All of it: the first token of a text may be decoded without its space.
         text = self._decode(ids[:-1] if rollout.finished else ids)
         if not text.startswith(draft.text):
@@ -136,7 +136,7 @@ class EngineStepProposer:
         draft = replace(
             draft,
             ids=ids,
-            logprobs=draft.logprobs + rollout.response_logprobs,
+            logprobs=(*draft.logprobs, *rollout.response_logprobs),
             text=text,
             rest=rest,
             end=end,

@@ -117,7 +117,7 @@ class RemoteEngine:
         return [next(rollouts[place % len(rollouts)]) for place in range(len(requests))]
 
     def _rollouts(self, requests: Sequence[GenerationRequest], responses: Responses) -> list[Rollout]:
-        ids, logprobs, end, rollouts = responses.ids.tolist(), responses.logprobs.tolist(), 0, []
+        end, rollouts = 0, []
         parts = (responses.lengths, responses.texts, responses.finished, responses.stops)
         for request, length, text, finished, stop in zip(requests, *parts, strict=True):
             begin, end = end, end + length
@@ -126,8 +126,8 @@ class RemoteEngine:
                     problem_id=request.problem_id,
                     sample_index=request.sample_index,
                     prompt_ids=request.prompt_ids,
-                    response_ids=tuple(ids[begin:end]),
-                    response_logprobs=tuple(logprobs[begin:end]),
+                    response_ids=responses.ids[begin:end],
+                    response_logprobs=responses.logprobs[begin:end],
                     text=text,
                     finished=finished,
                     policy_version=self.policy_version,

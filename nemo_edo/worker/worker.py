@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,8 +241,8 @@ class Worker:
         if not self._answers:
             return None
         return Responses(
-            ids=np.array([token for rollout in rollouts for token in rollout.response_ids], np.int32),
-            logprobs=np.array([value for rollout in rollouts for value in rollout.response_logprobs], np.float32),
+            ids=np.fromiter(chain.from_iterable(rollout.response_ids for rollout in rollouts), np.int32),
+            logprobs=np.fromiter(chain.from_iterable(rollout.response_logprobs for rollout in rollouts), np.float32),
             lengths=[len(rollout.response_ids) for rollout in rollouts],
             texts=[rollout.text for rollout in rollouts],
             finished=[rollout.finished for rollout in rollouts],

@@ -38,7 +38,7 @@ def steps(workers: Workers, folder: Path, out: Path, sizes: dict) -> dict:
     engine = RemoteEngine(policy)
     engine.policy_version = 3
     rollouts = engine.generate(requests(), SamplingParams(TEMPERATURE, 0.9, 8))
-    found = {"responses": [r.response_ids for r in rollouts], "texts": [r.text for r in rollouts],
+    found = {"responses": [tuple(r.response_ids) for r in rollouts], "texts": [r.text for r in rollouts],
              "versions": {r.policy_version for r in rollouts}, "metrics": []}  # fmt: skip
     for seed in range(2):
         batch = rows(seed).with_fields(ref_logprobs=policy.reference_logprobs(rows(seed)))

@@ -100,7 +100,8 @@ def sampled(policy) -> dict:
 def _sampled(engine) -> dict:
     rollouts = engine.generate(requests(), SamplingParams(TEMPERATURE, 0.9, 8))
     (alone,) = engine.generate(requests()[:1], SamplingParams(TEMPERATURE, 0.9, 8))
-    return {"responses": [rollout.response_ids for rollout in rollouts], "response alone": alone.response_ids,
+    return {"responses": [tuple(rollout.response_ids) for rollout in rollouts],
+            "response alone": tuple(alone.response_ids),
             "response logprobs": torch.tensor([lp for r in rollouts for lp in r.response_logprobs])}
 
 

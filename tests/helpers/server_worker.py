@@ -118,7 +118,7 @@ def stopped(servers: ServerEngine, data, stop: str) -> dict:
         "asked": len(asked),
         "met": len(met),
         "beginnings": sum(a.response_ids == b.response_ids[: len(a.response_ids)] for a, b in pairs),
-        "contained": sum(r.stop in r.text and r.stop not in data.decode(r.response_ids[:-1]) for r in met),
+        "contained": sum(r.stop in r.text and r.stop not in data.decode(list(r.response_ids[:-1])) for r in met),
         "largest_gap": max(gaps),
     }
 

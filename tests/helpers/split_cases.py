@@ -51,5 +51,5 @@ def measure(
     with contextlib.suppress(ValueError):  # the engine refuses expert and context parallelism
         requests = [GenerationRequest(f"p{i}", 0, (20 + i, 30), i) for i in range(3)]
         rollouts = tiny_models.build_engine(policy).generate(requests, SamplingParams(0.0, 1.0, 6))
-        results["responses"] = [rollout.response_ids for rollout in rollouts]
+        results["responses"] = [tuple(rollout.response_ids) for rollout in rollouts]
     return results

@@ -155,7 +155,7 @@ def sampled(folder: Path, stop: tuple[str, ...] = (), **how) -> dict:
     prompts = [(20, 21, 22), (30,), (20, 21, 40, 41, 42), (50, 51)]
     requests = [GenerationRequest(f"p{i}", s, prompt, 10 * i + s) for i, prompt in enumerate(prompts) for s in range(4)]
     rollouts = engine.generate(requests, SamplingParams(TEMPERATURE, 0.9, 8, stop=stop))
-    return {"responses": [rollout.response_ids for rollout in rollouts],
+    return {"responses": [tuple(rollout.response_ids) for rollout in rollouts],
             "stops": [(rollout.finished, rollout.stop) for rollout in rollouts],
             "logprobs": torch.tensor([value for rollout in rollouts for value in rollout.response_logprobs])}
 

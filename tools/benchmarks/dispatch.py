@@ -1,24 +1,26 @@
 """What a call from the controller to many workers costs: bytes, seconds, and the controller's memory.
 
 The real controller calls simulated workers, threads that receive over local sockets what a rank would and answer with
-tensors of the right size, a log-probability pass over a global batch. From the largest of the sizes and of the numbers
-of workers tried, with the exponents of both, it tells what 64k rollouts would take:
+tensors of the right size, a log-probability pass over a global batch. Each measurement has a process of its own, so
+that its peak of memory is its own too. The exponents are slopes between the smallest and the largest size tried:
 
-    python -m tools.benchmarks.dispatch --workers 8 32 128 --rollouts 4096 --tokens 256 1024
+    python -m tools.benchmarks.dispatch --workers 8 64 256 1024 --rollouts 1024 4096 --tokens 256 1024 4096
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import pickle
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
 
 import torch
 
@@ -41,8 +43,8 @@ class Measured:
     sent: int
     """Bytes to all workers."""
     seconds: float
-    peak: int
-    """Bytes that the controller's process has had at most since it began."""
+    memory: int
+    """Bytes by which the process's peak grew: the batch, its shares, messages and answers."""
 
 
 def answer_logprobs(worker: Worker, share: Share) -> torch.Tensor:
@@ -50,83 +52,79 @@ def answer_logprobs(worker: Worker, share: Share) -> torch.Tensor:
     return torch.zeros(2, *share.rows.mask.shape)
 
 
-def simulate(connection: Connection) -> None:
+def simulate(connection: Connection, sent: list[int]) -> None:
     while True:
-        number, work, (share,) = pickle.loads(connection.recv_bytes())
+        received = connection.recv_bytes()
+        sent.append(len(received))
+        number, work, (share,) = pickle.loads(received)
         connection.send_bytes(pack(Answer(number, work(None, share))))
 
 
-def workers_of(count: int) -> Workers:
-    """A controller whose own worker is one of them."""
+def workers_of(count: int, sent: list[int]) -> Workers:
+    """A controller whose own worker is one of them. sent: gets the bytes of each message."""
     others = []
     for rank in range(1, count):
         ours, theirs = Pipe()
-        threading.Thread(target=simulate, args=(theirs,), daemon=True).start()
+        threading.Thread(target=simulate, args=(theirs, sent), daemon=True).start()
         others.append(dispatch._Rank(rank, "simulated", ours))
     return Workers(others)
 
 
 def batch_of(rollouts: int, tokens: int) -> TrainingBatch:
-    sequences = [((1,) * PROMPT, (2,) * tokens)] * rollouts
-    batch = build_batch(sequences, pad_id=0)
+    batch = build_batch([((1,) * PROMPT, (2,) * tokens)] * rollouts, pad_id=0)
     values = torch.zeros_like(batch.mask)
     return batch.with_fields(old_logprobs=values, ref_logprobs=values, advantages=torch.zeros(rollouts))
 
 
-def measure(workers: Workers, rollouts: int, tokens: int) -> Measured:
-    batch, sent = batch_of(rollouts, tokens), []
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(workers: int, rollouts: int, tokens: int) -> Measured:
+    sent: list[int] = []
+    called, before = workers_of(workers, sent), peak()
+    batch = batch_of(rollouts, tokens)
     begun = time.perf_counter()
-    shares = cut(batch, MicroBatching(8), workers.size, InputShapes())
-    plain = dispatch.pack
-
-    def counted(message: Any) -> bytes:
-        packed = plain(message)
-        sent.append(len(packed))
-        return packed
-
-    dispatch.pack = counted
-    try:
-        answers = workers.call(answer_logprobs, each=shares)
-    finally:
-        dispatch.pack = plain
-    joined(shares, answers, batch.mask.shape)
-    seconds = time.perf_counter() - begun
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Measured(workers.size, rollouts, tokens, sum(sent), seconds, peak)
+    shares = cut(batch, MicroBatching(8), called.size, InputShapes())
+    joined(shares, called.call(answer_logprobs, each=shares), batch.mask.shape)
+    return Measured(workers, rollouts, tokens, sum(sent), time.perf_counter() - begun, peak() - before)
 
 
-def exponent(found: Sequence[tuple[float, float]]) -> float:
-    """The slope between the first and the last point in logarithms."""
-    (x, y), (other_x, other_y) = found[0], found[-1]
-    return math.log(other_y / y) / math.log(other_x / x) if other_x != x else math.nan
+def exponent(size: Callable[[Measured], float], value: Callable[[Measured], float], found: list[Measured]) -> float:
+    """The slope in logarithms between the first and the last of the measurements; NaN where they have one size."""
+    first, last = found[0], found[-1]
+    ratio = size(last) / size(first)
+    return math.log(value(last) / value(first)) / math.log(ratio) if ratio != 1 else math.nan
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--rollouts", type=int, default=4096)
+    parser.add_argument("--rollouts", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024])
     args = parser.parse_args()
-    found = []
-    for count in args.workers:
-        workers = workers_of(count)
-        for tokens in args.tokens:
-            found.append(one := measure(workers, args.rollouts, tokens))
+    found: list[Measured] = []
+    print("workers  rollouts  tokens  MiB sent  seconds  GiB of memory")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for sizes in itertools.product(args.workers, args.rollouts, args.tokens):
+            found.append(one := pool.submit(measure, *sizes).result())
             print(
-                f"{one.workers:5} workers, {one.rollouts} rollouts of {one.tokens} tokens: {one.sent / 2**20:,.0f} MiB "
-                f"sent, {one.seconds:.2f} s, {one.peak / 2**30:.2f} GiB at most",
+                f"{one.workers:7}  {one.rollouts:8}  {one.tokens:6}  {one.sent / 2**20:8,.0f}  {one.seconds:7.2f}"
+                f"  {one.memory / 2**30:13.2f}",
                 flush=True,
             )
     largest = found[-1]
-    by_tokens = [one for one in found if one.workers == largest.workers]
-    by_workers = [one for one in found if one.tokens == largest.tokens]
-    for name in ("sent", "seconds"):
-        tokens = exponent([(one.tokens, getattr(one, name)) for one in by_tokens])
-        workers = exponent([(one.workers, getattr(one, name)) for one in by_workers])
-        print(f"{name}: grows with tokens^{tokens:.2f}, with workers^{workers:.2f}")
+    names = ("workers", "rollouts", "tokens")
+    for value in ("sent", "seconds", "memory"):
+        slopes = {}
+        for name in names:
+            same = [one for one in found if all(getattr(one, n) == getattr(largest, n) for n in names if n != name)]
+            slopes[name] = exponent(lambda one, n=name: getattr(one, n), lambda one, v=value: getattr(one, v), same)
+        told = ", ".join(f"{name}^{slope:.2f}" for name, slope in slopes.items())
+        whole = getattr(largest, value) * (ROLLOUTS / largest.rollouts) ** slopes["rollouts"]
+        print(f"{value} grows with {told}; at {largest.workers} workers, {ROLLOUTS} rollouts would take")
         for length in (1024, 32768):
-            scale = ROLLOUTS / largest.rollouts * (length / largest.tokens) ** (1 if math.isnan(tokens) else tokens)
-            print(f"  {ROLLOUTS} rollouts of {length} tokens: {getattr(largest, name) * scale:,.4g}")
+            print(f"  of {length} tokens: {whole * (length / largest.tokens) ** slopes['tokens']:,.4g}")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def vote_over_all_tie_breaks(problem, rollout) -> float:
 
 
 def distinct(_, rollout) -> float:
-    ids = [s.rollout.response_ids for s in rollout]
+    ids = [tuple(s.rollout.response_ids) for s in rollout]
     grams = [one[start : start + 4] for one in ids for start in range(len(one) - 3)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
@@ -132,13 +132,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response_up_to_one_rollo
 
 def test_entropy_is_of_the_first_rollouts_tokens_and_pooled_distinct_4_of_all_responses_together(evaluated):
     evaluation, examples, responses, _, policy = evaluated
-    first = [[s.rollout.response_ids for s in rollouts[0]] for rollouts in responses]
+    first = [[tuple(s.rollout.response_ids) for s in rollouts[0]] for rollouts in responses]
     sums, counts = evaluation.metrics["entropy"]
     assert counts.tolist() == [sum(map(len, ids)) for ids in first]
     assert sums.tolist() == [sum(map(sum, ids)) for ids in first]
     assert policy.rows == len(PROBLEMS) * SAMPLES
     assert [s.rollout for s in examples] == [s.rollout for rollouts in responses for s in rollouts[0]]
-    flat = [s.rollout.response_ids for rollouts in responses for rollout in rollouts for s in rollout]
+    flat = [tuple(s.rollout.response_ids) for rollouts in responses for rollout in rollouts for s in rollout]
     assert evaluation.mean("distinct_4_pooled") == pytest.approx(distinct_n(flat, n=4))
     assert evaluation.mean("distinct_4_pooled") < 0.8 * evaluation.mean("distinct_4")
 

@@ -43,7 +43,7 @@ def params(temperature: float = 1.0, top_p: float = 1.0, max_new_tokens: int = L
 
 
 def responses(rollouts) -> list[tuple[int, ...]]:
-    return [rollout.response_ids for rollout in rollouts]
+    return [tuple(rollout.response_ids) for rollout in rollouts]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -51,7 +51,7 @@ def responses(rollouts) -> list[tuple[int, ...]]:
 def test_logprobs_are_those_of_a_full_forward_pass(engine, dense, tiny, requests, temperature, top_p):
     rollouts = engine.generate(requests, params(temperature, top_p))
     for rollout in rollouts:
-        tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        tokens = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         with torch.no_grad():
             expected = tiny.dense_logprobs(dense, tokens, temperature)[0][0, len(rollout.prompt_ids) - 1 :]
         torch.testing.assert_close(torch.tensor(rollout.response_logprobs), expected, rtol=0, atol=1e-4)
@@ -177,7 +177,7 @@ def test_a_rollout_has_its_request_its_version_and_the_text_without_the_stop_tok
     for request, rollout in zip(requests, rollouts, strict=True):
         assert (rollout.problem_id, rollout.sample_index, rollout.prompt_ids, rollout.seed) == (
             request.problem_id, request.sample_index, request.prompt_ids, request.seed)
-        spoken = rollout.response_ids[:-1] if rollout.finished else rollout.response_ids
+        spoken = list(rollout.response_ids[:-1] if rollout.finished else rollout.response_ids)
         assert rollout.text == " ".join(map(str, spoken))
 
 
@@ -210,7 +210,7 @@ def test_stop_strings_cut_the_same_responses(tiny, policy, engine, requests, sto
     whole = engine.generate(requests, params())
     found = small.generate(requests, replace(params(), stop=stop))
     for one, other in zip(found, whole, strict=True):
-        spoken = other.response_ids[:-1] if other.finished else other.response_ids
+        spoken = list(other.response_ids[:-1] if other.finished else other.response_ids)
         texts = [" ".join(map(str, spoken[:length])) for length in range(1, len(spoken) + 1)]
         met = next((length for length, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
         assert one.response_ids == other.response_ids[:met]

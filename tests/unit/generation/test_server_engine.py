@@ -94,8 +94,8 @@ def assert_answers(rollouts: Sequence[Rollout], asked: Sequence[GenerationReques
     """One rollout for each request, in order: its seed's tokens."""
     assert [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in rollouts] == [
         (r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in asked]
-    assert all(r.response_ids == (2 + r.seed % 90, 2 + r.seed // 90 % 90, 2, STOP) for r in rollouts)
-    assert all(r.response_logprobs == (-0.5,) * 4 and r.finished for r in rollouts)
+    assert all([*r.response_ids] == [2 + r.seed % 90, 2 + r.seed // 90 % 90, 2, STOP] for r in rollouts)
+    assert all([*r.response_logprobs] == [-0.5] * 4 and r.finished for r in rollouts)
 
 
 def assert_answers_all(servers: ServerEngine, number: int) -> None:
@@ -243,8 +243,9 @@ def answering(*ids: int) -> dict:
 def test_a_response_ends_at_a_stop_string_that_the_server_did_not_see(start, ids: tuple, kept: tuple, stop: str | None):
     """As from a server that knows stop strings as token ids only. The engine decodes ids as "12 34"."""
     [rollout] = engine(start(answering(*ids))).generate(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
-    assert (rollout.response_ids, rollout.stop, rollout.finished) == (kept, stop, stop is None)
-    assert rollout.text == ("3 34" if stop is None else "3 34 57") and rollout.response_logprobs == (-0.5,) * len(kept)
+    assert (tuple(rollout.response_ids), rollout.stop, rollout.finished) == (kept, stop, stop is None)
+    assert rollout.text == ("3 34" if stop is None else "3 34 57")
+    assert [*rollout.response_logprobs] == [-0.5] * len(kept)
 
 
 def test_an_end_at_a_stop_string_that_the_text_does_not_contain_is_a_fault(start):

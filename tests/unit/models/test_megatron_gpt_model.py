@@ -103,7 +103,7 @@ def test_infer_answers_every_request_from_the_current_weights(model, tiny, batch
     assert all(chunk.training for chunk in model.built.chunks)
     assert [rollout.seed for rollout in rollouts] == [0, 1, 2]
     for rollout in rollouts:
-        tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        tokens = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         inference = TrainingBatch(tokens=tokens, mask=torch.ones(1, tokens.shape[1] - 1))
         logprobs = model.get_inference_log_probs(inference)[0, len(rollout.prompt_ids) - 1 :]
         torch.testing.assert_close(logprobs, torch.tensor(rollout.response_logprobs), rtol=0, atol=1e-4)

@@ -42,7 +42,7 @@ def test_arrays_hold_what_the_records_hold_in_the_order_of_samples(tmp_path, ran
         [s.reward, s.answer, s.well_formed, len(s.rollout.response_ids), sum(s.rollout.response_logprobs)]
         for s in written]
     tokens = [tuple(ids.tolist()) for place in range(len(PROBLEMS)) for ids in samples.responses(place)]
-    assert tokens == [one.rollout.response_ids for one in written]
+    assert tokens == [tuple(one.rollout.response_ids) for one in written]
     assert samples.has_verdict.all() and (samples.rules == -1).all()
     assert samples.checksum == rollouts_checksum(written)
 

@@ -81,7 +81,7 @@ def test_steps_put_together_are_the_response_that_is_sampled_at_once(text, size,
     [plain] = engine.generate([GenerationRequest("p-0", 0, PROMPT, 1)], SamplingParams(1.0, 1.0, limit))
     whole = steps.solution(path, True, seed=7)
     assert (whole.response_ids, whole.text, whole.finished) == (plain.response_ids, plain.text, plain.finished)
-    assert whole.response_logprobs == (-0.25,) * len(plain.response_ids)
+    assert [*whole.response_logprobs] == [-0.25] * len(plain.response_ids)
     assert (whole.problem_id, whole.prompt_ids, whole.seed) == ("p-0", PROMPT, 7)
     assert sum(step.tokens for step in taken) == len(plain.response_ids)
     said = [part for step in taken for part in split_steps(step.text, separator)]

@@ -32,7 +32,7 @@ def generate(url: str, folder: Path, **settings) -> None:
     engine = ServerEngine([replica], VLLM, ServersConfig(**quick), stop_ids=[STOP_ID], vocab_size=100, decode=str,
                           logprobs_after_temperature=True)  # fmt: skip
     [rollout] = engine.generate([REQUEST], SamplingParams(1.0, 1.0, 8))
-    assert rollout.response_ids == (9, 2, 2, STOP_ID)
+    assert [*rollout.response_ids] == [9, 2, 2, STOP_ID]
 
 
 def refit(url: str, folder: Path) -> None:
