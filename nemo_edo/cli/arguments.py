@@ -254,18 +254,9 @@ COMMANDS = {
             _argument(
                 "-o", "--out", type=Path, metavar="OUT.html", help="default: report.html in the common folder"
             ),
-            _argument(
-                "--table", metavar="NAME",
-                help="instead: a table of the paper (main, ood, seeds, alpha, test_time, iterations) with the runs' "
-                "numbers, to the terminal or to OUT.html, OUT.md or OUT.csv",
-            ),
             _argument("--baseline", metavar="LABEL", help="for several runs: the arm to compare with"),
         ),
-        (
-            "report runs/quickstart",
-            "report 'runs/seed_*' -o seeds.html --baseline GRPO",
-            "report runs/paper --table main -o main.md",
-        ),
+        ("report runs/quickstart", "report 'runs/seed_*' -o seeds.html --baseline GRPO"),
         "studies.md",
     ),
     "study": Command(

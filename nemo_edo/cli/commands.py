@@ -122,17 +122,7 @@ def _report(args: argparse.Namespace) -> None:
     from nemo_edo.report.page import write_report
     from nemo_edo.report.run_set import find_runs, read_runs
 
-    if args.table is None:
-        say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
-        return
-    from nemo_edo.report.paper.published import TABLES
-    from nemo_edo.report.paper.tables import write_table
-
-    if args.table not in TABLES:
-        raise UserError(f"--table is {args.table!r}, expected one of {', '.join(TABLES)}")
-    if args.baseline is not None:
-        raise UserError("--baseline cannot be combined with --table: the paper's tables have no baseline")
-    say_all(write_table(find_runs(args.runs), args.table, args.out))
+    say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
 
 
 def _study(args: argparse.Namespace) -> int:

@@ -194,7 +194,7 @@ class RunConfig(Section):
     """Parent folder of the runs."""
     experiment: Optional[str] = None
     """What the run reproduces: the file of ``conf/experiment/`` that it is composed from, such as
-    main/gsm8k_llama3_grpo; the tables of ``nemo-edo report --table`` look for it. Another name, or null: a custom
+    main/gsm8k_llama3_grpo; the tables of ``tools/paper_tables`` look for it. Another name, or null: a custom
     run."""
     seed: NonNegativeInt = 42
     """Seed of the model's random weights, of sampling and of the samples' order."""

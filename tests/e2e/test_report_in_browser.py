@@ -8,7 +8,7 @@ from helpers.reported_run import enrich
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.report.page import write_report
-from nemo_edo.report.paper.tables import write_table
+from tools.paper_tables.tables import write_table
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -7,8 +7,8 @@ from itertools import combinations_with_replacement, islice
 
 import pytest
 
-from nemo_edo.builtin_task.change import change, fewest_coins, score
-from nemo_edo.builtin_task.family import TASKS, make
+from examples.study_tasks.change import change, fewest_coins, score
+from examples.study_tasks.family import TASKS, make
 from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.builtin_task.model import word_vocabulary, write_tokenizer
 from nemo_edo.config.compose import compose_run

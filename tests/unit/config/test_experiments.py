@@ -13,7 +13,7 @@ from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.evaluation.results import START
-from nemo_edo.report.paper.published import (
+from tools.paper_tables.published import (
     OUT_OF_DISTRIBUTION,
     OVERALL,
     ROW,
@@ -23,7 +23,7 @@ from nemo_edo.report.paper.published import (
     published,
     read_texts,
 )
-from nemo_edo.report.paper.settings import departures
+from tools.paper_tables.settings import departures
 
 FOLDER = shipped_config_dir() / "experiment"
 NAMES = sorted(

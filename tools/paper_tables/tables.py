@@ -1,8 +1,13 @@
-"""A table of the paper joined with measured runs, as Markdown, CSV or one self-contained HTML file."""
+"""A table of the paper joined with measured runs, as Markdown, CSV or one self-contained HTML file:
+
+python -m tools.paper_tables.tables main runs/main_s1k_qwen_grpo 'runs/ood_*' -o tables/main.html
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +21,9 @@ from nemo_edo.evaluation.results import START, ratio_intervals
 from nemo_edo.metrics import Interval, mean_interval
 from nemo_edo.metrics.shares import mean_of_shares
 from nemo_edo.report.page import render_page, write_whole
-from nemo_edo.report.paper.published import (
+from nemo_edo.report.run_record import RunRecord, read_run, setting
+from nemo_edo.report.run_set import FoundRuns, Trained, find_runs
+from tools.paper_tables.published import (
     OUT_OF_DISTRIBUTION,
     OVERALL,
     ROW,
@@ -26,9 +33,7 @@ from nemo_edo.report.paper.published import (
     published,
     read_texts,
 )
-from nemo_edo.report.paper.settings import departures, tested_on
-from nemo_edo.report.run_record import RunRecord, read_run, setting
-from nemo_edo.report.run_set import FoundRuns, Trained
+from tools.paper_tables.settings import departures, tested_on
 
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 SEARCHED = {"searchllm": "cot"}
@@ -188,3 +193,21 @@ def markdown(table: PaperTable) -> str:
 def html(table: PaperTable) -> str:
     """The page. Everything in it is escaped."""
     return render_page("table.html.j2", title=TABLES[table.name], sections=sections(table), notes=notes(table))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("runs", nargs="+", help="run folders, folders of runs, or patterns of them")
+    parser.add_argument("-o", "--out", type=Path, help="OUT.html, OUT.md or OUT.csv; default: the terminal")
+    args = parser.parse_args(arguments)
+    try:
+        print(*write_table(find_runs(args.runs), args.table, args.out), sep="\n")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 
-from nemo_edo.builtin_task.family import Item
+from examples.study_tasks.family import Item
 from nemo_edo.builtin_task.mistakes import Mistakes
 
 AMOUNTS = range(15, 61)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from nemo_edo.builtin_task.family import Item
+from examples.study_tasks.family import Item
 from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.errors import UserError
 

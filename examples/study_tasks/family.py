@@ -1,4 +1,4 @@
-"""More tasks for studies, behind one interface: ``data.source=nemo_edo.builtin_task.family:make`` with a task's name.
+"""More tasks for studies, behind one interface: ``data.source=examples.study_tasks.family:make`` with a task's name.
 
 A task gives one problem after another: a question, a worked solution, the same with mistakes for the warm-up, and an
 answer. The model of ``model.architecture`` gets a tokenizer of the words that the problems hold.
@@ -89,7 +89,7 @@ def _task(name: str, settings: dict[str, Any]) -> Callable[..., Iterator[Item]]:
     if name not in TASKS:
         known = ", ".join(TASKS)
         raise UserError(f"data.source_args.name is {name!r}, expected one of {known}{did_you_mean(name, TASKS)}")
-    function = getattr(import_module(f"nemo_edo.builtin_task.{TASKS[name]}"), name)
+    function = getattr(import_module(f"examples.study_tasks.{TASKS[name]}"), name)
     known = [key for key in inspect.signature(function).parameters if key not in ("mistakes", "rng")]
     unknown = sorted(settings.keys() - set(known))
     if unknown:
