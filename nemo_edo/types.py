@@ -89,6 +89,9 @@ class Rollout:
     seed: int
     stop: str | None = None
     """The stop string that ended it: ``text`` contains it, and the rest of its last token."""
+    routed_experts: bytes = b""
+    """int16 [tokens - 1, layers with experts, k]: what the sampler's routers chose for every token but the last
+    (``generation.routing_replay``); empty where it is not kept."""
 
     def __post_init__(self) -> None:
         # A tuple of Python numbers takes 32 bytes for each of them, and the controller holds a whole collection.
@@ -161,6 +164,9 @@ class TrainingBatch:
     that policy's, and the term reads no other rows. None: it reads the batch's own responses."""
     selected: Tensor | None = None
     """[B, T] float32, 1 at the tokens that a covariance control has selected."""
+    routed_experts: Tensor | None = None
+    """[B, T, layers with experts * k] int16, the experts that the sampler chose for token t; 0 in padding. None: the
+    model's routers choose."""
     pair_role: Tensor | None = None
     """[B] int64, 1 for a pair's chosen response, -1 for its rejected one, 0 for a response outside pairs. Rows 2k and
     2k + 1 are a pair, chosen first, or both outside pairs."""
@@ -200,7 +206,7 @@ class TrainingBatch:
     def cut(self, length: int) -> TrainingBatch:
         """The first ``length`` tokens of every row."""
         ends = {name: length if name == "tokens" else length - 1 for name in self.tensors()}
-        return replace(self, **{n: v[:, : ends[n]] if v.ndim == 2 else v for n, v in self.tensors().items()})
+        return replace(self, **{n: v[:, : ends[n]] if v.ndim > 1 else v for n, v in self.tensors().items()})
 
     def to(self, device: torch.device) -> TrainingBatch:
         return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})

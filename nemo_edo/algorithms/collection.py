@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config import LoopConfig
-from nemo_edo.data.batching import build_batch, epoch_order
+from nemo_edo.data.batching import build_batch, epoch_order, place_experts
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import kl_per_token, reduce_tokens, sampler_mismatch
 from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, pass_at_k
@@ -112,11 +112,10 @@ def view_of_sampler(
     otherwise the trainer's. The gap between both is a statistic in each case.
     """
     rollouts = [item.rollout for item in scored]
-    batch = build_batch(
-        [(r.prompt_ids, r.response_ids) for r in rollouts],
-        pad_id=pad_id,
-        sampler_logprobs=[r.response_logprobs for r in rollouts],
-    ).with_fields(
+    sequences = [(r.prompt_ids, r.response_ids) for r in rollouts]
+    batch = build_batch(sequences, pad_id=pad_id, sampler_logprobs=[r.response_logprobs for r in rollouts])
+    batch = batch.with_fields(
+        routed_experts=place_experts([r.routed_experts for r in rollouts], sequences, batch.tokens.shape[1]),
         groups=group_numbers(scored),
         rewards=torch.tensor([item.reward for item in scored], dtype=torch.float32),
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.data.batching import build_batch
+from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, TrainingBatch
@@ -54,9 +54,17 @@ def _joined(own: TrainingBatch, older: Sequence[Rollout]) -> TrainingBatch:
     before = own.tokens.shape[1]
     length = max(before, *(len(prompt) + len(response) for prompt, response in sequences))
     rows = build_batch(sequences, pad_id=0, length=length, old_logprobs=logprobs, sampler_logprobs=logprobs)
-    rows = rows.with_fields(exploration_factors=torch.ones(own.size), older=torch.ones(own.size))
+    experts = place_experts([rollout.routed_experts for rollout in older], sequences, length)
+    if (experts is None) != (own.routed_experts is None):
+        raise UserError(
+            "some of the iterations' rollouts keep the experts of their tokens and others do not: sample them all with "
+            "one setting of generation.routing_replay"
+        )
+    rows = rows.with_fields(
+        exploration_factors=torch.ones(own.size), older=torch.ones(own.size), routed_experts=experts
+    )
     joined = {}
     for name, value in own.with_fields(older=torch.zeros(own.size)).tensors().items():
-        wide = F.pad(value, (0, length - before)) if value.ndim == 2 else value
+        wide = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, length - before)) if value.ndim > 1 else value
         joined[name] = torch.cat([wide, rows.tensors().get(name, torch.zeros_like(wide))])
     return TrainingBatch(**joined)

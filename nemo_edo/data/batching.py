@@ -49,6 +49,22 @@ def place_on_responses(
     return placed
 
 
+def place_experts(rows: Sequence[bytes], sequences: Sequence[PromptAndResponse], length: int) -> Tensor | None:
+    """[B, T = length - 1, layers * k] int16: ``Rollout.routed_experts`` of each sequence; None where they have none.
+
+    Raises ValueError where some have them and others do not, or other numbers of layers and experts."""
+    inputs = [len(prompt) + len(response) - 1 for prompt, response in sequences]
+    widths = {len(experts) / count for experts, count in zip(rows, inputs, strict=True)}
+    if widths == {0}:
+        return None
+    if len(widths) > 1:
+        raise ValueError(f"the rollouts keep {sorted(widths)} bytes of experts a token, expected one number for all")
+    placed = torch.zeros(len(rows), length - 1, int(widths.pop()) // 2, dtype=torch.int16)
+    for row, experts, count in zip(placed, rows, inputs, strict=True):
+        row[:count] = torch.frombuffer(bytearray(experts), dtype=torch.int16).view(count, -1)
+    return placed
+
+
 def _fill_spans(rows: Tensor, starts: list[int], lengths: list[int], values: Iterable[Sequence[float]]) -> None:
     """Writes the values, row after row, into the ``lengths`` elements of each row from its start."""
     start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]

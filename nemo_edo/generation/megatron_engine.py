@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from megatron.core import parallel_state
@@ -30,6 +31,7 @@ from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.megatron.decoding_cache import CacheContext, joined
 from nemo_edo.megatron.layer_spec import reads_by_head, shared_prompt_cache, shares_prompts
+from nemo_edo.megatron.routing import recorded, recording
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.status_line import Counter
 
@@ -50,9 +52,11 @@ class MegatronEngine:
         decode: Callable[[Sequence[int]], str],
         max_batch_size: int | str,
         device: torch.device,
+        keeps_experts: bool = False,
         progress: bool = False,
     ) -> None:
-        """max_batch_size: rows that are decoded at a time at most; AUTO: as many as memory has room for."""
+        """max_batch_size: rows that are decoded at a time at most; AUTO: as many as memory has room for. keeps_experts:
+        rollouts get ``routed_experts``."""
         config = get_model_config(built.chunks[0])
         if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
             raise ValueError("in-process generation can use neither context nor expert parallelism")
@@ -63,6 +67,7 @@ class MegatronEngine:
         self._decode = decode
         self._max_batch_size = max_batch_size
         self._device = device
+        self._keeps_experts = keeps_experts
         self._progress = progress
         modules = [module for chunk in built.chunks for module in chunk.modules()]
         self._layers = layers = [module for module in modules if isinstance(module, Attention)]
@@ -86,6 +91,7 @@ class MegatronEngine:
         rows = self._batch_size(prompt, response)
         with (
             token_by_token(self._built.chunks) as self._chunks,
+            recording(self._built.chunks) if self._keeps_experts else nullcontext(),
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
             for places in split_evenly(order, max(1, len(mine)) if self._shares_prompts else rows):
@@ -157,13 +163,16 @@ class MegatronEngine:
         distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
         read = (distinct[:, 0] - 1).clamp(min=1).tolist()
         least = FEWEST_READ["cuda" if distinct.is_cuda else "cpu"]
-        contexts = [self._read(distinct[rows, 1 : 1 + read[rows.stop - 1]]) for rows in of_similar_length(read, least)]
+        contexts = []
+        for rows in of_similar_length(read, least):
+            tokens = distinct[rows, 1 : 1 + read[rows.stop - 1]]
+            contexts.append(context := CacheContext(*tokens.shape, by_head=self._by_head))
+            through_stages(self._chunks, tokens, self._from_the_beginning(tokens), context)
+            if self._keeps_experts:
+                of_these = (owner >= rows.start) & (owner < rows.stop)
+                experts = recorded(self._chunks, tokens)[owner[of_these] - rows.start]
+                decoding.keep_experts(requests[of_these], self._from_the_beginning(experts[..., 0]), experts)
         return joined(contexts, by_head=self._by_head), owner
-
-    def _read(self, tokens: Tensor) -> CacheContext:
-        context = CacheContext(*tokens.shape, by_head=self._by_head)
-        through_stages(self._chunks, tokens, self._from_the_beginning(tokens), context)
-        return context
 
     def _refill(self, decoding: _Decoding, step: int) -> None:
         """Waiting requests take the free rows; the end of a prompt is a row's next token."""
@@ -177,7 +186,7 @@ class MegatronEngine:
         shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
         length = decoding.prefix if shared else decoding.length
         decoding.context = CacheContext(len(prefixes), length, by_head=self._by_head)
-        logits = self._forward(decoding, prefixes, self._from_the_beginning(prefixes))
+        logits = self._forward(decoding, prefixes, self._from_the_beginning(prefixes), owner)
         if shared:
             decoding.context = shared_prompt_cache(decoding.context, owner, decoding.length)
         else:
@@ -187,9 +196,16 @@ class MegatronEngine:
     def _from_the_beginning(self, tokens: Tensor) -> Tensor:
         return torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
 
-    def _forward(self, decoding: _Decoding, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """[B, V] logits of the last of tokens [B, s], on the last pipeline stage; None on the others."""
+    def _forward(
+        self, decoding: _Decoding, tokens: Tensor, positions: Tensor, owner: Tensor | None = None
+    ) -> Tensor | None:
+        """[B, V] logits of the last of tokens [B, s], on the last pipeline stage; None on the others. owner: which of
+        the B each row of the batch is; None: they are the rows."""
         logits = through_stages(self._chunks, tokens, positions, decoding.context)
+        if self._keeps_experts:
+            experts = recorded(self._chunks, tokens)
+            experts, positions = (experts, positions) if owner is None else (experts[owner], positions[owner])
+            decoding.keep_experts(decoding.rows, positions, experts)
         return None if logits is None else logits[:, -1, : self._vocab_size]
 
     def _choose(self, logits: Tensor | None, decoding: _Decoding, step: int, sampling: SamplingParams):
@@ -207,7 +223,13 @@ class MegatronEngine:
         return tokens, logprobs
 
     def _rollout(
-        self, request: GenerationRequest, ids: list[int], logprobs: list[float], finished: bool, stop: str | None
+        self,
+        request: GenerationRequest,
+        ids: list[int],
+        logprobs: list[float],
+        finished: bool,
+        stop: str | None,
+        experts: bytes,
     ) -> Rollout:
         text_ids = ids[:-1] if finished else ids
         return Rollout(
@@ -221,6 +243,7 @@ class MegatronEngine:
             policy_version=self.policy_version,
             seed=request.seed,
             stop=stop,
+            routed_experts=experts,
         )
 
 
@@ -274,6 +297,8 @@ class _Decoding:
         self._most = most
         self.last = torch.empty(0, dtype=torch.int64, device=device)
         self.context: CacheContext | None = None
+        self._experts: Tensor | None = None
+        """[requests, tokens, layers * k] int16"""
 
     @property
     def free_rows(self) -> int:
@@ -319,6 +344,14 @@ class _Decoding:
                 if self.stop_of[row] is not None:
                     self.alive[place] = False
 
+    def keep_experts(self, requests: Tensor, positions: Tensor, experts: Tensor) -> None:
+        """Stores the experts [n, s, layers * k] of the requests' tokens at positions [n, s]. Rows that have ended are
+        computed until they leave the batch: what is after their last token is of no use, as is the place after all."""
+        if self._experts is None:
+            tokens = int(self.prompt_lengths.max()) + self.max_new_tokens
+            self._experts = experts.new_zeros(len(self.limits), tokens, experts.shape[-1])
+        self._experts[requests[:, None], positions.clamp(max=self._experts.shape[1] - 1)] = experts
+
     def compact(self) -> None:
         """Drops the rows that have ended."""
         keep = self.alive.nonzero().squeeze(-1)
@@ -336,13 +369,18 @@ class _Decoding:
         self.last = torch.cat([self.last, self.ends_of_prompts(requests)])
         return requests
 
-    def responses(self) -> list[tuple[list[int], list[float], bool, str | None]]:
-        """Tokens, log-probabilities, whether it stopped by itself and by which stop string, for each request."""
+    def responses(self) -> list[tuple[list[int], list[float], bool, str | None, bytes]]:
+        """Tokens, log-probabilities, whether it stopped by itself, by which stop string, and the experts of all tokens
+        but the last, for each request."""
         columns = (self.tokens, self.logprobs, self.response_lengths, self.stopped)
+        experts = [b""] * len(self.stop_of)
+        if self._experts is not None:
+            ends = (self.prompt_lengths + self.response_lengths - 1).tolist()
+            experts = [row[:end].cpu().numpy().tobytes() for row, end in zip(self._experts, ends, strict=True)]
         return [
-            (tokens[:length], logprobs[:length], stopped, stop)
-            for tokens, logprobs, length, stopped, stop in zip(
-                *(column.tolist() for column in columns), self.stop_of, strict=True
+            (tokens[:length], logprobs[:length], stopped, stop, own)
+            for tokens, logprobs, length, stopped, stop, own in zip(
+                *(column.tolist() for column in columns), self.stop_of, experts, strict=True
             )
         ]
 

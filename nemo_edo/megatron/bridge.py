@@ -24,6 +24,7 @@ from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import set_layer_spec
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support, dimensions
 from nemo_edo.megatron.precision import configure as configure_precision
+from nemo_edo.megatron.routing import forget_routers
 from nemo_edo.megatron.splits import check_adapters, check_device, check_splits
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def build_model(
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
         provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
     provider.finalize()
+    forget_routers()
     with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
         chunks = provider.provide_distributed_model(
             ddp_config=_ddp_config(parallelism, precision),
@@ -151,6 +153,8 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
     provider.gradient_accumulation_fusion &= find_spec("fused_weight_gradient_mlp_cuda") is not None
     # Its loss is a mean over a micro-batch: it would depend on how a batch is cut.
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
+    # Rollouts may carry the experts that their sampler chose (routing.py), which the fused router would not replay.
+    provider.moe_enable_routing_replay, provider.moe_router_fusion = bool(provider.num_moe_experts), False
     if parallelism.recompute_granularity is not None:
         provider.recompute_granularity = parallelism.recompute_granularity
         if parallelism.recompute_granularity == "full":

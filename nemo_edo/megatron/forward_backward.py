@@ -26,6 +26,7 @@ from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
 from nemo_edo.megatron.policy import MegatronPolicy
+from nemo_edo.megatron.routing import own_routing_afterwards, set_recomputing, set_replayed
 from nemo_edo.megatron.shapes import context_share
 from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.types import TrainingBatch
@@ -118,6 +119,8 @@ class _Readout:
     def forward_step(self, micro_batches: Iterator[ModelInputs], chunk: MegatronModule) -> tuple[Tensor, _Readout]:
         """Megatron calls what this returns second with what it returns first, on the last pipeline stage."""
         inputs = next(micro_batches)
+        if inputs.experts is not None:
+            set_replayed(chunk, inputs.experts)
         outputs = chunk(
             context_share(inputs.tokens).contiguous(),
             context_share(inputs.positions),
@@ -125,6 +128,8 @@ class _Readout:
             packed_seq_params=inputs.packed,
             **in_own_type(chunk),
         )
+        if inputs.experts is not None:
+            set_recomputing(chunk)
         return outputs, replace(self, inputs=inputs)
 
     def __call__(self, outputs: Tensor) -> tuple[Tensor, Tensor, object]:
@@ -177,7 +182,7 @@ def _run_schedule(
     # On the CPU, and then moved: which positions are read, and how packs are laid out, would wait for a GPU.
     micro_batches = [inputs.to(policy.device) for inputs in _inputs(share, policy.built.vocab_size)]
     get_model_config(chunks[0]).finalize_model_grads_func = _sum_gradients
-    with readout.head.installed():
+    with readout.head.installed(), own_routing_afterwards(chunks):
         return get_forward_backward_func()(
             forward_step_func=readout.forward_step,
             data_iterator=[iter(micro_batches) for _ in chunks],

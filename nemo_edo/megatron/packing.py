@@ -47,6 +47,8 @@ class ModelInputs:
     """[b, T], True at the positions that are in the pack, row by row."""
     places: Tensor | None = None
     """[b, T] indices into the pack, where several rows share tokens; None: in their order."""
+    experts: Tensor | None = None
+    """[r, s, layers * k] what the routers replay (``TrainingBatch.routed_experts``); None: they choose."""
 
     def to(self, device: torch.device) -> ModelInputs:
         return replace(_moved(self, device), micro=self.micro.to(device), packed=_moved(self.packed, device))
@@ -66,7 +68,9 @@ def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
     the padding."""
     inputs, targets = pad_to(micro.tokens[:, :-1], shape), pad_to(micro.tokens[:, 1:], shape)
     positions = torch.arange(shape[1], device=inputs.device).expand_as(inputs)
-    return ModelInputs(micro, inputs, targets, positions, read_places(pad_to(micro.mask, shape)), is_padding(micro))
+    read, experts = read_places(pad_to(micro.mask, shape)), micro.routed_experts
+    experts = None if experts is None else pad_to(experts, shape)
+    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), experts=experts)
 
 
 def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int, int]) -> ModelInputs:
@@ -93,7 +97,8 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
     )
     positions = (torch.arange(shape[1], device=device) - starts)[None]
     read = read_places(pad_to(micro.mask[kept][None], shape))
-    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), packed, kept)
+    experts = None if micro.routed_experts is None else pad_to(micro.routed_experts[kept][None], shape)
+    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), packed, kept, experts=experts)
 
 
 def read_places(mask: Tensor) -> Tensor:

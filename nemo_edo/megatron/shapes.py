@@ -30,9 +30,11 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
 
 
 def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Token ids [b, s] padded with zeros to [rows, length]. Causal attention never looks at them."""
+    """Token ids [b, s], or values [b, s, ...], padded with zeros to [rows, length, ...]. Causal attention never looks
+    at them."""
     rows, length = shape
-    return F.pad(tokens, (0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
+    behind = (0, 0) * (tokens.ndim - 2)
+    return F.pad(tokens, (*behind, 0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
 
 
 def context_share(tensor: Tensor) -> Tensor:

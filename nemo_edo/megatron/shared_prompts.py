@@ -97,7 +97,7 @@ def shared_inputs(
     places, kept, own = _places(lengths, prompts, device)
 
     def packed(rows: Tensor) -> Tensor:
-        pack = torch.zeros(shape[1], dtype=rows.dtype, device=device)
+        pack = torch.zeros(shape[1], *rows.shape[2:], dtype=rows.dtype, device=device)
         pack[places[own]] = rows[own]
         return pack
 
@@ -119,7 +119,10 @@ def shared_inputs(
     )
     inputs, targets = (packed(tokens)[None] for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
     positions, read = packed_seq_params.positions[None], read_places(packed(micro.mask)[None])
-    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), packed_seq_params, kept, places)
+    experts = None if micro.routed_experts is None else packed(micro.routed_experts)[None]
+    return ModelInputs(
+        micro, inputs, targets, positions, read, is_padding(micro), packed_seq_params, kept, places, experts
+    )
 
 
 def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,11 +46,12 @@ _SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("parts", pa.map_(pa.string(), pa.float64())),
         ("success_at", pa.float64()),
+        ("routed_experts", pa.binary()),
     ]
 )
 _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason", "parts", "success_at")
-_SINCE_CUSTOM_REWARDS = {"parts": [], "success_at": ScoredRollout.success_at}
-"""Columns that files of earlier versions lack, with what a verifier's score has in them."""
+_ADDED = {"parts": [], "success_at": ScoredRollout.success_at, "routed_experts": b""}
+"""Columns that files of earlier versions lack, with what a row of these has in them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """The device is full, or the user's quota on it."""
 _SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
@@ -232,7 +233,7 @@ class RolloutStore:
                 f"{path}: has token ids of another tokenizer: {there.decode()}; this run's is {self.tokenizer}"
             )
         names = file.schema_arrow.names
-        missing = [name for name in _SCHEMA.names if name not in _SINCE_CUSTOM_REWARDS and name not in names]
+        missing = [name for name in _SCHEMA.names if name not in _ADDED and name not in names]
         if missing:
             raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(names)}")
         return file
@@ -248,7 +249,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """The columns, with those that a file of an earlier version lacks."""
     for name in set(columns) - set(table.column_names):
-        table = table.append_column(_SCHEMA.field(name), [[_SINCE_CUSTOM_REWARDS[name]] * len(table)])
+        table = table.append_column(_SCHEMA.field(name), [[_ADDED[name]] * len(table)])
     return table.select(list(columns))
 
 
@@ -266,6 +267,6 @@ def _to_row(scored: ScoredRollout) -> dict:
 
 
 def _from_row(row: dict) -> ScoredRollout:
-    scores = {name: row.pop(name, _SINCE_CUSTOM_REWARDS.get(name)) for name in _SCORE_FIELDS}
+    scores = {name: row.pop(name, _ADDED.get(name)) for name in _SCORE_FIELDS}
     scores["parts"] = dict(scores["parts"])
     return ScoredRollout(Rollout(**row), **scores)

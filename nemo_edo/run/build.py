@@ -106,7 +106,9 @@ def build_engine(
     from nemo_edo.worker.remote import RemoteEngine
     from nemo_edo.worker.worker import Worker
 
-    model.workers.call(Worker.build_engine, data.stop.ids, data.decode, cfg.generation.max_batch_size)
+    settings = cfg.generation
+    replay = settings.routing_replay
+    model.workers.call(Worker.build_engine, data.stop.ids, data.decode, settings.max_batch_size, replay)
     return RemoteEngine(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if cfg.model.path is not None:
         print(*data.stop.lines(), sep="\n")
+    _warn_of_experts(cfg, folder)
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
     servers = None
@@ -208,6 +210,19 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
         servers = build.start_servers(cfg, folder, data)
     builder = build.Builder(cfg, folder, data, servers)
     return RunServices(folder, data, builder, log, stop, console, clock, tracker), build.run_settings(cfg)
+
+
+def _warn_of_experts(cfg: RunConfig, folder: RunFolder) -> None:
+    """A mixture of experts trains on other experts than sampled, unless routing is replayed."""
+    fields = inputs.read_fields(inputs.model_folder(cfg, folder))
+    experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts > 1 and cfg.has_arms and not cfg.generation.routing_replay:
+        print(
+            f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts can "
+            "differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; watch "
+            "sampler_gap (docs/scaling.md, Experts)",
+            file=sys.stderr,
+        )
 
 
 def _start_processes(cfg: RunConfig) -> None:

@@ -63,16 +63,19 @@ class RemotePolicy:
         return self.workers.call(Worker.exploration_gradient_ratio, count, each=each)[0]
 
     def logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        both = self._passes(batch, Worker.logprobs, temperature)
+        both = self._passes(batch, batch.routed_experts, Worker.logprobs, temperature)
         return both[0], both[1]
 
     def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
-        return self._passes(batch, Worker.reference_logprobs)[0]
+        return self._passes(batch, None, Worker.reference_logprobs)[0]  # its routers choose for themselves
 
-    def _passes(self, batch: TrainingBatch, work: Callable[..., Tensor | None], *given: Any) -> Tensor:
-        """[2, B, T] of forward passes over the batch, part by part; a pass needs tokens and mask alone."""
+    def _passes(
+        self, batch: TrainingBatch, experts: Tensor | None, work: Callable[..., Tensor | None], *given: Any
+    ) -> Tensor:
+        """[2, B, T] of forward passes over the batch, part by part; a pass needs tokens, mask and the experts that are
+        replayed, if any."""
         rows = max(1, TOKENS_OF_A_CALL // batch.tokens.shape[1])
-        plain = TrainingBatch(batch.tokens, batch.mask)
+        plain = TrainingBatch(batch.tokens, batch.mask, routed_experts=experts)
         parts = []
         for start in range(0, batch.size, rows):
             part = plain.rows(slice(start, start + rows))
@@ -118,8 +121,8 @@ class RemoteEngine:
 
     def _rollouts(self, requests: Sequence[GenerationRequest], responses: Responses) -> list[Rollout]:
         end, rollouts = 0, []
-        parts = (responses.lengths, responses.texts, responses.finished, responses.stops)
-        for request, length, text, finished, stop in zip(requests, *parts, strict=True):
+        parts = (responses.lengths, responses.texts, responses.finished, responses.stops, responses.experts)
+        for request, length, text, finished, stop, experts in zip(requests, *parts, strict=True):
             begin, end = end, end + length
             rollouts.append(
                 Rollout(
@@ -133,6 +136,7 @@ class RemoteEngine:
                     policy_version=self.policy_version,
                     seed=request.seed,
                     stop=stop,
+                    routed_experts=experts,
                 )
             )
         return rollouts

@@ -52,6 +52,8 @@ class Responses:
     texts: list[str]
     finished: list[bool]
     stops: list[str | None]
+    experts: list[bytes]
+    """``Rollout.routed_experts``"""
 
 
 class Worker:
@@ -217,7 +219,11 @@ class Worker:
     # --- generation -----------------------------------------------------------------------------------------------
 
     def build_engine(
-        self, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str], max_batch_size: int | str
+        self,
+        stop_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        max_batch_size: int | str,
+        keeps_experts: bool = False,
     ) -> None:
         """An engine over the model's weights."""
         import torch
@@ -230,6 +236,7 @@ class Worker:
             decode=decode,
             max_batch_size=max_batch_size,
             device=self.model.platform_device,
+            keeps_experts=keeps_experts,
             progress=torch.distributed.get_rank() == 0,
         )
 
@@ -247,6 +254,7 @@ class Worker:
             texts=[rollout.text for rollout in rollouts],
             finished=[rollout.finished for rollout in rollouts],
             stops=[rollout.stop for rollout in rollouts],
+            experts=[rollout.routed_experts for rollout in rollouts],
         )
 
     # --- weights for others ---------------------------------------------------------------------------------------
