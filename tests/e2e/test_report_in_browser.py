@@ -8,8 +8,8 @@ from helpers.reported_run import enrich
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.report.page import write_report
-from tools.paper_tables.tables import write_table
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from tools.paper_tables.tables import write_table
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(

@@ -142,10 +142,10 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     from nemo_edo.cluster import slurm
     from nemo_edo.experiments import study, sweep
     from nemo_edo.report import page, run_set
-    from tools.paper_tables import tables
     from nemo_edo.reward_models import score_run
     from nemo_edo.reward_models import train as train_reward_model
     from nemo_edo.run import evaluate_stored
+    from tools.paper_tables import tables
 
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
