@@ -40,6 +40,8 @@ class Problem:
     """number; math: LaTeX or words, which rules can compare; text: prose, which they cannot."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, of JSON's types, which a custom reward gets."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The chat that is asked as it is, where the data have one: each message's role and content."""
 
 
 @dataclass(frozen=True)

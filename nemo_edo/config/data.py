@@ -85,7 +85,8 @@ class DataConfig(Section):
     """An official file must have as many rows as its benchmark's split. false: parts and copies are taken, too."""
     columns: Columns = field(default_factory=Columns)
     """Names of the columns of ``train`` and ``test`` (JSONL, JSON, Parquet, or folders of ``Dataset.save_to_disk``), or
-    of the rows of ``source``. Where all are null, files are in GSM8K's format or a benchmark's."""
+    of the rows of ``source``; a name with a dot is that of a field of a column (reward_model.ground_truth). Where all
+    are null, files are in GSM8K's format or a benchmark's."""
     source: Optional[ImportPath] = None
     """Import path of a function that makes the problems, such as my_data:make, in place of files
     (docs/data_and_rewards.md)."""
@@ -93,9 +94,17 @@ class DataConfig(Section):
     """Its keyword arguments."""
     prompt: Prompt = "{question}\n"
     """The text that precedes a response; {question} is replaced."""
-    chat_template: str = "false"
+    chat_template: str = "auto"
     """true: the prompt is the user's message in the model's chat template. auto: where the model has one. false: the
-    prompt is text that the model continues."""
+    prompt is text that the model continues. Otherwise a file with a template, or the name of one of the model's."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+    system_prompt: Optional[str] = None
+    """The system message before each question; a chat in the data that has its own keeps that."""
+    keep_special_tokens: list[str] = field(default_factory=list)
+    """The tokenizer's special tokens that are words like any others, such as <answer>: responses' texts and what is
+    scored keep them, and problems and solutions have them as tokens. In responses, others are left out; in problems
+    and solutions, others are text."""
     answer_format: Annotated[str, one_of(*ANSWER_FORMATS)] = "hashes"
     """Where a response states its answer. hashes: a line "#### 72"; hashes_text: all after the last "####", a text of
     any kind and as it is; boxed: the last \\boxed{}; final_answer_is, so_the_answer_is: after the last such phrase;
@@ -110,11 +119,13 @@ class DataConfig(Section):
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 
     def __post_init__(self) -> None:
-        self.chat_template = self.chat_template.lower()  # YAML's true and false
+        if self.chat_template.lower() in ("true", "false"):  # YAML's
+            self.chat_template = self.chat_template.lower()
         super().__post_init__()
 
     def rules(self) -> Iterator[Rule]:
-        yield self.chat_template in ("auto", "true", "false"), "chat_template", "one of auto, true, false"
+        is_text = self.chat_template == "false"
+        yield from self.only_if(not is_text, "with data.chat_template=false", "chat_template_kwargs", "system_prompt")
         yield from self.only_if(self.source is not None, "without data.source", "source_args")
         files = ("warmup", "train", "test", "benchmark", "test_benchmark")
         yield from self.only_if(self.source is None, "with data.source, which makes the problems", *files)

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from nemo_edo.data.answers import canonical_number
 from nemo_edo.data.benchmarks import MATH, NUMBER
+from nemo_edo.data.chat import chat_of, question_of
 from nemo_edo.data.rows import Row, RowError, text_of
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean, shown
@@ -20,7 +21,8 @@ class Columns:
     there is such a column."""
 
     question: Optional[str] = None
-    """What is asked; every row has it."""
+    """What is asked; every row has it: a text, or a chat that is asked as it is: a list of messages, each with a role
+    and a content."""
     answer: Optional[str] = None
     """The final answer alone: a text or a whole number. Without one, only a custom reward can score."""
     solution: Optional[str] = None
@@ -37,14 +39,17 @@ class Columns:
 
         Raises RowError for a missing column, and for a value that is none of JSON's.
         """
-        content = row.fields()
+        content, chat = row.fields(), ()
         texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
         for name in ("question", "answer", "solution", "id"):
             setting = getattr(self, name)
             column = setting or name
-            if column in content:
-                may_be_number = name in ("answer", "id")
-                texts[name] = text_of(metadata.pop(column, None), column, may_be_number=may_be_number)
+            value = metadata.pop(column, None) if column in content else _field(content, column)
+            if column in content or value is not None:
+                if name == "question" and isinstance(value, list | tuple):
+                    chat = chat_of(value, column)
+                    value = question_of(chat)
+                texts[name] = text_of(value, column, may_be_number=name in ("answer", "id"))
             elif setting is not None or name == "question":
                 names = [str(one) for one in content]
                 near = f"{did_you_mean(column, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"
@@ -53,8 +58,15 @@ class Columns:
         kind = MATH if canonical_number(texts["answer"]) is None else NUMBER
         return Problem(
             f"{stem}-{texts['id']}", texts["question"], texts["solution"], texts["answer"], row.source, kind,
-            plain_values(metadata),
+            plain_values(metadata), chat,
         )  # fmt: skip
+
+
+def _field(content: Mapping[str, Any], path: str) -> Any:
+    """The value of a field of a column; None where there is none."""
+    for name in path.split("."):
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return content
 
 
 def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:

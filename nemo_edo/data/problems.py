@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _SHOWN = 5
 _GSM8K_ROW = 'expected {"question": "...", "answer": "... #### 72"} on each line'
 _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
 _MAY_BE_BLANK = ("solution", "answer")
-_OF_SOURCES = ("source", "metadata")
+_OF_SOURCES = ("source", "metadata", "messages")
 MADE = "data.source"
 """The benchmark of problems that a function has made."""
 
@@ -200,6 +200,7 @@ def _load_prepared(path: Path, benchmark: str | None) -> LoadedProblems:
         if values["answer_kind"] not in (NUMBER, MATH, TEXT):
             raise RowError(f'"answer_kind" is {values["answer_kind"]!r}, expected {NUMBER}, {MATH} or {TEXT}')
         of_source = {name: content[name] for name in _OF_SOURCES if name in content}
-        return Problem(**{"source": row.source, **values, **of_source})
+        problem = Problem(**{"source": row.source, **values, **of_source})
+        return replace(problem, messages=tuple(problem.messages))
 
     return read_problems(path, read_rows(path), problem, "error", "expected rows of tools/prepare_data")

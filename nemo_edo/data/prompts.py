@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
+from nemo_edo.data.chat import ChatTemplate, Failure, Message, chat_template
+from nemo_edo.data.markup import Markup, special_tokens
+from nemo_edo.data.prompt_checks import REMEDY, Prompt, check_prompts, require_begun
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
+from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,22 +25,63 @@ TokenIds = tuple[int, ...]
 class PromptStyle:
     template: str
     """The text around {question}."""
-    chat: bool
-    """Whether the rendered text is the user's message in the tokenizer's chat template, the model's turn begun."""
+    chat: ChatTemplate | None = None
+    """What makes a prompt of the rendered text, the user's message, or of a problem's messages; None: it is text."""
+    kept: tuple[str, ...] = ()
+    """Special tokens that are words like any others (``data.keep_special_tokens``)."""
 
 
-def prompt_style(template: str, chat_template: str, tokenizer: PreTrainedTokenizerBase) -> PromptStyle:
-    """The style that ``data.prompt`` and ``data.chat_template`` (auto, true, false) make with a tokenizer.
+def prompt_style(
+    template: str,
+    asked: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system_prompt: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    kept: Sequence[str] = (),
+    now: datetime | None = None,
+) -> PromptStyle:
+    """The style that ``data.prompt``, ``data.chat_template`` (``asked``), ``data.system_prompt``,
+    ``data.chat_template_kwargs`` and ``data.keep_special_tokens`` make with a tokenizer. now: what a template writes
+    for the time; None: the time.
 
-    Raises UserError (a ValueError) if a chat template is asked for and the tokenizer has none.
+    Raises UserError (a ValueError) where the template cannot be used, or the tokenizer has no such special token.
     """
-    has_one = tokenizer.chat_template is not None
-    if chat_template == "true" and not has_one:
-        raise UserError(
-            f"data.chat_template is true, but the tokenizer {tokenizer.name_or_path!r} has no chat template; set it to "
-            "false, or model.path to a model that was trained to chat"
+    known = special_tokens(tokenizer)
+    for token in kept:
+        if token not in known:
+            has = did_you_mean(token, known) or f" (it has {', '.join(known)})"
+            raise UserError(f"data.keep_special_tokens: the tokenizer has no special token {token!r}{has}")
+    variables, now = kwargs or {}, now or datetime.now()
+    chat = chat_template(asked, tokenizer, variables=variables, system_prompt=system_prompt, now=now)
+    for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", kwargs)):
+        if chat is None and value:
+            raise UserError(
+                f"data.{name} is set, but prompts have no chat template: data.chat_template is {asked}"
+                + (f", and the tokenizer {tokenizer.name_or_path!r} has none" if asked == "auto" else "")
+            )
+    return PromptStyle(template, chat, tuple(kept))
+
+
+def left_out_tokens(
+    tokenizer: PreTrainedTokenizerBase, style: PromptStyle, pattern: str, ends: Collection[int]
+) -> frozenset[int] | None:
+    """The special tokens that responses' texts are without; None: all. Warns of those that ``data.prompt`` or
+    ``data.answer_pattern`` asks for. ends: tokens that end a response."""
+    special = special_tokens(tokenizer)
+    asked = [
+        token for token, one in special.items()
+        if token not in style.kept and one not in ends and token in style.template + pattern.replace("\\", "")
+    ]  # fmt: skip
+    if asked:
+        listed = ",".join(f"'{token}'" for token in asked)
+        warnings.warn(
+            f"{', '.join(asked)}: special tokens of the tokenizer, which responses' texts are without, so that no "
+            f'answer pattern or reward sees them; "data.keep_special_tokens=[{listed}]" keeps them',
+            stacklevel=2,
         )
-    return PromptStyle(template, chat_template != "false" and has_one)
+    every = (one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(every) - {special[token] for token in style.kept} if style.kept else None
 
 
 def render_prompt(template: str, question: str) -> str:
@@ -48,20 +95,24 @@ def encode_prompts(
     style: PromptStyle,
     *,
     max_prompt_tokens: int | None,
+    ends: Collection[int] = (),
 ) -> dict[str, TokenIds]:
     """Prompt token ids by problem id.
 
     What the tokenizer puts in front by itself (Llama's BOS) is kept: a template must not write it a second time. A chat
-    template writes all special tokens, and nothing is added to them. ``max_prompt_tokens`` is what the response leaves
-    of the context; None: there is no limit.
+    template writes all special tokens, and nothing is added to them. Special tokens in a problem stay text.
+    ``max_prompt_tokens`` is what the response leaves of the context; None: there is no limit. ends: tokens that end a
+    response, in addition to the tokenizer's.
 
-    Raises UserError (a ValueError) if a prompt is longer, or holds text that the tokenizer does not know.
+    Raises UserError (a ValueError) if a prompt is longer, holds text that the tokenizer does not know, or is not what
+    the model should be asked (``prompt_checks``).
     """
-    prompts = {problem.id: _encode_prompt(problem, tokenizer, style) for problem in problems}
-    lengths = [len(prompts[problem.id]) for problem in problems]
+    prompts = _encode_prompts(problems, tokenizer, style)
+    check_prompts(prompts, tokenizer, style.chat.name if style.chat else None, {tokenizer.eos_token_id, *ends})
+    lengths = [len(prompt.ids) for prompt in prompts]
     limit = (max_prompt_tokens, "that sampling.max_new_tokens leaves of model.seq_length")
     _require_fit(problems, lengths, "prompt", *limit, "raise model.seq_length, lower sampling.max_new_tokens")
-    return prompts
+    return {prompt.problem.id: prompt.ids for prompt in prompts}
 
 
 def encode_solutions(
@@ -76,26 +127,59 @@ def encode_solutions(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
-    pairs = []
-    for problem in problems:
-        solution = _encode(problem.solution, tokenizer, problem, special=False)
-        pairs.append((_encode_prompt(problem, tokenizer, style), (*solution, tokenizer.eos_token_id)))
+    markup, pairs = Markup(tokenizer, style.kept), []
+    for prompt in _encode_prompts(problems, tokenizer, style):
+        solution = _encode(markup.text(prompt.problem.solution), tokenizer, markup, prompt.problem)
+        pairs.append((prompt.ids, (*solution, tokenizer.eos_token_id)))
     lengths = [len(prompt) + len(solution) for prompt, solution in pairs]
     limit = (seq_length, "of model.seq_length")
     _require_fit(problems, lengths, "prompt with its solution", *limit, "raise model.seq_length")
     return pairs
 
 
-def _encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> TokenIds:
-    text = render_prompt(style.template, problem.question)
-    if style.chat:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return _encode(text, tokenizer, problem, special=not style.chat)
+def _encode_prompts(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle
+) -> list[Prompt]:
+    chat = style.chat
+    if chat is None:
+        return [_text_prompt(problem, tokenizer, style) for problem in problems]
+    chats = [chat.messages(_messages(problem, style.template)) for problem in problems]
+    if not chats:
+        return []
+    markup = Markup(tokenizer, style.kept, require_begun(chat, chats[0], problems[0].source))
+    marked = [[{**message, "content": markup.text(message["content"])} for message in one] for one in chats]
+    prompts = []
+    for problem, messages, text in zip(problems, chats, chat.render(marked), strict=True):
+        if isinstance(text, Failure):
+            raise UserError(f"{problem.source}: {chat.name} {text.reason}; {REMEDY}")
+        own = tuple(message["content"] for message in messages if message["role"] in ("system", "user"))
+        prompts.append(Prompt(problem, own, markup.plain(text), _encode(text, tokenizer, markup, problem)))
+    return prompts
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase, problem: Problem, *, special: bool) -> TokenIds:
-    ids = tuple(tokenizer.encode(text, add_special_tokens=special))
+def _messages(problem: Problem, template: str) -> Sequence[Message]:
+    return problem.messages or [{"role": "user", "content": render_prompt(template, problem.question)}]
+
+
+def _text_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> Prompt:
+    if problem.messages:
+        raise UserError(
+            f"{problem.source}: has messages, and without a chat template a prompt is one text; set data.chat_template "
+            "to a file, or model.path to a model that was trained to chat"
+        )
+    markup = Markup(tokenizer, style.kept)
+    text = render_prompt(style.template, markup.text(problem.question))
+    ids = _encode(text, tokenizer, markup, problem, special=True)
+    return Prompt(problem, (problem.question,), markup.plain(text), ids)
+
+
+def _encode(
+    text: str, tokenizer: PreTrainedTokenizerBase, markup: Markup, problem: Problem, *, special: bool = False
+) -> TokenIds:
+    try:
+        ids = tuple(markup.encode(text, special=special))
+    except UserError as error:
+        raise UserError(f"{problem.source}: {error}") from error
     # GPT-2 and its kin use one token for both "unknown" and "end": only a separate token means unknown text.
     if tokenizer.unk_token_id != tokenizer.eos_token_id and tokenizer.unk_token_id in ids:
         raise UserError(

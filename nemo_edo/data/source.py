@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nemo_edo.data.chat import chat_of
 from nemo_edo.data.columns import Columns, plain_values
 from nemo_edo.data.problems import read_problems
 from nemo_edo.data.rows import ProblemFileError, Row, RowError, text_of
@@ -68,7 +69,8 @@ def _problem(row: Row, columns: Columns, split: str) -> Problem:
         problem = row.content
         for name in ("id", "question", "solution", "answer"):
             text_of(getattr(problem, name), name, may_be_blank=name in ("solution", "answer"))
-        return replace(problem, metadata=plain_values(problem.metadata))
+        chat = chat_of(problem.messages, "messages") if problem.messages else ()
+        return replace(problem, metadata=plain_values(problem.metadata), messages=chat)
     if not isinstance(row.content, Mapping):
         raise RowError(f"is of type {type(row.content).__name__}, expected a Problem or a dict")
     return columns.problem(replace(row, content=dict(row.content)), split)

@@ -19,10 +19,14 @@ class Decoder:
 
     tokenizer: PreTrainedTokenizerBase
     ends: frozenset[int]
+    left_out: frozenset[int] | None = None
+    """The special tokens that are left out; None: all."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         ids = ids[:-1] if ids and ids[-1] in self.ends else ids
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        if self.left_out is None:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode([one for one in ids if one not in self.left_out], skip_special_tokens=False)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.function_calls import ARGUMENTS, SCORE, Failure, Result, Signature
+from nemo_edo.rewards.function_calls import ARGUMENTS, IDS, SCORE, Failure, Result, Signature
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
@@ -69,14 +69,17 @@ class CustomScorer:
                 raise signature
         self._signatures = signatures
 
-    def try_on(self, problems: Sequence[Problem]) -> None:
+    def try_on(self, problems: Sequence[Problem], encode: Callable[[str], tuple[int, ...]]) -> None:
         """Calls the functions with each problem's own solution, or its answer, for a response: one that fails must not
-        do so after hours. Raises UserError."""
-        texts = [problem.solution or problem.answer for problem in problems]
-        responses = [
-            Response(Rollout(one.id, 0, (), (), (), text, True, 0, 0), one, self._answers.extract(text), True)
-            for one, text in zip(problems, texts, strict=True)
-        ]
+        do so after hours. encode: makes token ids for functions that take them. Raises UserError."""
+        self.check()
+        taken = any(field in IDS for signature in self._signatures for field in signature.arguments.values())
+        responses = []
+        for one in problems:
+            text = one.solution or one.answer
+            ids = (encode(one.question), encode(text)) if taken else ((), ())
+            rollout = Rollout(one.id, 0, *ids, (), text, True, 0, 0)
+            responses.append(Response(rollout, one, self._answers.extract(text), True))
         for index, function in enumerate(self._functions):
             results, failure = self._results(index, responses)
             if failure is not None:
@@ -179,4 +182,5 @@ def _arguments(response: Response) -> dict[str, Any]:
     """What a function can ask for (``ARGUMENTS``)."""
     problem, rollout = response.problem, response.rollout
     values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), response.answer)
-    return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished), strict=True))
+    values = (*values, problem.solution, problem.id, rollout.finished, rollout.prompt_ids, rollout.response_ids)
+    return dict(zip(ARGUMENTS, values, strict=True))

@@ -16,9 +16,11 @@ from nemo_edo.errors import UserError
 from nemo_edo.utils.import_path import load_function, said, wanted_arguments
 from nemo_edo.utils.wording import shown
 
-ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solution", "problem_id", "finished")
+IDS = ("prompt_ids", "response_ids")
+ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solution", "problem_id", "finished", *IDS)
 """What a function can take by name."""
-_PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "solutions", "problem_ids", "finished")
+_PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "solutions", "problem_ids", "finished",
+           *IDS)  # fmt: skip
 """The same in the batch form, which takes lists: a function with one of ``_MARKS_BATCH`` has it."""
 _MARKS_BATCH = {"responses", "final_answers"}
 SCORE = "score"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from nemo_edo.rewards.workers import Limits
 
 
-def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Scorer, Judge | None]:
+def build_scorer(
+    cfg: RunConfig, loaded: dict[Path, LoadedProblems], encode: Callable[[str], tuple[int, ...]]
+) -> tuple[Scorer, Judge | None]:
     """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
+    encode: the policy's token ids of a text, which a custom reward may take.
 
     Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError where
     a custom reward fails on the first problems, and where a judge does not answer.
@@ -29,7 +33,7 @@ def build_scorer(cfg: RunConfig, loaded: dict[Path, LoadedProblems]) -> tuple[Sc
     rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if rewards.by_function:
         custom = _custom_scorer(cfg)
-        custom.try_on([file.problems[0] for file in loaded.values()])
+        custom.try_on([file.problems[0] for file in loaded.values()], encode)
         return custom, None
     without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
     if without is not None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
 from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
-from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
+from nemo_edo.data.prompt_checks import check_rows
+from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, left_out_tokens, prompt_style
 from nemo_edo.data.source import SPLITS
 from nemo_edo.data.source import made_problems as source_problems
-from nemo_edo.data.stop_tokens import StopTokens, read_stop_tokens
+from nemo_edo.data.stop_tokens import SETTING, StopTokens, read_stop_tokens
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.rewards.scorers import build_scorer
@@ -59,6 +62,10 @@ class Data:
     """The language model that the scorer asks, if any."""
     made: dict[str, list[Problem]] = field(default_factory=dict)
     """The splits that the run makes, before they are in its folder."""
+    begun: datetime = field(default_factory=datetime.now)
+    """The time that prompts have where a chat template writes it."""
+    left_out: frozenset[int] | None = None
+    """The special tokens that responses' texts are without; None: all."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -74,7 +81,7 @@ class Data:
 
     @property
     def decode(self) -> Decoder:
-        return Decoder(self.tokenizer, frozenset(self.stop.texts))
+        return Decoder(self.tokenizer, frozenset(self.stop.texts), self.left_out)
 
     @property
     def longest_prompt(self) -> int:
@@ -193,7 +200,12 @@ def load_data(
         return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
 
     loaded = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
-    scorer, judge = build_scorer(cfg, loaded) if scores else (ExactAnswerScorer(), None)
+    folder = model_folder(cfg, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
+
+    def encode(text: str) -> TokenIds:
+        return tuple(load_tokenizer(folder).encode(text, add_special_tokens=False))
+
+    scorer, judge = build_scorer(cfg, loaded, encode) if scores else (ExactAnswerScorer(), None)
     warmup_file = files.get("warmup", train_file)
     if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = load("warmup")
@@ -216,14 +228,21 @@ def load_data(
     if tuning > len(train):
         expected = f"at most the number of training problems, {len(train)}"
         raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
-    folder = model_folder(cfg, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
-    style = prompt_style(cfg.data.prompt, cfg.data.chat_template, tokenizer)
-    prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room)
+    # A run of a finished run's name begins anew.
+    noted = {} if tokenizer_folder is not None and run.is_finished else run.journal().get("files", {})
+    begun = _begun(cfg, noted)
+    style = _style(cfg.data, tokenizer, begun)
+    named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
+    prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
+    left_out = left_out_tokens(tokenizer, style, cfg.data.answer_pattern or "", set(stop.texts))
+    if (folder / "config.json").is_file():
+        fields = read_fields(folder)
+        check_rows(chain(prompts.values(), *solutions), stop.ids, tokenizer, fields, folder / "config.json")
     if limit is None:
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
         check_context(folder, read_fields(folder), limit, given=False)
@@ -239,7 +258,25 @@ def load_data(
         scorer=scorer,
         judge=judge,
         made=dict(made),
+        begun=begun,
+        left_out=left_out,
     )
+
+
+def _style(data: DataConfig, tokenizer: PreTrainedTokenizerBase, begun: datetime) -> PromptStyle:
+    return prompt_style(
+        data.prompt, data.chat_template, tokenizer, system_prompt=data.system_prompt, kwargs=data.chat_template_kwargs,
+        kept=data.keep_special_tokens, now=begun,
+    )  # fmt: skip
+
+
+def _begun(cfg: RunConfig, noted: Mapping[str, Any]) -> datetime:
+    """When the run began, or the run whose rollouts it trains on: the time in its prompts, if its chat template writes
+    one. noted: the run's own notes."""
+    folders = Path(cfg.train.rollouts).absolute().parents[:2] if cfg.train.rollouts else ()
+    others = (RunFolder(folder).journal().get("files", {}) for folder in folders)
+    found = next((files["begun"] for files in (noted, *others) if "begun" in files), None)
+    return datetime.now() if found is None else datetime.fromisoformat(found)
 
 
 def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> dict[str, Path]:

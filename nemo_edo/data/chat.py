@@ -1,0 +1,176 @@
+"""A tokenizer's chat template, rendered in a separate process (``chat_renderer.py``), and chats in data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_edo.data.chat_renderer import SECONDS
+from nemo_edo.data.rows import RowError, text_of
+from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+"""A role and a content."""
+SETTING = "data.chat_template"
+_CHILD = "from nemo_edo.data.chat_renderer import main; main()"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a conversation has no text, after the template's name."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    text: str
+    name: str
+    """What messages call it."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the tokenizer (``bos_token``), and ``data.chat_template_kwargs``."""
+    system_prompt: str | None = None
+    now: datetime = field(default_factory=datetime.now)
+    """The time that ``strftime_now`` writes."""
+
+    def messages(self, chat: Sequence[Message]) -> list[Message]:
+        """A problem's messages after ``system_prompt``, unless they have a system message of their own."""
+        own = self.system_prompt is None or any(message["role"] == "system" for message in chat)
+        return [*([] if own else [{"role": "system", "content": self.system_prompt}]), *chat]
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raises UserError for a variable among ``given`` that the template does not have."""
+        names = self._run([])[0]["names"]
+        for name in given:
+            if name not in names:
+                has = did_you_mean(name, names) or f" (it reads {', '.join(names)})"
+                raise UserError(f"data.chat_template_kwargs has {name!r}, which {self.name} does not read{has}")
+
+    def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | Failure]:
+        """The text of each chat, or why it has none. closed: places of those without a beginning of the model's turn.
+
+        Raises UserError for a template that Jinja cannot read.
+        """
+        lines = [
+            {"messages": list(chat), "add_generation_prompt": place not in closed} for place, chat in enumerate(chats)
+        ]
+        return [Failure(one["error"]) if "error" in one else one["text"] for one in self._run(lines)[1:]]
+
+    def _run(self, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The answer to the template, and one for each line."""
+        # Templates test what they do not get for being none or defined.
+        variables = {"tools": None, "documents": None, **self.variables}
+        given = {"template": self.text, "variables": variables, "now": self.now.isoformat()}
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD],
+            input="\n".join(json.dumps(line) for line in (given, *lines)) + "\n",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        answers = [json.loads(line) for line in done.stdout.splitlines()]
+        if done.returncode not in (0, -signal.SIGPROF):
+            raise UserError(f"{self.name} ended its process ({done.returncode}): {done.stderr.strip()[-300:]}")
+        if done.returncode:
+            late = {"error": f"took more than {SECONDS} s of CPU time"}
+            answers += [late] * (len(lines) + 1 - len(answers))
+        if "error" in answers[0]:
+            raise UserError(f"{self.name} {answers[0]['error']}; correct it, or set {SETTING} to a file or to false")
+        return answers
+
+
+def chat_template(
+    asked: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    variables: Mapping[str, Any],
+    system_prompt: str | None,
+    now: datetime,
+) -> ChatTemplate | None:
+    """What ``data.chat_template`` (auto, true, false, a file, or the name of one of several templates) makes with a
+    tokenizer; None: prompts are text.
+
+    Raises UserError (a ValueError) where there is no such template, several and none of them the default, and one that
+    cannot be used.
+    """
+    if asked == "false":
+        return None
+    named, folder = tokenizer.chat_template, tokenizer.name_or_path
+    several = named if isinstance(named, dict) else {}
+    if asked in several:
+        text, name = several[asked], f"the chat template {asked!r} of {folder}"
+    elif asked not in ("auto", "true"):
+        try:
+            text, name = Path(asked).read_text(encoding="utf-8"), f"the chat template {asked}"
+        except (OSError, UnicodeDecodeError) as error:
+            names = "".join(f", {one}" for one in several)
+            raise UserError(
+                f"{SETTING} is {asked!r}, which cannot be read ({error}); expected auto, true, false{names}, or a file"
+            ) from error
+    elif several and "default" not in several:
+        names = ", ".join(several)
+        raise UserError(
+            f"the tokenizer of {folder} has several chat templates and none is the default; set {SETTING} to one of "
+            f"{names}, or to a file"
+        )
+    elif named:
+        text, name = several["default"] if several else named, f"the chat template of {folder}"
+    elif asked == "true":
+        raise UserError(
+            f"{SETTING} is true, but the tokenizer {folder!r} has no chat template; set it to false or to a file, or "
+            "model.path to a model that was trained to chat"
+        )
+    else:
+        return None
+    made = ChatTemplate(text, name, {**tokenizer.special_tokens_map, **variables}, system_prompt, now)
+    if variables:
+        made.check(variables)
+    return made
+
+
+# --- chats in data ----------------------------------------------------------------------------------------------------
+
+
+def chat_of(value: Sequence[Any], column: str) -> tuple[Message, ...]:
+    """A row's list of messages, their contents as text. Raises RowError for anything else."""
+    chat = tuple(_message(one, f"{column}[{place}]") for place, one in enumerate(value))
+    if not chat or chat[-1]["role"] not in ("user", "tool"):
+        last = f"ends with a message of the role {chat[-1]['role']!r}" if chat else "has no messages"
+        raise RowError(f'"{column}" {last}; expected the user\'s at the end, which the model answers')
+    return chat
+
+
+def _message(value: Any, name: str) -> Message:
+    given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
+    if given.keys() != {"role", "content"}:
+        raise RowError(f'"{name}" is {shown(value)}, expected a message: {{"role": "user", "content": "..."}}')
+    content = given["content"]
+    if isinstance(content, list):
+        content = "".join(_part(one, f"{name}.content[{place}]") for place, one in enumerate(content))
+    return {"role": text_of(given["role"], f"{name}.role"), "content": text_of(content, f"{name}.content")}
+
+
+def _part(value: Any, name: str) -> str:
+    given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
+    if given.keys() != {"type", "text"} or given["type"] != "text":
+        raise RowError(f'"{name}" is {shown(value)}, expected a part {{"type": "text", "text": "..."}}')
+    return text_of(given["text"], name, may_be_blank=True)
+
+
+def question_of(chat: Sequence[Message]) -> str:
+    """What reports show: the user's message, or where there are several turns all of them."""
+    turns = [message for message in chat if message["role"] != "system"]
+    if len(turns) == 1:
+        return turns[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in turns)
