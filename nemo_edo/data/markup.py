@@ -45,9 +45,8 @@ class Markup:
         self._pattern = re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, self._tokens))})" if found else "(?!)")
 
     def text(self, text: str) -> str:
-        """A user's text with a private character in place of each token in it."""
-        if _PRIVATE.search(text):
-            raise UserError(f"{text!r} has characters from U+100000, which are private; leave them out")
+        """A user's text with a private character in place of each token in it; its own private ones are lost."""
+        text = _PRIVATE.sub("\ufffd", text)
         return self._pattern.sub(lambda match: chr(_USERS + self._names[match[0]]), text)
 
     def plain(self, text: str) -> str:

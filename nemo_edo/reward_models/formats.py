@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_edo.data.markup import Markup
 from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.test_time.search_llm import StepPath
@@ -80,17 +81,17 @@ class QwenFormat:
         if tokenizer.chat_template is None:
             raise UserError(f"{folder}: its tokenizer has no chat template, which a Qwen2.5-Math-PRM needs")
         self.step_id = _single_token(tokenizer, QWEN_STEP, "which ends the steps of a Qwen2.5-Math-PRM")
+        self._markup = Markup(tokenizer, template=QWEN_STEP)
 
     def encode(self, path: StepPath) -> list[Encoded]:
-        # Text that contains the token would add steps.
-        steps = [step.replace(QWEN_STEP, "") for step in path.steps]
+        steps = [self._markup.text(step) for step in path.steps]
         messages = [
             {"role": "system", "content": QWEN_SYSTEM},
-            {"role": "user", "content": path.question.replace(QWEN_STEP, "")},
+            {"role": "user", "content": self._markup.text(path.question)},
             {"role": "assistant", "content": "".join(step + QWEN_STEP for step in steps)},
         ][: 3 if steps else 2]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not steps)
-        ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = tuple(self._markup.encode(text))
         ends = tuple(place for place, token in enumerate(ids) if token == self.step_id)
         if len(ends) != len(steps):
             raise UserError(
@@ -107,12 +108,13 @@ class SkyworkFormat:
         if tokenizer.bos_token is None:
             raise UserError(f"{tokenizer.name_or_path}: its tokenizer has no bos_token, which a Skywork PRM needs")
         self.step_id = _single_token(tokenizer, "\n", "which ends the steps of a Skywork PRM")
+        self._markup = Markup(tokenizer)
 
     def encode(self, path: StepPath) -> list[Encoded]:
-        ids = self._tokenizer.encode(f"{self._tokenizer.bos_token}{path.question}\n", add_special_tokens=False)
+        ids = self._markup.encode(f"{self._tokenizer.bos_token}{self._markup.text(path.question)}\n")
         ends = []
         for step in path.steps:
-            ids += [*self._tokenizer.encode(step, add_special_tokens=False), self.step_id]
+            ids += [*self._markup.encode(self._markup.text(step)), self.step_id]
             ends.append(len(ids) - 1)
         return [Encoded(tuple(ids), tuple(ends) or (len(ids) - 1,))]
 
@@ -122,6 +124,7 @@ class OwnFormat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: OwnSettings) -> None:
         self._tokenizer = tokenizer
+        self._markup = Markup(tokenizer)
         self._settings = settings
         self.separator = settings.separator
         if settings.kind == ENCODER:
@@ -134,7 +137,7 @@ class OwnFormat:
     def encode(self, path: StepPath) -> list[Encoded]:
         lengths, ids = [], list(self._first)
         for text in (path.question, *path.steps):
-            piece = self._tokenizer.encode(f"{text}\n", add_special_tokens=False)
+            piece = self._markup.encode(self._markup.text(f"{text}\n"))
             if not piece:
                 raise UserError(
                     f"{self._tokenizer.name_or_path}: its tokenizer gives no tokens for {text!r} and a line break"

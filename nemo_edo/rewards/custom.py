@@ -182,5 +182,5 @@ def _arguments(response: Response) -> dict[str, Any]:
     """What a function can ask for (``ARGUMENTS``)."""
     problem, rollout = response.problem, response.rollout
     values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), response.answer)
-    values = (*values, problem.solution, problem.id, rollout.finished, rollout.prompt_ids, rollout.response_ids)
-    return dict(zip(ARGUMENTS, values, strict=True))
+    ids = list(rollout.prompt_ids), list(rollout.response_ids)
+    return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished, *ids), strict=True))

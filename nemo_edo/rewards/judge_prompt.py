@@ -12,6 +12,7 @@ from nemo_edo.types import Problem
 VERDICTS = {"correct": True, "incorrect": False}
 CHOICES = [f"verdict: {word}" for word in VERDICTS]
 _VERDICT_LINE = re.compile(r"verdict: (correct|incorrect)", re.IGNORECASE)
+_TAG = re.compile(r"</\s*([\w-]+)\s*>")
 _PLACEHOLDER = re.compile(r"\{(question|reference|answer|response)\}")
 _SCHEMA = {
     "type": "object",
@@ -32,14 +33,16 @@ _FORMS: dict[str, dict[str, Any]] = {
 
 
 def request_body(settings: JudgeConfig, problem: Problem, answer: str, text: str) -> dict[str, Any]:
-    """The chat request for one verdict. Neither answer nor text can close the prompt's <answer> tag."""
-    values = {
-        "question": problem.question,
-        "reference": problem.answer,
-        "answer": answer.replace("</answer>", ""),
-        "response": text.replace("</answer>", ""),
-    }
-    content = _PLACEHOLDER.sub(lambda match: values[match[1]], settings.prompt)  # in one pass: values are not templates
+    """The chat request for one verdict. No value can close a tag of the prompt, such as <answer>."""
+    values = {"question": problem.question, "reference": problem.answer, "answer": answer, "response": text}
+    tags = "|".join(map(re.escape, {"answer", *_TAG.findall(settings.prompt)}))
+    # Taking "</answer>" out of "</ans</answer>wer>" would leave one: what begins a closing tag is written otherwise.
+    closing = re.compile(rf"<(?=\s*/\s*(?:{tags})\b)", re.IGNORECASE)
+
+    def value(match: re.Match[str]) -> str:
+        return closing.sub("&lt;", values[match[1]])
+
+    content = _PLACEHOLDER.sub(value, settings.prompt)  # in one pass: values are not templates
     return {
         "model": settings.model,
         "messages": [{"role": "user", "content": content}],

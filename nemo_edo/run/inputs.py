@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -239,6 +240,11 @@ def load_data(
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
+    if scores and noted.get("prompts", digest(prompts)) != digest(prompts):
+        raise UserError(
+            f"{run.path}: its prompts are no longer those that it began with: the problems, the tokenizer or the chat "
+            "template have changed since; restore them, or choose another name=..."
+        )
     left_out = left_out_tokens(tokenizer, style, cfg.data.answer_pattern or "", set(stop.texts))
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
@@ -261,6 +267,11 @@ def load_data(
         begun=begun,
         left_out=left_out,
     )
+
+
+def digest(prompts: Mapping[str, TokenIds]) -> str:
+    """What tells prompts from others."""
+    return hashlib.blake2b(repr(sorted(prompts.items())).encode(), digest_size=8).hexdigest()
 
 
 def _style(data: DataConfig, tokenizer: PreTrainedTokenizerBase, begun: datetime) -> PromptStyle:

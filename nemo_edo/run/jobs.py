@@ -259,15 +259,16 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
         paths = [path for part in (folder.data, folder.base) for path in sorted(part.rglob("*")) if path.is_file()]
         return {str(path.relative_to(folder.path)): checksum(path) for path in paths}
 
-    noted, begun = folder.journal().get("files"), {"begun": data.begun.isoformat()}
+    noted = folder.journal().get("files")
+    asked = {"begun": data.begun.isoformat(), "prompts": inputs.digest(data.prompts)}
     if noted is None or noted.get("checksums", checksums()) != checksums():
         for path in (*folder.data.glob("*"), *folder.base.glob("*")):
             if path.is_dir():  # all of them are files
                 shutil.rmtree(path)
         inputs.write_builtin_files(cfg, folder, data.made)
-        folder.note("files", metrics_bytes=0, checksums=checksums(), **begun)
-    elif "begun" not in noted:  # by a version that did not note it
-        folder.note("files", **noted, **begun)
+        folder.note("files", metrics_bytes=0, checksums=checksums(), **asked)
+    elif noted | asked != noted:  # of a version that did not note them, or another run's (``adopt_warm_up``)
+        folder.note("files", **noted | asked)
 
 
 # --- after the stages ---------------------------------------------------------------------------------------------

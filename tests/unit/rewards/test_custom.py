@@ -163,7 +163,7 @@ def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_i
     loaded = {Path("train"): LoadedProblems([train], []), Path("test"): LoadedProblems([test], [])}
     cfg = compose_run("quickstart", [f"rewards.function={path}", f"output_dir={tmp_path}/runs"])
     with pytest.raises(UserError) as refused:
-        build_scorer(cfg, loaded)
+        build_scorer(cfg, loaded, lambda text: ())
     assert str(refused.value).startswith(f"rewards.function ({path}), tried on problem ")
     assert message in str(refused.value)
     if "early" in path:
