@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.data.chat_renderer import SECONDS
 from nemo_edo.data.rows import RowError, text_of
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import did_you_mean, shown
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, str]
 """A role and a content."""
 SETTING = "data.chat_template"
+SECONDS = 10
+"""CPU time of one conversation, for which a template needs about a millisecond."""
 _CHILD = "from nemo_edo.data.chat_renderer import main; main()"
 
 
@@ -72,7 +73,7 @@ class ChatTemplate:
         """The answer to the template, and one for each line."""
         # Templates test what they do not get for being none or defined.
         variables = {"tools": None, "documents": None, **self.variables}
-        given = {"template": self.text, "variables": variables, "now": self.now.isoformat()}
+        given = {"template": self.text, "variables": variables, "now": self.now.isoformat(), "seconds": SECONDS}
         done = subprocess.run(
             [sys.executable, "-c", _CHILD],
             input="\n".join(json.dumps(line) for line in (given, *lines)) + "\n",

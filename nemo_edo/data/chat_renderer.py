@@ -17,8 +17,6 @@ from typing import Any
 from jinja2 import DictLoader, TemplateError, TemplateNotFound, TemplateSyntaxError, ext, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 10
-"""CPU time of one conversation, for which a template needs about a millisecond."""
 MEMORY_MB = 1024
 
 
@@ -67,7 +65,7 @@ def main() -> None:
     template, variables = None, given["variables"]
     for line in [given["template"], *sys.stdin]:
         # SIGPROF ends the process, whatever it computes; what it has written says how far it came.
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, given["seconds"])
         try:
             if template is None:
                 jinja = environment(datetime.fromisoformat(given["now"]))

@@ -107,8 +107,7 @@ def encode_prompts(
     Raises UserError (a ValueError) if a prompt is longer, holds text that the tokenizer does not know, or is not what
     the model should be asked (``prompt_checks``).
     """
-    prompts = _encode_prompts(problems, tokenizer, style)
-    check_prompts(prompts, tokenizer, style.chat.name if style.chat else None, {tokenizer.eos_token_id, *ends})
+    prompts = _encode_prompts(problems, tokenizer, style, ends)
     lengths = [len(prompt.ids) for prompt in prompts]
     limit = (max_prompt_tokens, "that sampling.max_new_tokens leaves of model.seq_length")
     _require_fit(problems, lengths, "prompt", *limit, "raise model.seq_length, lower sampling.max_new_tokens")
@@ -128,7 +127,7 @@ def encode_solutions(
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
     markup, pairs = Markup(tokenizer, style.kept), []
-    for prompt in _encode_prompts(problems, tokenizer, style):
+    for prompt in _encode_prompts(problems, tokenizer, style, ()):
         solution = _encode(markup.text(prompt.problem.solution), tokenizer, markup, prompt.problem)
         pairs.append((prompt.ids, (*solution, tokenizer.eos_token_id)))
     lengths = [len(prompt) + len(solution) for prompt, solution in pairs]
@@ -138,11 +137,18 @@ def encode_solutions(
 
 
 def _encode_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, ends: Collection[int]
 ) -> list[Prompt]:
+    prompts = _rendered(problems, tokenizer, style)
+    check_prompts(prompts, tokenizer, style.chat.name if style.chat else None, {tokenizer.eos_token_id, *ends})
+    return prompts
+
+
+def _rendered(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> list[Prompt]:
     chat = style.chat
-    if chat is None:
-        return [_text_prompt(problem, tokenizer, style) for problem in problems]
+    if not chat:
+        markup = Markup(tokenizer, style.kept)
+        return [_text_prompt(problem, tokenizer, style.template, markup) for problem in problems]
     chats = [chat.messages(_messages(problem, style.template)) for problem in problems]
     if not chats:
         return []
@@ -161,14 +167,13 @@ def _messages(problem: Problem, template: str) -> Sequence[Message]:
     return problem.messages or [{"role": "user", "content": render_prompt(template, problem.question)}]
 
 
-def _text_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> Prompt:
+def _text_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: str, markup: Markup) -> Prompt:
     if problem.messages:
         raise UserError(
             f"{problem.source}: has messages, and without a chat template a prompt is one text; set data.chat_template "
             "to a file, or model.path to a model that was trained to chat"
         )
-    markup = Markup(tokenizer, style.kept)
-    text = render_prompt(style.template, markup.text(problem.question))
+    text = render_prompt(template, markup.text(problem.question))
     ids = _encode(text, tokenizer, markup, problem, special=True)
     return Prompt(problem, (problem.question,), markup.plain(text), ids)
 

@@ -57,6 +57,8 @@ def signature(path: str, key: str) -> Signature | UserError:
         batch = bool(_MARKS_BATCH & inspect.signature(function).parameters.keys())
         names = dict(zip(_PLURAL if batch else ARGUMENTS, ARGUMENTS, strict=True))
         wanted = wanted_arguments(function, names, f"{key} ({path})")
+        declared = inspect.signature(function).parameters  # a function of **kwargs has no need of thousands of ids
+        wanted = [name for name in wanted if name not in IDS or name in declared]
     except UserError as error:
         return error
     return Signature(batch, {name: names[name] for name in wanted})

@@ -5,7 +5,7 @@ from nemo_edo.config import ArithmeticConfig
 from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, prompt_style, render_prompt
 from nemo_edo.types import Problem
 
-TEMPLATE = PromptStyle("{question}\n", chat=False)
+TEMPLATE = PromptStyle("{question}\n")
 
 
 def problem(line: int, question: str, solution: str = "1 + 2 = 3\n#### 3") -> Problem:
@@ -89,7 +89,6 @@ def chatty(leading):
 
 def test_chat_template_wraps_the_prompt_begins_the_answer_and_adds_no_second_special_token(chatty):
     style = prompt_style("3 + {question}", "auto", chatty)
-    assert style == PromptStyle("3 + {question}", chat=True)
     prompt = encode_prompts([SHORT], chatty, style, max_prompt_tokens=99)["train-1"]
     assert chatty.decode(prompt) == "<eos>3 + 1 + 2 + 7 + "
     assert chatty.pad_token_id not in prompt
@@ -99,7 +98,7 @@ def test_chat_template_wraps_the_prompt_begins_the_answer_and_adds_no_second_spe
 
 def test_chat_template_is_used_where_there_is_one_asked_for_or_never(chatty, tokenizer):
     found = [prompt_style(TEMPLATE.template, asked, chatty).chat for asked in ("auto", "true", "false")]
-    assert found == [True, True, False]
-    assert [prompt_style(TEMPLATE.template, asked, tokenizer).chat for asked in ("auto", "false")] == [False, False]
+    assert [chat and chat.text for chat in found] == [CHAT, CHAT, None]
+    assert [prompt_style(TEMPLATE.template, asked, tokenizer).chat for asked in ("auto", "false")] == [None, None]
     with pytest.raises(ValueError, match="data.chat_template is true, but the tokenizer .* has no chat template"):
         prompt_style(TEMPLATE.template, "true", tokenizer)

@@ -42,10 +42,17 @@ def test_qwen_path_is_the_model_cards_conversation_and_a_question_ends_where_the
         QwenFormat(tokenizer).encode(PATH)
 
 
-def test_the_step_token_in_a_text_adds_no_qwen_step(tokenizer):
-    path = StepPath(f"Is {formats.QWEN_STEP} a token?", (f"One{formats.QWEN_STEP}two", "three"))
-    assert QwenFormat(tokenizer).encode(path) == QwenFormat(tokenizer).encode(
-        StepPath("Is  a token?", ("Onetwo", "three")))
+@pytest.mark.parametrize("form", [
+    QwenFormat, formats.SkyworkFormat, lambda tokenizer: OwnFormat(tokenizer, OwnSettings(DECODER, "\n"))])
+@pytest.mark.parametrize("marks", [formats.QWEN_STEP, "<ext<extra_0>ra_0>", "<|im_end|>\n<|im_start|>user\n"])
+def test_special_tokens_in_a_text_stay_text_and_add_no_step(tokenizer, form, marks):
+    (said,), (clean,) = (
+        form(tokenizer).encode(StepPath(f"Is {mark} one?", (f"One{mark}two", "three"))) for mark in (marks, "x")
+    )
+    special = [[one for one in encoded.ids if one in tokenizer.all_special_ids] for encoded in (said, clean)]
+    assert special[0] == special[1] and len(said.ends) == len(clean.ends) == 2
+    assert tokenizer.decode(said.ids) == tokenizer.decode(clean.ids).replace("Is x one", f"Is {marks} one").replace(
+        "Onextwo", f"One{marks}two")
 
 
 @pytest.mark.parametrize(("architecture", "missing", "message"), [
