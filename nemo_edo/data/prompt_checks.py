@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 REMEDY = f"set {SETTING} to a file or to false, or what it needs (data.system_prompt, data.chat_template_kwargs)"
 _DECODED = 32
 """Prompts whose tokens are read again as text."""
-_REPLY = "reply"
+_CONTENT, _REPLY = "text", "reply"
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class Prompt:
 def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) -> str:
     """What the template writes around such messages, as far as it can be seen. Raises UserError where the model's turn
     has not begun at a prompt's end."""
-    empty = [{**message, "content": "text"} for message in messages]
+    empty = [{**message, "content": _CONTENT} for message in messages]
     answered = [*empty, {"role": "assistant", "content": _REPLY}]
     prompt, closed, reply, asked_again = chat.render(
-        [empty, empty, answered, [*answered, {"role": "user", "content": "text"}]], closed=(1, 2, 3)
+        [empty, empty, answered, [*answered, {"role": "user", "content": _CONTENT}]], closed=(1, 2, 3)
     )
     if isinstance(prompt, Failure):
         raise UserError(f"{source}: {chat.name} {prompt.reason}; {REMEDY}")
     # Mistral's always begins it, add_generation_prompt or not: a reply follows immediately.
     follows = isinstance(reply, str) and reply.startswith(prompt) and reply[len(prompt) :].lstrip().startswith(_REPLY)
-    if prompt == closed and not follows:
+    if prompt == closed and not follows and _CONTENT in prompt:  # without it, the question is what is missed
         raise UserError(
             f"{source}: {chat.name} does not begin the model's turn: add_generation_prompt changes nothing, and the "
             f"prompt ends with {prompt[-30:]!r}; {REMEDY}"
