@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +59,6 @@ def check_prompts(
     token, or is another question's.
     """
     named, begin = f"the tokenizer {tokenizer.name_or_path!r}", tokenizer.bos_token_id
-    if template and prompts and begin is not None and begin not in prompts[0].ids and begin in tokenizer.encode(""):
-        warnings.warn(f"{template} writes no {tokenizer.bos_token}, which {named} puts before a text", stacklevel=2)
     seen: dict[tuple[int, ...], Prompt] = {}
     for place, prompt in enumerate(prompts):
         ids, source = prompt.ids, prompt.problem.source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -63,25 +62,37 @@ def prompt_style(
     return PromptStyle(template, chat, tuple(kept))
 
 
-def left_out_tokens(
-    tokenizer: PreTrainedTokenizerBase, style: PromptStyle, pattern: str, ends: Collection[int]
-) -> frozenset[int] | None:
-    """The special tokens that responses' texts are without; None: all. Warns of those that ``data.prompt`` or
-    ``data.answer_pattern`` asks for. ends: tokens that end a response."""
+def left_out_tokens(tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> frozenset[int] | None:
+    """The special tokens that responses' texts are without; None: all."""
     special = special_tokens(tokenizer)
+    every = (one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(every) - {special[token] for token in style.kept} if style.kept else None
+
+
+def warnings_of(
+    prompts: Mapping[str, TokenIds], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, pattern: str,
+    ends: Collection[int],
+) -> list[str]:  # fmt: skip
+    """What may not be meant: special tokens that ``data.prompt`` or ``data.answer_pattern`` (``pattern``) asks for and
+    responses' texts are without, and a begin token that a chat template does not write. ends: tokens that end a
+    response."""
+    said, begin = [], tokenizer.bos_token_id
     asked = [
-        token for token, one in special.items()
+        token for token, one in special_tokens(tokenizer).items()
         if token not in style.kept and one not in ends and token in style.template + pattern.replace("\\", "")
     ]  # fmt: skip
     if asked:
         listed = ",".join(f"'{token}'" for token in asked)
-        warnings.warn(
-            f"{', '.join(asked)}: special tokens of the tokenizer, which responses' texts are without, so that no "
-            f'answer pattern or reward sees them; "data.keep_special_tokens=[{listed}]" keeps them',
-            stacklevel=2,
+        said.append(
+            f"warning: {', '.join(asked)}: special tokens of the tokenizer, which responses' texts are without, so "
+            f'that no answer pattern or reward sees them; "data.keep_special_tokens=[{listed}]" keeps them'
         )
-    every = (one for one, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset(every) - {special[token] for token in style.kept} if style.kept else None
+    first = next(iter(prompts.values()), ())
+    if style.chat and begin is not None and begin not in first and begin in tokenizer.encode(""):
+        said.append(
+            f"warning: {style.chat.name} writes no {tokenizer.bos_token}, which the tokenizer puts before a text"
+        )
+    return said
 
 
 def render_prompt(template: str, question: str) -> str:

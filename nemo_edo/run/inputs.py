@@ -17,7 +17,14 @@ from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
 from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.prompt_checks import check_rows
-from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, left_out_tokens, prompt_style
+from nemo_edo.data.prompts import (
+    PromptStyle,
+    encode_prompts,
+    encode_solutions,
+    left_out_tokens,
+    prompt_style,
+    warnings_of,
+)
 from nemo_edo.data.source import SPLITS
 from nemo_edo.data.source import made_problems as source_problems
 from nemo_edo.data.stop_tokens import SETTING, StopTokens, read_stop_tokens
@@ -67,6 +74,8 @@ class Data:
     """The time that prompts have where a chat template writes it."""
     left_out: frozenset[int] | None = None
     """The special tokens that responses' texts are without; None: all."""
+    warnings: list[str] = field(default_factory=list)
+    """What a person should know of the prompts."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -245,7 +254,6 @@ def load_data(
             f"{run.path}: its prompts are no longer those that it began with: the problems, the tokenizer or the chat "
             "template have changed since; restore them, or choose another name=..."
         )
-    left_out = left_out_tokens(tokenizer, style, cfg.data.answer_pattern or "", set(stop.texts))
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
         check_rows(chain(prompts.values(), *solutions), stop.ids, tokenizer, fields, folder / "config.json")
@@ -265,7 +273,8 @@ def load_data(
         judge=judge,
         made=dict(made),
         begun=begun,
-        left_out=left_out,
+        left_out=left_out_tokens(tokenizer, style),
+        warnings=warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids),
     )
 
 

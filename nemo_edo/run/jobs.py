@@ -201,7 +201,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     if cfg.algorithm != NONE and data.overlap:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if cfg.model.path is not None:
-        print(*data.stop.lines(), sep="\n")
+        print(*data.stop.lines(), *data.warnings, sep="\n")
     _warn_of_experts(cfg, folder)
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)

@@ -241,7 +241,8 @@ def test_settings_that_a_page_names_exist(quickstart: RunConfig, page: str):
     named = set(re.findall(r"`(\w+(?:\.\w+)+)(?:=[^`]*)?`", PAGES[page]))
     settings = {name for name in named if name.partition(".")[0] in sections and not name.endswith((".py", ".yaml"))}
     overrides = [re.match(r"[+~]*([\w.]+)=", word) for there, words in COMMANDS if there == page for word in words]
-    free = ("arms.", "exp_manager.", "model.architecture.", "data.source_args.", "rewards.functions.")
+    free = ("arms.", "exp_manager.", "model.architecture.", "data.source_args.", "data.chat_template_kwargs.",
+            "rewards.functions.")
     settings |= {found[1] for found in overrides if found}
     settings = {name for name in settings if not name.startswith(free)}
     assert settings <= known | {"precision", "parallelism", "generation"}
