@@ -1,4 +1,3 @@
-import math
 from collections import defaultdict
 
 import pytest
@@ -88,14 +87,6 @@ def test_each_path_adapts_the_built_in_tasks_parser():
     torch.testing.assert_close(shares, torch.tensor([1 / 3, 1 / 3, 0.0, 0.0]))
 
 
-def test_short_texts_are_one_gram_and_blank_ones_have_no_path():
-    texts = ["yes", "yes \n", "no", "yes no", "", " \t", "yes no maybe so"]
-    paths = NgramPaths(n=4)("", texts)
-    assert paths[0] == paths[1]
-    assert paths[4:6] == [None, None]
-    assert len({*paths[1:4], paths[6]}) == 4
-
-
 texts_of_few_words = st.lists(st.lists(st.sampled_from("abc"), max_size=7).map(words), max_size=8)
 
 
@@ -120,29 +111,3 @@ def test_paths_are_the_connected_components_of_the_links(texts, n, threshold):
             reached |= new
             todo += new
         assert {j for j in range(len(texts)) if paths[j] == paths[i]} == reached
-
-
-@pytest.mark.parametrize(("name", "value"), [("n", 0), *(("threshold", x) for x in (0.0, 1.1, math.nan))])
-def test_clustering_settings_out_of_range_are_errors(name, value):
-    with pytest.raises(ValueError, match=f"{name} is"):
-        NgramPaths(**{name: value})
-
-
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"advantages": torch.tensor([1.0, math.inf])}, r"advantages are not finite at rows \[1\]"),
-    ({"advantages": torch.zeros(2, 3)}, r"advantages \(2, 3\) and group_ids \(2,\)"),
-    ({"shares": torch.tensor([math.nan, 0.0])}, r"shares are not finite at rows \[0\]"),
-    ({"shares": torch.zeros(3)}, r"shares \(3,\) and group_ids \(2,\)"),
-    ({"correct": [0.5, 1.0]}, r"correct has values \[0.5\] at rows \[0\]"), ({"strength": -0.1}, "strength is -0.1"),
-    ({"strength": math.nan}, "strength is nan"),
-    ({"paths": ["p"], "correct": [1, 1]}, "paths has 1 labels, but correct has 2 values"),
-    ({"paths": ["p", "q"], "correct": [1, 2]}, r"correct has values \[2\] at rows \[1\], expected 0 or 1"),
-    ({"paths": ["p", "q"], "correct": [1.0, math.nan]}, r"correct are not finite at rows \[1\]"),
-])
-def test_arguments_that_do_not_fit_are_named(changed, message):
-    fitting = {"advantages": torch.zeros(2), "shares": torch.zeros(2), "correct": [1, 1], "group_ids": [0, 0]}
-    with pytest.raises(ValueError, match=message):
-        if "paths" in changed:
-            redundancy_shares(**changed, group_ids=[0, 0])
-        else:
-            novelty_advantages(**{"strength": 1.0, **fitting, **changed})
