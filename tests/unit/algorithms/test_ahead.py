@@ -53,22 +53,6 @@ def test_each_iteration_trains_on_samples_of_the_policy_before(ahead_run):
     assert all("sampling_s" in speed for kind, speed in journal.times if kind == "collection")
 
 
-def test_generation_ahead_that_is_told_to_stop_generates_no_further_part(fake_iteration):
-    run = fake_iteration(**SETTINGS).changed(part_size=5)
-    ahead = InBackground(run.services, run.plan)
-    engine, generate = run.services.engine, run.services.engine.generate
-
-    def then_stop(requests, sampling):
-        ahead.stop.set()
-        return generate(requests, sampling)
-
-    engine.generate = then_stop
-    with pytest.raises(RunStopped, match="iteration 0"):
-        ahead.begin(0)
-        ahead.finish()
-    assert len(run.services.store.stored(0)) == 5
-
-
 @pytest.mark.parametrize("settings", [SETTINGS, DYNAMIC], ids=["plain", "dynamic sampling"])
 def test_the_numbers_are_those_of_a_synchronous_loop_on_the_same_samples(
     ahead_run, fake_iteration, settings: dict

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_edo.algorithms.guards import Guards, loggable, respond, sampler_gap_ceiling
+from nemo_edo.algorithms.guards import Guards, respond, sampler_gap_ceiling
 from nemo_edo.algorithms.hazards import exploration_hazards
 from nemo_edo.algorithms.progress import Position
 from nemo_edo.algorithms.supervised import train_supervised
@@ -227,11 +227,6 @@ def test_a_stop_saves_and_then_names_the_place_the_value_and_the_threshold(answe
     assert [line["action"] for line in lines] == ["stop"]
 
 
-def test_numbers_that_are_not_finite_are_logged_as_none():
-    values = {"loss": math.nan, "kl": math.inf, "lr": 0.5, "skipped": 1.0, "time": {"step_s": 1.0}, "step": 3}
-    assert loggable(values) == {"loss": None, "kl": None, "lr": 0.5, "time": {"step_s": 1.0}, "step": 3}
-
-
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.filterwarnings("ignore:iteration")
@@ -364,12 +359,6 @@ def test_exploration_that_cannot_act_as_configured_is_reported_and_nothing_else(
     assert all(start in said for said, start in zip(told, expected, strict=True))
     if isinstance(config, GRPOConfig) and config.exploration_samples != "own":
         assert not any("the loss is that of GRPO" in said for said in told)
-
-
-def test_a_cut_distribution_is_reported_where_the_exploration_term_acts():
-    [told] = exploration_hazards(GRPOConfig(), 4, top_p=0.9)
-    assert told.startswith("sampling.top_p is 0.9") and "sampling.top_p=1" in told
-    assert exploration_hazards(GRPOConfig(alpha=0.0), 4, top_p=0.9) == exploration_hazards(GRPOConfig(), 4, 1.0) == []
 
 
 def test_on_policy_the_terms_gradient_is_noise_for_the_whole_distribution_and_a_push_for_a_cut_one():

@@ -103,13 +103,6 @@ def test_every_row_carries_its_own_responses_tokens_and_logprobs():
         torch.testing.assert_close(batch.sampler_logprobs[row][own], torch.full((1 + key[1],), -0.5))
 
 
-def test_a_prompt_has_at_most_s_pairs_and_never_the_same_twice():
-    for count, of_a, of_d in ((1, 1, 1), (2, 2, 2), (4, 4, 2), (99, 6, 2)):
-        found = pairs(collect(MIXED, pairs_per_prompt=count))
-        assert Counter(chosen[0] for chosen, _ in found) == {"a": of_a, "d": of_d}
-        assert len(set(found)) == len(found)
-
-
 def test_prompts_whose_rewards_are_all_equal_give_no_pair_but_explore():
     collected = collect(MIXED, pairs_per_prompt=4)
     assert {problem for (problem, _), _ in pairs(collected)} == {"a", "d"}

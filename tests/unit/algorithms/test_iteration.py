@@ -1,9 +1,7 @@
 """Algorithm 1: its order, what it samples, and what it trains on."""
 
-import itertools
 import json
 import math
-import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, replace
@@ -62,12 +60,6 @@ def test_epochs_and_iterations_visit_the_responses_in_other_orders_which_the_run
         assert order == tuple(samples[place].rollout.prompt_ids[0] for place in epoch_order(16, 42, epoch))
 
 
-@pytest.mark.parametrize("keep_groups", [False, True])
-def test_the_responses_to_a_prompt_stay_together_exactly_where_groups_are_kept(run_fake, keep_groups: bool):
-    batches = run_fake(iterations=1, minibatch_size=4, alpha=0.0, keep_groups=keep_groups).policy.batches
-    assert all(len(set(batch.tokens[:, 0].tolist())) == 1 for batch in batches) is keep_groups
-
-
 def test_old_logprobs_stay_the_sampling_policys_through_all_steps_of_an_iteration(run_fake):
     journal = run_fake(iterations=2, epochs=2, minibatch_size=6)
     for index, batch in enumerate(journal.policy.batches):
@@ -114,16 +106,6 @@ def test_a_pass_of_small_collections_visits_no_problem_twice_and_leaves_out_only
     assert len(set(passes)) > 3 and len({name for names in passes for name in names}) == problems
 
 
-def test_small_collections_are_sampled_and_trained_on_alone(fake_iteration):
-    iteration = fake_iteration(problems=5, problems_per_iteration=2, iterations=3, minibatch_size=4)
-    journal = iteration.run()
-    for t in range(3):
-        counts = Counter((one.rollout.problem_id, one.rollout.policy_version) for one in journal.collected(t))
-        assert counts == {(name, t): 4 for name in ids(iteration, t)}
-    assert [batch.size for batch in journal.policy.batches] == [4] * 6
-    assert (iteration.plan.steps_per_collection, iteration.plan.total_steps) == (2, 6)
-
-
 # --- the exploration weight ---------------------------------------------------------------------------------------
 
 COEFFICIENT = {"beta": 0.0, "exploration_coefficient": 0.2}
@@ -141,18 +123,6 @@ def test_every_step_has_the_configured_weight_and_logs_its_alpha_where_there_is_
     assert journal.policy.weights == [weight] * 4
     assert [line["exploration_weight"] for line in journal.lines_of("train_step")] == [weight] * 4
     assert [line.get("effective_alpha") for line in journal.lines_of("train_step")] == [alpha] * 4
-
-
-def test_logged_speeds_are_tokens_over_the_seconds_of_the_call(run_fake, monkeypatch):
-    seconds = itertools.count(step=2)  # every reading of the clock is two seconds after the last
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
-    journal = run_fake(iterations=1, minibatch_size=6, alpha=0.0)
-    sampled = sum(len(one.rollout.response_ids) for one in journal.collected(0))
-    trained = [int(batch.mask.sum()) for batch in journal.policy.batches]
-    assert [one for one in journal.times if one[0] != "phases"] == [
-        ("collection", {"sampling_s": 2.0, "tokens_per_s": sampled / 2}),
-        *(("train_step", {"step_s": 2.0, "tokens_per_s": tokens / 2}) for tokens in trained),
-    ]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "idpo"])
@@ -178,15 +148,6 @@ def test_gradients_are_measured_before_a_step_and_only_where_the_schedule_needs_
     assert journal.policy.weights == pytest.approx([0.2] + [0.05] * 5)  # share / ratio from the second step on
     logged = [line.get("exploration_gradient_ratio") for line in journal.lines_of("train_step")]
     assert logged == [2.0, None, 2.0, None, 2.0, None]
-
-
-def test_a_minibatch_without_a_task_gradient_leaves_the_weight_and_logs_no_ratio(run_fake):
-    """Its ratio is infinite, which JSON cannot hold."""
-    journal = run_fake(iterations=1, minibatch_size=6, schedule=ScheduleConfig(kind="gradient-share"),
-                       gradient_ratio=math.inf, **COEFFICIENT)
-    assert journal.policy.weights == [0.2, 0.2]
-    assert len(journal.of_kind("gradients")) == 2  # measured again: the first said nothing
-    assert not any("exploration_gradient_ratio" in line for line in journal.lines)
 
 
 # --- dynamic sampling ---------------------------------------------------------------------------------------------
@@ -245,20 +206,6 @@ def test_nothing_left_to_train_on_is_an_error_and_the_samples_stay_on_disk(run_f
     with pytest.raises(UserError, match=f"iteration 0: .* {sampled} groups .*dynamic_sampling=false"):
         run_fake(**DAPO, problems=problems, problems_per_iteration=size, hopeless=hopeless)
     assert len(RolloutStore(tmp_path / "rollouts").read(0)) == 4 * sampled
-
-
-def test_substitutes_are_all_other_problems_in_an_order_of_each_iteration_that_the_seed_fixes(fake_iteration):
-    iteration, again, other = (
-        fake_iteration(problems=24, problems_per_iteration=8, seed=seed) for seed in (1, 1, 2))
-    orders = [[problem.id for problem in iteration.plan.substitutes(t)] for t in range(6)]
-    assert orders == [[problem.id for problem in again.plan.substitutes(t)] for t in range(6)]
-    assert orders != [[problem.id for problem in other.plan.substitutes(t)] for t in range(6)]
-    for t, order in enumerate(orders):
-        assert sorted([*order, *ids(iteration, t)]) == sorted(f"p-{i}" for i in range(24))
-    passes = [[name for t in range(start, start + 3) for name in ids(iteration, t)] for start in (0, 3, 6)]
-    for order in orders:  # neither that of another iteration nor that of a pass over the problems
-        others = [one for one in (*orders, *passes) if one is not order]
-        assert all([name for name in one if name in order] != [name for name in order if name in one] for one in others)
 
 
 @pytest.mark.filterwarnings("ignore:one optimizer step")

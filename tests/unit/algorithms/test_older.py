@@ -74,20 +74,6 @@ def test_in_the_first_iteration_previous_explores_nothing_and_reference_its_own_
             assert batch.older is None and set(batch.exploration_factors.tolist()) == {factor}
 
 
-def test_without_a_weight_no_older_rows_are_computed(run_fake):
-    journal = run_fake(**{**EXPLORING, "exploration_coefficient": 0.0}, exploration_samples="previous")
-    assert all(batch.older is None for batch in journal.policy.batches)
-
-
-def test_the_run_seed_and_the_iteration_fix_the_order_of_older_rows(run_fake):
-    def prompts(seed: int, t: int) -> list[int]:
-        journal = run_fake(**EXPLORING, exploration_samples="reference", seed=seed, folder=str(seed))
-        return [row[0] for batch in batches_of(journal, t) for row in sequences(older(batch))]
-
-    assert prompts(1, 1) == prompts(1, 1)
-    assert len({tuple(prompts(seed, t)) for seed in (1, 2) for t in (1, 2)}) == 4
-
-
 def test_fewer_older_samples_than_own_ones_are_taken_again_from_the_first(fake_iteration):
     """Iteration 0 has five on disk, iteration 1 twelve."""
     run = fake_iteration(**EXPLORING, exploration_samples="reference")
