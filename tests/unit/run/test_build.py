@@ -1,6 +1,5 @@
 """From a config to the run's data, and the errors of the input that are found on the way."""
 
-import json
 import math
 import re
 import shutil
@@ -11,10 +10,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.problem_files import ROWS, write_rows
 
-from nemo_edo.algorithms.grpo import GRPO
-from nemo_edo.algorithms.idpo import IDPO
-from nemo_edo.builtin_task.model import write_tokenizer
-from nemo_edo.config import ArithmeticConfig, RunConfig
+from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.run import build, inputs
@@ -125,22 +121,6 @@ def test_sequences_are_as_long_as_the_longest_prompt_with_a_response_or_the_long
         inputs.with_seq_length(short, data)
 
 
-def test_skipped_rows_of_all_files_are_counted_once_and_the_good_ones_stay(tmp_path: Path, own_files):
-    files = own_files(train=[*ROWS[:2], "{broken", {"question": "no answer"}], test=[ROWS[3], {"answer": "#### 1"}])
-    data = load(tmp_path, *files, "data.on_bad_rows=skip")  # the training file is the warm-up's, too
-    assert (len(data.train), len(data.test), data.skipped_rows) == (2, 1, 3)
-
-
-def test_each_arm_gets_the_objective_of_its_config(tmp_path: Path):
-    cfg = config(tmp_path, "seed=7", "~arms", "+arms={a: {alpha: 0}, b: {algorithm: idpo}}")
-    data = load(tmp_path, "seed=7")
-    arms = arm_configs(cfg)
-    grpo, idpo = (build.build_objective(cfg, arm, data, cfg.seed) for arm in arms.values())
-    questions = {problem.id: problem.question for problem in data.train}
-    assert grpo == GRPO(arms["a"], questions, max_new_tokens=32, pad_id=data.pad_id)
-    assert idpo == IDPO(arms["b"], pad_id=data.pad_id, seed=7)
-
-
 @pytest.mark.parametrize(("settings", "ceiling"), [
     (["precision=bf16"], 0.03 * 5), (["precision=fp32"], 0.002 * 5), (["precision=fp8"], 0.06 * 5),
     (["precision=fp32", "generation=vllm"], 0.002 * 5), (["precision=bf16", "generation=vllm"], 0.03 * 5),
@@ -199,25 +179,6 @@ def test_test_problems_that_are_trained_on_are_counted_and_refused_unless_allowe
     assert len(load(tmp_path, *files, "data.allow_overlap=true").overlap) == int(words[0])
 
 
-def without_eos(folder: Path) -> None:
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    del settings["eos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "special_tokens_map.json").unlink(missing_ok=True)  # transformers 4 wrote it
-
-
-@pytest.mark.parametrize(("damage", "words"), [
-    (lambda folder: (folder / "tokenizer.json").unlink(), "{}/model cannot be loaded"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{"), "{}/model cannot be loaded"),
-    (lambda folder: (folder / "tokenizer.json").write_text("{}"), "{}/model cannot be loaded"),
-    (without_eos, "names an end token"),
-], ids=["no file", "cut", "empty", "no end"])
-def test_a_tokenizer_that_is_damaged_or_has_no_end_is_reported(tmp_path: Path, damage, words: str):
-    write_tokenizer(tmp_path / "model", ArithmeticConfig())
-    damage(tmp_path / "model")
-    assert words.format(tmp_path) in error_of(tmp_path, f"model.path={tmp_path}/model", "model.architecture=null")
-
-
 def test_a_built_in_task_that_cannot_be_made_leaves_no_run_folder(tmp_path: Path):
     assert "model.architecture.num_layer is not a field" in error_of(tmp_path, "model.architecture.num_layer=3")
     assert "asks for 100000 test problems" in error_of(tmp_path, "data.arithmetic.test_problems=100000")
@@ -232,31 +193,3 @@ def test_a_disk_without_room_for_all_arms_and_iterations_is_reported_before_the_
     message = error_of(tmp_path)
     assert re.match(f"{tmp_path / 'runs' / 'a'}: needs .* for rollouts but has .* free", message)
     assert set(asked) == {tmp_path}  # the nearest folder that exists
-
-
-@pytest.fixture
-def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """space(arms, ...): the bytes that a run of two iterations asks for."""
-    needs = []
-    monkeypatch.setattr(inputs, "check_disk_space", lambda folder, needed: needs.append(needed))
-
-    def needed(arms: str, *overrides: str) -> int:
-        whole = ("grpo.problems_per_iteration=null", "grpo.iterations=2", "evaluation.every=0", "~arms")
-        load(tmp_path, *whole, f"+arms={arms}", *overrides)
-        return needs.pop()
-
-    return needed
-
-
-def test_the_space_asked_for_is_that_of_every_arms_iterations_and_all_evaluations(space):
-    """One evaluation is the start's."""
-    one, two = (space(f"{{a: {{iterations: {iterations}}}}}") for iterations in (1, 2))
-    iteration, evaluation = two - one, one - two // 2
-    for arms, iterations, evaluations in (
-        ("{a: {}}", 2, 2), ("{a: {}, b: {}}", 4, 3), ("{a: {}, b: {iterations: 5}}", 7, 3),
-        ("{a: {problems_per_iteration: 99}}", 2, 2),
-    ):
-        assert space(arms) == iterations * iteration + evaluations * evaluation, arms
-    every, none = (space("{a: {}}", "evaluation.rollouts=1", f"evaluation.every={every}") for every in (1, 0))
-    assert every - none == none - 2 * iteration  # two short ones, and two final ones: the start's and the arm's
-    assert space("{a: {problems_per_iteration: 2}}") < two

@@ -31,13 +31,6 @@ def test_training_ends_after_patience_evaluations_without_improvement(settings, 
     assert (found and (found.iteration, found.best_iteration)) == end
 
 
-def test_the_reason_has_the_metric_its_best_and_where():
-    settings = EarlyStopConfig("accuracy", "min", 2, 0.01)
-    said = end_of([(0, 0.5), (2, 0.31), (4, 0.4), (6, 0.305)], settings).in_words(15)
-    assert said == ("stopped after 6 of 15 iterations: accuracy has not fallen by more than 0.01 in 2 evaluations; its "
-                    "best was 0.31, after 2")  # fmt: skip
-
-
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """kept(value, iteration, ...): the names of the policies that are kept after such an evaluation."""

@@ -1,8 +1,6 @@
 """Evaluation of run folders from what is stored in them."""
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,17 +117,6 @@ def test_scores_of_these_responses_make_curves_and_those_of_others_are_left_out_
     assert f"{run.scores('plain', 'prm') / 'sampled.parquet'}: left out: it scores other responses" in lines
 
 
-def test_the_aggregation_of_steps_is_the_settings(run: RunFolder):
-    write_scores(run, "better", "prm")
-    curves = []
-    for how in ("last", "mean"):
-        evaluate_stored([run.path], "better", [f"evaluation.aggregation={how}"])
-        curves.append(load_evaluation(run.test_time("better")).metrics[f"weighted@{SAMPLES}/prm"][0].tolist())
-    assert curves[0] != curves[1]
-    with pytest.raises(UserError, match="evaluation.aggregation is product"):
-        evaluate_stored([run.path], "better", ["evaluation.aggregation=product"])
-
-
 @pytest.mark.parametrize(("overrides", "arm", "named"), [
     (["seed=3"], None, "evaluation.\\* only, not seed=3"),
     ([], "third", "no arm 'third'; it has warmup, plain, better"),
@@ -140,14 +127,3 @@ def test_the_aggregation_of_steps_is_the_settings(run: RunFolder):
 def test_what_does_not_fit_is_an_error(run: RunFolder, overrides, arm, named: str):
     with pytest.raises(UserError, match=named):
         evaluate_stored([run.path], arm, overrides)
-
-
-def test_neither_megatron_nor_a_process_group_is_there(run: RunFolder):
-    code = (
-        "import sys; from nemo_edo.cli import main; assert main(sys.argv[1:]) == 0\n"
-        "import torch; assert not torch.distributed.is_initialized()\n"
-        "assert not {'megatron', 'nemo', 'lightning', 'vllm', 'transformers', 'httpx'} & set(sys.modules)\n"
-    )
-    command = [sys.executable, "-c", code, "evaluate", str(run.path), "--stored"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "pass@k" in done.stdout, done.stderr

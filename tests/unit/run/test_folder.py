@@ -1,6 +1,5 @@
 """Which runs may use a folder, and what is in it."""
 
-import math
 import os
 import re
 import signal
@@ -160,10 +159,3 @@ def test_the_evaluation_before_is_the_last_one_on_disk_else_that_of_the_start(tm
         start, *(folder.evaluation("grpo", t) for t in (0, 5, 10))]
     assert folder.evaluation_before("edo", 5) == start
     assert load_evaluation(folder.evaluation("grpo", 5)).problems == one.problems
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_number_that_is_not_finite_is_written_to_no_file(tmp_path: Path, value: float):
-    with pytest.raises(ValueError, match="JSON"):
-        RunFolder(tmp_path).write_json("other.json", {"loss": value})
-    assert list(tmp_path.iterdir()) == []

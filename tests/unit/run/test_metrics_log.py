@@ -43,13 +43,6 @@ def test_each_call_is_one_line_that_is_in_the_file_at_once_with_clocks_only_unde
         ("train_step", "grpo"), ("collection", "größer α"), ("evaluation", "grpo")]
 
 
-def test_loggers_get_an_evaluations_means_and_times_at_its_iteration(log: MetricsLog):
-    metrics = {"accuracy": {"mean": 0.5, "low": 0.4, "high": 0.6}, "pass@2": {"mean": 0.7, "low": 0.6, "high": 0.8}}
-    log("evaluation", arm="grpo", iteration=5, final=True, metrics=metrics, lost=2.0, time={"evaluation_s": 1.5})
-    assert log.sent == [({"grpo/evaluation/accuracy": 0.5, "grpo/evaluation/pass@2": 0.7, "grpo/evaluation/lost": 2.0,
-                          "grpo/evaluation/evaluation_s": 1.5}, 5)]
-
-
 def test_cut_takes_lines_back_and_later_lines_are_counted_from_those_kept(log: MetricsLog, tmp_path: Path):
     for arm in ("grpo", "edo"):
         log("collection", arm=arm, reward=0.5)

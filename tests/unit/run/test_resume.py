@@ -173,16 +173,6 @@ def test_the_newest_checkpoint_gives_position_metrics_weights_and_batch(begin, m
     assert "another layout" not in capsys.readouterr().out
 
 
-def test_a_batch_that_was_read_back_is_kept_with_later_checkpoints_which_are_of_no_use_without_it(
-    begin, model, tmp_path
-):
-    walk(begin(every_steps=1, keep=3), model, 4)
-    progress = begin(every_steps=1, keep=3)
-    progress.reached(Position(1, 2, 5))
-    assert files(tmp_path) == [f"batch_0000{i}.safetensors" for i in range(2)] + [f"step_0000000{i}" for i in (3, 4, 5)]
-    assert begin(keep=3).kept(1).batch.tokens.tolist() == [[1] * 3] * 2
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -331,18 +321,6 @@ def test_a_batch_comes_back_to_the_last_bit(tmp_path):
 # --- the signal ---------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_is_remembered_inside_the_block_and_its_handler_restored_after_it(model):
-    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with StopSignal() as stop:
-            assert not stop._received
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.is_asked()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
-
-
 STUCK = """
 import ctypes, signal, sys, time
 from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
@@ -354,18 +332,6 @@ with StopSignal():
         ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, and no handler of Python's runs"""
 
 
-def test_a_signal_that_comes_before_the_process_group_is_there_is_remembered_like_any_other(monkeypatch, capfd):
-    def get_rank():
-        raise ValueError("Default process group has not been initialized")
-
-    with StopSignal() as stop:
-        with monkeypatch.context() as without_group:
-            without_group.setattr(torch.distributed, "get_rank", get_rank)
-            signal.raise_signal(signal.SIGTERM)
-        assert stop._received
-    assert "SIGTERM: stopping after this step" in capfd.readouterr().err
-
-
 def test_a_process_that_is_forked_for_a_checkpoint_survives_the_signal_and_says_nothing(capfd):
     with StopSignal() as stop:
         child = os.fork()
@@ -375,7 +341,6 @@ def test_a_process_that_is_forked_for_a_checkpoint_survives_the_signal_and_says_
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert not stop._received
     assert "stopping" not in capfd.readouterr().err
-
 
 
 @pytest.mark.timeout(100)
