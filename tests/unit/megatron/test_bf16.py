@@ -66,9 +66,3 @@ def test_bf16_moves_logprobs_no_more_than_independent_roundings_would(measured):
     does by a thousandth of that."""
     bound = ROUNDOFF / math.sqrt(3) * math.sqrt(2 * roundings(measured.gains))
     assert ROUNDOFF / 10 < measured.errors.square().mean().sqrt() < bound
-
-
-def test_no_log_prob_is_further_off_than_one_in_a_thousand_batches_would_be(measured):
-    """Hoeffding's inequality for a sum of independent errors, over all tokens."""
-    deviations = math.sqrt(2 * math.log(2 * len(measured.errors) / 1e-3))
-    assert measured.errors.abs().max() < deviations * ROUNDOFF * math.sqrt(2 * roundings(measured.gains))

@@ -240,20 +240,6 @@ def test_a_term_without_samples_in_the_whole_batch_adds_nothing(run, batch):
     assert found["exploration"] != 0 and found["preference_loss"] == 0
 
 
-@pytest.mark.parametrize("arguments", [(2, None, True), (2, 30, False, True)])
-def test_packing_needs_a_number_of_tokens_and_shared_prompts_need_packing(arguments):
-    with pytest.raises(ValueError, match="pack"):
-        MicroBatching(*arguments)
-
-
-def test_other_errors_of_a_loss_function_are_bugs_and_raise(run, batch):
-    def wrong(logprobs, entropies, micro, _=0.0):
-        raise ValueError("shapes differ")
-
-    with pytest.raises(ValueError, match="shapes differ"):
-        run(batch, "sft", (2,), loss=wrong)
-
-
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
 def test_a_count_that_the_terms_do_not_add_up_to_raises(run, batch, wrong):
     expected = {"sft": wrong * counts("sft", batch)["sft"]}

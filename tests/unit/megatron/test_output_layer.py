@@ -112,15 +112,6 @@ def test_bf16_outputs_are_not_copied_to_fp32_and_both_heads_agree(tiny, tiny_qwe
     assert max(far.values()) < 2**-5, far
 
 
-def test_auto_fuses_from_a_number_of_logits_on(policy, monkeypatch):
-    def fused(kind: str) -> bool:
-        return output_layer.LossHead(policy.chunks, kind, policy.built.vocab_size).fuses(10)
-
-    assert [fused(kind) for kind in ("logits", "fused", "auto")] == [False, True, False]
-    monkeypatch.setattr(output_layer, "FUSED_FROM_LOGITS", 10 * policy.built.vocab_size)
-    assert [fused(kind) for kind in ("logits", "fused", "auto")] == [False, True, True]
-
-
 def test_an_output_layer_that_does_more_than_multiply_is_not_fused(policy, monkeypatch):
     """As Gemma 2's, which bounds the logits."""
 

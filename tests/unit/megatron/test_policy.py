@@ -224,13 +224,3 @@ def test_weights_in_the_middle_of_training_change_no_step(request, tiny, name):
         return policy.snapshot()
 
     assert all(map(torch.equal, train(swap=False), train(swap=True)))
-
-
-def test_a_bf16_step_after_load_starts_from_the_loaded_weights(half, tiny):
-    """Not from the optimizer's own fp32 copies of what was there before."""
-    start = half.snapshot()
-    half.reset_optimizer(OptimizerConfig(lr=1e-6), STEPS)
-    half.load([torch.full_like(weight, 0.5) for weight in start])
-    step(half, tiny.random_batch(rows=2))
-    assert all(((weight - 0.5).abs() < 0.01).all() for weight in half.snapshot())
-    half.load(start)

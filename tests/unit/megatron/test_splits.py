@@ -54,12 +54,6 @@ def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split
         check_device(ParallelismConfig(), bf16, machine)
 
 
-def test_an_optimizer_of_fp32_weights_cannot_be_offloaded():
-    offloaded = ParallelismConfig(use_distributed_optimizer=True, optimizer_offload_fraction=0.5)
-    with pytest.raises(UserError, match=r"optimizer_offload_fraction 0.5 needs precision=bf16"):
-        check_device(offloaded, PrecisionConfig("fp32"), DeviceSupport((9, 0), "12.9", "2.9"))
-
-
 SMALL = st.integers(1, 12)
 MODELS = st.builds(
     lambda groups, per_group, units, layers, experts: SimpleNamespace(
@@ -100,21 +94,6 @@ def refusal(model, split: dict, vocabulary: int) -> str | None:
 @given(MODELS, splits(), st.integers(1, 500))
 def test_a_split_is_refused_if_and_only_if_a_size_does_not_divide(model, split, vocabulary):
     assert (refusal(model, split, vocabulary) is None) == fits(model, split, vocabulary)
-
-
-@given(MODELS, splits(), st.integers(1, 500))
-def test_of_the_sizes_that_a_refusal_names_none_is_refused(model, split, vocabulary):
-    said = refusal(model, split, vocabulary)
-    if said is None or "has no experts" in said:
-        return
-    key, named = re.fullmatch(r"parallelism.(\w+) \d+ does not divide .*; (.+) would", said).groups()
-    for size in (None if size == "null" else int(size) for size in named.removesuffix(", ...").split(", ")):
-        changed = {**split, key: size}
-        if changed["pipeline_model_parallel_size"] == 1:
-            changed.pop("virtual_pipeline_model_parallel_size", None)  # there is nothing to interleave
-        changed["sequence_parallel"] = changed["tensor_model_parallel_size"] > 1
-        again = refusal(model, changed, vocabulary)
-        assert again is None or f"parallelism.{key} " not in again, f"{said}\n{again}"
 
 
 @given(splits(), st.integers(1, 4), st.integers(1, 64))

@@ -23,9 +23,3 @@ def test_a_norm_has_mean_square_one_and_takes_eps_and_size(name):
 def test_weights_are_marked_where_ranks_share_the_tokens(name, shared):
     norm = TorchNorm(config(normalization=name, tensor_model_parallel_size=2, sequence_parallel=shared), 8)
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared] * len(norm.state_dict())
-
-
-@pytest.mark.parametrize("fields", [{"normalization": "L2Norm"}, {"layernorm_zero_centered_gamma": True}], ids=str)
-def test_another_norm_is_an_error_that_names_the_field(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        TorchNorm(config(**fields), 8)

@@ -33,18 +33,6 @@ def test_scores_and_contexts_are_those_of_a_copy_for_each_row(case, groups: int,
     torch.testing.assert_close(cached.context(scores), scores @ values[owner])
 
 
-def test_the_cache_after_prompts_has_room_for_what_follows_them_alone():
-    """Of two prompts of 3 tokens in a cache with room for 5."""
-    prompts = CacheContext(2, 5, by_head=True)
-    prompts.key_value_memory_dict[1] = torch.randn(5, 2, 2, 4), torch.randn(5, 2, 2, 4)
-    prompts.sequence_len_offset = 3
-    after_prompts = PromptCacheContext(prompts, torch.tensor([0, 1, 1, 0]), length=8)
-    assert (after_prompts.prefix, after_prompts.sequence_len_offset) == (3, 0)
-    assert (after_prompts.max_sequence_length, after_prompts.max_batch_size) == (8, 4)
-    for parts in after_prompts.key_value_memory_dict.values():
-        assert [part.shape for part in parts] == [(5, 4, 2, 4)] * 2
-
-
 @pytest.fixture(params=MODELS)
 def engine(request, tiny, tmp_path):
     folder = tiny.write_tiny_model(tmp_path / "model", request.param, **MODELS[request.param])

@@ -27,10 +27,3 @@ def test_rotation_and_its_gradient_are_megatrons(length: int, rows: int, width: 
     rotated.backward(upstream)
     expected.backward(upstream)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
-
-
-def test_rotation_keeps_the_type_of_what_it_rotates():
-    cos, sin = turns(torch.rand(4, 1, 1, 8), 1.0, torch.bfloat16)
-    assert rotate(torch.randn(4, 1, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
-
-
