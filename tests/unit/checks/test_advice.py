@@ -11,7 +11,6 @@ from nemo_edo.checks.workload import (
     largest,
     micro_batch_tokens,
     model_shape,
-    problems,
     with_rows_that_fit,
     workloads,
 )
@@ -54,11 +53,6 @@ def test_free_changes_come_before_expensive_ones_expensive_ones_only_where_neede
     assert {"parallelism.recompute_granularity=full", "parallelism.optimizer_offload_fraction=1.0"} <= set(more)
     assert advice_for("model=qwen2_5_7b", "parallelism=single", gpus=1, limit=24 * GB)[0][-1] == "lora.rank=16"
     assert advice_for("model=llama3_1_70b", "parallelism=single", gpus=1, limit=24 * GB)[1] > 24 * GB
-
-
-def test_micro_batches_of_pairs_keep_room_for_a_pair():
-    overrides, _ = advice_for("model=qwen3_32b", "parallelism=tp8_sp", gpus=8, limit=30 * GB, name="idpo_gsm8k")
-    assert "idpo.micro_batch_tokens=8192" in overrides
 
 
 @pytest.mark.parametrize(("settings", "processes", "train", "test", "rows"), [
@@ -107,14 +101,6 @@ def test_a_real_models_estimate_is_within_a_third_of_the_peak_that_was_measured_
     assert measured / 1.1 < fullest(cfg, shape, 1, cpu=True, tested=4).total / GB < 1.3 * measured
 
 
-def test_the_problems_of_a_file_are_its_lines_and_of_the_built_in_task_those_of_the_config(tmp_path, monkeypatch):
-    (tmp_path / "train.jsonl").write_text("{}\n\n{}\n{}\n")
-    monkeypatch.chdir(tmp_path)
-    own = config("data.train=train.jsonl", "data.test=none.jsonl", name="quickstart")
-    assert [problems(cfg, split) for cfg in (own, config(name="quickstart")) for split in ("train", "test")] == [
-        3, math.inf, 1280, 256]
-
-
 @pytest.mark.parametrize(("settings", "tokens"), [
     ({}, 8 * 64), ({"micro_batch_size": 2}, 2 * 64), ({"micro_batch_tokens": 100}, 100),
     ({"micro_batch_tokens": 1000}, 8 * 64), ({"micro_batch_tokens": 1000, "packing": "true"}, 1000),
@@ -123,23 +109,6 @@ def test_a_micro_batch_has_as_many_tokens_as_its_bounds_allow(settings: dict, to
     overrides = [f"grpo.{name}={value}" for name, value in {"micro_batch_size": 8, **settings}.items()]
     cfg = config("~arms", *overrides, name="quickstart")
     assert micro_batch_tokens(cfg, cfg.grpo) == tokens
-
-
-@pytest.mark.parametrize(("overrides", "where"), [
-    ([], "host"), (["grpo.reference_placement=resident"], "resident"), (["grpo.beta=0"], "none"),
-    (["lora.rank=2"], "none"), (["lora.rank=2", "grpo.reference=ema"], "host"),
-])
-def test_a_reference_is_counted_where_there_is_a_copy(overrides: list[str], where: str):
-    cfg = config("~arms", "sft.steps=0", *overrides, name="quickstart")
-    [load] = workloads(cfg, model_shape(cfg), 1).values()
-    assert load.reference == where
-
-
-@pytest.mark.parametrize(("model", "head", "fused"), [("qwen2_5_7b", "auto", True), ("qwen2_5_7b", "logits", False),
-                                                      ("tiny_llama", "auto", False), ("tiny_llama", "fused", True)])
-def test_the_loss_layer_is_the_one_that_will_be_chosen(model: str, head: str, fused: bool):
-    cfg = config(f"model={model}", f"model.loss_head={head}", "model.seq_length=1024")
-    assert all(load.fused_loss is fused for load in workloads(cfg, model_shape(cfg), 8).values())
 
 
 def test_auto_counts_the_rows_that_have_room_beside_the_weights_and_one_at_least():

@@ -1,10 +1,8 @@
 """Which parts of the package are installed, from its metadata; in an installation without the trainer too."""
 
-import sys
 
 import pytest
 
-import nemo_edo
 from nemo_edo.checks import installed as parts
 from nemo_edo.cli import entry, main
 
@@ -59,30 +57,3 @@ def test_a_command_that_needs_the_trainer_says_in_one_sentence_what_installs_it(
     else:
         assert main(["train"]) == 2
         assert capsys.readouterr().err == f"nemo-edo: error: train needs omegaconf, and {sentence}\n"
-
-
-def test_doctor_of_an_installation_of_the_functions_alone_lists_the_parts(with_packages, monkeypatch, capsys):
-    with_packages(*FUNCTIONS, "trl")
-    monkeypatch.setitem(sys.modules, "nemo_edo.checks.doctor", None)  # its import fails as without Hydra
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "functions    losses, metrics, test_time, adapters: torch 1, numpy 1",
-        f"trainer      not installed (hydra-core and 2 more are missing): {TRAINER}",
-        f"bridge       not installed (megatron-bridge is missing): {BRIDGE}",
-        "adapted      trl 1 (of trl, verl, nemo-rl, slime, prime-rl)",
-    ]
-    assert main(["doctor", "--config-name", "quickstart"]) == 2  # of a config it can say nothing
-    assert TRAINER in capsys.readouterr().err
-
-
-def test_runs_from_python_say_it_too(with_packages, monkeypatch):
-    with_packages(*FUNCTIONS)
-    monkeypatch.setitem(sys.modules, "nemo_edo.api", None)
-    with pytest.raises(ImportError, match="^nemo_edo.train needs nemo_edo.api, and the trainer is "):
-        _ = nemo_edo.train
-
-
-def test_the_python_of_the_trainer_is_named_where_this_is_another(monkeypatch):
-    for version, words in (((3, 10), " on Python 3.12"), ((3, 12), ""), ((3, 14), " on Python 3.12")):
-        monkeypatch.setattr(parts.sys, "version_info", (*version, 0))
-        assert parts._on_its_python() == words

@@ -32,13 +32,6 @@ def test_the_distributed_optimizer_splits_its_state_over_data_and_context_ranks_
     assert found == (3 * SHAPE.parameters, 9 * SHAPE.parameters)
 
 
-@pytest.mark.parametrize(("where", "gpu", "host"), [("none", 0, 0), ("resident", 2 * SHAPE.parameters, 0),
-                                                    ("host", 2 * 512 * 64, 2 * SHAPE.parameters)])
-def test_the_reference_is_on_the_gpu_or_in_host_memory(where: str, gpu: int, host: int):
-    found = load(reference=where)
-    assert (stage_memory(found, 0).reference, stage_memory(found, 0).host) == (gpu, host)
-
-
 def test_on_a_cpu_the_reference_is_a_second_copy_in_the_same_memory_and_blocks_of_logits_are_small():
     gpu = load(reference="host", tokens=8192, shape=replace(SHAPE, vocab_size=2**17), fused_loss=True)
     cpu = replace(gpu, cpu=True)
@@ -49,14 +42,6 @@ def test_on_a_cpu_the_reference_is_a_second_copy_in_the_same_memory_and_blocks_o
     shares = [memory.FRAGMENTATION * (found.total - found.overhead) for found in (training, idle)]
     assert [found.overhead - round(share) for found, share in zip((training, idle), shares, strict=True)] == [
         memory.OVERHEAD, memory.CPU_OVERHEAD]
-
-
-def test_fp8_weights_are_added_to_those_of_bf16_or_replace_them():
-    matrices = SHAPE.num_layers * sum(rows * columns for rows, columns in SHAPE.layer_matrices.values())
-    plain = stage_memory(load(), 0).weights
-    added = stage_memory(load(precision=PrecisionConfig("bf16", fp8="hybrid")), 0).weights
-    instead = stage_memory(load(precision=PrecisionConfig("bf16", fp8="hybrid", fp8_param_gather=True)), 0).weights
-    assert (added - plain, instead - plain) == (2 * matrices, 0)
 
 
 EXPERTS = replace(SHAPE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)

@@ -112,10 +112,3 @@ def test_auto_leaves_a_given_size_alone_and_names_what_makes_every_size_impossib
     assert with_fitted_parallelism(given, QWEN_7B, 8, 8, GB) is given
     with pytest.raises(UserError, match="pipeline_model_parallel_size 3 needs a multiple of 3 processes, got 8"):
         with_fitted_parallelism(auto("parallelism.pipeline_model_parallel_size=3"), QWEN_7B, 8, 8, GB)
-
-
-def test_the_readmes_command_runs_on_one_process_and_on_several_as_it_is(files, monkeypatch):
-    cfg = compose_run("grpo_gsm8k", [*files, "model.seq_length=64", "sampling.max_new_tokens=8"])
-    for world in ("1", "2"):
-        monkeypatch.setenv("WORLD_SIZE", world)
-        assert preflight(cfg).parallelism.tensor_model_parallel_size == 1

@@ -3,22 +3,18 @@
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_edo.checks import machine_checks, numbers, selftest
-from nemo_edo.checks.check_list import CHECKS
-from nemo_edo.checks.findings import Check, RunsIn, failed, passed, together
-from nemo_edo.checks.machine import CheckError, Machine, forks_use_gpus
-from nemo_edo.checks.numbers import BOUNDS, Measured, SameNumbers, compared
-from nemo_edo.cli.arguments import GROUPS
+from nemo_edo.checks import machine_checks
+from nemo_edo.checks.findings import failed, passed, together
+from nemo_edo.checks.machine import CheckError, Machine
+from nemo_edo.checks.numbers import BOUNDS, Measured, compared
 from nemo_edo.errors import UserError
 
 
@@ -56,30 +52,6 @@ def test_a_failure_is_one_line_with_the_place_of_the_output(tmp_path, call, limi
     assert str(tmp_path / "a__b_rank_0.log") in str(failure.value)
 
 
-@pytest.mark.parametrize(("probe", "forks"), [(True, True), (False, False), (CheckError("a crash"), False)])
-def test_checks_are_forked_where_a_fork_can_use_the_gpu_and_started_anew_otherwise(tmp_path, monkeypatch, probe, forks):
-    def run(self, call, **how):
-        assert call is forks_use_gpus and "world" not in how and not self.forks
-        if isinstance(probe, CheckError):
-            raise probe
-        return probe
-
-    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "CUDA_DEVICE_MAX_CONNECTIONS"):  # as they were, afterwards
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setitem(sys.modules, "nemo_edo.models", ModuleType("nemo_edo.models") if forks else None)
-    monkeypatch.setattr(Machine, "run", run)
-    monkeypatch.setattr(numbers, "write_model", lambda *_, **__: None)
-    found = replace(machine_of(tmp_path, facts(gpus=1)), forks=False)
-    assert selftest.prepared(found, CHECKS).forks == forks
-    assert selftest.prepared(found, [check for check in CHECKS if check.group == "machine"]) is found
-
-
-def test_a_check_alone_does_not_see_the_ranks_of_torchrun(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert machine_of(tmp_path).run(os.environ.get, "RANK") is None
-    assert os.environ["RANK"] == "1"
-
-
 @pytest.mark.parametrize(("of_ranks", "detail"), [
     ([passed("a"), failed("b", "do"), failed("c")], "rank 1: b\nrank 2: c"),
     ([passed("a"), None], "rank 1: has stopped answering"),
@@ -108,35 +80,6 @@ def test_ranks_that_differ_or_are_missing_are_named_and_all_decide_by_the_least(
     assert machine_checks.same_on_all_ranks(machine_of(tmp_path, facts("n1", 4), facts("n2", 4))).status == "pass"
 
 
-def test_clocks_that_differ_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(Machine, "exchange", lambda self, name, value: [100.0, 101.0, 230.0])
-    assert machine_checks.clocks(machine_of(tmp_path, facts("n1"), facts("n2"), facts("n3"))).detail == (
-        "the clock of rank 2 (node n3) is +129.0 s off")
-
-
-def test_rank_0_meets_the_others_also_where_it_cannot_compute_its_reference(tmp_path: Path, monkeypatch):
-    """They would wait for it until the store's limit."""
-    met = []
-
-    def run(self, call, *arguments, world, **how):
-        if not world:
-            raise CheckError("out of memory")
-        met.append(self.check)
-
-    monkeypatch.setattr(Machine, "run", run)
-    with pytest.raises(CheckError, match="out of memory"):
-        SameNumbers(world=True)(machine_of(tmp_path, facts(), facts()))
-    assert met == ["a, b"]
-
-
-def test_a_failure_without_a_remedy_of_its_own_gets_the_checks(tmp_path):
-    def remedy(finding) -> str:
-        check = Check("split", "x", lambda machine: finding, remedy="the check's")
-        return selftest.carried_out(check, machine_of(tmp_path)).remedy
-
-    assert [remedy(failed("a", "own")), remedy(failed("a")), remedy(passed("a"))] == ["own", "the check's", ""]
-
-
 class Store(dict):
     """A TCPStore in which rank 1 answers but rank 2 does not; counts the seconds that it was asked to wait."""
 
@@ -155,7 +98,3 @@ def test_a_rank_that_does_not_answer_is_waited_for_once_and_an_answer_of_none_is
     found = replace(machine_of(tmp_path, facts(), facts(), None), store=store, limit_s=30.0)
     assert [found.exchange(name, 4) for name in "xyz"] == [[4, None, None], [4, 5, None], [4, 6, None]]
     assert found.silent == {2} and 29 < store.waited < 30.5
-
-
-def test_the_command_offers_the_groups_that_there_are():
-    assert dict.fromkeys(check.group for check in CHECKS if RunsIn.SELFTEST in check.runs_in) == dict.fromkeys(GROUPS)

@@ -95,13 +95,6 @@ def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp
     assert (given.path / "config.yaml").read_text() == "seed: 1"
 
 
-def test_a_warm_up_that_failed_is_trained_by_the_next_cell_and_one_that_was_begun_adopts_none(tmp_path: Path):
-    grid = Stands(tmp_path, "fails", "warm1", "warm2", warm_up="one")
-    (tmp_path / "warm2").mkdir()
-    assert [failure.cell.name for failure in run_grid(grid, jobs=2)] == ["fails"]
-    assert not any("adopts" in log for log in grid.logs())
-
-
 def test_a_cell_that_another_command_has_is_left_to_it(tmp_path: Path):
     grid = Stands(tmp_path, "a", "b")
     with hold(tmp_path / CLAIMS / "a.lock"):

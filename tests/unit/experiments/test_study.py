@@ -11,7 +11,7 @@ from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
-from nemo_edo.experiments.study import changed_cells, cpu_hours_left, read_study, status_lines, study_file
+from nemo_edo.experiments.study import changed_cells, cpu_hours_left, read_study, status_lines
 from nemo_edo.experiments.study_table import COLUMNS, append_rows, cell_of, config_digest, last_rows, read_rows
 from nemo_edo.run.folder import RunFolder
 
@@ -100,17 +100,6 @@ def test_what_cannot_be_trained_is_refused_before_any_cell(written, changes, mes
         written(**{"seeds": [1], **changes}).check()
 
 
-def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path):
-    with pytest.raises(UserError, match="no study dose; did you mean doses"):
-        study_file("dose")
-    (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(UserError, match="bad.yaml: not YAML"):
-        read_study(tmp_path / "bad.yaml")
-    (tmp_path / "bad.yaml").write_text("[]")
-    with pytest.raises(UserError, match="bad.yaml: the file: "):
-        read_study(tmp_path / "bad.yaml")
-
-
 @pytest.mark.parametrize("path", sorted((shipped_config_dir() / "studies").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_studies_give_baselines_as_many_tries_as_any_arm_and_compose(path: Path):
     study = read_study(path)
@@ -139,22 +128,6 @@ def test_cells_whose_settings_have_changed_since_are_named(written):
     other = replace(study, settings=["grpo.beta=0.02"])
     assert changed_cells(other) == other.cells
     assert "settings have changed since these were run: sums,grpo,seed=1" in status_lines(other)[-1]
-
-
-def test_a_held_out_studys_status_ends_with_its_verdict_once_every_cell_is_done(written):
-    study = written(held_out=True, baselines=["grpo"], arms={"grpo": {}, "entropy_bonus": {}})
-    cells = study.cells
-    rows = [row(cell, config=config_digest(cell.cfg), temperature="best", iteration="2",
-                vote=f"{0.5 + 0.1 * (cell.arm != 'grpo') + cell.seed / 100}") for cell in cells]  # fmt: skip
-    append_rows(study.table, rows[:-1])
-    assert not any("claim" in line for line in status_lines(study))
-    append_rows(study.table, rows[-1:])
-    verdict, table = status_lines(study)[-2:]
-    assert verdict == (
-        "The claim is won by entropy_bonus (at least 2 of 2 tasks): entropy_bonus wins 2 of 2 (sums, gcd)."
-    )
-    assert "| entropy_bonus | all tasks | grpo | 2 | +0.100 [+0.100, +0.100] |" in table
-    assert status_lines(replace(study, held_out=False))[-1] == "  gcd: 0 left"
 
 
 def test_the_digest_ignores_place_and_what_is_at_its_default_and_sees_all_else():
@@ -207,13 +180,3 @@ def test_starts_are_run_before_the_first_of_their_cells_and_again_only_for_cells
     assert [cell.name for cell in study.left()] == names[2:]
     assert study.donors(study.cells[1]) == [study.start("gcd", 1)]
     assert study.cells[1].warm_up == study.start("gcd", 1).warm_up != study.cells[0].warm_up
-
-
-HEADER = ",".join(COLUMNS)
-
-
-@pytest.mark.parametrize("text", ["task,arm\n", f"{HEADER}\nsums,grpo\n", f"{HEADER}\n" + "x," * 20])
-def test_a_damaged_table_is_an_error_that_names_the_file(tmp_path: Path, text: str):
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(UserError, match="t.csv"):
-        read_rows(tmp_path / "t.csv")

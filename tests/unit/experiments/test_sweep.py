@@ -1,6 +1,5 @@
 """Sweeps: which runs there are, and that all are checked before one starts."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,6 @@ def test_names_follow_hydras_sweep_syntax_with_whole_keys_only_where_they_are_ne
     assert names(*line) == expected
 
 
-def test_values_that_cannot_be_folder_names_give_names_that_can_and_that_differ():
-    prompts = ["a/{question}", "a:{question}", *(f"{{question}}{'x' * 200}{end}" for end in "ab")]
-    found = names("data.prompt=" + ",".join(f"'{prompt}'" for prompt in prompts))
-    assert len(set(found)) == 4
-    assert all("/" not in name and len(name) < 130 for name in found)
-
-
 @pytest.mark.parametrize("folder", ["plain", "it's", "a=b,c", "with blank", "$dollar"])
 def test_a_members_overrides_compose_to_its_own_folder_and_values(tmp_path: Path, folder: str):
     quoted = folder.replace("'", "\\'")
@@ -73,16 +65,6 @@ def test_a_member_whose_folder_holds_another_run_is_refused(tmp_path: Path):
     (tmp_path / "alpha_sweep" / "seed=2" / "config.yaml").write_text("seed: 9")
     with pytest.raises(UserError, match="exists already with another config"):
         plan("seed=1,2", folder=tmp_path)
-
-
-def test_command_of_a_member_runs_the_same_config_in_a_fresh_process():
-    sweep = plan_sweep("alpha_sweep", ["seed=1,2"])
-    command = sweep.cells[1].command()
-    assert command[:6] == [sys.executable, "-m", "nemo_edo", "train", "--config-name", "alpha_sweep"]
-    assert command[6:] == list(sweep.cells[1].overrides)
-    several = sweep.cells[1].command(processes=2)
-    assert several[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert several[5:] == command[1:]
 
 
 def test_sweep_yaml_lists_the_runs_of_all_sweeps_in_the_folder_and_anything_else_is_refused(tmp_path: Path):

@@ -13,7 +13,7 @@ from helpers.run_folder import write_run_folder
 from nemo_edo.metrics import share_interval
 from nemo_edo.report.charts import MOST_POINTS, all_charts, pareto_front, thinned
 from nemo_edo.report.comparison import Comparison, compare
-from nemo_edo.report.plotting import MOST_MARKERS, arm_styles, line_chart
+from nemo_edo.report.plotting import arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
 
 STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
@@ -49,14 +49,6 @@ def test_missing_and_non_finite_values_are_gaps_and_what_has_no_value_is_not_dra
     assert trace["name"] == "&lt;b&gt;&amp;&lt;/b&gt;"  # plotly reads a label as markup
     assert draw(a=line([], []), b=line([1.0], [math.nan])) is None
     assert labels(draw(a=line([1], [1]), b=line([], []))) == ["Arm A"]
-
-
-@pytest.mark.parametrize(("value", "shown"), [(0.02, [0, 0.04]), (0, [0, 1]), (-1, [-2, 0])])
-def test_a_constant_curve_has_an_axis_from_zero_and_any_other_plotlys(value: float, shown: list):
-    constant = draw(a=line([0, 1, 2], [value, math.nan, value]), b=line([0], [value], [value], [value]))
-    assert drawing(constant)[1]["yaxis"]["range"] == shown
-    other = draw(a=line([0, 1], [value, value], [value, value], [value, value + 1]))
-    assert "range" not in drawing(other)[1]["yaxis"]
 
 
 def test_front_has_the_points_that_no_other_beats():
@@ -115,16 +107,6 @@ def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_s
     assert bands == {place: comparison.noise[metric] for place, metric in enumerate(METRICS)}
 
 
-def test_values_of_steps_are_averaged_over_their_iteration(compared):
-    comparison = compared(arms=("grpo",))
-    means = comparison.runs.records[0].of("train_step", "grpo").groupby("iteration")["exploration"].mean()
-    [line] = traces(by_key(comparison)["exploration"])
-    assert line["x"] == list(range(4)) and line["y"] == pytest.approx(means.tolist())
-    assert "<b>GRPO</b><br>iteration %{x" in line["hovertemplate"]
-    [warm_up] = traces(by_key(comparison)["warm-up"])  # 100 steps
-    assert len(warm_up["x"]) <= MOST_MARKERS and warm_up["x"][-1] >= 100
-
-
 def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(compared):
     comparison = compared(arms=("grpo",), start=False)
     charts = by_key(comparison)
@@ -134,21 +116,6 @@ def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(comp
     assert [low["y"], mean["y"], high["y"]] == [[getattr(c, end) for c in cells] for end in ("low", "mean", "high")]
     low, high, _ = (trace["y"] for trace in traces(charts["test-greedy_accuracy"]))
     assert np.subtract(high, low) == pytest.approx(0.1)
-
-
-def test_three_arms_that_differ_in_alpha_alone_make_a_curve_in_the_order_of_alpha(tmp_path):
-    def compared(name: str, **options) -> Comparison:
-        return compare(one_run(write_run_folder(tmp_path / name, iterations=4, problems=20, **options)))
-
-    two = compared("two", arms=("edo_paper", "edo_floor", "entropy_bonus"), alphas={"a": 0.1, "b": 0.01})
-    assert not [key for key in by_key(two) if key.startswith("alpha")]
-    comparison = compared("three", arms=(), alphas={"high": 0.1, "low": 1e-4, "plain": 0.0})
-    charts = by_key(comparison)
-    low, high, line = traces(charts["alpha-vote-10"])
-    assert line["y"] == [comparison.table[arm]["vote@10"].interval.mean for arm in ("plain", "low", "high")]
-    assert (line["x"], line["name"]) == ([0, 1, 2], "ED-GRPO")
-    assert '"ticktext":["0","0.0001","0.1"]' in charts["alpha-vote-10"].html
-    assert "alpha-distinct_4" in charts
 
 
 def curves(arm: str, largest: int, *, names=("mine",), problems: int = 12):

@@ -40,16 +40,6 @@ def test_one_runs_estimates_are_over_problems_and_what_only_one_arm_has_is_not_c
     assert compared([empty], names=("a",)).cell("a", "entropy") is None
 
 
-def test_a_single_arm_is_compared_with_its_start_in_one_run_and_over_seeds(tmp_path):
-    evaluations = [evaluation(START, accuracy=np.zeros(50)), evaluation("a", accuracy=np.ones(50))]
-    result = compared(evaluations, names=("a",), baseline=None)
-    assert (result.baseline, result.difference("a", "accuracy").interval.mean) == (START, 1.0)
-    for seed in SEEDS:
-        write_run_folder(tmp_path / f"{seed}", seed=seed, arms=("edo_floor",), problems=30, iterations=3)
-    several = compare(read_runs(find_runs([str(tmp_path)])))
-    assert several.baseline == START and several.difference(FLOOR, "greedy_accuracy").interval.mean > 0
-
-
 def test_a_replicate_is_no_arm_and_its_distance_from_the_baseline_is_the_noise(tmp_path):
     ours = [evaluation("a", accuracy=BASE), evaluation("b", accuracy=BASE)]
     again = evaluation("replicate", accuracy=BASE / 2)

@@ -1,7 +1,6 @@
 """The page: one self-contained file that escapes what it shows, and the numbers next to it."""
 
 import csv
-import html
 import json
 import re
 from html.parser import HTMLParser
@@ -91,29 +90,6 @@ def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that
     assert all(part in set_of_runs.text for part in (*named, "left out: it has not finished", "1 left out"))
     assert "Time: train 9.0 s, log pi old 4.0 s, without a name 0.5 s." in alone.text
     assert "Time: train 27.0 s, log pi old 12.0 s, without a name 1.5 s, all runs together." in set_of_runs.text
-
-
-def test_the_markdown_of_the_copy_button_is_the_first_table(report):
-    text = report(arms=("grpo", "edo_floor"), replicate=True)
-    table = html.unescape(re.search('data-copy="(.*?)"', text, re.DOTALL)[1]).splitlines()
-    assert table[0] == "| arm | greedy accuracy | vote@10 | pass@10 | Distinct-4 per problem | entropy (nats) |"
-    assert [line.split(" | ")[0] for line in table[2:]] == [
-        "| Start (before RL)", "| GRPO", "| ED-GRPO 0.3, floor -0.1", "| noise of training"]
-    assert all(re.fullmatch(r"\|( [\d.]+ \[[\d.]+, [\d.]+\] \|){5}", line[line.index("|", 2):]) for line in table[2:5])
-
-
-def test_a_page_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):
-    folder = write_run_folder(tmp_path / "run", arms=("grpo",), **SIZES)
-    page = write_report(one_run(folder)).path
-    before = page.read_bytes()
-    monkeypatch.setattr("os.fsync", broken_disk)
-    with pytest.raises(UserError, match=f"{page} cannot be written"):
-        write_report(one_run(folder))
-    assert page.read_bytes() == before and not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
-
-
-def broken_disk(file: int) -> None:
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -127,18 +127,6 @@ def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_
     assert len(of) == 24 and off[-2] < 0.06 and off[-1] < 0.5  # rounding, and one cell that does not add up
 
 
-def test_accuracy_over_iterations_is_the_logged_vote_and_the_last_of_two_counts(run):
-    lines = tuple({"kind": "evaluation", "arm": "grpo", "iteration": t, "final": t == 3, "metrics": {
-        "vote@10": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}} for t, mean in
-        ((0, 0.1), (1, 0.2), (1, 0.25), (3, 0.5)))
-    table = build_table("iterations", [run(MAIN, {"grpo": HALF}, lines=lines)])
-    cells = cells_of(table, "grpo")
-    assert list(cells) == [f"vote@10 after {t}" for t in range(4)]
-    found = list(cells.values())
-    assert [cell.mean for cell in found] == pytest.approx([10.0, 25.0, math.nan, 50.0], nan_ok=True)
-    assert (found[0].low, found[1].low, found[2].state) == (0.0, pytest.approx(15.0), NOT_MEASURED)
-
-
 @pytest.mark.parametrize(("section", "change", "told"), [
     ("lora", {"rank": 4}, "lora.rank is 4, the paper's 0"),
     ("sft", {"steps": 5}, "sft.steps is 5, the paper's 0"),
@@ -165,22 +153,6 @@ def test_a_run_with_another_setting_than_the_papers_is_not_in_the_table_which_sa
     table = build_table("main", [record])
     assert math.isnan(cells_of(table, "ed-grpo")["vote@10"].mean)
     assert any("ED-GRPO" in line and told in line for line in table.left_out) and told in markdown(table)
-
-
-@pytest.mark.parametrize(("steps", "departed"), [(62, True), (63, False), (64, True)])
-def test_the_warm_up_on_s1k_is_one_epoch_of_1000_solutions(run, steps: int, departed: bool):
-    name = "main/s1k_llama_grpo"
-    record = run(name, {"grpo": HALF}, sft=replace(config(name).sft, steps=steps, batch_size=16))
-    assert bool(departures(record, START)) == departed
-
-
-def test_a_table_names_the_runs_that_are_not_the_papers_or_another_tables(run):
-    own, other = run("builtin/quickstart", {"grpo": HALF}), run("alpha/math_qwen_grpo", {START: HALF})
-    table = build_table("main", [own, other], {Path("killed"): "not finished"})
-    assert not table.runs and table.lines["mean"].isna().all()
-    for run_folder, reason in ((own.folder, "its experiment is not one of the paper's"),
-                               (other.folder, "is for the tables alpha"), ("killed", "not finished")):
-        assert any(line.startswith(str(run_folder)) and reason in line for line in table.left_out)
 
 
 def test_pages_escape_what_runs_say_and_fetch_nothing(run):

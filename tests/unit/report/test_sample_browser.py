@@ -9,7 +9,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.report import sample_browser as module
 from nemo_edo.report.comparison import compare
-from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.run_set import one_run
 from nemo_edo.report.sample_browser import sample_browser
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, ScoredRollout
@@ -71,12 +71,3 @@ def test_a_run_without_stored_responses_has_none_and_a_policy_with_damaged_ones_
     with pytest.warns(UserWarning, match=f"{shard} is missing or damaged"):
         found = sample_browser(compare(one_run(folder)))
     assert [one["trained"] for one in unpacked(found)["policies"]] == [False]
-
-
-def test_several_runs_show_the_responses_of_each_arms_first_seed(tmp_path):
-    for seed in (2, 1):
-        run = write_run_folder(tmp_path / f"seed_{seed}", arms=("grpo",), iterations=4, problems=3, seed=seed)
-        store(run, "grpo", 4, "sampled", 1, f"seed {seed}")
-    data = unpacked(sample_browser(compare(read_runs(find_runs([str(tmp_path)])))))
-    assert [one["label"] for one in data["policies"]] == ["GRPO"]
-    assert data["problems"][0]["responses"] == [[[False, 0.0, False, None, "seed 1 p0 s0"]]]

@@ -6,10 +6,9 @@ import pytest
 import torch
 from helpers.run_folder import write_run_folder
 
-from nemo_edo.errors import UserError
 from nemo_edo.report.page import write_report
 from nemo_edo.report.run_set import one_run
-from nemo_edo.report.search_tree import COLUMN, ROW, SHOWN, read_trees, tree_record
+from nemo_edo.report.search_tree import SHOWN, read_trees, tree_record
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, Step, StepScore
 
 
@@ -57,20 +56,6 @@ def test_a_search_is_read_back_as_it_was_with_the_nodes_of_its_answer_marked(run
     assert {place for place, node in enumerate(tree.nodes) if node.chosen} == path
 
 
-def test_children_are_right_of_their_parent_and_no_two_nodes_in_one_place(run, result):
-    write(run, tree_record(result))
-    [tree] = read_trees(run)
-    assert all(child.x - parent.x == COLUMN for parent, child in tree.edges)
-    assert len({(node.x, node.y) for node in tree.nodes}) == len(tree.nodes)
-    parents = {node.parent for node in tree.nodes}
-    leaves = [node.y for place, node in enumerate(tree.nodes) if place not in parents]
-    assert sorted(leaves) == [min(leaves) + ROW * place for place in range(len(leaves))]
-    for place in parents - {None}:
-        of = [node.y for node in tree.nodes if node.parent == place]
-        assert min(of) <= tree.nodes[place].y <= max(of)
-    assert all(0 < node.x < tree.width and 0 < node.y < tree.height for node in tree.nodes)
-
-
 def test_the_report_draws_every_node_and_escapes_its_text(run, result):
     assert read_trees(run) == []
     assert 'id="search"' not in write_report(one_run(run)).path.read_text()
@@ -83,14 +68,3 @@ def test_the_report_draws_every_node_and_escapes_its_text(run, result):
     assert page.count('<g class="node') == len(result.nodes)
     assert "How <b>much</b>?" not in page and "How &lt;b&gt;much&lt;/b&gt;?" in page
     assert page.count('" width="10" height="10"/>') == sum(node.finished for node in result.nodes)
-
-
-@pytest.mark.parametrize("change", [
-    lambda r: r.pop("best"), lambda r: r.update(best=99), lambda r: r["nodes"][1].update(parent=99),
-    lambda r: r["nodes"][2].pop("reward"), lambda r: r.update(nodes=[])])
-def test_a_malformed_record_is_an_error_that_names_the_file(run, result, change):
-    record = tree_record(result)
-    change(record)
-    write(run, record)
-    with pytest.raises(UserError, match="q0.json: "):
-        read_trees(run)
