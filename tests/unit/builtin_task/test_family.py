@@ -1,15 +1,12 @@
 """The tasks of the studies: what their problems are, which mistakes the warm-up learns, and what is verified."""
 
 import math
-import random
 import re
-from itertools import combinations_with_replacement, islice
 
 import pytest
 
-from examples.study_tasks.change import change, fewest_coins, score
+from examples.study_tasks.change import score
 from examples.study_tasks.family import TASKS, make
-from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.builtin_task.model import word_vocabulary, write_tokenizer
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.answers import final_answer
@@ -72,19 +69,6 @@ def test_a_tokenizer_of_the_tasks_words_gives_every_text_back(name: str, tmp_pat
         assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
 
 
-def test_weak_facts_have_one_wrong_result_and_other_steps_any():
-    mistakes = Mistakes("task", 0, weak_fact_share=0.3, weak_fact_accuracy=0.4, step_noise=0.1)
-    facts, rng, wrong = [str(fact) for fact in range(400)], random.Random(0), [1, 2, 3]
-    weak = [fact for fact in facts if mistakes.is_weak(fact)]
-    assert 0.25 < len(weak) / len(facts) < 0.35
-    of_weak = [mistakes.stated(weak[0], 0, wrong, rng) for _ in range(2000)]
-    assert set(of_weak) == {0, mistakes.misconception(weak[0], wrong)}
-    assert abs(of_weak.count(0) / 2000 - 0.4) < 0.04
-    strong = next(fact for fact in facts if fact not in weak)
-    of_strong = [mistakes.stated(strong, 0, wrong, rng) for _ in range(2000)]
-    assert set(of_strong) == {0, *wrong} and abs(of_strong.count(0) / 2000 - 0.9) < 0.03
-
-
 @pytest.mark.parametrize(("text", "right"), [
     ("14 - 5 = 9\n9 - 9 = 0\n#### 0", True),
     ("14 - 9 = 5\n5 - 5 = 0\n#### 0", True),
@@ -115,15 +99,6 @@ def test_change_takes_any_payment_of_the_amount_and_no_other(text: str, right: b
 def test_wrong_settings_are_errors_that_name_the_key(settings, message: str):
     with pytest.raises(UserError, match=message):
         make(**{**SIZES, **settings})
-
-
-def test_the_warm_up_pays_with_the_fewest_coins():
-    for item in islice(change(Mistakes("change", 0, 0, 0, 0), random.Random(0)), 100):
-        amount, coins = item.metadata["amount"], item.metadata["coins"]
-        payments = (paid for number in range(1, 9) for paid in combinations_with_replacement(coins, number))
-        fewest = len(next(payment for payment in payments if sum(payment) == amount))
-        assert item.warmup.count(" - ") == fewest == fewest_coins(amount, coins) and 3 <= fewest <= 6
-    assert fewest_coins(6, [4, 5, 9]) is None
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -38,14 +38,6 @@ def test_encoding_is_one_token_a_number_or_sign_with_nothing_added_and_anything_
     assert set(tokenizer("#### 2")) == {"input_ids", "attention_mask"}, "generate() refuses anything else"
 
 
-@pytest.mark.parametrize(("operands", "largest"), [(4, 9), (8, 20)])
-def test_vocabulary_holds_every_number_and_is_a_multiple_of_64(operands, largest):
-    tokens = vocabulary(ArithmeticConfig(num_operands=operands, max_operand=largest))
-    assert len(tokens) % 64 == 0
-    assert len(set(tokens)) == len(tokens)
-    assert {str(number) for number in range(max(100, operands * largest + 2 * (operands - 1) + 1))} <= set(tokens)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_base_model_folder_loads_with_the_tokenizers_ids_and_the_given_fields(tmp_path, tied):
     write_base_model(tmp_path, QWEN | {"tie_word_embeddings": tied}, CONFIG)

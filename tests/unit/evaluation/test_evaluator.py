@@ -143,13 +143,6 @@ def test_entropy_is_of_the_first_rollouts_tokens_and_pooled_distinct_4_of_all_re
     assert evaluation.mean("distinct_4_pooled") < 0.8 * evaluation.mean("distinct_4")
 
 
-def test_a_response_cut_at_the_limit_is_wrong_and_abstains():
-    evaluation, first, *_ = evaluate(lambda *_: "1" * 40 + "\n#### 1", rollouts=1, problems=PROBLEMS[:1])
-    assert {(s.rollout.finished, s.answer, s.reward) for s in first} == {(False, None, 0.0)}
-    assert means(evaluation, "vote@4").tolist() == [0.0]
-    assert means(evaluation, "response_length").tolist() == [MAX_NEW_TOKENS]
-
-
 # --- temperatures -----------------------------------------------------------------------------------------------------
 
 

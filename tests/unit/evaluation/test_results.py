@@ -10,10 +10,7 @@ from helpers.one_run import evaluation
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import (
     Evaluation,
-    largest,
     load_evaluation,
-    main_metrics,
-    metric_order,
     newly_solved_and_lost,
     require_same_problems,
 )
@@ -40,15 +37,6 @@ def test_an_evaluation_is_read_back_as_written_and_malformed_numbers_of_problems
     record["metrics"]["accuracy"] |= change
     with pytest.raises(UserError, match="a.json: "):
         load_evaluation(written(tmp_path, record))
-
-
-def test_metrics_are_ordered_by_number_and_the_largest_vote_and_pass_are_the_main_ones():
-    names = ["entropy", "pass@10", "pass@2", "vote@4", "zzz", "accuracy", "greedy_accuracy", "pass@1"]
-    ordered = ["greedy_accuracy", "accuracy", "vote@4", "pass@1", "pass@2", "pass@10", "entropy", "zzz"]
-    assert sorted(names, key=metric_order) == ordered
-    names = ["vote@2", "vote@128", "pass@9", "pass@64", "distinct_4"]
-    assert main_metrics(names) == ["vote@128", "pass@64", "distinct_4"]
-    assert largest(["entropy"], "vote@") is None
 
 
 def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_problem():

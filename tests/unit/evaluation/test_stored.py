@@ -9,7 +9,7 @@ from helpers import scripted_evaluation
 from helpers.scripted_evaluation import PROBLEMS, ROLLOUTS, SAMPLES
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.stored import aggregated, analyse, differences, families, kappa, shown_sizes, table
+from nemo_edo.evaluation.stored import aggregated, analyse, differences, families, kappa, table
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
 from nemo_edo.rollouts.arrays import read_samples
@@ -154,18 +154,6 @@ def test_what_does_not_fit_the_stored_responses_is_an_error(evaluated):
     assert aggregated("prm", steps, "min").tolist() == [[0.5, 1.0], [0.1, 0.0]]
     with pytest.raises(UserError, match="evaluation.aggregation is product.* prm "):
         aggregated("prm", steps, "product")
-
-
-def test_the_table_shows_powers_of_two_and_the_largest_k_within_100_columns(evaluated):
-    assert shown_sizes(64) == [1, 2, 4, 8, 16, 32, 64]
-    assert shown_sizes(100) == [2, 4, 8, 16, 32, 64, 100]
-    assert (shown_sizes(30), shown_sizes(1)) == ([1, 2, 4, 8, 16, 30], [1])
-    _, greedy, sampled = evaluated
-    found = stored(greedy, sampled)
-    text = table({"arm": found}, **BOOTSTRAP)
-    assert max(map(len, text.splitlines())) <= 100
-    line = next(line for line in text.splitlines() if line.strip().startswith("pass@k"))
-    assert line.split()[1:] == [f"{means(found, f'pass@{k}').mean():.3f}" for k in (1, 2, 4, 8, 12)]
 
 
 def test_differences_are_paired_and_adjusted_together(evaluated, tmp_path):

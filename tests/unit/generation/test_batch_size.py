@@ -14,7 +14,6 @@ from nemo_edo.generation.batch_size import (
     rows_that_fit,
     split_evenly,
 )
-from nemo_edo.megatron.decoding_cache import CacheContext
 from nemo_edo.parallel import free_memory
 from nemo_edo.types import GenerationRequest, SamplingParams
 
@@ -67,19 +66,6 @@ def test_without_room_for_one_row_an_error_names_both_numbers_of_bytes(engine, r
         engine.generate(requests, SAMPLING)
 
 
-def test_a_rows_bytes_are_its_caches_a_layer_more_and_two_rows_of_logits(engine, requests, available, monkeypatch):
-    """Of short prompts: computing a long one takes more than its logits."""
-    available(10**12)
-    made, build = [], CacheContext.__init__
-    monkeypatch.setattr(CacheContext, "__init__", lambda self, *a, **k: made.append(self) or build(self, *a, **k))
-    [short] = [r for r in requests if len(r.prompt_ids) == 1 and r.sample_index == 0]
-    engine.generate([short], SAMPLING)
-    layers = [sum(part.nbytes for part in parts) for parts in made[-1].key_value_memory_dict.values()]
-    assert len(layers) == 2
-    assert row_of(engine, 1, 8) == sum(layers) + layers[0] + 2 * 4 * engine._vocab_size
-    assert row_of(engine, 100, 8) > sum(layers) / 9 * 108 + layers[0] / 9 * 108 + 2 * 4 * engine._vocab_size
-
-
 def test_a_cpu_decodes_no_more_rows_than_its_cap_and_a_gpu_keeps_a_reserve(available, monkeypatch):
     available(10**15)
     assert rows_that_fit(1000, CPU) == MOST_ON_CPU
@@ -98,20 +84,6 @@ def test_the_rank_with_the_least_room_decides(monkeypatch):
     monkeypatch.setattr(free_memory, "of_each_rank", lambda number, device: [10, 500, 10])
     with pytest.raises(UserError, match="rank 1 has 400 bytes .* needs 500"):
         rows_that_fit(10, CPU)
-
-
-def test_ranks_share_a_machines_memory_and_a_gpus_is_counted_after_its_cache_is_released(
-    policy, available, monkeypatch
-):
-    available(1000)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_memory.free_host_memory() == [250]
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    cached = [30]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - sum(cached), 100))
-    assert free_memory.free_gpu_memory() == [100]
 
 
 @pytest.mark.parametrize(("places", "most", "lengths"), [

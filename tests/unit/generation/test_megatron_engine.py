@@ -113,25 +113,6 @@ def test_waiting_requests_take_the_places_of_rows_that_ended(tiny, policy, reque
     assert caches.count(PromptCacheContext) == 12 or not threshold, "batches of two would take 12 + 2 + 2 + 2 steps"
 
 
-@pytest.mark.parametrize("max_batch_size", [64, 4], ids=["all at once", "as rows get free"])
-def test_prompts_of_different_lengths_are_read_apart_with_the_same_result(
-    tiny, policy, requests, monkeypatch, max_batch_size
-):
-    engine = tiny.build_engine(policy, stop_ids=STOPS, max_batch_size=max_batch_size)
-    read, read_apart = [], megatron_engine.MegatronEngine._read
-    monkeypatch.setattr(
-        megatron_engine.MegatronEngine, "_read", lambda self, t: read.append(t.shape[1]) or read_apart(self, t)
-    )
-    expected, together = engine.generate(requests, params()), len(read)
-    monkeypatch.setitem(megatron_engine.FEWEST_READ, "cpu", 1)
-    found = engine.generate(requests, params())
-    assert responses(found) == responses(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
-    apart = read[together:]
-    assert len(apart) > together and (max_batch_size < 64 or apart == [1, 3, 4, 6, 10])
-
-
 def test_a_response_depends_on_its_prompt_and_seed_and_not_on_order_or_other_requests(engine, requests):
     expected = dict(zip(requests, responses(engine.generate(requests, params())), strict=True))
     for others in (random.Random(1).sample(requests, len(requests)), requests[1::5]):
@@ -139,18 +120,6 @@ def test_a_response_depends_on_its_prompt_and_seed_and_not_on_order_or_other_req
     same = [replace(requests[0], sample_index=index, seed=seed) for index, seed in enumerate([5, 6, 5, 7, 8, 9])]
     found = responses(engine.generate(same, params()))
     assert found[0] == found[2] and len(set(found)) == 5
-
-
-@pytest.mark.parametrize("threshold", [0.0, 1.1], ids=["never", "at every step"])
-def test_removing_ended_rows_from_the_batch_changes_no_result(engine, requests, monkeypatch, threshold):
-    expected, kept, compact = engine.generate(requests, params()), [], megatron_engine._Decoding.compact
-    monkeypatch.setattr(megatron_engine, "COMPACT_BELOW", threshold)
-    monkeypatch.setattr(
-        megatron_engine._Decoding, "compact", lambda self: (compact(self), kept.append(len(self.rows)))[0]
-    )
-    assert responses(engine.generate(requests, params())) == responses(expected)
-    assert bool(kept) == (threshold > 1)
-    assert not kept or min(kept) < 2 * len(requests) / 3, "too few responses ended early for this test"
 
 
 def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_tokens(engine, requests):
@@ -162,12 +131,6 @@ def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_t
         assert rollout.finished or len(rollout.response_ids) == LENGTH
         assert len(rollout.response_ids) == len(rollout.response_logprobs) <= LENGTH
     assert {rollout.finished for rollout in rollouts} == {True, False}, "both kinds are to be tested"
-
-
-def test_a_stop_token_in_a_prompt_ends_nothing(engine):
-    one, longer = (GenerationRequest("p", 0, prompt, seed=0) for prompt in ((12, 1, 13), (14, 1, 2, 3, 15, 16)))
-    found = responses(engine.generate([one, longer], params(0.0)))
-    assert all(found) and found[1:] == responses(engine.generate([longer], params(0.0)))
 
 
 def test_a_rollout_has_its_request_its_version_and_the_text_without_the_stop_token(engine, requests):
@@ -186,13 +149,6 @@ def test_padding_of_the_vocabulary_is_never_sampled(tiny, policy, requests):
     narrow = SimpleNamespace(chunks=policy.built.chunks, vocab_size=20)
     engine = tiny.build_engine(SimpleNamespace(built=narrow, device=policy.device))
     assert max(max(response) for response in responses(engine.generate(requests, params()))) < 20
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_generation_restores_the_models_mode(engine, policy, requests, training):
-    policy.chunks[0].train(training)
-    engine.generate(requests[:2], params(max_new_tokens=2))
-    assert policy.chunks[0].training == training
 
 
 @pytest.mark.parametrize("size", ["context_parallel_size", "expert_model_parallel_size"])
@@ -220,13 +176,6 @@ def test_stop_strings_cut_the_same_responses(tiny, policy, engine, requests, sto
         assert one.stop is None or (one.stop in one.text and one.text == texts[met - 1])
     ended = {(rollout.finished, rollout.stop is not None) for rollout in found}
     assert {(False, True), (True, False)} <= ended, "both kinds are to be tested"
-
-
-def test_a_stop_string_at_the_limit_ends_the_response(engine, requests):
-    cut = next(r for r in engine.generate(requests, replace(params(), stop=("7",))) if r.stop)
-    request = GenerationRequest("problem", 0, cut.prompt_ids, cut.seed, max_new_tokens=len(cut.response_ids))
-    (exact,) = engine.generate([request], replace(params(), stop=("7",)))
-    assert (exact.response_ids, exact.stop, exact.finished) == (cut.response_ids, "7", False)
 
 
 def test_a_requests_own_limit_cuts_its_response_and_no_other(engine, requests):

@@ -111,18 +111,6 @@ def test_uniforms_are_those_of_a_separate_generator_per_seed_whatever_the_other_
     assert len({tuple(row) for row in np.stack(own).tolist()}) == len(seeds)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_rows_get_the_same_tokens_in_blocks_as_at_once(monkeypatch, top_p):
-    logits, uniforms = random_logits(7, 50), request_uniforms([1], 7)[0]
-    expected = choose_tokens(logits, uniforms, sampling(1.0, top_p))
-    monkeypatch.setattr(module, "CPU_BLOCK", 2 * 50)
-    softmaxes, softmax = [], torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: softmaxes.append(len(x)) or softmax(x, dim))
-    found = choose_tokens(logits, uniforms, sampling(1.0, top_p))
-    assert softmaxes == [2, 2, 2, 1]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize(("scale", "sorted_whole"), [(6.0, 0), (0.5, 1)])
 def test_the_nucleus_of_the_likely_tokens_is_that_of_a_whole_sort_with_its_order_among_equals(
         monkeypatch, scale, sorted_whole):

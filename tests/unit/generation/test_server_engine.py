@@ -115,12 +115,6 @@ def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_fl
     assert all(len(log["seeds"]) >= 20 and log["most_open"] <= 8 for log in logs)
 
 
-def test_a_request_goes_to_the_replica_with_the_fewest_in_flight_so_the_faster_gets_more(start):
-    slow, fast = replicas = start({"slow_s": 2.0}, {})
-    assert_answers_all(engine(replicas), 100)
-    assert len(log_of(fast)["seeds"]) > 2 * len(log_of(slow)["seeds"]) > 0
-
-
 def test_hundreds_of_requests_are_in_flight_at_one_server(start):
     replicas = start({"hold_until_open": 501})
     assert_answers_all(engine(replicas, max_in_flight=600), 600)
@@ -188,15 +182,6 @@ def test_a_server_without_health_checks_is_restarted_only_once_its_requests_get_
     assert replica.starts == starts
 
 
-def test_an_unhealthy_server_is_restarted(start, monkeypatch):
-    [replica] = start({})
-    state, start_process = replica.model_folder, replica.start_process
-    state.write_text(json.dumps({"status": 500, "unhealthy": True}))
-    monkeypatch.setattr(replica, "start_process", lambda: state.write_text("{}") and start_process())
-    assert_answers_all(engine([replica], health_limit_s=1.0, restarts=9, attempts=99), 4)
-    assert replica.starts > 1
-
-
 def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     [replica] = start({"die_after": 10})
     unmanaged = Replica("server 0", replica.url, completions_server.KEY, ready_limit_s=0.5)
@@ -206,21 +191,6 @@ def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     assert replica.url in str(gave_up.value) and len(gave_up.value.responses) == 10
     seeds = {rollout.seed for rollout in gave_up.value.responses}
     assert_answers(gave_up.value.responses, [request for request in requests(30) if request.seed in seeds])
-
-
-def test_a_hung_server_that_the_run_does_not_manage_keeps_its_requests_until_request_limit_s(start, monkeypatch):
-    monkeypatch.setattr(dispatch, "CHECK_AFTER_S", 0.1)
-    [replica] = start({"mute": True, "slow_s": 1.0})
-    replica.request("POST", "/v1/completions", {"seed": 1, "max_tokens": 1, "prompt": []})  # mute from now on
-    unmanaged = Replica("server 0", replica.url, completions_server.KEY)
-    assert_answers_all(engine([unmanaged], health_limit_s=0.2, attempts=1), 4)
-
-
-def test_a_bug_in_the_restart_of_a_server_is_raised(start):
-    servers = engine(start({"die_after": 0}))
-    servers.weights = SimpleNamespace(restore=lambda replica: 1 // 0, require=None)
-    with pytest.raises(ZeroDivisionError):
-        servers.generate(requests(5), SAMPLING)
 
 
 @pytest.mark.parametrize(("after_temperature", "sampling"), [(True, (0.7, 0.9, 8)), (False, (0.7, 1.0, 8))])
@@ -246,11 +216,6 @@ def test_a_response_ends_at_a_stop_string_that_the_server_did_not_see(start, ids
     assert (tuple(rollout.response_ids), rollout.stop, rollout.finished) == (kept, stop, stop is None)
     assert rollout.text == ("3 34" if stop is None else "3 34 57")
     assert [*rollout.response_logprobs] == [-0.5] * len(kept)
-
-
-def test_an_end_at_a_stop_string_that_the_text_does_not_contain_is_a_fault(start):
-    with pytest.raises(PartlyGenerated, match="stop string.*'3 34'"):
-        engine(start(answering(3, 34))).generate(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
 
 
 @pytest.mark.parametrize(("code", "limit_s", "named", "said"), [

@@ -73,11 +73,6 @@ def test_servers_apart_begin_after_the_trainers_gpus(monkeypatch, overrides, tra
     assert environment["CUDA_VISIBLE_DEVICES"] == first
 
 
-def test_a_gpu_of_the_trainer_is_refused_for_a_server_apart():
-    with pytest.raises(UserError, match=r"first_gpu=3 is a GPU of the trainer.*first_gpu=4"):
-        placed(config(*of_servers(first_gpu=3)), trainers=4)
-
-
 def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):
     monkeypatch.setenv("MY_KEY", "a-secret")
     cfg = config(*of_servers(urls="[http://a:1,http://b:2/]", api_key_variable="MY_KEY"))
@@ -113,11 +108,6 @@ PLAIN = {
 def test_options_of_a_server_follow_config_and_machine(overrides: list[str], gpus: int, options: dict):
     [(command, _)] = commands(config(*overrides), gpus)
     assert {name: option(command, name) for name in options} == options
-
-
-def test_trtllm_servers_listen_on_loopback_with_the_trainers_length():
-    [(command, _)] = commands(config(backend="trtllm"), gpus=1)
-    assert (option(command, "host"), option(command, "max_seq_len")) == ("127.0.0.1", "64")
 
 
 @pytest.mark.parametrize(("settings", "threads"), [

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from nemo_edo.generation.stop_strings import StopStrings
 
 PIECES = ["a", "b", "\n", " ", "\n\n", "a\n", " b", "b\na", "ab", "\nb ", "", "aab"]
-BYTES = list(range(256))
 
 
 def pieces(ids) -> str:
@@ -48,23 +47,6 @@ def test_characters_of_several_tokens_are_found_once_they_are_whole(strings, tex
     ids = list(text.encode())
     length, string = StopStrings(strings, utf8).cut(ids)
     assert (length, string is not None) == first_cut(strings, utf8, ids)
-
-
-def test_of_two_strings_the_one_that_ends_first_is_named():
-    assert StopStrings(["b\na", "\n"], pieces).cut([0, 7]) == (2, "\n")
-    assert StopStrings(["\n", "b\n"], pieces).cut([1, 2]) == (2, "\n")
-
-
-def test_a_token_that_cannot_complete_a_string_costs_no_decoding_of_the_text():
-    decoded = []
-
-    def decode(ids) -> str:
-        decoded.append(tuple(ids))
-        return pieces(ids)
-
-    strings = StopStrings(["\n"], decode)
-    assert strings.cut([0, 1, 0, 1, 0, 1, 2]) == (7, "\n")
-    assert decoded == [(0, 0), (1, 1), (2, 2), (0, 1, 0, 1, 0, 1, 2)]
 
 
 def test_without_strings_everything_is_kept_and_nothing_decoded_and_an_empty_one_is_refused():

@@ -81,12 +81,6 @@ def test_holm_in_closed_form():
     assert holm([]).shape == (0,)
 
 
-@pytest.mark.parametrize("p", [[0.5, 1.5], [-0.1], [math.nan], [[0.5]], 0.5])
-def test_values_that_are_not_a_list_of_p_values_are_errors(p):
-    with pytest.raises(ValueError, match="p_values are"):
-        holm(p)
-
-
 COUNTS = st.tuples(*[st.integers(0, 30)] * 4)
 
 
@@ -103,9 +97,3 @@ def test_kappa_is_scikit_learns(counts):
 ])
 def test_kappa_in_closed_form(counts, kappa):
     assert cohen_kappa(*counts) == kappa
-
-
-@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (-1, 2, 3, 4), (1.5, 2, 3, 4)])
-def test_counts_of_nothing_are_refused(counts):
-    with pytest.raises(ValueError, match="count"):
-        cohen_kappa(*counts)

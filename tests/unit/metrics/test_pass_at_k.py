@@ -2,7 +2,6 @@ import sys
 from fractions import Fraction
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,15 +35,6 @@ def test_pass_at_k_of_thousands_of_samples_is_right_to_the_last_digit():
     assert pass_at_k(10_000, 3, 1) == 0.0003
 
 
-@pytest.mark.parametrize("bad", [2.0, True, np.bool_(True), np.float64(2), "2", None])
-def test_counts_that_are_no_integers_are_errors(bad):
-    for arguments, name in (((bad, 0, 1), "num_samples"), ((5, bad, 1), "num_correct"), ((5, 1, bad), "k")):
-        with pytest.raises(ValueError, match=f"{name} is .*, expected an integer"):
-            pass_at_k(*arguments)
-    with pytest.raises(ValueError, match="k is .*, expected an integer"):
-        majority_at_k(["a", "b"], "a", bad)
-
-
 @pytest.mark.parametrize(("n", "correct", "k"), [(10, 11, 1), (10, -1, 1), (10, 5, 11), (10, 5, 0), (0, 0, 1)])
 def test_impossible_counts_are_errors(n, correct, k):
     with pytest.raises(ValueError, match="num_correct is|k is"):
@@ -68,12 +58,3 @@ def test_beyond_the_exact_form_an_estimate_converges_to_it_and_its_seed_fixes_it
     assert majority_at_k(answers, "a", 5, seed=3) != majority_at_k(answers, "a", 5, seed=4)
     assert majority_at_k(answers, "a", 10) == 1.0
     assert majority_at_k(["a"] + 9 * [None], "a", 5) == pytest.approx(0.5, abs=0.045)  # no vote is no win
-
-
-@pytest.mark.parametrize(("reference", "options", "message"), [
-    ("a", {"k": 0}, "k is 0, .* number of samples, 3"), ("a", {"k": 4}, "k is 4, .* number of samples, 3"),
-    *((None, {"k": k}, "reference is None") for k in (1, 2, 3)), ("a", {"k": 1, "draws": 0}, "draws is 0"),
-])
-def test_votes_that_do_not_fit_the_answers_are_errors(reference, options, message):
-    with pytest.raises(ValueError, match=message):
-        majority_at_k(["a", "b", None], reference, **options)

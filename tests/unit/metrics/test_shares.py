@@ -48,29 +48,6 @@ def test_the_paired_interval_finds_what_thirty_problems_show():
     assert found.mean == pytest.approx((better - worse).mean())
 
 
-def test_intervals_are_within_their_range_and_fixed_by_the_seed():
-    rng = np.random.default_rng(0)
-    for problems in (1, 2, 5):
-        sums, counts = rng.random(problems), np.ones(problems)
-        first, again, other = (share_interval(sums, counts, resamples=50, seed=seed) for seed in (1, 1, 2))
-        assert first == again != other and 0 <= first.low < first.mean < first.high <= 1
-        gap = paired_share_interval(sums, counts, 1 - sums, counts, resamples=50, seed=1)
-        assert -1 <= gap.low < gap.mean < gap.high <= 1
-
-
-@pytest.mark.parametrize(("sums", "counts", "options", "message"), [
-    ([1.0, 2.0], [1, 1], {}, "between 0 and counts"),
-    ([1.0, -0.5], [1, 1], {}, "between 0 and counts"),
-    ([1.0], [1, 1], {}, "one entry for each problem"),
-    ([0.0, 0.0], [0, 0], {}, "not all 0"),
-    ([0.5, 0.5], [1, 1], {"resamples": 0}, "resamples"),
-    ([0.5, 0.5], [1, 1], {"level": 1.0}, "level"),
-])  # fmt: skip
-def test_what_is_no_share_is_refused(sums, counts, options, message):
-    with pytest.raises(ValueError, match=message):
-        share_interval(sums, counts, **{"resamples": 10, "seed": 0, **options})
-
-
 def test_the_mean_over_benchmarks_weighs_them_equally():
     rng = np.random.default_rng(3)
     pairs = [(rng.random(30), np.ones(30)), (rng.random(500) / 2, np.ones(500))]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2Model
 
 from nemo_edo.errors import UserError
-from nemo_edo.reward_models.formats import Encoded, read_reward_folder
-from nemo_edo.reward_models.heads import load_network, own_class, own_config
-from nemo_edo.reward_models.process_reward import ProcessRewardModel, batches
+from nemo_edo.reward_models.formats import read_reward_folder
+from nemo_edo.reward_models.heads import load_network
+from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.test_time.search_llm import StepPath
 from nemo_edo.types import Rollout
 
@@ -87,14 +87,6 @@ def test_a_paths_scores_do_not_depend_on_other_paths_of_the_call(folders, models
     assert len({score for scores in together for score in scores}) == 6
 
 
-def test_batches_hold_every_sequence_once_longest_first_within_the_limit():
-    parts = [Encoded(tuple(range(length)), (length - 1,)) for length in (3, 9, 4, 4, 1, 12)]
-    made = list(batches(parts, 10))
-    assert [len(part.ids) for batch in made for part in batch] == [12, 9, 4, 4, 3, 1]
-    assert all(len(batch) == 1 or len(batch) * len(batch[0].ids) <= 10 for batch in made)
-    assert [len(batch) for batch in made] == [1, 1, 2, 2]
-
-
 @pytest.mark.parametrize("name", ["qwen", "skywork", "decoder", "encoder"])
 def test_a_searchs_reward_is_the_last_steps_score_and_its_embedding_the_heads_input(folders, models, name: str):
     found = models[name].score(PATHS)
@@ -159,12 +151,3 @@ def test_a_folder_with_other_weights_than_the_networks_is_refused(folders, tmp_p
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"{fault}_keys: {changed}"):
         ProcessRewardModel(tmp_path, device="cpu")
-
-
-@pytest.mark.parametrize(("model_type", "message"), [("vit", "no sequence classification"),
-                                                     ("roberta", "head of RobertaForSequenceClassification")])
-def test_a_model_type_without_a_linear_head_is_refused(model_type: str, message: str):
-    from transformers import AutoConfig
-
-    with pytest.raises(UserError, match=message):
-        own_class(own_config(AutoConfig.for_model(model_type), 0), "model.path")

@@ -2,17 +2,15 @@
 
 import json
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.reward_models import score_rollouts, write_own_reward_model, write_skywork_prm
+from helpers.reward_models import score_rollouts, write_own_reward_model
 from helpers.stored_run import write_stored_run
 
 from nemo_edo.config import ScoreConfig, ServersConfig
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models import score_run as module
-from nemo_edo.reward_models import vllm_pooling
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.reward_models.process_reward import ProcessRewardModel, encode_responses
 from nemo_edo.reward_models.score_run import made_by, score_run
@@ -150,18 +148,3 @@ def test_responses_beyond_the_context_are_found_before_a_model_is_loaded_or_scor
     zeros = [one for one in found.values() if one.steps == (0.0, 0.0, 0.0)]
     assert len(zeros) == sum(length > limit for length in lengths) > 0
     assert f"{len(zeros)} longer than the model's context with score 0" in said[1]
-
-
-def test_a_model_at_a_url_uses_the_tokenizers_folder_and_is_labelled_with_its_url(run, tmp_path, monkeypatch):
-    folder, seen = write_skywork_prm(tmp_path / "skywork"), []
-
-    @contextmanager
-    def serving(about, settings, work):
-        seen.append((about.path, settings.urls, work))
-        yield ProcessRewardModel(about.path, device="cpu")
-
-    monkeypatch.setattr(vllm_pooling, "serving", serving)
-    url = "http://node7:8000"
-    score(run, url, arm="grpo", tokenizer=folder, servers=ServersConfig(urls=["http://node8:8000"]))
-    assert seen == [(folder, [url, "http://node8:8000"], run / "servers" / "scores_small")]
-    assert ScoreStore(run / "scores" / "grpo" / "small").made_by("greedy") == url

@@ -8,7 +8,7 @@ from helpers.stored_run import LLAMA
 from helpers.stored_run import reward_config as config
 
 from nemo_edo.builtin_task.arithmetic import first_wrong_step
-from nemo_edo.config import RewardBaseConfig, RewardTrainConfig
+from nemo_edo.config import RewardTrainConfig
 from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.losses import ranking_nce_loss
@@ -83,17 +83,6 @@ def test_no_question_is_in_two_parts_and_paths_are_right_and_wrong_as_the_task_c
         assert group.shared == tuple(path[:-1] == paths[0][:-1] for path in paths[1:])
 
 
-def test_paths_above_the_limit_are_dropped_and_counted(run):
-    stored, tokenizer = open_run(run), load_tokenizer(run / "base")
-    form = OwnFormat(tokenizer, OwnSettings(DECODER, "\n"))
-    whole = build_step_data(stored, config(run, run).data, form, seed=3)
-    lengths = sorted(max(map(len, group.paths)) for groups in whole.groups.values() for group in groups)
-    limit = lengths[-1] - 1
-    cut = build_step_data(stored, config(run, run, data={"max_tokens": limit}).data, form, seed=3)
-    assert whole.too_long == 0 and cut.too_long == sum(length > limit for length in lengths) > 0
-    assert all(len(path) <= limit for groups in cut.groups.values() for group in groups for path in group.paths)
-
-
 @pytest.mark.parametrize(("data", "message"), [
     ({"arms": ["nobody"]}, "has no arm 'nobody'; it has warmup, grpo"),
     ({"arms": ["warmup"]}, "warmup has no stored responses"),
@@ -106,16 +95,3 @@ def test_data_that_cannot_be_trained_on_is_an_error_before_a_folder_is_made(run,
     with pytest.raises(UserError, match=message):
         train_reward_model(config(run, tmp_path, data=data, batch_size=64 if "validation_share" in data else 4))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_base_without_weights_or_of_an_unknown_kind_and_several_processes_are_refused(run, tmp_path, monkeypatch):
-    cfg = config(run, tmp_path)
-    cfg.model = RewardBaseConfig(architecture={"model_type": "x"})
-    with pytest.raises(UserError, match="model.architecture: .*x"):
-        train_reward_model(cfg)
-    cfg.model = RewardBaseConfig(path=str(run / "base"))  # a tokenizer and a config, and no weights
-    with pytest.raises(UserError, match="model.path: .* cannot be loaded"):
-        train_reward_model(cfg)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="without torchrun"):
-        train_reward_model(config(run, tmp_path))

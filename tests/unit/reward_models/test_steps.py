@@ -83,12 +83,6 @@ def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix
         assert alike == sorted(alike) and sum(not other for other, _ in alike) == min(siblings, negatives)
 
 
-def test_wrong_paths_are_sampled_at_random_among_those_that_are_alike():
-    responses = [response("a", 1.0), *(response(letter) for letter in "bcdef")]
-    sampled = {groups_of({"p": "q"}, responses, seed, negatives=1)[0].negatives for seed in range(60)}
-    assert sampled == {((letter,),) for letter in "bcdef"}
-
-
 def test_a_questions_groups_do_not_depend_on_other_questions_and_follow_the_seed():
     responses = [response("a\nb", 1.0), response("a\nc"), response("d"), response("e")]
     others = [response("a", 1.0, problem="o"), response("b", problem="o")]

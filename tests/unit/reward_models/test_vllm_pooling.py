@@ -81,11 +81,3 @@ def test_a_qwen_server_pools_at_its_tokenizers_step_token_and_a_skywork_server_l
     [replica] = started(folders["skywork"], ServersConfig(), tmp_path)
     served = json.loads((replica.model_folder / "config.json").read_text())
     assert replica.model_folder == tmp_path / "served" and served["architectures"] == ["Qwen2ForRewardModel"]
-
-
-def test_servers_at_urls_get_the_environments_key(folders, tmp_path, monkeypatch):
-    monkeypatch.setenv("REWARD_KEY", "a-secret")
-    settings = ServersConfig(urls=["http://node7:8000"], api_key_variable="REWARD_KEY")
-    [replica] = started(folders["skywork"], settings, tmp_path)
-    assert (replica.url, replica.key.headers["Authorization"]) == ("http://node7:8000", "Bearer a-secret")
-    assert not replica.is_managed and not list(tmp_path.iterdir())

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.responses import scored
 
-from nemo_edo.config import RewardsConfig
-from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.config.compose import compose_run
 from nemo_edo.data.answers import HASHES_TEXT
 from nemo_edo.data.problems import LoadedProblems
 from nemo_edo.errors import PartlyGenerated, UserError
@@ -169,24 +168,3 @@ def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_i
     if "early" in path:
         assert "problem test-1 (test.jsonl:1) with the response '#### 3' (str)" in str(refused.value)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["rewards.function=my_rewards"], "rewards.function is 'my_rewards', expected null or an import path"),
-    (["rewards.function=a:b", "rewards.functions.c.path=a:c"], "give one of them"),
-    (["rewards.functions.c.weight=2"], "rewards.functions.c.path is '', expected an import path"),
-    (["rewards.functions.c={path: 'a:b', wieght: 1}"], "wieght"),
-    (["rewards.function=a:b", "rewards.verifier=math"], "rewards.verifier is 'math', expected auto"),
-    (["rewards.success_at=0.5"], "rewards.success_at is 0.5, expected 1 without a custom reward"),
-])  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(overrides, message):
-    with pytest.raises(ConfigError) as refused:
-        compose_run("quickstart", overrides)
-    assert message in str(refused.value)
-
-
-def test_several_functions_are_named_in_one_mapping():
-    cfg = compose_run("quickstart", ["rewards.functions.style.path=a:b", "rewards.functions.style.weight=0.2"])
-    [(name, (key, one))] = cfg.rewards.by_function.items()
-    assert (name, key, one.path, one.weight) == ("style", "rewards.functions.style.path", "a:b", 0.2)
-    assert RewardsConfig().by_function == {}

@@ -5,11 +5,8 @@ import logging
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
 from email.utils import formatdate
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +19,6 @@ from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.judge import Judge, JudgeScorer
 from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
 from nemo_edo.rewards.judge_prompt import CHOICES, read_json_verdict, read_verdict, request_body
-from nemo_edo.rewards.judge_report import JudgeReport
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout
 
 PROSE = Problem("test-1", "Why?", "because of it", "because of it", "test.jsonl:1", answer_kind="text")
@@ -142,11 +138,6 @@ def test_equal_requests_are_sent_once_and_a_report_counts_since_the_last_one(ask
     assert (first["judged"], first["replies"]) == (21, 2) and set(second.values()) == {0}
 
 
-def test_at_most_max_in_flight_requests_are_in_flight(ask):
-    found = ask(lambda *request: time.sleep(0.05) or correct(*request), *states_many(12), max_in_flight=3)
-    assert found.server.most_open == 3 and len(found.bodies) == 12
-
-
 @pytest.mark.parametrize(("reply", "requests", "reason"), [
     *((reply, 3, "after 3 attempts") for reply in (
         (500, {"error": "busy"}), (429, {"error": "slow down"}), (200, b"no json"), (200, {"choices": []}), (200, [1]),
@@ -169,17 +160,6 @@ def test_a_fault_or_a_reply_without_a_verdict_is_retried(ask, before: list):
     assert found.scored[0].reward == 1.0 and len(found.bodies) == len(before) + 1
 
 
-def test_no_answer_in_time_is_retried(ask):
-    second = threading.Event()
-
-    def rule(number, body):
-        second.wait() if number == 0 else second.set()
-        return correct(number, body)
-
-    found = ask(rule, states("it"), request_limit_s=3.0)
-    assert found.scored[0].reward == 1.0 and len(found.bodies) == 2
-
-
 @pytest.mark.parametrize("as_date", [False, True])
 def test_all_requests_obey_retry_after(ask, as_date: bool):
     wait = 2.0 if as_date else 1.0  # dates have whole seconds
@@ -192,15 +172,6 @@ def test_all_requests_obey_retry_after(ask, as_date: bool):
     found = ask(rule, *states_many(3), max_in_flight=1)
     assert [one.reward for one in found.scored] == [1.0] * 3
     assert found.server.times[1] - found.server.times[0] >= wait * 0.95
-
-
-def test_a_retry_after_above_its_limit_is_an_abstention(judge_of):
-    with ChatServer(lambda *_: (429, {"error": "quota"}, {"Retry-After": "3600"})) as server:
-        judge = judge_of(server, max_in_flight=1)
-        with pytest.raises(PartlyGenerated, match="3 of 20 .*rewards.judge.max_abstained"):
-            score(judge, *states_many(20))
-    assert len(server.bodies) == judge.report.abstained.total() == 3
-    assert "3600 s" in next(iter(judge.report.abstained))
 
 
 def test_up_to_max_abstained_abstentions_are_scored_and_above_it_the_rest_is_kept(judge_of):
@@ -244,14 +215,6 @@ def test_a_known_verdict_is_requested_again_only_with_another_model_temperature_
     assert request_key({"a": 1, "b": [2]}) == request_key({"b": [2], "a": 1}) != request_key({"a": 1, "b": [3]})
 
 
-def test_abstentions_even_without_a_server_are_requested_again(judge_of):
-    with ChatServer(lambda number, _: (200, "hm" if number < 2 else "verdict: correct")) as server:
-        [one], [again] = (score(judge_of(server, max_abstained=1.0), states("it")) for _ in range(2))
-    assert (one.has_verdict, again.reward) == (False, 1.0)
-    [gone] = score(judge_of(server, max_abstained=1.0), states("that"))
-    assert not gone.has_verdict and "ClientConnectorError" in gone.reason
-
-
 def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_a_shared_request(tmp_path):
     path = tmp_path / "judge.sqlite"
     code = (
@@ -271,13 +234,6 @@ def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_
     assert cache.get("shared") == first
 
 
-def test_a_cache_that_is_no_database_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "judge.sqlite"
-    path.write_text("not a database, but long enough to be read as one" * 100)
-    with pytest.raises(UserError, match="rewards.judge.cache: .*judge.sqlite"):
-        JudgeCache(path)
-
-
 def test_the_rules_verify_the_same_answers_and_agreement_is_reported(ask, verifier):
     other = Problem("test-3", "?", "1/2", "1/2", "test.jsonl:3", answer_kind="math")
 
@@ -295,16 +251,6 @@ def test_the_rules_verify_the_same_answers_and_agreement_is_reported(ask, verifi
     assert numbers["cost"] == pytest.approx((5 * 100 * 2 + 5 * 10 * 10) / 1e6)
 
 
-def test_every_number_of_a_report_is_in_the_page_of_metrics():
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    section = page.split("## `judge`")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-    documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    report = JudgeReport(agreement=Counter([(True, True)]))
-    settings = JudgeConfig(prompt_price=1.0, completion_price=1.0)
-    assert documented == {"iteration", *report.numbers(settings)}
-
-
 def test_a_key_that_a_reply_or_an_error_quotes_is_in_no_score_report_log_or_file(
     ask, tmp_path, monkeypatch, caplog
 ):
@@ -319,14 +265,3 @@ def test_a_key_that_a_reply_or_an_error_quotes_is_in_no_score_report_log_or_file
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY not in seen + caplog.text and "***" in seen
     assert KEY.encode() not in files and b"***" in files
-
-
-@pytest.mark.parametrize(("reply", "named"), [
-    ((404, {"error": "no model judge-1"}), "status 404.*no model judge-1"), ((503, {}), "status 503"),
-    ((200, "Hello!"), None),
-])
-def test_the_check_before_a_run_accepts_any_reply_and_fails_without_one(judge_of, reply, named: str | None):
-    with ChatServer(lambda *_: reply) as server:
-        with pytest.raises(UserError, match=named) if named else contextlib.nullcontext():
-            judge_of(server).check()
-    assert server.bodies

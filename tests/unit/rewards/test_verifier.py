@@ -1,6 +1,4 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.types import Problem, Rollout
@@ -35,10 +33,3 @@ def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():
     assert [one.reward for one in scored] == [1.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="p-9"):
         ExactAnswerScorer().score([rollout("#### 1", problem_id="p-9")], PROBLEMS)
-
-
-@given(st.lists(st.sampled_from(["#### 11", "#### 12", "#### x", "5 + 6 = 11", ""])).map("\n".join))
-def test_reward_is_one_exactly_where_the_answer_is_the_problems(text):
-    [scored] = ExactAnswerScorer().score([rollout(text)], PROBLEMS)
-    assert scored.reward == (1.0 if scored.answer == "11" else 0.0)
-    assert (scored.reason == "correct") == (scored.reward == 1.0)

@@ -1,12 +1,10 @@
 import math
 
-import pandas
-import pyarrow.parquet as pq
 import pytest
 from helpers.responses import scored
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.score_store import ScoreStore, StepScores, check_score_name, rollouts_checksum
+from nemo_edo.rollouts.score_store import ScoreStore, StepScores, rollouts_checksum
 
 SCORES = {("test-1", 0): StepScores((0.5, -1.25)), ("test-1", 1): StepScores((2.0,)), ("test-2", 0): StepScores((0.1,))}
 OF = {"rollouts": "abc", "made_by": "models/prm"}
@@ -21,12 +19,6 @@ def test_scores_read_back_exactly_with_their_maker_unless_they_are_of_other_resp
     assert store.has("sampled") and not store.has("greedy")
     with pytest.raises(UserError, match="sampled.parquet: .* other responses"):
         store.read("sampled", rollouts="other")
-
-
-def test_pandas_reads_one_row_for_each_response(tmp_path):
-    frame = pandas.read_parquet(ScoreStore(tmp_path).write("greedy", SCORES, **OF))
-    assert list(frame.columns) == ["problem_id", "sample_index", "steps"]
-    assert frame["steps"][0].tolist() == [0.5, -1.25]
 
 
 def test_scoring_resumes_after_the_parts_up_to_the_first_missing_one(tmp_path):
@@ -49,22 +41,6 @@ def test_parts_of_an_earlier_evaluation_count_as_nothing_and_of_another_model_ar
         store.scored("sampled", rollouts="abc", made_by="models/other")
 
 
-def test_missing_and_damaged_files_and_double_scores_are_errors_that_name_the_file(tmp_path):
-    store = ScoreStore(tmp_path)
-    with pytest.raises(UserError, match="sampled.parquet is missing"):
-        store.read("sampled")
-    path = store.write("sampled", SCORES, **OF)
-    pq.write_table(pq.read_table(path).take([0, 1, 0]), path)
-    with pytest.raises(UserError, match="sampled.parquet: .*scores twice"):
-        store.read("sampled")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="sampled.parquet: is not a readable Parquet file"):
-        store.read("sampled")
-    pandas.DataFrame({"problem_id": ["test-1"]}).to_parquet(path)
-    with pytest.raises(UserError, match="sampled.parquet: is no"):
-        store.read("sampled")
-
-
 @pytest.mark.parametrize("steps", [(), (math.nan,), (1.0, math.inf)])
 def test_scores_are_at_least_one_and_finite(steps):
     with pytest.raises(ValueError, match="at least one score, all finite"):
@@ -81,11 +57,3 @@ def test_the_checksum_is_of_problems_samples_and_tokens_in_any_order():
         [scored("test-1", 0, (5,)), scored("test-1", 1, (6, 7))],
     ]  # fmt: skip
     assert len({checksum, *map(rollouts_checksum, others)}) == 1 + len(others)
-
-
-@pytest.mark.parametrize("name", ["oracle", "", "a/b", ".hidden", "a b", "a@b"])
-def test_names_that_no_scores_can_have_are_refused(name: str):
-    for ordinary in ("prm", "Qwen2.5-Math-PRM-7B", "skywork_o1"):
-        check_score_name(ordinary)
-    with pytest.raises(UserError, match="cannot be the name of scores"):
-        check_score_name(name)

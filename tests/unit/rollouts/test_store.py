@@ -164,20 +164,6 @@ def test_parts_are_not_shards_until_the_shard_takes_their_place(tmp_path):
     assert store.stored(0) == UNSORTED
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: content[: len(content) // 2], lambda content: b"",
-    lambda content: content[:4] + bytes(len(content) - 200) + content[-196:],
-], ids=["half", "empty", "zeros in the middle"])
-@pytest.mark.parametrize("kind", ["shard", "part"])
-def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage, kind: str):
-    store = RolloutStore(tmp_path)
-    rows = [scored(sample=index, text="some text " * 20) for index in range(50)]
-    path = store.write(0, rows, rank=0, world_size=1) if kind == "shard" else store.write_part(0, 0, rows)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UserError, match=rf"{path.name}: is not a readable Parquet file"):
-        store.stored(0)
-
-
 def test_a_parquet_file_of_something_else_is_an_error_that_names_what_it_lacks(tmp_path):
     path = RolloutStore(tmp_path).write(0, [scored()], rank=0, world_size=1)
     pandas.read_parquet(path).drop(columns="reward").to_parquet(path)

@@ -8,7 +8,6 @@ import pytest
 
 from nemo_edo.errors import UserError
 from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
-from nemo_edo.types import ABSTAINED
 
 LABEL = {"search.steps": 4, "search.exploration": 0.1, "reward model": "folder abc"}
 ONE = SearchRecord("p-1", 1.0, "7", True, "correct", True, True, 0.9, "#### 7", 3, 40, 9, 8, 2)
@@ -49,19 +48,6 @@ def test_results_of_other_settings_are_an_error(tmp_path: Path, label: dict, mes
     store.write([ONE]) if whole else store.write_part([ONE])
     with pytest.raises(UserError, match=message):
         SearchStore(tmp_path, label).found()
-
-
-@pytest.mark.parametrize("content", [b"", b"no parquet at all"])
-def test_a_damaged_file_is_named(tmp_path: Path, content: bytes):
-    SearchStore(tmp_path, LABEL).write([ONE])
-    (tmp_path / "results.parquet").write_bytes(content)
-    with pytest.raises(UserError, match="results.parquet"):
-        SearchStore(tmp_path, LABEL).found()
-
-
-def test_a_record_says_whether_its_reward_is_a_verdict():
-    assert ONE.has_verdict
-    assert not replace(ONE, reason=f"{ABSTAINED}no verdict").has_verdict
 
 
 def test_results_are_read_whatever_they_were_made_with_once_they_are_whole(tmp_path: Path):

@@ -152,23 +152,6 @@ def test_a_solution_ends_with_the_step_that_states_its_answer(text, options, sai
     assert steps.solution(path, True, 0).finished
 
 
-def test_a_path_that_was_not_proposed_or_has_ended_is_an_error():
-    steps, _, _ = proposing("a")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="was not proposed here"):
-            steps.propose([StepPath(QUESTION, ("a",))], 1, [1])
-        steps.propose([StepPath(QUESTION)], 1, [1])
-
-
-def test_a_tokenizer_that_rewrites_earlier_text_is_an_error():
-    tokens = Chunks(1)
-    engine = Recorded(tokens, "a\nb")
-    steps = proposer(engine, lambda ids: str.upper(tokens.decode(ids)) if len(ids) > 2 else tokens.decode(ids))
-    steps.propose([StepPath(QUESTION)], 1, [1])
-    with pytest.raises(ValueError, match=r"decodes 'a\\n' otherwise .*: 'A\\nB'"):
-        steps.propose([StepPath(QUESTION, ("a",))], 1, [2])
-
-
 # --- the in-process engine -------------------------------------------------------------------------------------------
 
 

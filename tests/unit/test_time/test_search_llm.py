@@ -2,7 +2,6 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,16 +233,6 @@ def test_a_result_depends_on_its_question_and_the_seed_alone(seed, mean):
     assert together[0] == together[3]
 
 
-def test_another_seed_or_question_has_other_seeds():
-    proposer = RandomProposer()
-    search = SearchLLM(proposer, RandomScorer(), replace(BASIC, steps=2))
-    search.search(["one", "two"], 0)
-    search.search(["one"], 1)
-    seeds = [seed for call in proposer.calls for _, seed in call]
-    assert len(set(seeds)) == len(seeds) == 9  # 2 questions x (1 + 2 nodes), and 1 x (1 + 2)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def test_an_iteration_is_one_call_of_each_for_all_questions_that_are_not_done():
     proposer = proposing(lambda path, i: Step(f"step {i}", finished=path.question == "short"))
     scorer = RandomScorer()
@@ -254,51 +243,3 @@ def test_an_iteration_is_one_call_of_each_for_all_questions_that_are_not_done():
     ]
     assert [len(call) for call in scorer.calls] == [3, 9, 12, 12, 12]
     assert [result.path.question for result in results] == ["long", "short", "longer"]
-
-
-def test_the_number_of_tokens_is_unknown_if_that_of_a_step_is():
-    assert run({"": 0.0, "a": 0.1, "B": 0.2}, steps=1, branches=2, width=1, exploration=0.0).tokens is None
-
-
-@pytest.mark.parametrize(("returned", "message"), [
-    ([], "0 lists of steps for 1 paths"), ([[Step("a", False)] * 2], "2 steps of 3 for StepPath"),
-    ([[Step("a", False)] * 4], "4 steps of 3"), ([[Step("a", False)] * 2 + [Step(" ", False)]], "empty step"),
-])
-def test_a_proposer_that_breaks_its_contract_is_an_error(returned, message):
-    with pytest.raises(ValueError, match=message):
-        SearchLLM(SimpleNamespace(propose=lambda *_: returned), RandomScorer(), BASIC).search(["q"], 0)
-
-
-def test_a_solution_may_end_without_another_word():
-    (result,) = SearchLLM(proposing(lambda *_: Step("", finished=True)), RandomScorer(), BASIC).search(["q"], 0)
-    assert result.path == StepPath("q", ("",)) and result.finished
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("steps", 0), ("steps", 2.5), ("branches", 0), ("width", -1), ("exploration", -0.1), ("exploration", math.nan),
-    ("exploration", math.inf), ("prior_precision", 0.0), ("noise_variance", -1.0), ("noise_variance", math.nan),
-    ("width_kind", "std"), ("mean", "model"),
-])
-def test_settings_out_of_range_are_errors(name, value):
-    with pytest.raises(ValueError, match=f"^{name} is"):
-        replace(BASIC, **{name: value})
-
-
-@pytest.mark.parametrize(("score", "message"), [
-    (lambda paths: [], "0 scores for 2"),
-    (lambda paths: [StepScore(math.nan, torch.zeros(2))] * 2, "reward of nan"),
-    (lambda paths: [StepScore(math.inf, torch.zeros(2))] * 2, "reward of inf"),
-    (lambda paths: [StepScore(0.0, torch.zeros(1, 2))] * 2, "embedding of shape"),
-    (lambda paths: [StepScore(0.0, torch.tensor([0.0, math.nan]))] * 2, "embedding of shape"),
-    (lambda paths: [StepScore(0.0, torch.zeros(1 + i)) for i, _ in enumerate(paths)], "the same D"),
-    (lambda paths: [StepScore(0.0, torch.zeros(2 + len(path.steps))) for path in paths], "shape"),
-])
-def test_a_scorer_that_breaks_its_contract_is_an_error(score, message):
-    with pytest.raises(ValueError, match=message):
-        SearchLLM(RandomProposer(), SimpleNamespace(score=score), BASIC).search(["q", "p"], 0)
-
-
-def test_a_string_is_not_a_list_of_questions_and_no_questions_ask_nobody():
-    assert SearchLLM(None, None, BASIC).search([], 0) == []
-    with pytest.raises(ValueError, match="questions is the string"):
-        SearchLLM(RandomProposer(), RandomScorer(), BASIC).search("why", 0)
