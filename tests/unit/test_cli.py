@@ -1,7 +1,5 @@
 """The command line: what each command calls, and how errors are shown."""
 
-import errno
-import os
 import re
 import subprocess
 import sys
@@ -17,14 +15,10 @@ import nemo_edo.run
 import nemo_edo.search
 from nemo_edo.checks import preflight
 from nemo_edo.cli import main
-from nemo_edo.cli.arguments import COMMANDS, HELP_WIDTH
-from nemo_edo.cli.commands import RUN
+from nemo_edo.cli.arguments import COMMANDS
 from nemo_edo.cli.completion import settings
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
-from nemo_edo.utils.files import replacing
-
-DOCS = Path(nemo_edo.__file__).parents[1] / "docs"
 
 
 class Recorder(SimpleNamespace):
@@ -65,13 +59,6 @@ def test_overrides_before_and_after_an_option_apply_in_order(jobs: Recorder):
     assert (cfg.name, cfg.seed, cfg.arms, cfg.threads) == ("quickstart", 2, {}, 3)
 
 
-def test_config_path_is_the_folder_of_the_config(jobs: Recorder, tmp_path: Path):
-    config = "defaults: [{model: tiny_llama}, _self_]\nsampling: {max_new_tokens: 8}\nname: own\n"
-    (tmp_path / "own.yaml").write_text(config)
-    assert main(["train", "--config-path", str(tmp_path), "--config-name=own"]) == 0
-    assert trained(jobs).name == "own"
-
-
 FAILURE = Path("a/failures/grpo_step_00000001.safetensors")
 
 
@@ -106,43 +93,6 @@ def test_a_config_without_a_run_is_evaluated_or_searched_with_its_model(
                for key, value in (line.split("=") for line in more if not line.startswith("data=")))
 
 
-def test_evaluate_stored_takes_several_runs_and_loads_no_model(jobs: Recorder, monkeypatch, tmp_path: Path):
-    from nemo_edo.run import evaluate_stored
-
-    calls = []
-    monkeypatch.setattr(evaluate_stored, "evaluate_stored", lambda *arguments: calls.append(arguments) or [])
-    swept = tmp_path / "grpo.alpha=0.1"  # a folder, though it looks like an override
-    swept.mkdir()
-    assert main(["evaluate", "runs/a", str(swept), "--stored", "evaluation.samples=4", "--arm", "x"]) == 0
-    assert calls == [([Path("runs/a"), swept], "x", ["evaluation.samples=4"])] and not jobs.calls
-
-
-@pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "runs" / "a"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").touch()
-    return folder
-
-
-@pytest.mark.parametrize(("rank", "prints"), [(None, True), ("0", True), ("1", False)])
-def test_report_takes_runs_a_file_and_a_baseline_and_prints_on_the_first_rank_only(
-        monkeypatch, capsys, run_folder, rank: str | None, prints: bool):
-    from nemo_edo.report import page, run_set
-
-    def write(found, out, baseline):
-        return SimpleNamespace(lines=[f"{[folder.name for folder in found.folders]} {out} {baseline}"])
-
-    monkeypatch.setattr(page, "write_report", write)
-    monkeypatch.setattr(run_set, "read_runs", lambda found: found)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    (run_folder / "summary.json").touch()
-    assert main(["report", str(run_folder.parent), "-o", "x.html", "--baseline", "GRPO"]) == 0
-    assert capsys.readouterr().out == ("['a'] x.html GRPO\n" if prints else "")
-
-
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch) -> dict:
     """The arguments of ``run_sweep``. Its first member fails where "fails" is set."""
@@ -157,14 +107,6 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
     monkeypatch.delenv("RANK", raising=False)
     return called
-
-
-def test_multirun_runs_every_member_of_the_sweep(swept: dict, jobs: Recorder, capsys):
-    assert main(["train", "-m", "--config-name", "alpha_sweep", "grpo.alpha=0,1e-3", "seed=1,2", "--jobs=2"]) == 0
-    assert swept["members"] == ["alpha=0,seed=1", "alpha=0,seed=2", "alpha=0.001,seed=1", "alpha=0.001,seed=2"]
-    assert (swept["jobs"], swept["processes"], jobs.calls) == (2, 1, [])
-    said = capsys.readouterr().out
-    assert "4 of 4" in said and "nemo-edo report runs/alpha_sweep" in said
 
 
 def test_a_failed_member_is_named_with_its_log_and_a_sweep_under_torchrun_is_refused(swept, monkeypatch, capsys):
@@ -252,18 +194,6 @@ def test_help_version_and_arguments_that_cannot_be_parsed_end_before_any_job(job
     assert commands == (list(COMMANDS) if arguments in ([], ["--help"]) else [])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_has_examples_and_a_page_that_exists_within_80_columns(capsys, command: str):
-    assert list(RUN) == list(COMMANDS)
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    shown, described = capsys.readouterr().out, COMMANDS[command]
-    assert all(f"  nemo-edo {example}\n" in shown for example in described.examples) and described.examples
-    assert (DOCS / described.page).is_file() and shown.endswith(f"docs: docs/{described.page}\n")
-    assert max(map(len, shown.splitlines())) <= HELP_WIDTH
-    assert ("idpo_quickstart" in shown.partition("configs")[2]) == described.lists_configs
-
-
 @pytest.mark.parametrize("option", [["--print-config"], ["--cfg", "job"]])
 def test_print_config_prints_a_config_that_composes_to_the_same_and_trains_nothing(jobs, capsys, tmp_path, option):
     assert main(["train", "seed=7", *option]) == 0
@@ -281,15 +211,3 @@ def test_a_wrong_config_is_an_error_before_torch_is_loaded():
     code = "import sys; from nemo_edo.cli import main; print(main(['train', 'sed=1']), 'torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert result.stdout == "2 False\n" and "seed" in result.stderr
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_place_that_cannot_be_written_to_is_one_message_that_names_it(tmp_path, monkeypatch, capsys, code: int):
-    def fail(args) -> None:
-        with replacing(tmp_path / "report.html"):
-            raise OSError(code, os.strerror(code))
-
-    monkeypatch.setitem(RUN, "report", fail)
-    assert main(["report", str(tmp_path)]) == 2
-    assert f"nemo-edo: error: {tmp_path}/report.html: {os.strerror(code)}; make room" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

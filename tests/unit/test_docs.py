@@ -8,12 +8,8 @@ from types import SimpleNamespace
 
 import cli_page
 import config_table
-import draw
 import pytest
-import screenshots
 import site_hooks
-import study_charts
-import yaml
 
 import nemo_edo.checks.selftest
 import nemo_edo.run
@@ -29,7 +25,6 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README
 
 ROOT_PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in site_hooks.PAGES}
 API = {f"api/{path.name}": path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/api/*.md"))}
-GENERATED = {"cli.md", "configuration.md", "study_tables.md"}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -182,23 +177,9 @@ def test_python_of_the_docs_runs(page: str, code: str, capsys):
     assert capsys.readouterr().out
 
 
-def test_arms_of_the_docs_compose(tmp_path: Path):
-    arms = [block for page, block in blocks("yaml") if block.startswith("arms:")]
-    assert arms
-    for number, block in enumerate(arms):
-        (tmp_path / f"a{number}.yaml").write_text("defaults: [{model: tiny_llama}, _self_]\n"
-                                                  f"sampling: {{max_new_tokens: 8}}\n{block}")
-        assert len(arm_configs(compose_run(f"a{number}", [], tmp_path))) > 1
-
-
 def test_tables_of_the_settings_are_current():
     page = PAGES["configuration.md"]
     assert config_table.updated(page) == page, "run: python tools/docs/config_table.py"
-
-
-def test_tables_hold_every_setting_that_a_config_can_name(quickstart: RunConfig):
-    listed = set(re.findall(r"^\| `([\w.]+)` \|", config_table.settings_tables(), re.MULTILINE))
-    assert listed == set(keys(quickstart))
 
 
 def keys(section: object, prefix: str = "") -> list[str]:
@@ -248,42 +229,5 @@ def test_settings_that_a_page_names_exist(quickstart: RunConfig, page: str):
     assert settings <= known | {"precision", "parallelism", "generation"}
 
 
-def test_the_site_has_every_page_in_its_navigation():
-    text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    shown = set(re.findall(r"[\w/]+\.md", yaml.dump(yaml.safe_load(text)["nav"])))
-    notes = {f"notes/{path.name}" for path in ROOT.glob("docs/notes/*.md")}
-    assert shown == {*PAGES, *API, *notes, *site_hooks.PAGES.values()} - {"README.md"}
-
-
 def test_the_page_of_the_command_line_is_current():
     assert cli_page.page() == PAGES["cli.md"], "run: python tools/docs/cli_page.py"
-
-
-def test_the_studies_charts_are_drawn_from_their_current_tables():
-    for name, picture in study_charts.charts().items():
-        assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == picture, "run: make pictures"
-
-
-def test_the_map_of_doses_has_each_seeds_difference_from_its_method_s_baseline():
-    arms = {("grpo", "", "1"): "0.5", ("grpo", "", "2"): "0.6", ("eto", "", "1"): "0.4",
-            ("ed_grpo", "0.03", "1"): "0.7", ("ed_grpo", "0.03", "2"): "0.5", ("ed_grpo", "0.1", "3"): "0.5",
-            ("ed_idpo", "0.3", "1"): "0.5", ("novelty", "0.5", "1"): "0.9"}  # fmt: skip
-    rows = [{"arm": arm, "dose": dose, "seed": seed, "task": "a", "temperature": "1", "note": "", "vote": vote}
-            for (arm, dose, seed), vote in arms.items()]  # fmt: skip
-    rows += [{**row, **other, "vote": "0"} for row in rows for other in ({"task": "b"}, {"temperature": "best"})]
-    found = study_charts.dose_differences(rows, "a", "vote", "1")
-    expected = [("ed_grpo", 0.03, 0.2), ("ed_grpo", 0.03, -0.1), ("ed_idpo", 0.03, 0.1)]
-    assert [(arm, pytest.approx(weight), pytest.approx(value)) for arm, weight, value in expected] == found
-    line, *dots = study_charts.curve([(1, 10), (2, 30), (1, 20)], "#000000")
-    assert 'points="1.0,15.0 2.0,30.0"' in line and len(dots) == 3 and study_charts.curve([], "#000000") == []
-
-
-def test_every_image_of_the_docs_has_a_script_that_makes_it():
-    made = {*screenshots.REPORTS, *study_charts.charts()}
-    made |= {file for path in ROOT.glob("docs/images/*.dot") for file in (path.name, f"{path.stem}.svg")}
-    assert {path.name for path in (ROOT / "docs" / "images").iterdir()} == made
-
-
-@pytest.mark.parametrize("source", sorted(ROOT.glob("docs/images/*.dot")), ids=lambda path: path.stem)
-def test_diagrams_are_drawn_from_their_current_text(source: Path):
-    assert draw.mark(source) in source.with_suffix(".svg").read_text(encoding="utf-8"), "run: make pictures"

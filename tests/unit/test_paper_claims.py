@@ -59,22 +59,6 @@ def test_the_numbers_are_paired_by_seed_and_corrected_for_the_whole_table():
     assert next(one for one in several if one.claim == "votes").tests[0].p >= first.p
 
 
-def test_the_last_evaluation_at_the_temperature_counts_and_stopped_cells_do_not():
-    rows, rise = study(), (0.05, 0.1, 0.15)
-    early = [{**row, "iteration": "0"} for row in study(entropy=rise)]
-    cold = [{**row, "temperature": "0.6"} for row in study(entropy=rise)]
-    stopped = [{**row, "note": "guard", "iteration": "31"} for row in study(entropy=rise)]
-    assert verdicts(early + cold + rows + stopped) == verdicts(rows)
-    assert verdicts(early + cold + rows, temperature="0.6")["entropy"] == "shown"
-
-
-def test_one_seed_shows_nothing_and_a_family_without_its_baseline_is_not_in_the_table():
-    assert set(verdicts(study(seeds=1, entropy=(1, 1, 1))).values()) == {"not shown"}
-    assert findings([row for row in study() if row["arm"] != "grpo"], [ED]) == []
-    text = markdown(findings(study(seeds=2), [ED]))
-    assert text.startswith("| task | method | claim | verdict | seeds |") and len(text.splitlines()) == 5
-
-
 def test_chance_alone_shows_a_claim_in_few_of_a_hundred_tables():
     shown = 0
     for place in range(150):

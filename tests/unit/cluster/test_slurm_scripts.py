@@ -1,7 +1,6 @@
 """What a job's script asks of Slurm, and that it is sound shell."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -91,25 +90,6 @@ def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     assert not list((folder / "code").rglob("__pycache__"))
 
 
-def test_a_selftest_is_a_job_of_all_nodes_that_the_run_would_have_and_runs_again(tmp_path):
-    overrides = ["cluster=slurm", "cluster.nodes=2", "cluster.server_nodes=1", f"output_dir={tmp_path}",
-                 *CONTAINERS["pyxis"]]
-    planned = launching.plan_selftest("grpo_gsm8k", overrides, None, ["machine", "split"])  # it has no model.path
-    text = launching.launch(planned, dry_run=True)
-    asked = {"--nodes=3", "--ntasks-per-node=8", "--no-requeue", "--time=00:30:00", "--job-name=selftest"}
-    assert asked <= set(options(text)) and "signal" not in text.partition("set -uo")[0]
-    trained = script(tmp_path, "cluster.nodes=3", *CONTAINERS["pyxis"])
-    [step], [of_run] = ([line for line in job.splitlines() if "cluster.task" in line] for job in (text, trained))
-    assert step == of_run and f"{tmp_path}:{tmp_path}" in text  # the same container, torchrun and environment
-    finished = planned.folder / "finished" / "0"
-    finished.parent.mkdir(parents=True)
-    finished.touch()
-    slurm.write_snapshot(planned)
-    assert not finished.exists()
-    arguments = json.loads((planned.folder / "members" / "0.json").read_text())
-    assert arguments == ["selftest", "--folder", str(tmp_path / "selftest"), "--only", "machine", "split"]
-
-
 def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
     assert main(["launch", "cluster=slurm", f"output_dir={tmp_path}", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH ")
@@ -120,21 +100,6 @@ def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_writes_nothing(tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no sbatch on this machine"):
         launching.launch(planned, dry_run=False)
-
-
-@pytest.mark.parametrize(("reason", "advice"), [
-    ("sbatch: fatal: Could not establish a configuration source", "submit from a node of one"),
-    ("sbatch: error: invalid partition specified: x", "invalid partition specified: x"),
-])  # fmt: skip
-def test_what_sbatch_refuses_is_shown_and_a_machine_without_a_cluster_is_called_that(
-        tmp_path, monkeypatch, reason, advice):
-    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}"], None, multirun=False)
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho '{reason}' >&2\nexit 1\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(UserError, match=f"{reason}.*") as refused:
-        launching.launch(planned, dry_run=False)
-    assert str(refused.value).endswith(advice)
 
 
 @pytest.mark.parametrize(("override", "named"), [

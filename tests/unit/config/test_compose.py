@@ -1,7 +1,5 @@
 """Composition: Hydra's syntax works, values are typed, and each mistake is one line that says what and where."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +8,7 @@ from omegaconf import OmegaConf
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
 from nemo_edo.config.arms import arm_seed
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, default_values, resolved_yaml
-from nemo_edo.config.suggestions import MEANS, suggestion
+from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, resolved_yaml
 
 
 def write_configs(folder: Path, **files: str) -> Path:
@@ -114,28 +111,12 @@ def test_arms_by_name_join_those_that_a_config_spells_out_and_may_be_changed_in_
         "ed_idpo": {}, "ed_grpo": {"algorithm": "grpo"}}  # the run's own algorithm is not repeated
 
 
-@pytest.mark.parametrize(("overrides", "arms"), [
-    (["arms={a: {alpha: 3}}"], {"a": {"alpha": 3}}),
-    (["arms={a: {alpha: 3}}", "arms.a.alpha=4", "+arms.b.alpha=5"], {"a": {"alpha": 4}, "b": {"alpha": 5}}),
-    (["arms={}"], {}),
-])
-def test_arms_spelled_out_replace_those_of_the_config(overrides: list[str], arms: dict):
-    assert compose_run("quickstart", overrides).arms == arms
-
-
 def test_a_misspelled_arm_is_an_error_that_names_the_nearest_and_how_to_add_one():
     said = message_of("quickstart", ["arms.ed_gpro.exploration_coefficient=0.1"])
     assert "command line: arms.ed_gpro.exploration_coefficient=0.1" in said and "did you mean ed_grpo?" in said
     assert "+arms.ed_gpro.exploration_coefficient=0.1" in said
     added = compose_run("quickstart", ["+arms.ed_gpro.exploration_coefficient=0.1"]).arms
     assert added["ed_gpro"] == {"exploration_coefficient": 0.1} and "ed_grpo" in added
-
-
-def test_an_arm_of_a_custom_folder_can_be_named(tmp_path: Path):
-    write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, {arm@arms: [grpo, bold]}, _self_]\n"
-                                 "sampling: {max_new_tokens: 8}\n", arm__bold="bold: {alpha: 9}\n")
-    assert compose_run("mine", [], tmp_path).arms == {"grpo": {"alpha": 0}, "bold": {"alpha": 9}}
-    assert list(compose_run("mine", ["arms=bold"], tmp_path).arms) == ["bold"]
 
 
 def test_arms_start_from_the_section_of_their_algorithm_or_the_runs_and_differ_in_their_own_keys_only():
@@ -147,12 +128,6 @@ def test_arms_start_from_the_section_of_their_algorithm_or_the_runs_and_differ_i
     assert (arms["all"], arms["eto"]) == (cfg.idpo, replace(cfg.idpo, alpha=0))
     assert arms["dapo"] == replace(cfg.grpo, clip_high=0.28, optimizer=replace(cfg.grpo.optimizer, lr=0.5))
     assert (cfg.idpo.beta, cfg.grpo.beta) == (0.3, 0.7) and cfg.grpo.optimizer.lr != 0.5
-
-
-def test_supervised_training_alone_has_no_arms():
-    assert arm_configs(compose_run("quickstart", ["~arms", "algorithm=sft"])) == {}
-    assert "arms is ['grpo'" in message_of("quickstart", ["algorithm=sft"])
-    assert "sft.steps is 0" in message_of("quickstart", ["~arms", "algorithm=sft", "sft.steps=0"])
 
 
 @pytest.mark.parametrize(("algorithm", "expected"), [("grpo", "a number of at least 0"), ("idpo", "a number above 0")])
@@ -169,22 +144,6 @@ def test_a_bad_value_of_an_arm_is_told_with_the_arms_key_whatever_its_algorithm_
 ])
 def test_settings_of_an_arm_and_its_section_that_do_not_fit_are_told_with_the_arms_key(overrides, told: str):
     assert message_of("quickstart", overrides).startswith(told)
-
-
-def test_an_arm_with_alpha_null_replaces_the_sections_alpha_by_a_coefficient():
-    overrides = ["grpo.alpha=0.5", "+arms.new.exploration_coefficient=0.1", "arms.new.alpha=null"]
-    assert arm_configs(compose_run("quickstart", overrides))["new"].exploration_weight == 0.1
-
-
-@pytest.mark.parametrize(("differences", "told"), [
-    ({"alhpa": 1}, "unknown key arms.a.alhpa (arms.a); did you mean arms.a.alpha?"),
-    ({"beta": "x"}, "arms.a.beta is 'x', expected a number (arms.a)"),
-    ({"algorithm": "ppo"}, "arms.a.algorithm is 'ppo', expected one of grpo, idpo (arms.a)"),
-    ({"algorithm": "idpo", "clip_high": 0.3}, "unknown key arms.a.clip_high (arms.a)"),
-])
-def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, differences: dict, told: str):
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        arm_configs(replace(quickstart, arms={"a": differences}))
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
@@ -233,38 +192,6 @@ def test_arm_of_a_run_config_made_in_code_is_checked(quickstart: RunConfig, diff
 def test_mistake_on_the_command_line_is_one_line_with_key_place_and_remedy(line: str, told: list[str]):
     message = message_of("quickstart", [line])
     assert all(part in message for part in [*told, f"command line: {line}"])
-
-
-def test_a_value_in_the_quotes_that_the_error_shows_is_taken_as_it_is():
-    assert compose_run("quickstart", ['output_dir="/tmp/größe 1"']).output_dir == "/tmp/größe 1"
-
-
-def test_an_arm_left_out_on_the_command_line_is_not_trained_and_the_others_are():
-    arms = compose_run("quickstart", []).arms
-    assert compose_run("quickstart", ["~arms.entropy_bonus"]).arms == {
-        name: arm for name, arm in arms.items() if name != "entropy_bonus"
-    }
-
-
-def test_what_other_trainers_call_a_setting_means_one_of_ours_and_a_name_like_no_other_means_none():
-    known = list(every_key(default_values(None)))
-    names = {key.rpartition(".")[2] for key in known}
-    assert set(MEANS.values()) <= names and not names & (set(MEANS) - {"max_tokens"})
-    assert suggestion("foo", known) == ""
-
-
-def every_key(values: dict, prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        yield prefix + name
-        yield from every_key(value, f"{prefix}{name}.") if isinstance(value, dict) else ()
-
-
-@pytest.mark.parametrize(("line", "names"), [
-    ("+grpo.beta=1", ["grpo.beta", "++grpo.beta=1"]), ("~name=other", ["'name'", "quickstart", "other"]),
-])
-def test_hydras_own_refusals_stay_one_line_that_names_the_key(line: str, names: list[str]):
-    message = message_of("quickstart", [line])
-    assert all(name in message for name in names)
 
 
 BASE = "defaults: [{model: tiny_llama}, {data: own}, _self_]\nsampling: {max_new_tokens: 8}\n"

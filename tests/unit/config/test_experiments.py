@@ -9,7 +9,7 @@ from helpers.experiment_run import experiment_record
 from nemo_edo.checks.config_checks import Devices
 from nemo_edo.checks.doctor import of_config
 from nemo_edo.checks.findings import FAIL
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run
+from nemo_edo.config.compose import arm_configs, compose_incomplete
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.evaluation.results import START
@@ -94,13 +94,3 @@ def test_a_benchmark_is_chosen_by_data_and_has_its_own_folder(data: str):
     cfg, missing = compose_incomplete("experiment/ood/s1k_llama_eto", [f"data={data}"])
     assert evaluated_on(cfg.data.tested_on, "s1K") in OUT_OF_DISTRIBUTION
     assert (cfg.name, missing) == (f"ood_s1k_llama_eto_{data}", ["model.path", "data.test"])
-
-
-@pytest.mark.parametrize(("line", "expected"), [
-    ("experiment=mine", "mine"), ("+experiment=mine/two", "mine/two"), ("~experiment", None),
-])
-def test_the_experiment_of_a_run_is_a_setting_and_an_unknown_config_is_told_with_the_nearest(line: str, expected):
-    assert compose_run("experiment/builtin/quickstart", [line]).experiment == expected
-    for group, told in (("main", "experiment/main/gsm8k_llama3_grpo[?]"), ("mian", "experiment/mian")):
-        with pytest.raises(ConfigError, match=told):
-            compose_run(f"experiment/{group}/gsm8k_llama3_grp", [])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from nemo_edo.config import GRPOConfig, GRPOLossConfig, IDPOConfig
+from nemo_edo.config import GRPOLossConfig, IDPOConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_job, compose_run
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.losses import dapo_config, dr_grpo_config, gspo_config
@@ -27,8 +27,6 @@ MANDATORY = ["model.path=/models/policy", "data.train=/data/train.jsonl", "data.
 BUILT_IN = {"quickstart", "alpha_sweep", "idpo_quickstart", "idpo_alpha_sweep", "rivals", "sft_quickstart"}
 WITHOUT_BASELINE = {"alpha_sweep", "idpo_alpha_sweep", "sft_gsm8k", "sft_quickstart", "evaluate", "search"}
 """A sweep's baseline is another run; supervised training, or none, has no arms."""
-SETS = {"alphas", "quickstart", "controls", "rivals", "baselines", "idpo"}
-"""Files of the group ``arm`` that name several others."""
 
 
 def overrides_for(config_name: str) -> list[str]:
@@ -101,12 +99,6 @@ def test_idpo_gsm8k_resolves_to_the_papers_numbers():
     assert [(arm.minibatch_size, arm.optimizer.lr, arm.iterations) for arm in arms.values()] == [(256, 5e-7, 3)] * 2
 
 
-@pytest.mark.parametrize("name", [choice.partition("/")[2] for choice in CHOICES if choice.startswith("arm/")])
-def test_an_arms_name_chooses_the_one_arm_of_its_file_and_a_sets_name_several_with_a_baseline_first(name: str):
-    arms = list(arms_of(f"arms={name}"))
-    assert (len(arms) > 2 and arms[0] in ("grpo", "eto")) if name in SETS else arms == [name]
-
-
 @pytest.mark.parametrize(("name", "of_library", "own"), [
     ("dapo", dapo_config(), set()),
     ("dr_grpo", dr_grpo_config(8), {"norm_length"}),
@@ -120,20 +112,3 @@ def test_an_arm_and_the_librarys_settings_of_one_method_agree(name: str, of_libr
     changed = {key for key, value in vars(of_library).items() if value != getattr(plain, key)}
     assert {key: value for key, value in vars(of_library).items() if key in {*arm, *changed} - own} == {
         key: value for key, value in arm.items() if key not in own}
-
-
-def test_arms_of_a_set_differ_in_one_thing_each_and_sets_and_arms_can_be_listed_together():
-    """The controls share the strength of the arm that they are controls for; an arm counts once."""
-    arms = arms_of("arms=[controls,quickstart,kl_cov]")
-    assert list(arms) == [
-        "grpo", "ed_grpo_floor", "noise", "no_zero_advantage", "entropy_bonus", "ed_grpo", "kl_cov"]
-    floor = arms["ed_grpo_floor"]
-    assert floor.exploration_weight == pytest.approx(0.3)
-    assert arms["noise"] == replace(floor, exploration_control="noise")
-    assert arms["no_zero_advantage"] == replace(floor, explore_uninformative_groups=False)
-    for name, arm in arms_of("arms=[ed_grpo_previous,ed_grpo_reference]").items():
-        assert arm == replace(floor, exploration_samples=name.removeprefix("ed_grpo_"))
-    arms = arms_of("arms=rivals")
-    assert arms["pass4_novelty"] == replace(arms["pass4"], novelty_strength=arms["novelty"].novelty_strength)
-    arms = arm_configs(compose_run("idpo_quickstart", ["arms=[eto,ed_grpo,noise]", "replicate_baseline=false"]))
-    assert [type(arm) for arm in arms.values()] == [IDPOConfig, GRPOConfig, GRPOConfig]

@@ -97,18 +97,6 @@ def test_packs_and_ranks_differ_by_no_more_than_a_row_and_are_at_most_twice_as_m
     assert len(packs) < 2 * sum(lengths) / tokens + 2 * ranks
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"rows": 1, "unit": 2}, "cannot keep 2 rows together"),
-    ({"rows": 4, "unit": 2, "lengths": [3, 3, 3]}, "3 rows in micro-batches of 4 cannot keep 2"),
-    ({"rows": 4, "tokens": 9, "unit": 2}, "2 rows of 5 tokens exceed the 9 tokens"),
-    ({"rows": 1, "tokens": 8, "unit": 2, "packing": True}, "2 rows of 9 tokens together exceed the 8 tokens"),
-    ({"rows": 1, "tokens": 9, "unit": 2, "packing": True, "lengths": [3, 3, 3]}, "3 rows in packs cannot keep 2"),
-])
-def test_a_plan_that_cannot_hold_a_unit_is_an_error(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plan_micro_batches(**{"lengths": [5, 4], "ranks": 1} | arguments)
-
-
 @given(SEQUENCES.filter(lambda sequences: max(len(p) + len(r) for p, r in sequences) > 1))
 def test_the_length_of_a_row_reaches_to_its_last_response_token(sequences):
     batch = build_batch(sequences, pad_id=PAD)

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from math import gcd, lcm
 
-import pytest
 from helpers.responses import scored
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,11 +42,6 @@ def test_the_seed_fixes_the_pairs_and_another_gives_others():
     found = [keys(preference_pairs(responses, 4, seed)) for seed in range(8)]
     assert found == [keys(preference_pairs(responses, 4, seed)) for seed in range(8)]
     assert len({tuple(pairs) for pairs in found}) > 4
-
-
-def test_several_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"2 prompts \(p-1, p-2\)"):
-        preference_pairs([scored("p-1"), scored("p-2", reward=0.0)], 1, 0)
 
 
 def test_graded_rewards_pair_successes_with_failures():

@@ -94,24 +94,6 @@ def test_duplicate_question_names_the_first_line_whatever_the_white_space(tmp_pa
     assert [f'"question" is the same as in {path}:2,' in bad.reason for bad in loaded.skipped] == [False, True, True]
 
 
-def test_an_error_lists_five_bad_rows_and_the_total_and_advises_skipping_only_where_that_helps(tmp_path):
-    path = write(tmp_path, row("fine"), *["{"] * 7)
-    with pytest.raises(ProblemFileError) as error:
-        load_problems(path, on_bad_rows="error")
-    message = str(error.value)
-    assert [line for line in range(1, 9) if f"{path}:{line}:" in message] == [2, 3, 4, 5, 6]
-    assert "bad rows: 7 of 8" in message and "and 2 more" in message and "on-bad-rows" in message
-    with pytest.raises(ProblemFileError, match="no good row is left") as error:
-        load_problems(write(tmp_path, "{", "[]"), on_bad_rows="skip")
-    assert "on-bad-rows" not in str(error.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf\n"])
-def test_file_without_rows_is_an_error(tmp_path, content):
-    with pytest.raises(ProblemFileError, match=r"train\.jsonl: has no rows"):
-        load_problems(write(tmp_path, content), on_bad_rows="error")
-
-
 def test_a_folders_files_are_one_list_of_problems_whatever_their_names(tmp_path):
     for name, lines in (("a", [row("one"), "{"]), ("b", [row("two"), row("one")])):
         (tmp_path / name).mkdir()

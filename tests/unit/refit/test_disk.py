@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nemo_edo.config import LoRAConfig
 from nemo_edo.errors import UserError
-from nemo_edo.refit import export, server_weights
+from nemo_edo.refit import server_weights
 from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync
 from nemo_edo.refit.export import WeightFolders
 from nemo_edo.refit.sleep import SleepOnTrainersGPUs
@@ -80,13 +80,6 @@ def test_folders_are_removed_once_all_servers_have_the_next_and_with_the_sync(sy
     assert list((tmp_path / "refit").glob("*/*")) == []
 
 
-def test_folders_of_a_killed_process_are_removed(policy, tmp_path):
-    left = tmp_path / "refit" / "refit_old" / "version_00001.part"
-    left.mkdir(parents=True)
-    WeightFolders(tmp_path / "refit", workers_of(policy), num_bytes=1)
-    assert not left.exists()
-
-
 def test_the_same_version_is_pushed_again_only_for_another_policy(sync_of):
     server = ScriptedReplica()
     engine, sync = sync_of(server)
@@ -107,12 +100,6 @@ def test_a_managed_server_that_fails_is_retried_and_in_the_end_restarted(sync_of
     assert server.weights == server.version == str(server.model_folder) and server.starts == starts
 
 
-def test_a_prefix_cache_that_stays_is_an_error(sync_of):
-    _, sync = sync_of(ScriptedReplica(is_managed=False, faults={"/reset_prefix_cache": 10**6}))
-    with pytest.raises(UserError, match="prefix cache"):
-        sync.push(1)
-
-
 def test_an_unmanaged_server_that_does_not_take_the_weights_is_excluded_until_it_takes_some(sync_of):
     good = ScriptedReplica("server 0")
     bad = ScriptedReplica("server 1", is_managed=False, faults={"/collective_rpc": 3})
@@ -122,14 +109,6 @@ def test_an_unmanaged_server_that_does_not_take_the_weights_is_excluded_until_it
     assert engine.replicas == [good]
     sync.push(2)
     assert engine.replicas == [good, bad] and bad.version == good.version
-
-
-def test_where_no_server_takes_the_weights_the_error_names_one_and_the_version_stays(sync_of):
-    servers = [ScriptedReplica(f"server {i}", faults={"/collective_rpc": 9}, cannot_start=True) for i in range(2)]
-    engine, sync = sync_of(*servers)
-    with pytest.raises(UserError, match="version_00001: server 0 has ended"):
-        sync.push(1)
-    assert engine.policy_version == 0
 
 
 def test_a_restarted_server_gets_the_current_weights_before_requests(sync_of):
@@ -162,17 +141,6 @@ def test_a_server_that_loads_weights_only_at_its_start_is_restarted_with_each_ve
     engine.weights.restore(server)
     engine.weights.require(server)
     assert len(server.asked) == 1
-
-
-def test_a_full_or_unwritable_file_system_is_an_error_before_anything_is_written(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "free_bytes", lambda folder: 2**29)
-    folders = WeightFolders(tmp_path / "refit", workers_of(policy), num_bytes=2**30)
-    with pytest.raises(UserError, match="refit.folder: .* 0.50 GiB free.* 1.00"):
-        folders.write(0)
-    assert list(folders.root.iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="generation.refit.folder: .*file"):
-        WeightFolders(tmp_path / "file" / "refit", workers_of(policy), num_bytes=1)
 
 
 @pytest.fixture
@@ -266,14 +234,3 @@ def test_a_server_is_not_woken_where_the_trainer_has_left_too_little_memory(sync
     with pytest.raises(UserError, match=r"rank 0 has 300.00 GiB free.* needs 400.00 GiB again.* missing 100.00 GiB"):
         sync.push(1)
     assert server.asleep and "/wake_up" not in server.paths()
-
-
-@pytest.mark.parametrize(("server", "each", "named"), [
-    ({"deaf": True}, 400, "server 0 .*--enable-sleep-mode"),
-    ({}, 100, " 100.00 GiB .*generation.placement=apart"),
-])
-def test_a_sleep_that_frees_nothing_is_an_error(sync_of, server: dict, each: int, named: str):
-    replica = ScriptedReplica(**server)
-    _, sync = sync_of(replica, sleep=sleeping(replica, each))
-    with pytest.raises(UserError, match=named):
-        sync.release()

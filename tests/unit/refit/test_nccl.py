@@ -13,12 +13,10 @@ from helpers import nccl_stub
 from helpers.controller import workers_of
 from helpers.scripted_server import ScriptedReplica, assert_two_versions_arrive, engine_of
 
-from nemo_edo.errors import UserError
 from nemo_edo.refit import nccl
 from nemo_edo.refit.libnccl import Communicator, Library, NCCLError, in_words
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.utils.http import ServerError
-from nemo_edo.utils.processes import package_file
 
 LIMIT_S = 300.0
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -80,13 +78,6 @@ def test_a_refit_that_breaks_is_tried_again_with_a_new_group_and_no_update_is_le
     sync.push(1)
     assert {server.version for server in (*others, broken)} == {"run/1"}
     assert engine.policy_version == 1 and len(groups) == 2
-
-
-def test_a_server_that_refuses_the_weights_is_named_and_the_version_stays(sync_of):
-    engine, sync, _ = sync_of(ScriptedReplica(faults={"/update_weights": 9}))
-    with pytest.raises(UserError, match="server 0.*update_weights: status 500"):
-        sync.push(1)
-    assert engine.policy_version == 0
 
 
 def test_a_worker_that_dies_in_the_middle_costs_an_attempt_and_not_the_run(sync_of, policy, tiny):
@@ -171,16 +162,3 @@ def test_two_versions_are_loaded_side_by_side_and_older_ones_and_other_files_are
     (tmp_path / "text").write_text("text")
     with pytest.raises(NCCLError, match="is no NCCL of 2.14 or newer"):
         Library(tmp_path / "text")
-
-
-def test_the_library_is_that_of_the_servers_environment(tmp_path):
-    folder = tmp_path / "lib" / "site"
-    (folder / "nvidia" / "nccl" / "lib").mkdir(parents=True)
-    (folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2").touch()
-    environment = tmp_path / "python"
-    environment.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.path.insert(0, \'{folder}\'); '
-                           'sys.argv = sys.argv[1:]; exec(sys.argv[0])" "$3" "$4"\n')  # fmt: skip
-    environment.chmod(0o755)
-    found = package_file(str(environment), "nvidia.nccl", "lib/libnccl.so.2")
-    assert found == str(folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
-    assert package_file(str(environment), "nvidia.nothing", "lib/libnccl.so.2") is None

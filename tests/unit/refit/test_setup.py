@@ -1,18 +1,12 @@
 """What a config says about refits is checked before anything is trained."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers.controller import workers_of
-from helpers.scripted_server import ScriptedReplica, engine_of
 
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_run
+from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.refit import export, setup
-from nemo_edo.utils.http import ServerError
-from nemo_edo.worker.worker import Worker
 
 VLLM = ["generation.backend=vllm"]
 CORRECTED = "grpo.sampler_correction=tis"
@@ -20,17 +14,6 @@ CORRECTED = "grpo.sampler_correction=tis"
 
 def config(*overrides: str):
     return compose_run("quickstart", [*VLLM, "~arms", *overrides])
-
-
-@pytest.mark.parametrize(("overrides", "named"), [
-    (["generation.placement=shared"], "placement is shared.*placement=apart"),
-    (["generation.refit.transport=nccl"], "transport is nccl.*disk"),
-    (["generation.refit.lora=adapter"], "refit.lora is adapter.* lora.rank"),
-])
-def test_what_this_machine_or_model_cannot_do_is_refused(overrides, named, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=named):
-        setup.check_refit(config(*overrides), Path("run"))
 
 
 def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_qwen2, monkeypatch):
@@ -43,17 +26,6 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
         setup.check_refit(cfg, tmp_path / "run")
     monkeypatch.setattr(export, "free_bytes", lambda folder: 2 * size)
     setup.check_refit(cfg, tmp_path / "run")
-
-
-def test_what_shared_servers_must_free_is_their_share_of_each_gpu(policy, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
-    shared = ["generation.placement=shared", "generation.servers.replicas=2", "generation.servers.memory_share=0.4"]
-    engine = engine_of(ScriptedReplica("server 0"), ScriptedReplica("server 1"))
-    left = [1000, 800]
-    monkeypatch.setattr(Worker, "free_gpu_memory", lambda worker: [left.pop()])
-    with pytest.raises(ServerError, match="freed"):  # 200 of 800
-        setup.build_sleep(config(*shared), workers_of(policy)).begin(engine.replicas)
 
 
 def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):
@@ -81,11 +53,3 @@ def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_run
 def test_settings_that_do_not_go_together_are_refused_with_their_names(overrides, named):
     with pytest.raises(ConfigError, match=named):
         config(*overrides)
-
-
-@pytest.mark.parametrize("correction", ["tis", "icepop"])
-def test_one_step_off_runs_with_either_correction_and_every_arm_needs_one(correction):
-    ahead = ["generation.one_step_off=true", f"grpo.sampler_correction={correction}"]
-    assert arm_configs(config(*ahead))["policy"].sampler_correction == correction
-    with pytest.raises(ConfigError, match="arms.plain.sampler_correction is 'none'"):
-        compose_run("quickstart", [*VLLM, *ahead, "~arms", "+arms={plain: {sampler_correction: none}}"])

@@ -99,9 +99,3 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch, va
         key_of_environment("some.setting", "SENTINEL")
     assert SECRET[:7] not in str(error.value)
     assert key_of_environment("some.setting", None).headers == {}
-
-
-def test_a_key_may_be_short_and_then_does_not_change_ordinary_text(monkeypatch):
-    monkeypatch.setenv("SENTINEL", "a")
-    key = key_of_environment("some.setting", "SENTINEL")
-    assert key.headers == {"Authorization": "Bearer a"} and key.hide("a text") == "a text"
