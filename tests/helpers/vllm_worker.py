@@ -1,7 +1,7 @@
-"""A real vLLM server that is given other weights again and again, on the quickstart's model with OVERRIDES: by disk, or
-through the stub of NCCL. Writes FOLDER/results.json for tests/servers/test_refit.py.
+"""Real vLLM servers on the quickstart's model with OVERRIDES: compared with the in-process engine, and given other
+weights again and again, by disk or through the stub of NCCL. Writes FOLDER/results.json for tests/servers/test_vllm.py.
 
-    python refit_worker.py FOLDER disk|nccl OVERRIDES
+    python vllm_worker.py FOLDER disk|nccl OVERRIDES
 """
 
 import json
@@ -9,12 +9,14 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 import psutil
+import requests
 import torch
 from helpers import nccl_stub
 
@@ -23,15 +25,18 @@ from nemo_edo.config.compose import compose_run
 from nemo_edo.data.batching import build_batch
 from nemo_edo.errors import UserError
 from nemo_edo.generation import servers as building
+from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.run import build, inputs
 from nemo_edo.run.folder import RunFolder
-from nemo_edo.types import SamplingParams
+from nemo_edo.types import Rollout, SamplingParams
 
 SAMPLED, GREEDY = SamplingParams(1.0, 1.0, 32), SamplingParams(0.0, 1.0, 32)
+STOPS = ("1", "\n", "21")
+"""Many tokens, one separate token, and a token or the end of one and the beginning of the next."""
 LIMIT_S = 120.0
 
 
@@ -63,6 +68,7 @@ class Trial:
         self.data = data = inputs.load_data(cfg, self.run)
         self.model = model = build.build_model(cfg, self.run, cfg.grpo)
         self.in_process = build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
+        build.check_servers(cfg)
         self.servers = build.start_servers(cfg, self.run, data)
         if transport == "nccl":
             self.sync = NCCLSync(self.servers, model.workers, lambda: nccl_stub.communicator(library, LIMIT_S),
@@ -73,10 +79,60 @@ class Trial:
         self.sampled = sampling_requests(data.train[:64], data.prompts, 4, 1, "sampled")
 
     @property
-    def replica(self):
+    def replica(self) -> Replica:
         return self.servers.replicas[0]
 
-    def largest_gap(self, rollouts) -> float:
+    def asked(self, problems: int, samples: int, purpose: str) -> list:
+        return sampling_requests(self.data.train[:problems], self.data.prompts, samples, 2, purpose)
+
+    # --- as they were started -----------------------------------------------------------------------------------------
+
+    def seeds(self) -> dict:
+        """Whether a request has the same response in another order."""
+        rollouts = self.servers.generate(self.sampled, SAMPLED)
+        again = self.servers.generate(self.sampled[::-1], SAMPLED)
+        same = sum(a.response_ids == b.response_ids for a, b in zip(rollouts, again[::-1], strict=True))
+        return {"same": same, "distinct": len({rollout.response_ids for rollout in rollouts})}
+
+    def exposure(self) -> dict:
+        """Statuses without the key, and what of it can be seen of the process."""
+        replica, key = self.replica, self.replica.key.value
+        [process] = psutil.Process(replica.process.pid).children()  # the server itself, below its keeper
+        paths = {"/health": "GET", "/v1/models": "GET", "/collective_rpc": "POST", "/sleep": "POST", "/metrics": "GET"}
+        listening = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        return {
+            "statuses": {path: requests.request(how, replica.url + path).status_code for path, how in paths.items()},
+            "wrong_key": requests.get(f"{replica.url}/v1/models", headers={"Authorization": "Bearer no"}).status_code,
+            "listening": sorted(listening),
+            "key_in_arguments": any(key in part for p in [process, *process.children(True)] for part in p.cmdline()),
+            "key_in_log": key in replica.api.log.read_text(errors="replace"),
+            "key_length": len(key),
+            "insecure_serialization": process.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"],
+        }
+
+    def stopped(self, stop: str) -> dict:
+        """Responses with a stop string, compared with those of the same seeds without one."""
+        asked = self.asked(40, 4, "stop")
+        whole, cut = (self.servers.generate(asked, how) for how in (SAMPLED, replace(SAMPLED, stop=(stop,))))
+        pairs, met = list(zip(cut, whole, strict=True)), [rollout for rollout in cut if rollout.stop]
+        gaps = [abs(x - y) for a, b in pairs for x, y in zip(a.response_logprobs, b.response_logprobs, strict=False)]
+        return {
+            "asked": len(asked),
+            "met": len(met),
+            "beginnings": sum(a.response_ids == b.response_ids[: len(a.response_ids)] for a, b in pairs),
+            "contained": sum(r.stop in r.text and r.stop not in self.data.decode(r.response_ids[:-1]) for r in met),
+            "largest_gap": max(gaps),
+        }
+
+    def spread(self) -> list[int]:
+        """How many of 400 requests each replica has answered."""
+        before = [served(replica) for replica in self.servers.replicas]
+        self.servers.generate(self.asked(40, 10, "spread"), SAMPLED)
+        return [served(replica) - of for replica, of in zip(self.servers.replicas, before, strict=True)]
+
+    # --- with other weights -------------------------------------------------------------------------------------------
+
+    def largest_gap(self, rollouts: list[Rollout]) -> float:
         """Of the servers' log-probabilities to the trainer's."""
         batch = build_batch([(r.prompt_ids, r.response_ids) for r in rollouts], pad_id=self.data.pad_id,
                             sampler_logprobs=[r.response_logprobs for r in rollouts])
@@ -93,13 +149,12 @@ class Trial:
         self.sync.push(version)
         texts = [[r.text for r in engine.generate(self.greedy, GREEDY)] for engine in (self.in_process, self.servers)]
         rollouts = self.servers.generate(self.sampled, SAMPLED)
-        folder = self.replica.model_folder.parent
         return {
             "greedy_same": sum(one == other for one, other in zip(*texts, strict=True)),
             "greedy": texts[1],
             "versions": sorted({r.policy_version for r in rollouts}),
             "largest_gap": self.largest_gap(rollouts),
-            "folders": sorted(path.name for path in folder.iterdir()),
+            "folders": sorted(path.name for path in self.replica.model_folder.parent.iterdir()),
             "name": self.replica.request("GET", "/weight_info")["weight_version"],
             "starts": self.replica.starts,
         }
@@ -109,14 +164,22 @@ class Trial:
             process.kill()
 
     def killed(self) -> dict:
-        """A server that dies while it answers comes back with the weights of the last push."""
+        """The only server dies while it answers, and comes back with the weights of the last push."""
+        for other in self.servers.replicas[1:]:
+            other.stop()
+        del self.servers.replicas[1:]
         starts = self.replica.starts
         threading.Timer(0.3, self.kill).start()
-        asked = sampling_requests(self.data.train[:100], self.data.prompts, 10, 2, "killed")
+        asked = self.asked(100, 10, "killed")
         rollouts = self.servers.generate(asked, SAMPLED)
-        rollouts += self.servers.generate(asked[:200], SAMPLED)  # by the new process, if the first all answered before
-        return {"starts": self.replica.starts - starts, "samples": len(rollouts),
-                "largest_gap": self.largest_gap(rollouts)}
+        later = self.servers.generate(asked[:200], SAMPLED)  # by the new process, if the first all answered before
+        answered = [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in rollouts]
+        return {
+            "starts": self.replica.starts - starts,
+            "whole": answered == [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in asked],
+            "with_every_logprob": sum(len(r.response_logprobs) == len(r.response_ids) > 0 for r in rollouts),
+            "largest_gap": self.largest_gap(rollouts + later),
+        }
 
     def tampered(self) -> str:
         """Somebody gives the server other weights: what the next responses are met with."""
@@ -145,19 +208,33 @@ class Trial:
         return self.push(version)
 
 
+def served(replica: Replica) -> int:
+    """Completions that a server counts."""
+    text = requests.get(f"{replica.url}/metrics", headers=replica.key.headers).text
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
+                   if line.startswith("vllm:request_success_total")))
+
+
 def main(folder: Path, transport: str, overrides: list[str]) -> None:
-    trial = Trial(folder, transport, overrides)
+    trial, results = Trial(folder, transport, overrides), {}
+    processes = [p for replica in trial.servers.replicas for p in psutil.Process(replica.process.pid).children(True)]
     try:
-        results: dict = {"pushes": [trial.push(version) for version in range(3)]}
-        if transport == "nccl":
-            results["pushes"].append(trial.push_killed_in_the_middle(3))
-        else:
+        if len(trial.servers.replicas) > 1:
+            results = {"seeds": trial.seeds(), "exposure": trial.exposure(), "spread": trial.spread(),
+                       "stopped": [trial.stopped(stop) for stop in STOPS]}
+        results["pushes"] = [trial.push(version) for version in range(2)]
+        if len(trial.servers.replicas) > 1:
             results |= {"killed": trial.killed(), "tampered": trial.tampered()}
+        if transport == "nccl":
+            results["pushes"].append(trial.push_killed_in_the_middle(2))
         begun = time.monotonic()
         trial.sync.push(len(results["pushes"]) - 1)
         results["again_s"] = time.monotonic() - begun
+        processes += psutil.Process(trial.replica.process.pid).children(True)
     finally:
         trial.servers.close()
+    psutil.wait_procs(processes, timeout=10)
+    results["left_running"] = sum(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
     (folder / "results.json").write_text(json.dumps(results))
 
 
