@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.cli import finish, start
 
 pytestmark = pytest.mark.slow
 
@@ -20,19 +19,6 @@ def tiny_disk(tmp_path: Path):
         pytest.skip("no right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_bad_row_is_the_only_thing_on_stderr_and_nothing_is_left_behind(tmp_path: Path):
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text('{"question": "1 + 1", "answer": "#### 2"}\n{"question": "1 + 2", "answer": "three"}\n')
-    process = start("train", "name=a", f"output_dir={tmp_path / 'runs'}", f"data.train={problems}",
-                    f"data.test={problems}", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = finish(process)
-    assert (process.returncode, out) == (2, "")
-    summary, row = err.splitlines()
-    assert summary.startswith(f"nemo-edo: error: {problems}: ") and "--on-bad-rows=skip" in summary
-    assert row.startswith(f'  {problems}:2: "answer"')
-    assert list(tmp_path.iterdir()) == [problems]
 
 
 def test_a_disk_too_small_for_the_rollouts_is_told_before_anything_is_written(tiny_disk: Path, nemo_edo):

@@ -63,16 +63,3 @@ def test_the_report_and_the_stored_responses_are_of_one_model(folder: Path, eval
     sampled = sum(stored["entropy_sampled"]["sum"]) / sum(stored["entropy_sampled"]["count"])
     assert (line["kind"], line["arm"]) == ("evaluation", "warmup")
     assert sampled == pytest.approx(line["metrics"]["entropy"]["mean"], rel=0.05)
-
-
-def test_a_second_evaluation_of_the_run_samples_again(folder: Path, evaluate):
-    whole = folder / "runs" / "whole"
-    assert "Model as it is" in evaluate(str(whole), "evaluation.samples=2")
-    assert len(json.loads((whole / "evaluations" / "warmup.json").read_text())["metrics"]["pass@2"]["sum"]) == 24
-    assert "tokens@2" in json.loads((whole / "test_time" / "warmup.json").read_text())["metrics"]
-
-
-def test_a_config_that_trains_is_refused_and_leaves_nothing(folder: Path, nemo_edo):
-    done = nemo_edo("evaluate", "--config-name=quickstart", "name=none", cwd=folder)
-    assert "algorithm is grpo" in done.stderr
-    assert done.returncode == 2 and not (folder / "runs" / "none").exists()

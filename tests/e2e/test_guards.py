@@ -54,12 +54,10 @@ def runs(tmp_path_factory, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
 
     return folder, {
         "whole": train("whole", ONE),
-        # Before the broken step is done, behind it, and one step later.
-        "killed": train("killed", ONE, ends=[[STEP, 6], [STEP, 2], [STEP, 2]]),
+        # Before the broken step is done, and behind it.
+        "killed": train("killed", ONE, ends=[[STEP, 6], [STEP, 2]]),
         "stopped": train("stopped", THREE, "guards.max_skipped_steps=2"),
         "replay": run("replay", f"{folder}/stopped/failures/grpo_step_00000002.safetensors"),
-        "no replay": run("replay", f"{folder}/stopped/metrics.jsonl"),
-        "again": train("stopped", THREE, "guards.max_skipped_steps=2"),
         "with another guard": train("stopped", THREE, "guards.max_skipped_steps=9"),
     }
 
@@ -77,7 +75,7 @@ def test_a_run_continues_after_a_broken_step_and_counts_it(runs):
 def test_a_run_killed_around_a_skipped_step_ends_as_one_that_was_not(runs):
     folder, attempts = runs
     *killed, last = attempts["killed"]
-    assert [attempt["status"] for attempt in killed] == [-9] * 3 and last["status"] == 0, last["said"]
+    assert [attempt["status"] for attempt in killed] == [-9] * 2 and last["status"] == 0, last["said"]
     assert ending(folder / "killed") == ending(folder / "whole")
 
 
@@ -99,17 +97,9 @@ def test_a_replay_finds_the_response_that_broke_the_step(runs):
     assert "the loss says: advantages has NaN" in row
 
 
-def test_a_file_that_no_guard_has_kept_is_refused(runs):
-    [refused] = runs[1]["no replay"]
-    assert refused["status"] == 2
-    assert "metrics.jsonl is not a batch that a run has kept: RUN/failures/" in refused["said"]
-
-
-def test_a_stopped_run_stops_again_until_its_guard_is_changed(runs):
+def test_a_stopped_run_ends_once_its_guard_is_changed(runs):
     folder, attempts = runs
-    [again], [changed] = attempts["again"], attempts["with another guard"]
-    assert again["status"] == 3
-    assert "grpo, iteration 0, step 3: the loss is nan" in again["said"]
+    [changed] = attempts["with another guard"]
     assert changed["status"] == 0, changed["said"]
     steps = metrics(folder / "stopped", "train_step")
     assert [step["step"] for step in steps] == list(range(6))

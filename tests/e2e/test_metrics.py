@@ -168,19 +168,6 @@ def test_tensorboard_and_wandb_have_the_numbers_of_the_lines(events, wandb_histo
     assert [event.value for event in shown] == pytest.approx([value for _, value in expected], rel=1e-6)
 
 
-def test_wandb_has_the_solutions_of_every_evaluation_as_tables(wandb_history, folder: Path):
-    for arm, steps in (("warmup", [0]), ("grpo", [0, 1, 2]), ("idpo", [0, 1, 2])):
-        key = f"{arm}/evaluation/solutions.path"
-        shown = [(row["trainer/global_step"], row[key]) for row in wandb_history if key in row]
-        assert [step for step, _ in shown] == steps
-        [path] = folder.glob(f"logs/**/offline-run-*/files/{shown[-1][1]}")
-        table = json.loads(path.read_text())
-        responses = read_json(folder / "samples" / f"{arm}.json").values()
-        assert table["columns"] == COLUMNS
-        assert [(row[1], row[2], row[4], row[6]) for row in table["data"]] == [
-            (arm, steps[-1], response["text"], response["reward"]) for found in responses for response in found]
-
-
 # --- evaluations --------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from helpers.reported_run import enrich
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.report.page import write_report
-from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.run_set import find_runs, one_run
 from tools.paper_tables.tables import write_table
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -98,21 +98,6 @@ def test_the_result_the_table_and_the_first_chart_are_above_the_fold(driver, pag
         assert needed <= seen, (width, "the table's columns are all to be seen")
 
 
-def test_the_copy_button_puts_the_table_on_the_clipboard(opened):
-    from selenium.webdriver.common.keys import Keys
-
-    button = opened.find_element("css selector", "[data-copy]")
-    button.click()
-    assert button.text == "Copied"
-    search = opened.find_element("name", "search")
-    opened.execute_script("""
-        arguments[0].addEventListener(
-          "paste", (event) => window.pasted = event.clipboardData.getData("text"))""", search)
-    search.send_keys(Keys.CONTROL, "v")
-    assert opened.execute_script("return window.pasted") == button.get_attribute("data-copy")
-    assert button.get_attribute("data-copy").startswith("| arm | greedy accuracy |")
-
-
 FILTERED = [  # search, filter, policy, problems found, the responses that each policy then shows of the first one
     ("", "all", "", 3, [9, 9, 9, 9, 9]),
     ("", "alone", "", 1, [9, 9, 9, 9, 9]),
@@ -137,19 +122,6 @@ def test_samples_are_found_by_search_and_filters(opened, search, filter_, policy
     assert count == f"{problems} of 3 problems"
     assert filter_ != "wrong" or (len(responses) == 1 and wrong == 0)
     assert shown is None or responses == shown
-
-
-def test_a_link_to_the_diagnostics_unfolds_them_and_all_policies_differ_most_first(opened):
-    opened.find_element("link text", "Diagnostics").click()
-    assert opened.execute_script("return document.querySelector('#diagnostics ~ details').open") is True
-    shares = opened.execute_script("""
-        const form = document.getElementById("sample-filters");
-        form.search.value = form.policy.value = "", form.filter.value = "all", form.order.value = "apart";
-        form.dispatchEvent(new Event("input"));
-        return [...document.querySelectorAll("#sample-list summary")].map(
-          (one) => [...one.textContent.matchAll(/(\\d+) %/g)].map((found) => Number(found[1])));""")
-    spans = [max(found) - min(found) for found in shares]
-    assert len(spans) == 3 and spans == sorted(spans, reverse=True)
 
 
 def test_every_chart_has_visible_traces_within_its_frame(opened):
@@ -190,50 +162,6 @@ def test_nothing_is_fetched_and_a_script_in_the_runs_text_is_shown_and_does_not_
     attacked, title, shown = opened.execute_script(
         "return [window.attacked, document.title, document.body.textContent.includes(\"document.title = 'attacked'\")]")
     assert (attacked, title, shown) == (None, "quickstart: nemo_edo report", True)
-
-
-def test_on_paper_the_charts_fit_the_controls_are_gone_and_a_dark_screens_colours_too(driver, page):
-    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
-    try:
-        load(driver, page, 794)  # A4
-        needed, width, controls, colors = driver.execute_script("""
-            const controls = [...document.querySelectorAll("nav, button, .filters")];
-            const style = getComputedStyle(document.documentElement);
-            return [document.documentElement.scrollWidth, innerWidth,
-                    controls.filter((one) => one.offsetParent).length,
-                    ["--page", "--ink", "--right", "--wrong"].map((name) => style.getPropertyValue(name).trim())];
-            """)
-    finally:
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
-    assert needed <= width and controls == 0
-    assert colors == ["#ffffff", "#1c2128", "#00734f", "#a84300"]
-
-
-def test_charts_are_drawn_for_the_papers_columns_before_the_browser_prints_and_for_the_screen_afterwards(driver, page):
-    load(driver, page, 1280)
-    within, width_after = driver.execute_script("""
-        const width = (chart) => chart.querySelector(".main-svg").getBoundingClientRect().width;
-        const charts = [...document.querySelectorAll(".charts .js-plotly-plot")].filter((chart) => chart.clientWidth);
-        dispatchEvent(new Event("beforeprint"));
-        const within = charts.map((chart) => width(chart) <= chart.clientWidth && width(chart) < 340);
-        dispatchEvent(new Event("afterprint"));
-        return [within, width(charts[0])];""")
-    assert within and all(within) and width_after > 500
-
-
-def test_the_report_of_several_seeds_is_the_same_page(driver, tmp_path):
-    for seed in (1, 2, 3):
-        write_run_folder(tmp_path / f"seed_{seed}", seed=seed, arms=("grpo", "edo_floor", "entropy_bonus"))
-    several = write_report(read_runs(find_runs([str(tmp_path)]))).path.as_uri()
-    load(driver, several, 1280)
-    result, bottom, links, attacked = driver.execute_script("""
-        return [document.querySelector("h2.first").textContent,
-                document.querySelector("#chart-differences .cartesianlayer").getBoundingClientRect().bottom,
-                [...document.querySelectorAll("nav a")].map((link) => document.querySelector(link.hash) !== null),
-                window.attacked];""")
-    assert result.startswith("Over 3 seeds, ") and bottom <= 800 and all(links) and attacked is None
-    assert fetched(driver) == {several}
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -37,18 +37,6 @@ def test_a_trained_reward_model_scores_the_runs_responses(trained, nemo_edo):
         assert len(found) == 40 and all(0 < score < 1 for one in found.values() for score in one.steps)
 
 
-@pytest.mark.parametrize(("override", "named"), [
-    ("train.stepz=3", ["train.stepz", "command line", "train.steps"]),
-    ("train.weighting=uniform", ["train.l2", "0.0"]),
-    ("data.run=nowhere", ["nowhere"]),
-])
-def test_a_wrong_setting_is_one_line_with_its_place(trained, nemo_edo, override: str, named: list[str]):
-    conf = trained[0].parent / "conf"
-    done = nemo_edo("train", "--config-path", str(conf), "--config-name", "small", "name=other", override)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert [word for word in named if word not in done.stderr] == []
-
-
 def test_the_config_of_another_job_is_refused_as_a_runs(trained, nemo_edo):
     done = nemo_edo("collect", "--config-path", str(trained[0].parent / "conf"), "--config-name", "small")
     assert done.returncode == 2 and "job: reward_model" in done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from helpers.cli import Cli, finish, start
+from helpers.cli import finish, start
 
 SIZES = "{name: change, warmup_problems: 64, train_problems: 16, test_problems: 8}"
 STUDY = {
@@ -35,15 +35,10 @@ def rows(folder: Path) -> list[dict]:
         return [{key: value for key, value in row.items() if key != "cpu_seconds"} for row in csv.DictReader(file)]
 
 
-@pytest.fixture(scope="module")
-def cli() -> Cli:
-    return Cli()
-
-
 @pytest.mark.slow
-def test_a_study_runs_each_cell_once_and_a_cell_alone_gives_the_same_row(cli: Cli, tmp_path: Path):
+def test_a_study_runs_each_cell_once_and_a_cell_alone_gives_the_same_row(nemo_edo, tmp_path: Path):
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**STUDY, "keep": "results"}, sort_keys=False))
-    cli.succeed("study", "run", "tiny.yaml", cwd=tmp_path)
+    nemo_edo.succeed("study", "run", "tiny.yaml", cwd=tmp_path)
     first = rows(tmp_path)
     places = [(row["arm"], row["dose"], row["iteration"], row["temperature"]) for row in first]
     trained = [("0", "1"), ("1", "1"), ("2", "1"), ("2", "0.5"), ("2", "best")]
@@ -60,26 +55,25 @@ def test_a_study_runs_each_cell_once_and_a_cell_alone_gives_the_same_row(cli: Cl
     table = tmp_path / "runs" / "tiny.csv"
     kept = [line for line in table.read_text().splitlines(keepends=True) if "ed_grpo_floor" not in line]
     table.write_text("".join(kept))
-    assert "1 are left" in cli.succeed("study", "run", "tiny.yaml", "--jobs", "2", cwd=tmp_path)
+    assert "1 are left" in nemo_edo.succeed("study", "run", "tiny.yaml", "--jobs", "2", cwd=tmp_path)
     assert rows(tmp_path) == first
     assert not (folder / "change,grpo,seed=1").exists()
 
     # Its folders are runs that a report reads.
-    cli.succeed("report", "runs/earlier/change,*", "-o", "both.html", cwd=tmp_path)
-    assert "2 of 2 cells" in cli.succeed("study", "status", "tiny.yaml", cwd=tmp_path)
+    nemo_edo.succeed("report", "runs/earlier/change,*", "-o", "both.html", cwd=tmp_path)
+    assert "2 of 2 cells" in nemo_edo.succeed("study", "status", "tiny.yaml", cwd=tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_of_a_study_with_processes_is_one_line_and_leaves_none_of_them(tmp_path: Path, sent: signal.Signals):
-    """A scheduler's signal reaches the first process alone, Ctrl-C every one."""
+def test_a_schedulers_stop_of_a_study_with_processes_is_one_line_and_leaves_none_of_them(tmp_path: Path):
+    """Its signal reaches the first process alone."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**STUDY, "seeds": [1, 2]}, sort_keys=False))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     study = start("study", "run", "tiny.yaml", "--jobs", "2", cwd=tmp_path, start_new_session=True, **pipes)
     logs = tmp_path / "runs" / "tiny" / "logs"
     wait_for(lambda: study.poll() is not None or sum(file.stat().st_size > 0 for file in logs.glob("*.log")) == 2)
     started = psutil.Process(study.pid).children(recursive=True)  # with servers of rewards, in groups apart
-    (os.killpg if sent == signal.SIGINT else os.kill)(study.pid, sent)
+    study.send_signal(signal.SIGTERM)
     _, err = finish(study)
     assert study.returncode != 0 and "were stopped" in err and "Traceback" not in err, err
     wait_for(lambda: not is_there(study.pid), limit_s=20)

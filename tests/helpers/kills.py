@@ -4,21 +4,18 @@ An END is one of
 
 - [FUNCTION, n] or [FUNCTION, n, SIGNAL]: the process sends itself the signal (default: SIGKILL) as it calls FUNCTION
   ("module:Class.name", a public one) for the n-th time;
-- [GLOB, n] or [GLOB, n, SIGNAL]: as it puts the n-th file or folder of a matching path in place, or removes one;
-- a number n: SIGKILL at its n-th call of any function of the package.
+- [GLOB, n] or [GLOB, n, SIGNAL]: as it puts the n-th file or folder of a matching path in place, or removes one.
 """
 
-import importlib.util
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 
 from helpers.cli import Call, Cli
 
-PACKAGE = str(Path(importlib.util.find_spec("nemo_edo").origin).parent)
 LIMIT_S = 1500.0
 
 
@@ -38,12 +35,9 @@ def attempts(cli: Cli, arguments: Sequence[str], ends: Sequence, before: Sequenc
 # --- in the command's process -------------------------------------------------------------------------------------
 
 
-def prepare(end: list | int) -> None:
-    if isinstance(end, list):
-        die = die_in if ":" in end[0] else die_at_path
-        die(end[0], end[1], signal.Signals[end[2] if len(end) > 2 else "SIGKILL"])
-    else:
-        die_at_call(end)
+def prepare(end: list) -> None:
+    die = die_in if ":" in end[0] else die_at_path
+    die(end[0], end[1], signal.Signals[end[2] if len(end) > 2 else "SIGKILL"])
 
 
 def die_in(function: str, number: int, sent: int) -> None:
@@ -78,17 +72,3 @@ def die_at_path(pattern: str, number: int, sent: int) -> None:
                 os.kill(doomed, sent)
 
     sys.addaudithook(hook)
-
-
-def die_at_call(number: int) -> None:
-    calls, doomed = 0, os.getpid()
-
-    def profile(frame, event, _):
-        nonlocal calls
-        # Never in a checkpoint's writer: Megatron waits for a killed one for ever.
-        if event == "call" and os.getpid() == doomed and frame.f_code.co_filename.startswith(PACKAGE):
-            calls += 1
-            if calls == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(profile)
