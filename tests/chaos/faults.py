@@ -20,7 +20,6 @@ from .running import Running, Servers
 HARMLESS = ("lock", "logs", "report.html")
 """Of the run folder: nothing depends on what is in them."""
 DISK_BYTES = 64 << 20
-DAY_S = 86400.0
 
 
 @dataclass
@@ -43,8 +42,6 @@ class Harm:
     is_violent: bool = False
     """Whether the run's first process was killed, which may then say and leave anything."""
     undo: Callable[[], None] = lambda: None
-    clock_s: float = 0.0
-    """What the clock of later attempts is wrong by."""
 
     def restore(self) -> None:
         """Puts the damaged file back."""
@@ -76,12 +73,12 @@ def kill_any(scene: Scene) -> Harm:
     with contextlib.suppress(psutil.NoSuchProcess):
         told += f" ({' '.join(doomed.cmdline()[-3:])[:60]})"
         doomed.kill()
-    return Harm(told, is_violent=doomed.pid in scene.running.ranks or scene.running.job.by_torchrun)
+    return Harm(told, is_violent=doomed.pid in scene.running.ranks)
 
 
 def terminate(scene: Scene) -> Harm:
     scene.running.send(signal.SIGTERM)
-    return Harm("SIGTERM", is_violent=scene.running.job.by_torchrun)  # torchrun itself ends in a traceback
+    return Harm("SIGTERM")
 
 
 def kill_server(scene: Scene) -> Harm:
@@ -177,14 +174,6 @@ def fill_disk(scene: Scene) -> Harm:
     return Harm(f"{left} bytes left of the disk", undo=filler.unlink)
 
 
-def set_clock_back(scene: Scene) -> Harm:
-    """What is on disk is of tomorrow."""
-    scene.running.kill()
-    for path in scene.folder.rglob("*"):
-        os.utime(path, (path.stat().st_atime + DAY_S,) * 2)
-    return Harm("SIGKILL, and the clock a day back", is_violent=True, clock_s=-DAY_S)
-
-
 FAULTS: dict[str, tuple[int, Callable[[Scene], Harm]]] = {
     "kill": (3, kill_first),
     "kill any": (4, kill_any),
@@ -193,6 +182,5 @@ FAULTS: dict[str, tuple[int, Callable[[Scene], Harm]]] = {
     "damage alive": (4, lambda scene: damage(scene, alive=True)),
     "disk": (3, fill_disk),
     "server": (3, kill_server),
-    "clock": (1, set_clock_back),
 }
 """How often each is chosen among them, and what does it."""

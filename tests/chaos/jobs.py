@@ -36,8 +36,6 @@ class Job:
     settings: tuple[str, ...]
     ranks: int = 1
     servers: int = 0
-    by_torchrun: bool = False
-    """Whether torchrun starts its ranks, each an interpreter that imports everything anew."""
 
     def command(self, folder: Path, urls: Sequence[str]) -> list[str]:
         """The same for each attempt at one run. folder: the run's."""
@@ -53,4 +51,3 @@ JOBS = (
     Job("ahead", (*_GRPO, *_SERVED, "generation.one_step_off=true", "grpo.sampler_correction=tis"), servers=1),
     Job("two", (*_GRPO, "parallelism.use_distributed_optimizer=true"), ranks=2),
 )
-TORCHRUN = Job("torchrun", (*JOBS[-1].settings, "grpo.iterations=1"), ranks=2, by_torchrun=True)

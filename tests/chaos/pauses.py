@@ -11,10 +11,9 @@ import warnings
 EVENTS = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree")
 
 
-def watch(folder: str, number: int, counted: str, clock: float) -> None:
+def watch(folder: str, number: int, counted: str) -> None:
     """Counts operations on files of ``folder``, a byte each to the file ``counted``. Before operation
-    ``number`` it stops this process (SIGSTOP) until it is told to continue; 0: at none. clock: seconds by which the
-    process' clock is wrong from then on."""
+    ``number`` it stops this process (SIGSTOP) until it is told to continue; 0: at none."""
     warnings.simplefilter("default", UserWarning)  # ignored in the fork server; a run says in one what it has lost
     count, own, file = 0, os.getpid(), os.open(counted, os.O_WRONLY | os.O_APPEND)
 
@@ -26,19 +25,5 @@ def watch(folder: str, number: int, counted: str, clock: float) -> None:
         os.write(file, b".")
         if count == number:
             os.kill(own, signal.SIGSTOP)
-            set_clock(clock)
 
     sys.addaudithook(hook)
-    if not number:
-        set_clock(clock)
-
-
-def set_clock(seconds: float) -> None:
-    """time.time() of this process is so much later from now on: monotonic clocks are never set."""
-    if not seconds:
-        return
-    import time
-
-    now, now_ns = time.time, time.time_ns
-    time.time = lambda: now() + seconds
-    time.time_ns = lambda: now_ns() + int(seconds * 1e9)

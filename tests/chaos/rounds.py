@@ -12,13 +12,11 @@ from random import Random
 from helpers.endings import ending
 
 from .faults import FAULTS, Harm, Scene, small_disk
-from .jobs import JOBS, TORCHRUN, Job
+from .jobs import JOBS, Job
 from .running import Hangs, Running, Servers
 
 ATTEMPTS = 4
 """The same command again, at most: with each, a message is followed."""
-TORCHRUN_EVERY = 20
-"""Rounds: torchrun's ranks take seconds to import what forks have, so their run is the shortest."""
 DELAY_S = 0.4
 ERROR = "nemo-edo: error: "
 
@@ -30,7 +28,6 @@ class Wrong(AssertionError):
 @dataclass(frozen=True)
 class Undisturbed:
     operations: int
-    seconds: float
     ending: dict[str, str]
 
 
@@ -49,10 +46,8 @@ class Round:
     @classmethod
     def of(cls, seed: int, number: int) -> Round:
         chance = Random(f"{seed} {number}")
-        job = TORCHRUN if number % TORCHRUN_EVERY == TORCHRUN_EVERY - 1 else chance.choice(JOBS)
+        job = chance.choice(JOBS)
         possible = {name: weight for name, (weight, _) in FAULTS.items() if name != "server" or job.servers}
-        if job.by_torchrun:
-            possible = dict.fromkeys(("kill any", "terminate"), 1)
         [fault] = chance.choices(list(possible), list(possible.values()))
         return cls(seed, number, job, fault, chance.random(), chance.choice((0.0, chance.uniform(0, DELAY_S))), chance)
 
@@ -61,11 +56,10 @@ def undisturbed(job: Job, folder: Path) -> Undisturbed:
     """Raises Wrong where the job does not end well by itself."""
     with ExitStack() as stack:
         servers = _servers(stack, job, folder)
-        begun = time.monotonic()
         running = Running(job, folder / "run", servers.urls if servers else [])
         if running.finish():
             raise Wrong(running.said)
-        return Undisturbed(running.operations, time.monotonic() - begun, ending(folder / "run"))
+        return Undisturbed(running.operations, ending(folder / "run"))
 
 
 def play(this: Round, expected: Undisturbed, folder: Path) -> str:
@@ -100,9 +94,7 @@ def _play(stack: ExitStack, this: Round, expected: Undisturbed, folder: Path, se
     urls = servers.urls if servers else []
     operation = 1 + int(this.share * expected.operations)
     running = stack.enter_context(Running(this.job, folder, urls, pause=operation))
-    if this.job.by_torchrun:
-        time.sleep(this.share * expected.seconds)
-    elif not running.wait_for_pause():
+    if not running.wait_for_pause():
         return _judge(this, expected, folder, urls, Harm("nothing: it had ended"), running)
     if this.delay_s:
         running.go_on()
@@ -128,7 +120,7 @@ def _judge(
         if status == 0:
             _require_same(folder, expected.ending, harm, "".join(said))
             return f"{harm.told}: the same end" + (f" after {attempt} more" if attempt else "")
-        with Running(this.job, folder, urls, clock=harm.clock_s) as running:
+        with Running(this.job, folder, urls) as running:
             status = running.finish()
             said.append(running.said)
         _require_words(status, said[-1], stopped=(0, 2))

@@ -1,4 +1,4 @@
-"""Runs under way: forked (``helpers.forked``), or started by torchrun."""
+"""Runs under way, forked (``helpers.forked``)."""
 
 from __future__ import annotations
 
@@ -22,32 +22,27 @@ from .jobs import KEY, Job
 LIMIT_S = 900.0
 """A run that has not ended by then hangs: long, for a machine that is busy with other things."""
 GRACE_S = 30.0
-"""What torchrun gives to ranks whose neighbour has died."""
+"""What ranks have to end in once their neighbour has died, as torchrun gives them."""
 POLL_S = 0.01
 
 
 class Running:
     """A job's processes."""
 
-    def __init__(self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, clock: float = 0.0) -> None:
+    def __init__(self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0) -> None:
         """pause: the file operation before which the first rank stops; 0: none."""
         self.job = job
         self._said, self._operations = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()
         command = job.command(folder, urls)
-        self._launcher: subprocess.Popen | None = None
         self._children: list[Child] = []
-        if job.by_torchrun:
-            self._launcher = cli.start(*command, processes=job.ranks, stdout=self._said, stderr=self._said)
-            self.ranks = [self._launcher.pid]
-        else:
-            here = {"WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
-            watch = ("tests.chaos.pauses:watch", str(folder), pause, self._operations.name, clock)
-            for rank in range(job.ranks):
-                place = {**here, "RANK": rank, "LOCAL_RANK": rank} if job.ranks > 1 else {}
-                environment = {**KEY, **{name: str(value) for name, value in place.items()}}
-                before = [watch] if rank == 0 else []
-                self._children.append(Child(cli.run, command, before, output=self._said.name, environment=environment))
-            self.ranks = [child.pid for child in self._children]
+        here = {"WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+        watch = ("tests.chaos.pauses:watch", str(folder), pause, self._operations.name)
+        for rank in range(job.ranks):
+            place = {**here, "RANK": rank, "LOCAL_RANK": rank} if job.ranks > 1 else {}
+            environment = {**KEY, **{name: str(value) for name, value in place.items()}}
+            before = [watch] if rank == 0 else []
+            self._children.append(Child(cli.run, command, before, output=self._said.name, environment=environment))
+        self.ranks = [child.pid for child in self._children]
         self.statuses: dict[int, int] = {}
         """Of the ranks that have ended."""
 
@@ -73,7 +68,7 @@ class Running:
     def poll(self) -> bool:
         """Whether all its ranks have ended."""
         for place, rank in enumerate(self.ranks):
-            status = self._launcher.poll() if self._launcher else self._children[place].wait()
+            status = self._children[place].wait()
             if status is not None:
                 self.statuses[rank] = status
         return not self.alive()

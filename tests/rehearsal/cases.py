@@ -28,8 +28,6 @@ TRAINING = {
                       sampler_correction="icepop", importance_sampling_level="sequence"),
 }  # fmt: skip
 STEPS = 2
-FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
-"""Those of Transformer Engine and apex."""
 
 
 def batch(algorithm: str, seed: int) -> TrainingBatch:
@@ -118,36 +116,6 @@ def moved_reference(model, rows: TrainingBatch) -> dict:
     return {"ema": moved, "previous": over(model).reference_logprobs(rows)}
 
 
-def reloaded_reference(folder: Path, out: Path) -> list[torch.Tensor]:
-    """Log-probabilities of a resident reference that has moved: as it was, and read from a checkpoint."""
-    from nemo_edo.megatron import checkpoint
-
-    model = build(folder, replace(TRAINING["ed-idpo"], reference_placement="resident"))
-    model.freeze_reference()
-    model.start_training(8)
-    for seed in range(STEPS):
-        rows = batch("ed-idpo", seed)
-        step(model, rows.with_fields(ref_logprobs=over(model).reference_logprobs(rows)))
-    checkpoint.save(model.policy, out, reference=model.reference)
-    found = []
-    for reference in (model.reference, checkpoint.load_reference(model.policy, out)):
-        model.reference = reference
-        model.move_reference("ema", 0.5)
-        found.append(over(model).reference_logprobs(rows).clone())
-    return found
-
-
-def bare_steps(folder: Path, **how) -> dict:
-    """``steps`` of ED-GRPO, what the model computes with, and which fusions it asks for."""
-    from megatron.core.utils import get_model_config
-
-    from nemo_edo.megatron.implementations import kernels
-
-    chunks, found = build(folder, GRPO).built.chunks, steps(folder, "ed-grpo", brief=True, **how)
-    asked = [name for name in FUSIONS if getattr(get_model_config(chunks[0]), name)]
-    return {**found, "kernels": kernels(chunks), "fusions": asked}
-
-
 def sampled(folder: Path, stop: tuple[str, ...] = (), **how) -> dict:
     """Responses to prompts of several lengths, some of which occur more than once."""
     policy = build(folder, GRPO, **how).policy
@@ -170,11 +138,11 @@ def decoded_and_trained(folder: Path) -> bool:
     return math.isfinite(step(model, TrainingBatch(tokens, torch.ones(2, 14)))["grad_norm"])
 
 
-def resumed(models: Path, out: Path, precision: str, parallelism: dict, lora: bool = False) -> dict:
-    """A policy with other weights that resumes from a checkpoint, and the one that wrote it."""
+def resumed(models: Path, out: Path, **how) -> dict:
+    """A policy in bf16 with other weights that resumes from a checkpoint, and the one that wrote it."""
     from nemo_edo.megatron import checkpoint
 
-    how = {"precision": {"dtype": precision}, "parallelism": parallelism, "lora": lora}
+    how |= {"precision": {"dtype": "bf16"}}
     saved, loaded = (build(models / name, TRAINING["sft"], **how).policy for name in ("plain", "other"))
     for policy in (saved, loaded):
         policy.reset_optimizer(OPTIMIZER, total_steps=8)
@@ -254,34 +222,6 @@ def lacking(state: dict) -> dict:
     return {**state, "model0": {name: part for name, part in state["model0"].items() if "linear_fc2" not in name}}
 
 
-def guarded(folder: Path) -> dict:
-    """A step whose numbers are not finite, between two that are; and a weight that is not."""
-    from nemo_edo.losses import NotFinite
-
-    model = build(folder, TRAINING["ed-grpo"])
-    model.freeze_reference()
-    model.start_training(8)
-    reports = [step(model, batch("ed-grpo", 0))]
-    before = model.policy.snapshot()
-    broken = batch("ed-grpo", 1)
-    for field, number in (("advantages", math.nan), ("old_logprobs", -math.inf)):
-        values = getattr(broken, field).clone()
-        values.view(-1)[values.view(-1).nonzero()[0]] = number
-        reports.append(step(model, broken.with_fields(**{field: values})))
-
-    def refuses(logprobs, entropies, micro, _):
-        raise NotFinite("on purpose")
-
-    with mock.patch.object(model, "loss", refuses):
-        reports.append(step(model, batch("ed-grpo", 1)))
-    kept = all(map(torch.equal, before, model.policy.snapshot()))
-    reports.append(step(model, batch("ed-grpo", 2)))
-    finite = [model.policy.is_finite()]
-    with torch.no_grad():
-        next(iter(model.policy.chunks[0].parameters())).view(-1)[3] = math.nan
-    return {"reports": reports, "kept": kept, "finite": [*finite, model.policy.is_finite()]}
-
-
 def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
     """What a precision builds: the modules' types, the weights' types, and Transformer Engine's recipe."""
     from megatron.core.fp8_utils import get_fp8_recipe
@@ -298,7 +238,6 @@ def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "devices": sorted({str(parameter.device) for parameter in model.parameters()}),
         "recipe": type(get_fp8_recipe(config)).__name__ if config.fp8 else None,
-        "in bf16": [config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16],
     }
 
 

@@ -19,16 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pretended(**settings: bool) -> dict[str, str]:
-    try:
-        return environment(**settings)
-    except NotHere as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(scope="package")
 def gpu_environment() -> dict[str, str]:
-    return pretended()
+    try:
+        return environment()
+    except NotHere as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="package")
@@ -42,13 +38,6 @@ def gpu(gpu_environment) -> Iterator[WorkerPool]:
 def two_gpus(gpu_environment) -> Iterator[WorkerPool]:
     """Two processes, each with one."""
     with WorkerPool(2, environment=gpu_environment) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="package")
-def bare_gpu() -> Iterator[WorkerPool]:
-    """A process with the pretended GPU, and without Transformer Engine."""
-    with WorkerPool(1, environment=pretended(transformer_engine=False)) as pool:
         yield pool
 
 

@@ -24,11 +24,10 @@ class NotHere(Exception):
     """What this machine lacks for the rehearsal."""
 
 
-def environment(*, transformer_engine: bool = True) -> dict[str, str]:
-    """The variables with which Python finds a GPU. transformer_engine: and Transformer Engine and apex. Raises NotHere,
-    and RuntimeError where a compiler or uv fails."""
-    engine = [MACHINE / "extensions", transformer_engine_folder()] if transformer_engine else []
-    path = [MACHINE, ROOT, ROOT / "tests", *engine]
+def environment() -> dict[str, str]:
+    """The variables with which Python finds a GPU, Transformer Engine and apex. Raises NotHere, and RuntimeError where
+    a compiler or uv fails."""
+    path = [MACHINE, ROOT, ROOT / "tests", MACHINE / "extensions", transformer_engine_folder()]
     return {
         "PRETENDED_CUDA": str(device()),
         "PYTHONPATH": os.pathsep.join(map(str, path)),
