@@ -66,7 +66,6 @@ time.sleep(60)""")
 
 @pytest.mark.parametrize(("call", "told"), [
     (lambda: edo.train("quickstart", ["sed=1"]), "did you mean seed"),
-    (lambda: edo.train("quickstart", "sed=1"), "did you mean seed"),
     (lambda: edo.train("quickstrt"), "did you mean quickstart"),
     (lambda: edo.sweep("quickstart", ["seed=1"]), "nothing is swept"),
     (lambda: edo.load("nowhere"), "nowhere is not the folder of a run"),

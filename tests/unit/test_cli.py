@@ -16,7 +16,6 @@ import nemo_edo.search
 from nemo_edo.checks import preflight
 from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS
-from nemo_edo.cli.completion import settings
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 
@@ -121,26 +120,16 @@ def test_a_failed_member_is_named_with_its_log_and_a_sweep_under_torchrun_is_ref
 
 @pytest.mark.parametrize(("arguments", "named"), [
     ("search", "name the folder of one run.* got 0"),
-    ("search search.width=2", "name the folder of one run"),
     ("search runs/a runs/b", "got 2 runs"),
-    ("search runs/a --config-path=DIR", "--config-path .* --config-name"),
-    ("search runs/a --on-bad-rows=skip", "--on-bad-rows .* --config-name"),
-    ("search runs/a --config-name=search", "runs/a .* --config-name"),
-    ("search --config-name=search --arm=a", "--arm .* --config-name"),
     ("search --config-name=search", "model.path"),
     ("evaluate", "name the folder of a run.*--config-name"),
-    ("evaluate evaluation.samples=4", "name the folder of a run"),
     ("evaluate runs/a runs/b", "not 2.*--stored"),
     ("evaluate runs/a --config-name=evaluate", "runs/a .* --config-name"),
-    ("evaluate --stored --config-name=evaluate", "--stored .* --config-name"),
     ("evaluate --arm=x --config-name=evaluate", "--arm .* --config-name"),
-    ("evaluate runs/a --config-path=x", "--config-path .* --config-name"),
     ("evaluate runs/none --stored", "runs/none .* config.yaml"),
     ("export runs/a out --max-shard-size=five", "--max-shard-size is five"),
-    ("report runs/none*", r"runs/none\*"),
     ("train -m", "nothing is swept"),
     ("train --jobs=2", "--jobs .* -m"),
-    ("train -m seed=1,2 --print-config", "--print-config .* -m"),
     ("train idpo_quickstart", "--config-name idpo_quickstart"),
     ("train seed=1,2", r"\[a,b\].* -m"),
 ])
@@ -148,15 +137,6 @@ def test_arguments_that_do_not_fit_are_named_before_any_work(jobs, search_job, s
     assert main(arguments.split()) == 2
     assert re.search(named, capsys.readouterr().err)
     assert (jobs.calls, search_job.calls, "members" in swept) == ([], [], False)
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_users_error_is_one_line_on_stderr_of_every_rank(jobs, monkeypatch, capsys, rank: str):
-    monkeypatch.setenv("RANK", rank)
-    assert main(["train", "grpo.alhpa=0.01"]) == 2
-    shown = capsys.readouterr()
-    assert re.fullmatch("nemo-edo: error: .*grpo.alhpa=0.01.* grpo.alpha.\n", shown.err) and shown.out == ""
-    assert jobs.calls == []
 
 
 @pytest.mark.parametrize(("error", "status", "shown"), [
@@ -178,9 +158,7 @@ def test_each_kind_of_end_has_its_status_and_only_a_bug_a_traceback(jobs: Record
 @pytest.mark.parametrize(("arguments", "status", "printed"), [
     ([], 0, ""), (["lunch"], 2, "no command lunch; did you mean launch?"),
     (["train", "--config-nmae", "x"], 2, "unknown option --config-nmae; did you mean --config-name?"),
-    (["report", "a", "b", "--ouy=x"], 2, "unknown option --ouy; did you mean --out?"),
     (["train", "--lr", "1"], 2, "unknown option --lr (nemo-edo train --help lists them, and a setting is written with"),
-    (["export", "a", "b", "--foo"], 2, "unknown option --foo (nemo-edo export --help lists them)"),
     (["report"], 2, "required: RUN"), (["train", "-m", "--jobs=0"], 2, "--jobs: 0"),
     (["train", "--on-bad-rows=drop"], 2, "drop"), (["--version"], 0, f"nemo-edo {nemo_edo.__version__}\n"),
     (["--help"], 0, ""),
@@ -199,12 +177,6 @@ def test_print_config_prints_a_config_that_composes_to_the_same_and_trains_nothi
     assert main(["train", "seed=7", *option]) == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert compose_run("printed", [], tmp_path) == compose_run("quickstart", ["seed=7"]) and jobs.calls == []
-
-
-@pytest.mark.parametrize(("typed", "completed"), [
-    ("grpo.opt", ["grpo.optimizer."]), ("grpo.optimizer.l", ["grpo.optimizer.lr="]), ("see", ["seed="]), ("foo", [])])
-def test_tab_completes_settings_a_level_at_a_time(typed: str, completed: list):
-    assert settings(typed) == completed
 
 
 def test_a_wrong_config_is_an_error_before_torch_is_loaded():

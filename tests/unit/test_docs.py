@@ -51,16 +51,15 @@ COMMANDS = commands()
 
 
 def each_config_once() -> list:
-    """Each different command once. Composing takes a third of a second, so that those are slow whose config an earlier
-    command composes too; ``test_settings_that_a_page_names_exist`` has their settings."""
-    params, composed = [], set()
-    for arguments, page in {tuple(arguments): page for page, arguments in reversed(COMMANDS)}.items():
-        config = arguments[0], *(name for option, name in zip(arguments, arguments[1:], strict=False)
-                                 if option == "--config-name")
-        marks = [pytest.mark.slow] if config in composed and arguments[0] != "report" else []
-        composed.add(config)
-        params.append(pytest.param(page, arguments, marks=marks, id=f"{page}: {' '.join(arguments)}"[:80]))
-    return params
+    """A command of each config: composing one takes a third of a second, and what other commands set is looked up by
+    ``test_settings_that_a_page_names_exist``."""
+    found = {}
+    for page, arguments in COMMANDS:
+        at = [place for place, word in enumerate(arguments) if word == "--config-name"]
+        config = arguments[0], *(arguments[place + 1] for place in at)
+        found.setdefault(tuple(arguments) if arguments[0] == "report" else config, (page, arguments))
+    return [pytest.param(page, arguments, id=f"{page}: {' '.join(arguments)}"[:80])
+            for page, arguments in found.values()]
 
 
 def ends_of_lists(argument: str) -> str:
@@ -132,7 +131,7 @@ def folder_of_the_docs(quickstart_yaml: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("page", "arguments"), each_config_once())
-def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: tuple):
+def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list):
     from nemo_edo.checks import preflight
     from nemo_edo.cluster import slurm
     from nemo_edo.experiments import study, sweep

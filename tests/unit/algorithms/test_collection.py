@@ -55,13 +55,6 @@ def test_by_default_the_samplers_are_used_where_they_are_the_trainers_up_to_the_
         assert view.seen is view.batch and view.batch.sampler_logprobs is not None
 
 
-def test_one_tokens_gap_is_enough_for_the_trainers_own(table_policy):
-    samples = [scored("p", 0, (1,) * 200, 1.0, log_prob=-0.7)]
-    policy = table_policy([[0.0] + [-0.7] * 199 + [-0.7015]])
-    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=False)
-    assert not view.is_samplers and view.batch.old_logprobs[0, -1] == pytest.approx(-0.7015)
-
-
 def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_has_seen(table_policy):
     samples = [scored(f"p{number}", 0, (1, 2), 1.0, log_prob=-0.7) for number in range(11)]
     same = [0.0, -0.7, -0.7]
@@ -165,9 +158,3 @@ def test_a_steps_statistics_equal_hand_computed_values():
     assert step_statistics(batch) == pytest.approx({
         "response_length": 8 / 4, "reward": 3 / 4, "advantage_spread": math.sqrt(3) / 4,
         "zero_advantage_groups": 2 / 3, "sampler_gap_max": 0.75, "sampler_ratio_max": math.exp(0.5)})
-
-
-def test_a_steps_share_of_prompts_with_pairs_counts_prompts_and_not_rows():
-    batch = batch_of(ROWS, groups=[3, 3, 5, 6, 9], pair_role=[1, -1, 0, 0, 1], old_logprobs=[[-1.0] * 3] * 5)
-    # Without the engine's log-probabilities there is no gap to them.
-    assert step_statistics(batch) == pytest.approx({"response_length": 2, "share_with_pairs": 1 / 3})

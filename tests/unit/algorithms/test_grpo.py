@@ -54,15 +54,6 @@ def test_pass_k_gives_the_advantages_of_the_best_of_k(batch_of, group):
     assert advantages.tolist() == pytest.approx([right, wrong, right, wrong, 0, 0, 0, 0])
 
 
-def test_the_overlong_buffer_lowers_the_reward_before_advantages_are_formed(build, table_policy, group):
-    """Of at most 10 tokens with a buffer of 4: 6 tokens cost nothing, 8 half a point, 10 a whole one."""
-    config = GRPOConfig(overlong_buffer=4, advantage_scale="none")
-    collected, _ = build(group([1, 1, 1, 0], lengths=[6, 8, 10, 3]), table_policy(), config, max_new_tokens=10)
-    assert collected.batch.advantages.tolist() == pytest.approx([1 - 0.375, 0.5 - 0.375, -0.375, -0.375])
-    assert collected.statistics["advantage_spread"] == pytest.approx(np.std([0.625, 0.125, -0.375, -0.375]))
-    assert collected.statistics["reward"] == pytest.approx(3 / 4)  # what the verifier gave
-
-
 @pytest.mark.parametrize("settings", [{}, {"pass_k": 2}])
 def test_novelty_moves_advantage_from_the_common_path_to_the_rare_one(batch_of, group, settings: dict):
     """Of three right ones two took one path: each has half of the others with it, the third none."""
@@ -80,15 +71,6 @@ def test_paths_are_read_against_each_problems_own_question(build, table_policy, 
     collected, _ = build(samples, table_policy(), config, questions={"a": QUESTION, "b": "7 + 8 + 9"})
     assert collected.batch.exploration_factors.tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
     assert collected.statistics["redundancy"] == pytest.approx(1 / 2)
-
-
-def test_ngram_paths_join_texts_of_like_wording(batch_of, group):
-    alike, other = "first we add one and then two", "take three away from nine at once"
-    samples = group([1, 1, 1, 0], texts=[alike, f"{alike} more", other, other])
-    assert batch_of(samples, redundancy_weighted=True, solution_paths="ngrams").exploration_factors.tolist() == [
-        0.5, 0.5, 0, 0]
-    unread = batch_of(samples, redundancy_weighted=True, solution_paths="arithmetic").exploration_factors
-    assert unread.tolist() == [1, 1, 1, 0]  # a text that no parser reads is no discovery
 
 
 def test_every_response_explores_unless_uninformative_groups_or_redundancy_forbid_it(batch_of, group):

@@ -56,14 +56,6 @@ def test_the_last_of_so_many_skipped_steps_in_a_row_stops_the_run(broken):
     assert guards.skipped_steps == 3
 
 
-def test_a_step_that_is_taken_ends_the_row_but_not_the_total():
-    guards = Guards(GuardsConfig(max_skipped_steps=2))
-    for _ in range(4):
-        assert found(guards.step(step(loss=math.inf, skipped=True))) == [("guards.max_skipped_steps", "skip")]
-        assert guards.step(step()) == []
-    assert guards.skipped_steps == 4
-
-
 # --- spikes -------------------------------------------------------------------------------------------------------
 
 
@@ -139,17 +131,6 @@ def test_measurements_at_a_bound_count_in_a_row_separately_for_each_side_and_for
     assert [i for i, reward in enumerate(rewards) if fires(guards, "collection", reward=float(reward))] == [9, 10]
     guards = Guards(GuardsConfig(**{**QUIET, "entropy": BoundsConfig(floor=0.1, in_a_row=2)}))
     assert [fires(guards, where, entropy=0.0) for where in ("step", "collection", "step")] == [False, False, True]
-
-
-def test_a_policy_that_answers_some_problems_and_is_near_its_reference_sets_off_no_guard():
-    """The extremes that healthy runs of the quickstarts have shown, and a few times that."""
-    rng, guards = random.Random(1), Guards(GuardsConfig())
-    for _ in range(30):
-        assert guards.collection({"kl": rng.uniform(0, 0.5), "entropy": rng.uniform(0.05, 2), "reward": 0.01,
-                                  "truncated": rng.uniform(0, 0.3)}) == []
-        for _ in range(4):
-            norm = rng.uniform(0.1, 1) * (5 if rng.random() < 0.1 else 1)
-            assert guards.step(step(norm, kl=rng.uniform(-0.1, 0.5), entropy=rng.uniform(0.05, 2))) == []
 
 
 # --- the state ----------------------------------------------------------------------------------------------------
@@ -330,28 +311,17 @@ OFF_BY_BETA, K1, PAIRED = "beta is 0", "kl_estimator k1", "exploration_samples i
 @pytest.mark.parametrize(("config", "steps", "expected"), [
     (GRPOConfig(), 4, []),
     (GRPOConfig(), 1, [ONE_STEP]),
-    (GRPOConfig(alpha=0.0), 1, []),
-    (GRPOConfig(dynamic_sampling=True), 4, [DROPPED]),
-    (GRPOConfig(dynamic_sampling=True, alpha=0.0), 4, []),
     (GRPOConfig(beta=0.0), 4, [OFF_BY_BETA]),
-    (GRPOConfig(beta=0.0, alpha=300.0), 1, [OFF_BY_BETA]),
     (GRPOConfig(beta=0.0, alpha=0.0), 1, []),
-    (GRPOConfig(beta=0.0, exploration_coefficient=0.1), 4, []),
     (GRPOConfig(beta=0.0, exploration_coefficient=0.1, dynamic_sampling=True), 1, [ONE_STEP, DROPPED]),
-    (GRPOConfig(kl_estimator="k1"), 4, [K1]),
     (GRPOConfig(kl_estimator="k1", beta=0.04, alpha=0.5), 4, ["beta = 0.06 and alpha = 0"]),  # does the same
     (GRPOConfig(kl_estimator="k1", beta=0.04, exploration_samples="previous"), 1, [K1]),
     (GRPOConfig(exploration_samples="reference", dynamic_sampling=True), 1, []),  # off-policy from the first step on
     (GRPOConfig(kl_estimator="k1", alpha=0.0), 4, [K1]),
-    (GRPOConfig(kl_estimator="k1", beta=0.0, alpha=0.0), 4, []),
-    (GRPOConfig(kl_estimator="k1", exploration_control="noise"), 4, []),
     (GRPOConfig(kl_estimator="k1+"), 4, []),
-    (IDPOConfig(), 4, []),
     (IDPOConfig(), 1, [ONE_STEP]),
-    (IDPOConfig(alpha=0.0), 1, []),
     (IDPOConfig(exploration_samples="paired"), 4, [PAIRED]),
     (IDPOConfig(exploration_samples="paired", alpha=0.0), 4, []),
-    (IDPOConfig(exploration_samples="3"), 4, []),
 ])
 def test_exploration_that_cannot_act_as_configured_is_reported_and_nothing_else(config, steps, expected: list[str]):
     told = exploration_hazards(config, steps)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -66,19 +65,6 @@ def test_old_logprobs_stay_the_sampling_policys_through_all_steps_of_an_iteratio
         steps_before_the_iteration = 4 * (index // 4)
         expected = -0.01 * batch.tokens[:, 1:].float() - 0.1 * steps_before_the_iteration
         torch.testing.assert_close(batch.old_logprobs, expected)
-
-
-@pytest.mark.parametrize(("algorithm", "size"), [("grpo", 6), ("idpo", 2)])
-def test_a_healthy_run_warns_of_nothing_and_logs_its_collections_and_steps_in_order(run_fake, algorithm, size: int):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        journal = run_fake(algorithm=algorithm, iterations=2, minibatch_size=size)
-    seen = [(line["kind"], line["iteration"], line.get("step")) for line in journal.lines]
-    assert seen == [("collection", 0, None), ("train_step", 0, 0), ("train_step", 0, 1), ("phases", 0, None),
-                    ("collection", 1, None), ("train_step", 1, 2), ("train_step", 1, 3), ("phases", 1, None)]
-    assert [(line["loss"], line["skipped_steps"]) for line in journal.lines_of("train_step")] == [
-        (1, 0), (2, 0), (3, 0), (4, 0)]
-    assert [line["policy_version"] for line in journal.lines_of("collection")] == [0, 1]
 
 
 # --- collections of a part of the problems ------------------------------------------------------------------------

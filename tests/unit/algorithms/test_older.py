@@ -74,15 +74,6 @@ def test_in_the_first_iteration_previous_explores_nothing_and_reference_its_own_
             assert batch.older is None and set(batch.exploration_factors.tolist()) == {factor}
 
 
-def test_fewer_older_samples_than_own_ones_are_taken_again_from_the_first(fake_iteration):
-    """Iteration 0 has five on disk, iteration 1 twelve."""
-    run = fake_iteration(**EXPLORING, exploration_samples="reference")
-    write = run.services.store.write
-    run.services.store.write = lambda t, scored, **place: write(t, scored[:5] if t == 0 else scored, **place)
-    rows = [row for batch in batches_of(run.run(), 1) for row in sequences(older(batch))]
-    assert sorted(Counter(rows).values()) == [2, 2, 2, 3, 3]
-
-
 def test_rollouts_that_are_gone_are_an_error_that_names_iteration_and_setting(fake_iteration, tmp_path):
     run = fake_iteration(**EXPLORING, exploration_samples="previous")
     step = run.services.policy.train_step

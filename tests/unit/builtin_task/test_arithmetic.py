@@ -2,13 +2,10 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_edo.builtin_task.arithmetic import (
     STEP_ERRORS,
     first_wrong_step,
-    max_number,
     solution_path,
     unordered,
     write_dataset,
@@ -94,16 +91,6 @@ def test_files_depend_on_the_seed_alone_and_noise_leaves_questions_as_they_are(t
     assert [problem.question for problem in first] == [problem.question for problem in noisy]
 
 
-def test_every_number_is_at_most_the_largest_even_with_all_steps_wrong(tmp_path):
-    config = ArithmeticConfig(num_operands=3, max_operand=1, warmup_problems=3, train_problems=1, test_problems=1,
-                              weak_fact_share=0.0, step_noise=1.0)
-    assert max_number(config) == 3 + 2 * 2
-    for seed in range(30):
-        problems = load(write_dataset(tmp_path, dataclasses.replace(config, seed=seed)).warmup)
-        numbers = [number for problem in problems for step in steps(problem) for number in step]
-        assert 0 <= min(numbers) <= max(numbers) <= max_number(config)
-
-
 QUESTION = "6 + 1 + 3 + 1"
 EXAMPLE = "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11"
 
@@ -153,14 +140,3 @@ def test_four_distinct_operands_have_144_derivations_and_15_paths():
     assert len(texts) == 144
     assert all(is_valid_derivation(question="1 + 2 + 4 + 8", text=text) for text in texts)
     assert len({solution_path(question="1 + 2 + 4 + 8", text=text) for text in texts}) == 15
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=4), st.randoms(use_true_random=False))
-def test_altering_one_character_of_a_valid_derivation_never_leaves_it_valid_with_another_answer(numbers, rng):
-    question = " + ".join(map(str, numbers))
-    text = rng.choice(enumerate_derivations(tuple(numbers)))
-    assert is_valid_derivation(question=question, text=text)
-    place = rng.randrange(len(text))
-    altered = text[:place] + rng.choice("0123456789 +=#\nx") + text[place + 1 :]
-    if is_valid_derivation(question=question, text=altered):
-        assert altered.strip().split("\n")[-1] == f"#### {sum(numbers)}"

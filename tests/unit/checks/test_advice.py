@@ -43,18 +43,6 @@ def test_the_overrides_compose_and_give_the_memory_that_is_promised(model: str, 
     assert fullest(changed, model_shape(changed), gpus).total == needed
 
 
-def test_free_changes_come_before_expensive_ones_expensive_ones_only_where_needed_and_adapters_last():
-    fits = advice_for("model=qwen2_5_0_5b", "parallelism=dp_sharded", "generation.max_batch_size=64", gpus=8)
-    assert fits[0] == [] and fits[1] < 80 * GB
-    some, _ = advice_for("model=qwen2_5_7b", gpus=8)
-    assert some == ["parallelism.use_distributed_optimizer=true", "parallelism.sequence_parallel=true"]
-    more, _ = advice_for("model=llama3_1_70b", gpus=8)
-    assert more[:2] == some
-    assert {"parallelism.recompute_granularity=full", "parallelism.optimizer_offload_fraction=1.0"} <= set(more)
-    assert advice_for("model=qwen2_5_7b", "parallelism=single", gpus=1, limit=24 * GB)[0][-1] == "lora.rank=16"
-    assert advice_for("model=llama3_1_70b", "parallelism=single", gpus=1, limit=24 * GB)[1] > 24 * GB
-
-
 @pytest.mark.parametrize(("settings", "processes", "train", "test", "rows"), [
     ([], 1, 1280, 256, 640),  # as many as may be: an evaluation has 30 responses to each problem
     ([], 1, 1280, 4, 640),  # a collection has 128 problems, 10 responses to each

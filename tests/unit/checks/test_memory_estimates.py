@@ -32,18 +32,6 @@ def test_the_distributed_optimizer_splits_its_state_over_data_and_context_ranks_
     assert found == (3 * SHAPE.parameters, 9 * SHAPE.parameters)
 
 
-def test_on_a_cpu_the_reference_is_a_second_copy_in_the_same_memory_and_blocks_of_logits_are_small():
-    gpu = load(reference="host", tokens=8192, shape=replace(SHAPE, vocab_size=2**17), fused_loss=True)
-    cpu = replace(gpu, cpu=True)
-    assert stage_memory(cpu, 0).reference == 2 * cpu.shape.parameters and stage_memory(cpu, 0).host == 0
-    blocks = memory.LOSS_BLOCK - memory.CPU_LOSS_BLOCK
-    assert stage_memory(gpu, 0).loss_layer - stage_memory(cpu, 0).loss_layer == 2 * blocks
-    training, idle = stage_memory(gpu, 0), stage_memory(cpu, 0)
-    shares = [memory.FRAGMENTATION * (found.total - found.overhead) for found in (training, idle)]
-    assert [found.overhead - round(share) for found, share in zip((training, idle), shares, strict=True)] == [
-        memory.OVERHEAD, memory.CPU_OVERHEAD]
-
-
 EXPERTS = replace(SHAPE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)
 OF_ALL_LAYERS = 8 * 8 * 3 * 48 * 64
 """Layers, experts, matrices of each, width, hidden size."""
@@ -96,15 +84,6 @@ def test_interleaving_keeps_more_by_the_share_of_korthikanti_et_al():
     assert kept == pytest.approx(SHAPE.num_layers * layer * (1 + (pipeline - 1) / (pipeline * virtual)))
 
 
-def test_full_recomputation_keeps_a_layers_input_of_each_group_and_all_of_the_layers_after_a_block():
-    layer = memory.layer_activation_bytes(load())
-    for group, inputs in ((1, 8), (3, 3), (8, 1)):
-        found = load(ParallelismConfig(recompute_granularity="full", recompute_num_layers=group))
-        assert stage_memory(found, 0).activations == inputs * 64 * 64 * 2 + (group + 1) * layer
-    block = ParallelismConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
-    assert memory.kept_of_layers(load(block)) == 2 * 64 * 64 * 2 + 6 * layer
-
-
 def test_logits_are_the_last_stages_and_a_fused_loss_holds_a_block_of_them():
     stages = load(ParallelismConfig(pipeline_model_parallel_size=2, tensor_model_parallel_size=2))
     assert [stage_memory(stages, stage).loss_layer for stage in (0, 1)] == [0, 64 * 256 * (2 + 4) * 2]
@@ -120,14 +99,3 @@ def test_the_cache_is_keys_and_values_of_every_row_and_layer():
     assert stage_memory(load(), 0).generation == 0
     on_cpu = replace(found, cpu=True)  # where the cache of a bf16 model is in fp32
     assert stage_memory(on_cpu, 0).generation - stage_memory(found, 0).generation == (SHAPE.num_layers + 1) * a_layer
-
-
-@pytest.mark.parametrize("rows", [1, 10_000])
-def test_the_total_counts_training_or_generation_whichever_is_larger(rows: int):
-    parts = stage_memory(load(generation_rows=rows, cached_positions=64 * rows), 0)
-    assert dict(parts.items())["loss layer"] == parts.loss_layer
-    training = parts.activations + parts.loss_layer
-    assert (training > parts.generation) is (rows == 1)
-    held = parts.weights + parts.gradients + parts.optimizer + parts.reference + max(training, parts.generation)
-    assert parts.total == held + parts.overhead
-    assert parts.overhead == memory.OVERHEAD + round(memory.FRAGMENTATION * held)

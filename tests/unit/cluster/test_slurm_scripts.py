@@ -104,10 +104,8 @@ def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_writes_nothing(tmp_pa
 
 @pytest.mark.parametrize(("override", "named"), [
     ("cluster.time_limit=4h", "cluster.time_limit is '4h'"),
-    ("cluster.container.kind=docker", "cluster.container.kind is 'docker'"),
     ("cluster.container.kind=pyxis", "cluster.container.image is None"),
     ("+cluster.options={--mem: 3}", "cluster.options is '--mem: 3'"),
-    ("cluster.nodes=0", "cluster.nodes is 0"),
     ("+cluster.environment={a-b: c}", "cluster.environment is 'a-b'"),
     *((f"{key}='a\nrm -rf b'", rf"{key} is 'a\\nrm -rf b'") for key in
       ("name", "cluster.account", "cluster.partition", "cluster.qos")),

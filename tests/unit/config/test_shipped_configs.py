@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from nemo_edo.config import GRPOLossConfig, IDPOConfig
+from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_job, compose_run
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.losses import dapo_config, dr_grpo_config, gspo_config
@@ -16,11 +16,6 @@ JOBS = {"reward_model", "reward_model_arithmetic", "score"}
 CONFIGS = sorted({path.stem for path in shipped_config_dir().glob("*.yaml")} - JOBS)
 CHOICES = sorted(str(path.relative_to(shipped_config_dir()).with_suffix(""))
                  for path in shipped_config_dir().glob("*/*.yaml") if path.parent.name not in ("study", "studies"))
-CHOSEN = {
-    "precision/bf16": {"dtype": "bf16"}, "parallelism/dp_sharded": {"use_distributed_optimizer": True},
-    "parallelism/tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-}
-"""What some choices promise by their names."""
 MANDATORY = ["model.path=/models/policy", "data.train=/data/train.jsonl", "data.test=/data/test.jsonl"]
 
 
@@ -63,8 +58,7 @@ def test_every_choice_of_every_group_composes_onto_the_quickstart(choice: str):
     pretrained = group == "model" and name != "tiny_llama"
     made = {"arithmetic": [], "source": ["data.source=a:b"], "reasoning_gym": ["data.source_args.name=ab"]}
     needed = MANDATORY[:1] if pretrained else made.get(name, MANDATORY[1:]) if group == "data" else []
-    cfg = compose_run("quickstart", [f"{group}={name}", *needed])
-    assert choice not in CHOSEN or CHOSEN[choice].items() <= vars(getattr(cfg, group)).items()
+    compose_run("quickstart", [f"{group}={name}", *needed])
 
 
 def test_quickstart_arms_have_the_exploration_factors_of_the_study_and_one_follows_grpo_alpha():
@@ -90,13 +84,6 @@ def test_grpo_gsm8k_resolves_to_the_papers_numbers_and_dapo_gsm8k_to_dapos():
     assert (first, name, dapo.clip_low, dapo.clip_high, dapo.beta) == ("grpo", "dapo", 0.2, 0.28, 0)
     assert (dapo.aggregation, dapo.dynamic_sampling) == ("token-mean", True)
     assert dapo.overlong_buffer == cfg.sampling.max_new_tokens // 5
-
-
-def test_idpo_gsm8k_resolves_to_the_papers_numbers():
-    arms = arm_configs(compose_run("idpo_gsm8k", MANDATORY))
-    assert {name: type(arm) for name, arm in arms.items()} == {"eto": IDPOConfig, "ed_idpo": IDPOConfig}
-    assert [arms[name].exploration_weight for name in arms] == [0, pytest.approx(1e-3 * 0.1)]
-    assert [(arm.minibatch_size, arm.optimizer.lr, arm.iterations) for arm in arms.values()] == [(256, 5e-7, 3)] * 2
 
 
 @pytest.mark.parametrize(("name", "of_library", "own"), [

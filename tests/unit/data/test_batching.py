@@ -11,7 +11,6 @@ from nemo_edo.data.batching import (
     padding_share,
     plan_micro_batches,
     sequence_lengths,
-    take_rows,
 )
 
 PAD = 0
@@ -102,15 +101,6 @@ def test_the_length_of_a_row_reaches_to_its_last_response_token(sequences):
     batch = build_batch(sequences, pad_id=PAD)
     responses = [(len(prompt) + len(response)) if response else 2 for prompt, response in sequences]
     assert sequence_lengths(batch) == responses
-
-
-def test_taken_rows_are_cut_and_none_at_all_gives_padding():
-    batch = build_batch([([1], [2, 3]), ([4, 5], [6])], pad_id=PAD).with_fields(advantages=torch.tensor([2.0, 3.0]))
-    taken = take_rows(batch, [1], 3)
-    assert (taken.tokens.tolist(), taken.mask.tolist(), taken.advantages.tolist()) == ([[4, 5, 6]], [[0, 1]], [3])
-    empty = take_rows(batch, [], 2)
-    assert empty.size == batch.unit == 1
-    assert not any(value.any() for value in empty.tensors().values())
 
 
 def test_epoch_order_is_a_permutation_that_seed_and_epoch_determine():

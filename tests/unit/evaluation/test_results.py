@@ -12,7 +12,6 @@ from nemo_edo.evaluation.results import (
     Evaluation,
     load_evaluation,
     newly_solved_and_lost,
-    require_same_problems,
 )
 
 
@@ -46,9 +45,3 @@ def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_
     assert newly_solved_and_lost(after, before) == {"newly_solved": 1.0, "lost": 2.0}
     with pytest.raises(ValueError, match="2 problems .*'d', 'e'"):
         newly_solved_and_lost(before, evaluation("other", "abce", greedy_accuracy=[1.0] * 4))
-
-
-@pytest.mark.parametrize("other", ["ba", "abc"])
-def test_evaluations_on_other_problems_or_in_another_order_are_refused_by_name(other):
-    with pytest.raises(UserError, match="one and two .*different problems"):
-        require_same_problems({"one": evaluation("a", "ab"), "two": evaluation("a", other)})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_edo.errors import RunStopped
-from nemo_edo.experiments.grid import CLAIMS, Cell, Grid, hold, run_grid
+from nemo_edo.experiments.grid import Cell, Grid, run_grid
 from nemo_edo.experiments.sweep import plan_sweep
 from nemo_edo.run.folder import RunFolder
 
@@ -77,13 +77,6 @@ def test_a_failing_cell_stops_no_other_and_is_the_only_one_that_is_run_again(tmp
     assert [log.count("says") for log in grid.logs()] == [1, 2, 1]
 
 
-def test_jobs_run_at_the_same_time_and_share_the_cores(tmp_path: Path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    grid = Stands(tmp_path, "wait1", "wait2")
-    assert run_grid(grid, jobs=2) == []
-    assert grid.logs()[0].startswith(f"says wait1 {max(1, len(os.sched_getaffinity(0)) // 2)}")
-
-
 def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp_path: Path):
     """The second one starts while the first still trains its arm."""
     grid = Stands(tmp_path, "warm1", "warm2", warm_up="one")
@@ -93,13 +86,6 @@ def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp
     assert (given.checkpoint("warmup") / "weights").read_text() == "trained"
     assert (given.path / "metrics.jsonl").read_text() == "of the warm-up, guard lines too\n"
     assert (given.path / "config.yaml").read_text() == "seed: 1"
-
-
-def test_a_cell_that_another_command_has_is_left_to_it(tmp_path: Path):
-    grid = Stands(tmp_path, "a", "b")
-    with hold(tmp_path / CLAIMS / "a.lock"):
-        assert run_grid(grid) == []
-    assert [cell.name for cell in grid.left()] == ["a"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
@@ -124,7 +110,6 @@ def test_a_stopped_grid_stops_its_cells(tmp_path: Path, sent: signal.Signals):
     ("grpo.alpha=0,0.1", True), ("arms=[grpo],[noise]", True), ("checkpoint.keep=1,2", True),
     ("sft.steps=5,6", False), ("model.seq_length=64,65", False), ("data.arithmetic.max_operand=8,9", False),
     ("precision.dtype=fp32,bf16", False), ("seed=1,2", False), ("sft.steps=0,600", False),
-    ("guards.on_grad_norm_spike=warn,skip", False), ("evaluation.samples=2,3", False),
 ])  # fmt: skip
 def test_cells_share_a_warm_up_where_no_setting_that_reaches_it_or_its_evaluation_differs(swept: str, same: bool):
     first, second = plan_sweep("alpha_sweep", [swept]).cells

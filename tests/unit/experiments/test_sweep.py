@@ -21,12 +21,10 @@ def names(*overrides: str) -> list[str]:
 
 @pytest.mark.parametrize(("line", "expected"), [
     (["seed=range(1,4)"], ["seed=1", "seed=2", "seed=3"]),
-    (["+threads=1,2"], ["threads=1", "threads=2"]),
     (["grpo.log_ratio_floor=null,-0.1"], ["log_ratio_floor=null", "log_ratio_floor=-0.1"]),
     (["arms=[grpo,noise],kl_cov"], ["arms=grpo,noise", "arms=kl_cov"]),
     (["grpo.alpha=0,1e-3", "seed=1,2", "idpo.beta=0.5"],
      ["alpha=0,seed=1", "alpha=0,seed=2", "alpha=0.001,seed=1", "alpha=0.001,seed=2"]),
-    (["grpo.beta=1,2", "idpo.beta=3"], ["beta=1", "beta=2"]),
     (["grpo.beta=1,2", "idpo.beta=3,4"],
      [f"grpo.beta={one},idpo.beta={other}" for one in (1, 2) for other in (3, 4)]),
 ])
@@ -46,25 +44,15 @@ def test_a_members_overrides_compose_to_its_own_folder_and_values(tmp_path: Path
 @pytest.mark.parametrize(("overrides", "complaint"), [
     (["seed=1"], "nothing is swept"),
     (["seed=1,2", "grpo.alhpa=0,1"], "unknown key grpo.alhpa"),
-    (["grpo.beta=0.1,-1"], "grpo.beta is -1.0, expected a number of at least 0"),
     (["seed=1,2,1"], "seed=1 is listed twice"),
     (["name=a,b"], "members are named after their other settings"),
-    (["seed=interval(1,2)"], "list the values"),
     (["arms=glob(*)"], "list the values"),
-    (["arms=noise,nois", "seed=1"], "no config nois in group arm; did you mean noise?"),
     (["seed=1,2", "grpo.beta"], "not in Hydra's form"),
 ])
 def test_a_mistake_in_any_member_is_reported_before_one_runs(overrides: list[str], complaint: str):
     with pytest.raises(ConfigError) as caught:
         plan(*overrides)
     assert complaint in str(caught.value)
-
-
-def test_a_member_whose_folder_holds_another_run_is_refused(tmp_path: Path):
-    (tmp_path / "alpha_sweep" / "seed=2").mkdir(parents=True)
-    (tmp_path / "alpha_sweep" / "seed=2" / "config.yaml").write_text("seed: 9")
-    with pytest.raises(UserError, match="exists already with another config"):
-        plan("seed=1,2", folder=tmp_path)
 
 
 def test_sweep_yaml_lists_the_runs_of_all_sweeps_in_the_folder_and_anything_else_is_refused(tmp_path: Path):

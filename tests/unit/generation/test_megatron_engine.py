@@ -86,8 +86,7 @@ def test_temperature_zero_is_the_step_by_step_argmax_of_transformers(engine, den
     assert responses(engine.generate(requests, params(0.0))) == expected
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-@pytest.mark.parametrize("max_batch_size", [1, 4, 7])
+@pytest.mark.parametrize(("max_batch_size", "top_p"), [(1, 1.0), (4, 0.9)])
 def test_a_response_does_not_depend_on_the_batch_size(tiny, policy, engine, requests, max_batch_size, top_p):
     small = tiny.build_engine(policy, stop_ids=STOPS, max_batch_size=max_batch_size)
     expected, found = engine.generate(requests, params(0.7, top_p)), small.generate(requests, params(0.7, top_p))
@@ -158,8 +157,7 @@ def test_context_and_expert_parallelism_are_refused(tiny, policy, monkeypatch, s
         tiny.build_engine(policy)
 
 
-@pytest.mark.parametrize("stop", [("7",), ("3 1", "00"), ("5 ",)])
-@pytest.mark.parametrize("max_batch_size", [5, 64])
+@pytest.mark.parametrize(("stop", "max_batch_size"), [(("7",), 64), (("3 1", "00"), 5), (("5 ",), 64)])
 def test_stop_strings_cut_the_same_responses(tiny, policy, engine, requests, stop, max_batch_size):
     """Each is the beginning of the response without them, up to the token that completes the string."""
     small = tiny.build_engine(policy, stop_ids=STOPS, max_batch_size=max_batch_size)

@@ -35,7 +35,6 @@ def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
 @pytest.mark.parametrize("body", [
     None, [], {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
     changed(token_ids=None), changed(token_ids=[], logprobs=logprobs()), changed(token_ids=[7, 50, 1]),
-    changed(logprobs=None), changed(logprobs=logprobs(-0.1, -0.2)), changed(logprobs=logprobs(-0.1, None, -0.2)),
     changed(logprobs=logprobs(-0.1, math.nan, -0.2)), changed(logprobs=logprobs(-0.1, -math.inf, -0.2)),
     changed(finish_reason="abort"), changed(finish_reason=None),
 ])  # fmt: skip

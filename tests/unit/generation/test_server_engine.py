@@ -14,7 +14,6 @@ from helpers import completions_server
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
-from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import ManagedReplica, Replica
 from nemo_edo.generation.server_api import ServerAPI
 from nemo_edo.generation.server_engine import ServerEngine
@@ -115,12 +114,6 @@ def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_fl
     assert all(len(log["seeds"]) >= 20 and log["most_open"] <= 8 for log in logs)
 
 
-def test_hundreds_of_requests_are_in_flight_at_one_server(start):
-    replicas = start({"hold_until_open": 501})
-    assert_answers_all(engine(replicas, max_in_flight=600), 600)
-    assert log_of(replicas[0])["most_open"] > 500
-
-
 def test_faults_in_a_fifth_of_the_answers_change_no_sample(start):
     replicas = start({"faulty_every": 5})
     assert_answers_all(engine(replicas, attempts=9), 300)
@@ -169,17 +162,6 @@ def test_requests_of_a_server_that_hangs_even_when_restarted_go_to_another(start
     replicas = start({"hang": True}, {})
     assert_answers_all(engine(replicas, request_limit_s=2.0, restarts=1), 40)
     assert replicas[0].starts == 2
-
-
-@pytest.mark.parametrize(("state", "number", "health_limit_s", "starts"), [
-    ({"mute": True, "slow_s": 0.6}, 24, 30.0, 1), ({"mute": True, "hang_after": 6}, 10, 5.0, 2)])  # fmt: skip
-def test_a_server_without_health_checks_is_restarted_only_once_its_requests_get_no_answer_either(
-    start, monkeypatch, state: dict, number: int, health_limit_s: float, starts: int
-):
-    monkeypatch.setattr(dispatch, "CHECK_AFTER_S", 0.1)
-    [replica] = start(state)
-    assert_answers_all(engine([replica], health_limit_s=health_limit_s, max_in_flight=4), number)
-    assert replica.starts == starts
 
 
 def test_the_error_of_the_last_server_carries_the_responses_so_far(start):

@@ -1,6 +1,5 @@
 """From the config to the servers: what is missing is an error before anything is trained."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.generation.servers import build_replicas, check_servers, placed
+from nemo_edo.generation.servers import build_replicas, check_servers
 from nemo_edo.generation.vllm_server import VLLM
 
 SERVERS = "generation.servers"
@@ -65,14 +64,6 @@ def test_servers_choose_among_the_gpus_that_the_run_may_use(monkeypatch, backend
     assert environment["CUDA_VISIBLE_DEVICES"] == expected
 
 
-@pytest.mark.parametrize(("overrides", "trainers", "first"), [
-    ([], 4, "4"), ([], 0, "0"), (of_servers(first_gpu=6), 4, "6"), (["generation.placement=shared"], 4, "0")])
-def test_servers_apart_begin_after_the_trainers_gpus(monkeypatch, overrides, trainers, first):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    [(_, environment)] = commands(placed(config(*overrides), trainers), gpus=8)
-    assert environment["CUDA_VISIBLE_DEVICES"] == first
-
-
 def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):
     monkeypatch.setenv("MY_KEY", "a-secret")
     cfg = config(*of_servers(urls="[http://a:1,http://b:2/]", api_key_variable="MY_KEY"))
@@ -100,7 +91,6 @@ PLAIN = {
     ([], 0, PLAIN | {"distributed-executor-backend": "uni", "max-num-batched-tokens": "8192"}),
     (of_servers(tensor_parallel_size=2), 2, PLAIN | {"tensor-parallel-size": "2", "gpu-memory-utilization": "0.85"}),
     (["lora.rank=20", "generation.refit.lora=adapter"], 0, {"max-lora-rank": "32"}),
-    (of_servers(arguments="[--seed,'7']"), 0, {"seed": "7"}),
     (["sampling.top_p=0.9"], 0, {"logprobs-mode": "raw_logprobs"}),  # of the distribution before the cut
     (["precision=bf16"], 0, {"dtype": "bfloat16"}), (of_servers(dtype="float16"), 0, {"dtype": "float16"}),
     (["model.seq_length=20000"], 0, {"max-num-batched-tokens": "20000"}),  # on a CPU prompts are read whole
@@ -110,20 +100,10 @@ def test_options_of_a_server_follow_config_and_machine(overrides: list[str], gpu
     assert {name: option(command, name) for name in options} == options
 
 
-@pytest.mark.parametrize(("settings", "threads"), [
-    ({}, "6"), ({"replicas": 2}, "3"), ({"replicas": 9}, "1"), ({"replicas": 2, "threads": 5}, "5")])
-def test_replicas_on_the_cpu_share_the_cores_and_their_idle_threads_sleep(settings: dict, threads: str, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
-    for _, environment in commands(config(*of_servers(**settings))):
-        assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == (threads, "PASSIVE")
-
-
 @pytest.mark.parametrize(("backend", "overrides", "named"), [
     ("vllm", ["sampling.top_p=0.9", "sampling.temperature=0.7"], "sampling.temperature is 0.7"),
-    ("trtllm", ["sampling.temperature=0.7"], "sampling.temperature is 0.7"),
     ("trtllm", ["evaluation.temperature=[0.7]"], r"evaluation.temperature is \[0.7\]"),
     ("trtllm", of_servers(host="0.0.0.0"), f"{SERVERS}.host"),
-    ("trtllm", of_servers(dtype="float16"), f"{SERVERS}.dtype"),
     ("vllm", of_servers(urls="[node7:8000]"), f"{SERVERS}.urls.*node7:8000"),
     ("vllm", of_servers(urls="[http://a:1,http://a:1/]"), f"{SERVERS}.urls"),
     *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is .*, expected a URL") for url in (
@@ -131,9 +111,6 @@ def test_replicas_on_the_cpu_share_the_cores_and_their_idle_threads_sleep(settin
     *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is") for url in ("http://", "http://a:99999")),
     ("vllm", ["rewards.judge.url=http://user:pw@host/v1"], "rewards.judge.url is .*, expected null or a URL"),
     ("vllm", of_servers(api_key_variable="KEY"), f"{SERVERS}.api_key_variable"),
-    ("vllm", of_servers(memory_share=1), "memory_share"),
-    ("vllm", of_servers(restarts=-1), "restarts"),
-    ("vllm", of_servers(threads=0), "threads"),
 ])
 def test_impossible_settings_are_refused_when_the_config_is_composed(backend: str, overrides: list[str], named: str):
     with pytest.raises(UserError, match=named) as error:

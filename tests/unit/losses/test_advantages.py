@@ -102,7 +102,6 @@ def test_informative_groups_keeps_whole_groups_whose_rewards_differ_and_whose_me
 
 @pytest.mark.parametrize(("bounds", "kept"), [
     ({"low": 0.2, "high": 0.6}, [True, True, False]), ({"low": 0.6}, [False, True, True]),
-    ({"high": 0.2}, [True, False, False]), ({"low": 0.2, "high": 0.2}, [True, False, False]),
     ({"low": 0.21, "high": 0.59}, [False, False, False]),
 ])
 def test_the_bounds_of_the_difficulty_filter_are_included_and_each_may_be_left_out(bounds, kept):
@@ -143,23 +142,6 @@ def test_pass_at_k_advantages_of_a_large_group_do_not_overflow():
     assert found[1].item() == pytest.approx(-math.sqrt((1 - rate) / rate) / wrong, rel=1e-12)
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0])
-def test_correct_responses_weigh_a_tenth_of_wrong_ones(wrong):
-    rewards = torch.tensor([1.0, wrong, wrong], dtype=torch.float64)
-    assert positive_downweighted_advantages(rewards).tolist() == [0.1, -1.0, -1.0]
-    assert positive_downweighted_advantages(rewards, positive=1, negative=0.5).tolist() == [1.0, -0.5, -0.5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64, torch.bool])
-@pytest.mark.parametrize("function", [
-    lambda r: group_advantages(r, [1] * 4), lambda r: pass_at_2(r, [1] * 4), positive_downweighted_advantages])
-def test_advantages_have_the_rewards_floating_type_and_no_gradient(dtype, function):
-    rewards = torch.tensor([1, 0, 0, 1]).to(dtype).requires_grad_(dtype.is_floating_point)
-    found = function(rewards)
-    assert found.dtype == (dtype if dtype.is_floating_point else torch.get_default_dtype())
-    assert not found.requires_grad
-
-
 pass_at_2 = partial(pass_at_k_advantages, k=2)
 
 
@@ -177,20 +159,14 @@ def test_groups_that_do_not_fit_are_errors(function, rewards, ids, message):
 
 @pytest.mark.parametrize(("call", "message"), [
     (partial(group_advantages, scale="max"), "scale is 'max'"),
-    (partial(group_advantages, baseline="none"), "baseline is 'none'"),
-    (partial(group_advantages, deviation="n"), "deviation is 'n'"),
     (partial(group_advantages, singletons="skip"), "singletons is 'skip'"),
     (lambda r, _: group_advantages(r, ["a", "a", {}, "a", "a"]), "group_ids has a dict at row 2"),
     (partial(informative_groups, low=0.8, high=0.2), "low is 0.8 and high is 0.2"),
-    (partial(informative_groups, low=math.nan), "low is nan"),
     (partial(pass_at_k_advantages, k=0), "k is 0"),
     (lambda r, ids: pass_at_k_advantages(r, [4, 4, 9, 9, 9], 3), r"k is 3, but groups \[4\] have fewer"),
     (lambda r, ids: pass_at_2(r - 0.5, ids), r"rewards has values \[0.5, -0.5, .*\] at rows \[0, 1, 2, 3, 4\]"),
     (lambda r, _: positive_downweighted_advantages(r / 2), r"rewards has values \[0.5, .*\] at rows \[0, 2, 3\]"),
-    (lambda r, _: positive_downweighted_advantages(r / 0), r"rewards has values .*nan"),
-    (lambda r, _: positive_downweighted_advantages(r[None]), r"rewards has shape \(1, 5\)"),
     (lambda r, _: positive_downweighted_advantages(r, negative=-1.0), "negative is -1.0"),
-    (lambda r, _: positive_downweighted_advantages(r, positive=math.nan), "positive is nan"),
 ])
 def test_settings_of_advantages_that_do_not_fit_are_errors(call, message):
     with pytest.raises(ValueError, match=message):

@@ -85,13 +85,6 @@ def test_below_the_floor_the_value_is_the_floor_and_the_gradient_exactly_zero(ra
     assert not share.sum.requires_grad
 
 
-def test_a_token_at_the_floor_is_not_below_it_and_without_a_floor_none_is():
-    logprobs, old, mask = torch.tensor([[-1.5, -1.6]], requires_grad=True), torch.full((1, 2), -1.0), torch.ones(1, 2)
-    assert [floor_share(logprobs, old, mask, floor).sum.item() for floor in (-0.5, None)] == [1.0, 0.0]
-    term = exploration_term(logprobs, old, mask, reduction="seq-sum", log_ratio_floor=-0.5)
-    assert grad(term.sum, logprobs)[0].tolist() == [[1.0, 0.0]]
-
-
 @pytest.mark.parametrize("floor", [0.0, 0.1, torch.nan])
 def test_a_floor_that_is_not_below_zero_is_an_error(random_batch, floor):
     batch = random_batch(0)

@@ -14,8 +14,6 @@ from nemo_edo.losses import (
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
-MEANS_AND_EXTREMES = ("sampler_gap", "sampler_gap_max", "sampler_ratio", "sampler_ratio_max", "sampler_kl_k1",
-                      "sampler_kl_k3")
 
 
 @few
@@ -55,17 +53,6 @@ def test_icepop_weights_are_the_ratio_within_the_bounds_and_zero_outside(random_
     torch.testing.assert_close(weights, torch.where((mean >= low) & (mean <= high) & valid, log_ratio.exp(), 0.0))
 
 
-def test_icepops_bounds_belong_to_the_range_and_an_overflow_does_not():
-    log_ratio = torch.tensor([[0.5, 2.0, 0.49, 2.01]]).log()
-    mask = torch.ones(1, 4)
-    low, high = (log_ratio[0, column].exp().item() for column in (0, 1))
-    weights = icepop_weights(log_ratio, torch.zeros(1, 4), mask, low=low, high=high)
-    assert torch.equal(weights != 0, torch.tensor([[True, True, False, False]]))
-    overflow = icepop_weights(torch.zeros(1, 4), torch.full((1, 4), -500.0), mask, low=0.5,
-                              high=torch.finfo(torch.float32).max)
-    assert torch.equal(overflow, torch.zeros(1, 4))
-
-
 @few
 @given(seed=seeds)
 def test_sampler_gaps_and_mismatches_are_means_and_percentiles_of_their_formulas(random_batch, seed):
@@ -94,27 +81,13 @@ def test_sampler_gaps_and_mismatches_are_means_and_percentiles_of_their_formulas
     }, rel=1e-10, abs=1e-14)
 
 
-def test_a_mismatch_beyond_all_numbers_still_has_a_gap_and_no_order_of_rows_changes_it():
-    sampler = torch.tensor([[-9999.0, -1.0], [-2.0, -0.5]])
-    trainer, mask = torch.full((2, 2), -1.0), torch.ones(2, 2)
-    found = sampler_mismatch(trainer, sampler, mask)
-    assert found["sampler_gap"] == pytest.approx((9998 + 0 + 1 + 0.5) / 4)
-    assert found["sampler_ratio_max"] == torch.inf
-    assert (found["sampler_chi2"], found["sampler_chi2_sequence"]) == pytest.approx((np.exp(40) / 4, np.exp(40) / 2))
-    assert (found["sampler_ess"], found["sampler_ess_sequence"]) == (1 / 4, 1 / 2)
-    turned = sampler_mismatch(trainer.flip(0), sampler.flip(0), mask)
-    assert {name: turned[name] for name in MEANS_AND_EXTREMES} == {name: found[name] for name in MEANS_AND_EXTREMES}
-
-
 @pytest.mark.parametrize(("call", "name", "values"), [
-    (truncated_importance_weights, "cap", {"cap": cap}) for cap in (0.0, -1.0, torch.inf, torch.nan, 1e39)
-] + [
+    *((truncated_importance_weights, "cap", {"cap": cap}) for cap in (0.0, torch.nan, 1e39)),
     (truncated_importance_weights, "level", {"cap": 2.0, "level": "group"}),
     (icepop_weights, "level", {"low": 0.5, "high": 2.0, "level": "group"}),
     (sequence_masked_weights, "low and high", {"low": 2.0, "high": 0.5}),
-] + [
-    (icepop_weights, "low and high", {"low": low, "high": high})
-    for low, high in ((-0.1, 2.0), (2.0, 2.0), (3.0, 2.0), (0.5, torch.inf), (torch.nan, 2.0))
+    *((icepop_weights, "low and high", {"low": low, "high": high})
+      for low, high in ((-0.1, 2.0), (2.0, 2.0), (0.5, torch.inf), (torch.nan, 2.0))),
 ])
 def test_caps_levels_and_bounds_that_do_not_fit_are_errors(call, name, values):
     x = torch.zeros(1, 1)

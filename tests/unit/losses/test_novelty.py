@@ -5,10 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.losses import (
     NgramPaths,
-    each_path,
     novelty_advantages,
     redundancy_shares,
 )
@@ -70,21 +68,6 @@ def test_equally_redundant_solutions_keep_their_advantages_bit_for_bit_and_so_do
         before = torch.tensor([0.3, -0.7, 1.1], dtype=dtype)
         after = novelty_advantages(before, torch.tensor([1.0, 1.0, 0.0]), [1, 1, 1], [0] * 3, strength=0.0)
         assert after.dtype == dtype and torch.equal(after, before)
-
-
-def test_each_path_adapts_the_built_in_tasks_parser():
-    question = "6 + 1 + 3 + 1"
-    texts = [
-        "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11",
-        "1 + 1 = 2\n3 + 6 = 9\n2 + 9 = 11\n#### 11",  # the same merges in another order
-        "6 + 1 = 7\n7 + 3 = 10\n10 + 1 = 11\n#### 11",
-        "it is 11",
-    ]
-    paths = each_path(solution_path)(question, texts)
-    assert paths[0] == paths[1] != paths[2]
-    assert paths[2] is not None and paths[3] is None
-    shares = redundancy_shares(paths, [True] * 4, [0] * 4)
-    torch.testing.assert_close(shares, torch.tensor([1 / 3, 1 / 3, 0.0, 0.0]))
 
 
 texts_of_few_words = st.lists(st.lists(st.sampled_from("abc"), max_size=7).map(words), max_size=8)

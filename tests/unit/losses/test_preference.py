@@ -113,8 +113,6 @@ def test_a_padding_pair_contributes_nothing_and_the_reference_gets_no_gradient(l
 @every_pair_loss
 @pytest.mark.parametrize(("changes", "message"), [
     ({"ref_rejected": torch.zeros(2)}, r"ref_rejected has shape \(2,\)"),
-    ({"policy_rejected": torch.zeros(())}, r"policy_rejected has shape \(\)"),
-    ({"policy_chosen": torch.zeros(3, 4)}, r"policy_chosen has shape \(3, 4\)"),
     ({"mask": torch.ones(2)}, r"mask has shape \(2,\)"),
     ({"mask": torch.ones(3) * 0.5}, "mask has values other than 0 and 1"),
     *(({"beta": beta}, f"beta is {beta}") for beta in (0.0, -0.1, math.nan, math.inf)),
@@ -267,13 +265,9 @@ def test_the_ed_idpo_metrics_are_unweighted_and_without_gradient(random_batch):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"pair_mask": torch.ones(4)}, r"pair_mask has shape \(4,\)"),
     ({"pair_mask": torch.full((3,), 2.0)}, "pair_mask has values other than 0 and 1"),
-    ({"ref_chosen": torch.zeros(2)}, "ref_chosen has shape"),
-    ({"policy_rejected": torch.tensor([0, torch.nan, 0])}, "policy_rejected has NaN or infinite"),
     ({"sample_mask": torch.ones(2, 5)}, r"sample_mask has \(2, 5\)"),
-    ({"sample_mask": torch.full((2, 4), 0.5)}, "sample_mask has values other than 0 and 1"),
     ({"sample_mask": torch.zeros(2, 4)}, "mask is empty"),
     ({"sample_old_logprobs": torch.zeros(2, 5)}, r"sample_old_logprobs has shape \(2, 5\)"),
-    ({"sample_old_logprobs": torch.full((2, 4), -torch.inf)}, "sample_old_logprobs has NaN or infinite"),
     ({"sample_logprobs": torch.full((2, 4), torch.nan)}, "sample_logprobs has NaN or infinite"),
     ({"sample_weights": torch.zeros(3)}, r"weights has shape \(3,\)"),
     *(({"exploration_weight": weight}, "^exploration_weight is") for weight in (-0.1, math.nan, math.inf)),

@@ -79,13 +79,9 @@ def test_ragged_negatives_equal_questions_taken_one_by_one(weighting, garbage):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"weighting": "mean"}, "weighting is 'mean'"), ({"l2": -0.1}, "l2 is -0.1"),
-    ({"l2": math.nan}, "l2 is nan"),
     ({"positive_scores": torch.zeros(3)}, r"positive_scores has shape \(3,\) and negative_scores \(2, 4\)"),
-    ({"positive_scores": torch.zeros(2, 1)}, r"positive_scores has shape \(2, 1\)"),
-    ({"negative_scores": torch.zeros(2)}, r"negative_scores \(2,\), expected \[Q\] and \[Q, K\]"),
     ({"negative_mask": torch.ones(2, 3)}, r"negative_mask has shape \(2, 3\), expected \(2, 4\)"),
     ({"negative_mask": torch.full((2, 4), 0.5)}, "negative_mask has values other than 0 and 1"),
-    ({"positive_scores": torch.tensor([0, torch.inf])}, "positive_scores has NaN or infinite"),
     ({"negative_scores": torch.full((2, 4), torch.nan)}, "negative_scores has NaN or infinite"),
 ])
 def test_ranking_nce_names_the_argument_that_does_not_fit(changes, message):

@@ -32,14 +32,12 @@ def optimizer_tensors(policy) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in [*parameters, *moments]]
 
 
-FULL = {"fp32": ("fp32", False, None), "bf16": ("bf16", False, None),
-        "fp32, distributed": ("fp32", True, None), "bf16, distributed": ("bf16", True, None)}
 LORA = LoRAConfig(rank=4, alpha=6.0)
-ADAPTERS = {"fp32, distributed, adapters": ("fp32", True, LORA), "bf16, adapters": ("bf16", False, LORA)}
-EITHER = [FULL["fp32"], FULL["bf16, distributed"]]
+EITHER = {"fp32": ("fp32", False, None), "bf16, distributed": ("bf16", True, None)}
+RESUMED = {**EITHER, "fp32, distributed, adapters": ("fp32", True, LORA), "bf16, adapters": ("bf16", False, LORA)}
 
 
-@pytest.fixture(params=FULL.values(), ids=FULL)
+@pytest.fixture
 def kind(request) -> dict:
     dtype, sharded, lora = request.param
     return {"dtype": dtype, "parallelism": ParallelismConfig(use_distributed_optimizer=sharded), "lora": lora}
@@ -62,7 +60,7 @@ def other(request, tiny, tmp_path, kind):
     return policy
 
 
-@pytest.mark.parametrize("kind", (FULL | ADAPTERS).values(), ids=FULL | ADAPTERS, indirect=True)
+@pytest.mark.parametrize("kind", RESUMED.values(), ids=RESUMED, indirect=True)
 def test_a_policy_loaded_with_its_optimizer_resumes_to_the_last_bit(trained, other, tiny, tmp_path):
     checkpoint.save(trained, tmp_path / "checkpoint", with_optimizer=True)
     checkpoint.load(other, tmp_path / "checkpoint", with_optimizer=True)
@@ -73,7 +71,7 @@ def test_a_policy_loaded_with_its_optimizer_resumes_to_the_last_bit(trained, oth
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("kind", [FULL["bf16"], FULL["bf16, distributed"]], indirect=True, ids=str)
+@pytest.mark.parametrize("kind", [("bf16", False, None), EITHER["bf16, distributed"]], indirect=True, ids=str)
 def test_weights_alone_load_to_the_last_bit_and_the_next_step_starts_from_them(trained, other, tiny, tmp_path):
     """Not from the optimizer's own fp32 copies of what was there before."""
     checkpoint.save(trained, tmp_path / "checkpoint")
@@ -125,7 +123,7 @@ def test_extra_comes_back_as_given_and_a_later_save_of_the_same_name_replaces_it
     assert list(copy.parent.iterdir()) == [copy]
 
 
-@pytest.mark.parametrize("kind", EITHER, indirect=True, ids=str)
+@pytest.mark.parametrize("kind", EITHER.values(), ids=EITHER, indirect=True)
 @pytest.mark.parametrize("other", [[]], indirect=True)
 def test_training_meanwhile_does_not_change_what_is_written(trained, other, tiny, tmp_path, held_writer):
     weights, state = trained.snapshot(), optimizer_tensors(trained)
@@ -140,16 +138,6 @@ def test_training_meanwhile_does_not_change_what_is_written(trained, other, tiny
     assert all(map(torch.equal, other.snapshot(), weights))
     assert all(map(torch.equal, optimizer_tensors(other), state))
     assert not all(map(torch.equal, trained.snapshot(), weights))
-
-
-def test_a_writer_that_fails_is_an_error_that_tells_of_it_and_leaves_no_checkpoint(policy, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(filesystem_async, "_write_item", fail)
-    with pytest.raises(UserError, match="checkpoint.part could not be written by rank 0: .*no space left on device"):
-        checkpoint.save(policy, tmp_path / "checkpoint")
-    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.timeout(100)
@@ -194,11 +182,8 @@ def flip_a_bit(path) -> None:
 @pytest.mark.parametrize(("damage", "named"), [
     (lambda folder: flip_a_bit(max(folder.glob("*.distcp"))), r"\.distcp"),
     (lambda folder: flip_a_bit(folder / "about.json"), "about.json"),
-    (lambda folder: max(folder.glob("*.distcp")).unlink(), r"\.distcp"),
     (lambda folder: (folder / "about.json").unlink(), "about.json"),
-    (lambda folder: (folder / "metadata.json").unlink(), "metadata.json"),
     (lambda folder: (folder / "checksums.json").unlink(), "checksums.json"),
-    (lambda folder: (folder / "checksums.json").write_text('{"a": '), "checksums.json"),
     (lambda folder: (folder / "more").write_text(""), "more"),
 ])
 def test_any_damage_is_noticed_before_anything_is_loaded(policy, copy, damage, named: str):

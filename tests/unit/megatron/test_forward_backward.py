@@ -184,14 +184,6 @@ def test_the_shares_of_two_data_parallel_ranks_add_up_to_the_dense_gradients(
     assert_same(found, dense[name])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_rows_and_micro_batches_that_are_all_padding_contribute_nothing(run, batch, dense, name):
-    tensors = batch.tensors().items()
-    padded = TrainingBatch(**{key: torch.cat([value, torch.zeros_like(value[:4])]) for key, value in tensors})
-    assert padded.size == 10 and not padded.mask[6:].any()
-    assert_same(run(padded, name, (2,)), dense[name])
-
-
 def test_the_contents_of_padding_change_nothing(run, batch, dense):
     """Values at masked positions, and tokens after the response: causal attention and the mask keep them out."""
     valid = batch.mask.bool()
@@ -206,13 +198,6 @@ def test_the_contents_of_padding_change_nothing(run, batch, dense):
     assert not torch.equal(tokens, batch.tokens)
     for name in ("ed-grpo", "ed-idpo"):
         assert_same(run(garbage, name, (2,)), dense[name])
-
-
-def test_forward_only_and_logprobs_leave_no_gradient(run, policy, tiny, batch, dense):
-    found = run(batch, "ed-grpo", (2,), forward_only=True)
-    assert found.metrics == pytest.approx(dense["ed-grpo"].metrics, rel=1e-4, abs=1e-6)
-    tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)
-    assert not any(gradient.any() for gradient in tiny.exported_gradients(policy).values())
 
 
 @pytest.mark.parametrize("refuses", [True, False])
@@ -231,13 +216,6 @@ def test_a_micro_batch_whose_loss_is_not_finite_makes_the_whole_loss_nan(run, ba
     found = run(batch, "sft", (2,), loss=broken)
     assert calls == [2, 2, 2]
     assert math.isnan(found.metrics["loss"])
-
-
-def test_a_term_without_samples_in_the_whole_batch_adds_nothing(run, batch):
-    without_pairs = batch.with_fields(pair_role=torch.zeros(batch.size, dtype=torch.int64))
-    found = run(without_pairs, "ed-idpo", (2,)).metrics
-    assert found["loss"] == pytest.approx(ED_IDPO.exploration_weight * found["exploration"], rel=1e-5)
-    assert found["exploration"] != 0 and found["preference_loss"] == 0
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])

@@ -17,7 +17,6 @@ from nemo_edo.megatron import checkpoint, lora
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 from nemo_edo.megatron.process_groups import device_and_groups
-from nemo_edo.megatron.splits import check_adapters
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
@@ -161,20 +160,6 @@ def test_merging_keeps_the_policy_and_reinitialises_the_adapters(policy, tiny):
         torch.testing.assert_close(base[name], expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_a_step_after_merging_in_bf16_starts_from_the_new_adapters(tiny, tiny_qwen2, distributed_optimizer):
-    """Not from the optimizer's own fp32 copies of the merged ones."""
-    parallelism = ParallelismConfig(use_distributed_optimizer=distributed_optimizer)
-    policy = tiny.build_policy(tiny_qwen2, parallelism, "bf16", LORA)
-    start = policy.snapshot()
-    randomized(policy)
-    policy.reset_optimizer(OPTIMIZER, total_steps=8)
-    policy.merge_adapters()
-    tiny.train_sft(policy, [0])
-    for after, new in zip(policy.snapshot(), start, strict=True):
-        assert (after.float() - new.float()).abs().max() < 0.03
-
-
 @pytest.mark.parametrize(("there", "here"), [
     (LORA, None), (LORA, LoRAConfig(rank=2, alpha=6.0)), (LORA, LoRAConfig(rank=4, alpha=3.0)),
     (LORA, LoRAConfig(rank=4, alpha=6.0, targets=["linear_qkv"])), (None, LORA)])
@@ -184,15 +169,3 @@ def test_a_checkpoint_with_other_adapters_is_an_error_that_names_both(tiny, tiny
     with pytest.raises(UserError) as caught:
         checkpoint.load(policy, tmp_path / "checkpoint")
     assert f"lora is {lora.describe(there)!r} there and {lora.describe(here)!r} here" in str(caught.value)
-
-
-@pytest.mark.parametrize(("refused", "tensor_parallel", "model", "named", "allowed"), [
-    ({"rank": 3}, 2, {}, "lora.rank 3", {"rank": 4}),
-    ({}, 1, {"num_moe_experts": 8}, "lora.targets.* experts", {"targets": ["linear_qkv"]}),
-    ({}, 2, {"gated_linear_unit": False}, "lora.targets linear_fc1", {"targets": ["linear_qkv"]}),
-])
-def test_adapters_that_cannot_be_split_are_refused(refused, tensor_parallel, model, named, allowed):
-    shape = SimpleNamespace(**{"num_moe_experts": None, "gated_linear_unit": True, **model})
-    with pytest.raises(UserError, match=named):
-        check_adapters(LoRAConfig(**{"rank": 2, **refused}), shape, tensor_parallel)
-    check_adapters(LoRAConfig(**{"rank": 2, **allowed}), shape, tensor_parallel)

@@ -4,12 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.data.shares import MicroBatching
-from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron import output_layer
 from nemo_edo.megatron.policy import MegatronPolicy
@@ -110,16 +108,3 @@ def test_bf16_outputs_are_not_copied_to_fp32_and_both_heads_agree(tiny, tiny_qwe
     far = {name: distance(fused.gradients[name], gradient) for name, gradient in logits.gradients.items()}
     # The hidden states' gradient is rounded once more (2^-8), and two layers make that up to 2.6 times as large.
     assert max(far.values()) < 2**-5, far
-
-
-def test_an_output_layer_that_does_more_than_multiply_is_not_fused(policy, monkeypatch):
-    """As Gemma 2's, which bounds the logits."""
-
-    class Bounded(ColumnParallelLinear):
-        pass
-
-    monkeypatch.setattr(output_layer, "FUSED_FROM_LOGITS", 1)
-    monkeypatch.setattr(unwrap_model(policy.chunks[0]).output_layer, "__class__", Bounded)
-    assert not output_layer.LossHead(policy.chunks, "auto", policy.built.vocab_size).fuses(10)
-    with pytest.raises(UserError, match="this model's is Bounded: set model.loss_head=logits"):
-        output_layer.LossHead(policy.chunks, "fused", policy.built.vocab_size)

@@ -32,13 +32,6 @@ def test_a_nodes_fourth_process_takes_its_gpu(monkeypatch, visible, chosen):
     assert platform.local_gpu(3) == torch.device("cuda", chosen)
 
 
-def test_the_second_call_of_enter_changes_nothing(cases):
-    result = cases["enter_twice"]
-    some = {"torch.cuda.current_device", "torch.zeros", "Tensor.cuda"}
-    assert some <= set(result["first"])
-    assert (result["second"], result["devices"], result["threads"]) == ([], ["cpu", "cpu"], 1)
-
-
 def test_cuda_means_the_cpu_and_a_block_that_names_a_device_still_does(cases):
     assert cases["make_tensors"] == {
         "asked": ["cpu", "cpu", "meta", "cpu"], "within": ["meta", "meta", "meta", "cpu"],

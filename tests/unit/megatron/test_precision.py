@@ -10,7 +10,6 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron.precision import (
     RECIPES,
     DeviceSupport,
-    check_dimensions,
     check_fp8_support,
     configure,
     dimensions,
@@ -45,9 +44,7 @@ def test_a_recipe_runs_on_the_gpus_that_transformer_engine_allows():
 
 @pytest.mark.parametrize(("recipe", "machine", "message"), [
     ("mxfp8", DeviceSupport(H100, "13.0", "2.8"), r"10.0 or higher and below 12.0 .* 9.0; .* delayed"),
-    ("tensorwise", DeviceSupport(A100, "13.0", "2.8"), r"8.9 or higher .* 8.0; .* no FP8 recipe"),
     ("tensorwise", DeviceSupport(H100, "13.0", "2.1.0"), r"Transformer Engine 2.2 .* 2.1.0"),
-    ("delayed", DeviceSupport(H100, "13.0", None), r"Transformer Engine 1.0 .* none"),
     ("blockwise", DeviceSupport(H100, "12.8", "2.8"), r"CUDA 12.9 .* 12.8"),
     ("tensorwise", DeviceSupport(None, None, None), r"set precision=bf16"),
 ])
@@ -69,15 +66,6 @@ def test_dimensions_are_those_of_one_tensor_parallel_rank():
         "attention output": 14 * 64 // 2,
         "units of an MLP": 2432,
     }
-
-
-def test_blockwise_gathers_whole_blocks_of_the_hidden_size():
-    sizes = {"hidden size": 1040, "units of an MLP": 2416}
-    check_dimensions(fp8("blockwise"), sizes)
-    check_dimensions(fp8("tensorwise"), sizes, gathers=True)
-    with pytest.raises(UserError, match=r"sequence_parallel .* multiple of 128, the model's is 1040.*=false"):
-        check_dimensions(fp8("blockwise"), sizes, gathers=True)
-    check_dimensions(fp8("blockwise"), sizes | {"hidden size": 896}, gathers=True)
 
 
 @pytest.mark.parametrize("precision", [fp8("delayed", fp8_margin=1), fp8("tensorwise", bf16_layers_at_start=1)])

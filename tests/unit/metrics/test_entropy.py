@@ -37,13 +37,6 @@ def test_bfloat16_logits_of_a_real_vocabulary_are_exact_to_a_millionth():
     assert (entropies >= 0).all() and (entropies <= math.log(152_000) + 1e-6).all()
 
 
-def test_large_logits_and_extreme_temperatures_stay_finite():
-    logits = torch.tensor([3e38, -3e38, 3e38])
-    assert entropy_from_logits(logits).item() == pytest.approx(math.log(2))
-    assert entropy_from_logits(torch.tensor([1.0, 0.0, 1.0]), temperature=1e-37).item() == pytest.approx(math.log(2))
-    assert entropy_from_logits(torch.tensor([1.0, 0.0, 2.0]), temperature=1e30).item() == pytest.approx(math.log(3))
-
-
 @pytest.mark.parametrize(("logits", "message"), [
     (torch.full((2, 3), -torch.inf), "logits hold nothing but -inf; 2 of 2 positions"),
     (torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), "logits hold NaN; 1 of 2 positions"),

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from nemo_edo.metrics import (
-    Interval,
     bootstrap_ratio,
     mean_interval,
     mean_p_value,
@@ -23,15 +22,6 @@ def test_the_bootstrap_of_a_ratio_of_sums_agrees_with_the_delta_methods_closed_f
     assert interval.mean == pytest.approx(ratio)
     assert interval.low == pytest.approx(ratio - half, abs=0.05 * half)
     assert interval.high == pytest.approx(ratio + half, abs=0.05 * half)
-
-
-@pytest.mark.parametrize(("sums", "counts", "mean"), [
-    ([1.0], [4.0], 0.25),  # one problem
-    ([1.0, 0.0], [2.0, 0.0], 0.5),  # a quarter of the resamples holds the empty problem only, and is left out
-    ([1.0, 9.0], [1, 9], 1.0),
-])
-def test_resamples_that_cannot_differ_have_an_interval_without_width(sums, counts, mean):
-    assert bootstrap_ratio(sums, counts, resamples=100, seed=0) == Interval(mean, mean, mean)
 
 
 def test_pairing_removes_what_both_have_in_common():

@@ -52,17 +52,6 @@ def test_estimated_p_values_count_the_observed_pattern_and_are_fixed_by_the_seed
     assert first == again != other
 
 
-@pytest.mark.parametrize(("a", "b", "p"), [
-    ([0.1, 0.1, 0.1, 0.4], [0.0] * 4, 2 / 16), ([0.1, 0.2, -0.3], [0.0] * 3, 1.0),  # but for rounding, equal sums
-    ([1.5, 2.0], [1.5, 2.0], 1.0),
-    ({"p": 10.0, "q": 1.0, "r": 2.0}, {"r": 1.0, "q": 0.5, "p": 9.0}, 2 / 8),  # by id, all differences are positive
-    ([10.0, 1.0, 2.0], [1.0, 0.5, 9.0], 6 / 8),
-    ([3.0, 2.0, *range(50)], [1.0, 1.0, *range(50)], 2 / 4),  # problems without a difference change nothing
-])
-def test_the_permutation_test_in_closed_form(a, b, p):
-    assert paired_permutation_test(a, b) == p
-
-
 @pytest.mark.parametrize("test", [solved_and_lost, mcnemar, paired_permutation_test])
 @pytest.mark.parametrize(("a", "b", "message"), [
     ([1, 0], [1], r"\(2,\) and \(1,\)"), ([], [], r"\(0,\) and \(0,\)"), ([[1, 0]], [[1, 0]], r"\(1, 2\)"),

@@ -11,7 +11,6 @@ from helpers.scripted_server import ScriptedReplica, engine_of
 from safetensors.torch import load_file
 
 from nemo_edo.config import LoRAConfig
-from nemo_edo.errors import UserError
 from nemo_edo.refit import server_weights
 from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync
 from nemo_edo.refit.export import WeightFolders
@@ -78,16 +77,6 @@ def test_folders_are_removed_once_all_servers_have_the_next_and_with_the_sync(sy
     del sync
     gc.collect()
     assert list((tmp_path / "refit").glob("*/*")) == []
-
-
-def test_the_same_version_is_pushed_again_only_for_another_policy(sync_of):
-    server = ScriptedReplica()
-    engine, sync = sync_of(server)
-    sync.push(0)
-    sync.push(0)
-    assert server.paths() == REFIT
-    DiskSync(engine, sync._folders, attempts=1, limit_s=5.0).push(0)  # another arm's, at its version 0
-    assert server.paths() == REFIT * 2
 
 
 @pytest.mark.parametrize(("path", "failures", "starts"), [
@@ -222,15 +211,3 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
     assert server.paths() == ["frees its cache", "/wake_up", *REFIT, "/wake_up", "/is_sleeping"]
     assert [params for _, path, _, params in server.asked if path == "/wake_up"] == [
         {"tags": "weights"}, {"tags": "kv_cache"}]  # fmt: skip
-
-
-def test_a_server_is_not_woken_where_the_trainer_has_left_too_little_memory(sync_of):
-    server, of_optimizer = ScriptedReplica(), [0]
-    _, sync = sync_of(server, sleep=sleeping(server, used=lambda: of_optimizer[0]))
-    sync.push(1)
-    sync.release()
-    of_optimizer[0] = 700
-    server.asked.clear()
-    with pytest.raises(UserError, match=r"rank 0 has 300.00 GiB free.* needs 400.00 GiB again.* missing 100.00 GiB"):
-        sync.push(1)
-    assert server.asleep and "/wake_up" not in server.paths()

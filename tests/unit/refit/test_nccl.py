@@ -101,18 +101,6 @@ def test_a_worker_that_dies_in_the_middle_costs_an_attempt_and_not_the_run(sync_
         assert all(torch.equal(tensor, expected[name]) for name, tensor in server.received)
 
 
-def test_a_server_that_came_back_within_a_collection_is_refused_until_the_next_refit(sync_of):
-    server = ScriptedReplica()
-    engine, sync, _ = sync_of(server)
-    sync.push(1)
-    with pytest.raises(ServerError, match="server 0 was restarted"):
-        engine.weights.restore(server)
-    engine.weights.require(server)
-    server.version = "default"
-    with pytest.raises(ServerError, match="'default' .*'run/1'"):
-        engine.weights.require(server)
-
-
 # --- NCCL's library ---------------------------------------------------------------------------------------------------
 
 

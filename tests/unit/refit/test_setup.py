@@ -38,15 +38,11 @@ def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_run
 
 @pytest.mark.parametrize(("overrides", "named"), [
     (["generation.one_step_off=true"], "grpo.sampler_correction .* generation.one_step_off"),
-    (["generation.stale=correct"], "grpo.sampler_correction .* generation.stale"),
     (["generation.one_step_off=true", CORRECTED, "algorithm=idpo"], "iterative DPO"),
-    (["generation.one_step_off=true", CORRECTED, "generation.backend=megatron"], "one_step_off .*backend megatron"),
     (["generation.placement=shared", "generation.backend=megatron"], "placement is 'shared', expected apart"),
     (["generation.one_step_off=true", CORRECTED, "generation.placement=shared"], "sleep"),
     (["generation.one_step_off=true", CORRECTED, "train.rollouts=somewhere"], "nothing is generated"),
     (["generation.placement=shared", "generation.refit.transport=nccl"], "'nccl', expected disk .*placement shared"),
-    (["generation.stale=perhaps"], "generation.stale is 'perhaps', expected one of refuse, correct"),
-    (["generation.refit.transport=pigeon"], "generation.refit.transport is 'pigeon', expected one of disk, nccl"),
     (["generation.backend=trtllm", "generation.refit.transport=nccl"], "disk with generation.backend trtllm"),
     (["generation.backend=trtllm", "generation.servers.urls=[http://a:1]"], "restart"),
 ])

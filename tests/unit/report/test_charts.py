@@ -11,7 +11,7 @@ from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.metrics import share_interval
-from nemo_edo.report.charts import MOST_POINTS, all_charts, pareto_front, thinned
+from nemo_edo.report.charts import all_charts, pareto_front
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.plotting import arm_styles, line_chart
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
@@ -145,9 +145,6 @@ def test_each_family_has_the_means_with_the_interval_of_each_k_and_says_its_toke
         assert trace["y"] == pytest.approx([getattr(cell, end) for cell in expected])
     assert [labels(charts[f"samples-{key}"]) for key in ("best_of--mine", "best_of--other")] == [
         ["GRPO"], ["ED-GRPO 0.3, floor -0.1"]]
-    ks = list(range(1, 257))
-    assert thinned([1, 2, 5]) == [1, 2, 5]
-    assert (thinned(ks)[0], thinned(ks)[-1]) == (1, 256) and 12 <= len(thinned(ks)) <= MOST_POINTS
     assert len(labels(charts["samples-pass-"])) == 2 and "samples-best_of--oracle" not in charts
 
 

@@ -35,11 +35,9 @@ LINE = "metrics.jsonl:2: "
 
 @pytest.mark.parametrize(("name", "spoil", "told"), [
     ("summary.json", lambda text: text.replace('"beta": 0.001, ', "", 1), ": arms.grpo.beta is missing"),
-    ("samples.json", lambda text: text.replace('"answer": "11", ', "", 1), "samples.json: "),
     ("config.yaml", lambda text: "seed: 1\n", "config.yaml: evaluation.bootstrap is missing"),
     *(("metrics.jsonl", lambda text, bad=bad: text.replace("\n", f"\n{bad}\n", 1), told) for bad, told in (
         ('{"kind": "collection", "arm"', LINE), ("[1]", LINE),
-        ('{"kind": "collection", "iteration": 1}', f"{LINE}a collection line without arm"),
         ('{"kind": "train_step", "arm": "grpo", "iteration": 0, "step": 1, "entropy": "high"}', "'high'"))),
     *((name, None, f"{name}: no such file") for name in (
         "summary.json", "config.yaml", "metrics.jsonl", "samples.json", "evaluations/edo_floor.json")),

@@ -113,7 +113,6 @@ def test_another_model_under_the_same_name_is_refused_even_in_the_same_folder(ru
 @pytest.mark.parametrize(("given", "message"), [
     ({"name": "oracle"}, "'oracle'"),
     ({"arm": "nobody"}, "'nobody'.* warmup, grpo"),
-    ({"model": "nowhere"}, "nowhere/config.json"),
     ({"model": "http://node7:8000"}, "config.json.* --tokenizer"),
     ({"tokenizer": Path("x")}, "--tokenizer is for a model at a URL"),
     ({"servers": ServersConfig(urls=["http://node7:8000"])}, "servers.urls"),

@@ -52,18 +52,6 @@ def test_converted_folder_holds_every_weight_but_the_heads_and_the_output_layers
     assert all(torch.equal(found[name], original[name]) for name in kept)
 
 
-def test_converted_folder_names_vllms_class_and_brings_no_code(folder, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old.safetensors").write_text("of an earlier conversion")
-    out = write_servable(folder, tmp_path / "out")
-    config, original = (json.loads((path / "config.json").read_text()) for path in (out, folder))
-    assert config["architectures"] == ["Qwen2ForRewardModel"]
-    expected = {name: value for name, value in original.items() if name not in ("auto_map", "architectures")}
-    assert {name: value for name, value in config.items() if name != "architectures"} == expected
-    assert not list(out.glob("*.py")) and not (out / "old.safetensors").exists()
-    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-
-
 def test_folder_without_skyworks_head_is_refused(folders, tmp_path):
     with pytest.raises(UserError, match="Skywork.s head"):
         write_servable(folders["qwen"], tmp_path / "out")

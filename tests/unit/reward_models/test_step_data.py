@@ -15,7 +15,7 @@ from nemo_edo.losses import ranking_nce_loss
 from nemo_edo.reward_models import train as module
 from nemo_edo.reward_models.formats import DECODER, OwnFormat, OwnSettings
 from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, build_step_data, collate
-from nemo_edo.reward_models.train import ranking_accuracy, train_reward_model
+from nemo_edo.reward_models.train import train_reward_model
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.test_time.search_llm import StepPath
 
@@ -53,18 +53,6 @@ def test_loss_of_a_batch_is_the_ranking_loss_of_transformers_own_scores(network,
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_ranking_accuracy_is_the_share_of_pairs_that_are_in_order_with_half_of_the_ties(network):
-    paths = {path for group in GROUPS for path in group.paths}
-    scores = {path: network(torch.tensor([path])).logits[0, 0].item() for path in paths}
-    tie = EncodedGroup("c", ((8,), (8,)), (True,))
-    found = ranking_accuracy(network, [*GROUPS, tie], partial(collate, pad_id=0), resamples=20, seed=0)
-    wins = [scores[3, 4, 5] > scores[3, 9], scores[3, 4, 5] > scores[3, 4, 6, 7], scores[8,] > scores[9, 9], 0.5]
-    assert found["all"]["mean"] == pytest.approx(sum(wins) / 4)
-    assert found["one_prefix"]["mean"] == pytest.approx(sum(wins[1:]) / 3)
-    assert (found["all"]["pairs"], found["all"]["questions"]) == (4, 3)
-    assert found["all"]["low"] <= found["all"]["mean"] <= found["all"]["high"]
-
-
 def test_no_question_is_in_two_parts_and_paths_are_right_and_wrong_as_the_task_checks_them(run):
     stored = open_run(run)
     form = OwnFormat(load_tokenizer(run / "base"), OwnSettings(DECODER, "\n"))
@@ -89,7 +77,6 @@ def test_no_question_is_in_two_parts_and_paths_are_right_and_wrong_as_the_task_c
     ({"step_separator": "%"}, "make no group of a right and a wrong step for train"),
     ({"max_tokens": 600}, "data.max_tokens is 600, but the model takes 512"),
     ({"positives": 1, "validation_share": 0.9}, "train.batch_size is 64, but there are"),
-    ({"run": "nowhere"}, "nowhere is not the folder of a run"),
 ])  # fmt: skip
 def test_data_that_cannot_be_trained_on_is_an_error_before_a_folder_is_made(run, tmp_path, data, message: str):
     with pytest.raises(UserError, match=message):

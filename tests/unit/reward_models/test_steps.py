@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nemo_edo.builtin_task.arithmetic import first_wrong_step
 from nemo_edo.config.reward_model import RewardDataConfig
 from nemo_edo.reward_models.steps import held_out, labelled_paths, split_steps, step_groups
-from nemo_edo.types import UNVERIFIED, ScoredRollout
+from nemo_edo.types import ScoredRollout
 
 QUESTION = "6 + 1 + 3 + 1"
 RIGHT = "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11"
@@ -25,14 +25,10 @@ def groups_of(questions, responses, seed: int = 1, **data) -> list:
 
 @pytest.mark.parametrize(("text", "wrong"), [
     (RIGHT, None),
-    ("6 + 3 = 9\n1 + 1 = 2", None),                 # not at its end, and right so far
     ("6 + 3 = 8\n1 + 1 = 2", 0),                    # a wrong sum
     ("6 + 3 = 9\n6 + 1 = 7", 1),                    # 6 is used up
     ("6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 12", 3),
-    ("6 + 3 = 9\n#### 9", 1),                       # three numbers are left
     (f"{RIGHT}\n#### 11", 4),                       # continues after its end
-    ("6+3=9", 0),
-    ("1 + 1 = 2\n1 + 3 = 4", 1),                    # both 1s are used up
 ])
 def test_first_wrong_step_of_the_built_in_task(text: str, wrong: int | None):
     assert first_wrong_step(QUESTION, split_steps(text, "\n")) == wrong
@@ -62,11 +58,6 @@ def test_checked_steps_are_wrong_from_the_first_wrong_one_on_and_right_ones_are_
     assert (right, len(wrong), wrong[0]) == ([], 4, ("6 + 3 = 8",))
 
 
-def test_what_was_cut_off_lacks_its_last_step_and_what_nobody_verified_says_nothing():
-    responses = [response("a\nb", finished=False), response("c", reason=f"{UNVERIFIED}timed out"), response("d", 1.0)]
-    assert labelled_paths("q", responses, "\n", None) == ([("d",)], [("a",)])
-
-
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 4))
 def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix(rng, positives: int, negatives: int):
     words = [tuple(rng.choice("abc") for _ in range(rng.randint(1, 3))) for _ in range(12)]
@@ -81,15 +72,6 @@ def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix
         alike = [(path[:-1] != group.positive[:-1], len(path) != len(group.positive)) for path in group.negatives]
         siblings = sum(path[:-1] == group.positive[:-1] for path in wrong)
         assert alike == sorted(alike) and sum(not other for other, _ in alike) == min(siblings, negatives)
-
-
-def test_a_questions_groups_do_not_depend_on_other_questions_and_follow_the_seed():
-    responses = [response("a\nb", 1.0), response("a\nc"), response("d"), response("e")]
-    others = [response("a", 1.0, problem="o"), response("b", problem="o")]
-    alone = groups_of({"p": "q"}, responses)
-    both = groups_of({"o": "r", "p": "q"}, [*others, *responses])
-    assert [group.problem_id for group in both] == ["o", "p"] and both[1:] == alone
-    assert len({groups_of({"p": "q"}, responses, seed)[0] for seed in range(20)}) > 1
 
 
 def test_held_out_questions_are_a_share_that_depends_on_seed_and_text_alone():

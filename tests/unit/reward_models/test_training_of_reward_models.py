@@ -38,16 +38,6 @@ def test_the_trained_folder_scores_steps_and_has_its_results(trained, run):
     assert len(scores) == 2 and not (trained / "rm" / "checkpoints").exists()
 
 
-def test_the_same_config_gives_the_same_weights_and_another_seed_others(trained, run, tmp_path):
-    again, other = config(run, tmp_path / "a"), config(run, tmp_path / "b")
-    other.seed = 4
-    train_reward_model(again)
-    train_reward_model(other)
-    assert weights(tmp_path / "a") == weights(trained) != weights(tmp_path / "b")
-    same = [(tmp_path / "a" / "rm" / "results.json").read_text(), (trained / "rm" / "results.json").read_text()]
-    assert same[0] == same[1]
-
-
 def test_a_killed_training_resumes_to_the_same_weights(trained, run, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass

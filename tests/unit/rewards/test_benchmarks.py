@@ -1,9 +1,7 @@
 """Each benchmark's sample, in its official format, from the file to the reward."""
 
-import json
 from pathlib import Path
 
-import pandas
 import pytest
 from helpers.responses import scored
 
@@ -75,18 +73,6 @@ def test_file_of_another_benchmark_is_an_error_that_names_the_column_and_the_ben
         load(FILES[other], name, split="test")
     named = [told] if " " in told else [f'has no "{told}"', BENCHMARKS[name].title, BENCHMARKS[name].hub]
     assert all(part in str(error.value) for part in named)
-
-
-def test_folder_list_parquet_and_lines_give_the_same_problems(tmp_path):
-    lines = load(FILES["math"], "math").problems
-    rows = [json.loads(line) for line in FILES["math"].read_text().splitlines()]
-    (tmp_path / "math.json").write_text(json.dumps(rows))
-    pandas.DataFrame(rows).to_parquet(tmp_path / "math.parquet")
-    for path in (tmp_path / "math.json", tmp_path / "math.parquet", SAMPLES / "MATH/test"):
-        found = load(path, "math").problems
-        assert sorted((p.question, p.answer) for p in found) == sorted((p.question, p.answer) for p in lines)
-        assert len({p.id for p in found}) == len(lines)
-    assert found[0].source.endswith("MATH/test/algebra/1.json")
 
 
 @pytest.mark.parametrize(("name", "question", "answer"), [

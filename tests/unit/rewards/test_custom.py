@@ -31,8 +31,7 @@ def on(what):
         if response != "bad": return 0.5
         return what()
     return call
-nan, infinity, text, nothing = on(lambda: float("nan")), on(lambda: np.inf), on(lambda: "1"), on(lambda: None)
-no_parts, bad_part = on(dict), on(lambda: {"score": 1, "style": None})
+nan, text, bad_part = on(lambda: float("nan")), on(lambda: "1"), on(lambda: {"score": 1, "style": None})
 raises, leaves, dies, slow = on(lambda: {}["key"]), on(exit), on(lambda: os._exit(7)), on(lambda: time.sleep(60))
 def too_few(*, responses): return [1.0]
 def one_bad(*, responses): return [float("nan") if r == "bad" else 1.0 for r in responses]
@@ -74,7 +73,6 @@ def rollouts(texts=TEXTS, **fields):
     (["parts"], [2], [2.5] * 4, {"style": 0.25, "finished": 1}),  # their sum
     (["batch"], [1], [60, 60, 300, 800], {}),
     (["right", "everything"], [2, 0.5], [10, 8, 53, 53], {"right": 1, "everything": 16, "everything.length": 6}),
-    (["constant", "batch"], [1, 0], [1, 1, 1, 1], {"constant": 1, "batch": 60}),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_scores_and_parts_are_kept(scorer, paths, weights, rewards, parts):
     found = scorer(*paths, weights=weights).score(rollouts(), PROBLEMS)
@@ -93,10 +91,7 @@ def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_only_its
 
 @pytest.mark.parametrize(("path", "before", "message"), [
     ("nan", 2, "returned nan (float)"),
-    ("infinity", 2, "returned inf (float)"),
     ("text", 2, "returned '1' (str)"),
-    ("nothing", 2, "returned None (NoneType)"),
-    ("no_parts", 2, "returned an empty dict"),
     ("bad_part", 2, "returned None (NoneType) as 'style'"),
     ("raises", 2, "raised KeyError: 'key' (/"),
     ("leaves", 2, "raised SystemExit"),
@@ -127,7 +122,6 @@ def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_wa
 @pytest.mark.parametrize(("path", "message"), [
     ("my_rewards:rigth", "rewards.function is 'my_rewards:rigth', but my_rewards has no rigth; did you mean right?"),
     ("my_reward:right", "there is no module my_reward: expected one in the working directory"),
-    ("my_rewards.sub:right", "there is no module my_rewards.sub"),
     ("my_rewards:not_a_function", "which is not a function but of type int"),
     ("my_rewards:misspelled", "takes 'respons'; did you mean response?"),
     ("broken:fn", "broken cannot be imported: ZeroDivisionError: division by zero ("),
@@ -144,7 +138,6 @@ def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, m
 
 @pytest.mark.parametrize(("path", "message"), [
     ("my_rewards:raises_early", "raised KeyError: 'tests' ("),
-    ("my_rewards:too_few", "returned 1 results for 2 responses"),
     ("my_rewards:text_early", "returned '#### 3' (str)"),
 ])  # fmt: skip
 def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_is_spent(
@@ -165,6 +158,5 @@ def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_i
         build_scorer(cfg, loaded, lambda text: ())
     assert str(refused.value).startswith(f"rewards.function ({path}), tried on problem ")
     assert message in str(refused.value)
-    if "early" in path:
-        assert "problem test-1 (test.jsonl:1) with the response '#### 3' (str)" in str(refused.value)
+    assert "problem test-1 (test.jsonl:1) with the response '#### 3' (str)" in str(refused.value)
     assert not (tmp_path / "runs").exists()

@@ -1,21 +1,18 @@
 """The judge against a scripted server: verdicts, abstentions, faults, cache, agreement, and where its key appears."""
 
-import contextlib
 import logging
 import re
 import subprocess
 import sys
-import time
-from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
-from helpers.chat_server import ChatServer, completion
+from helpers.chat_server import ChatServer
 from helpers.responses import scored
 
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import answer_format
-from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.errors import PartlyGenerated
 from nemo_edo.rewards.judge import Judge, JudgeScorer
 from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
 from nemo_edo.rewards.judge_prompt import CHOICES, read_json_verdict, read_verdict, request_body
@@ -59,10 +56,6 @@ def score(judge: Judge, *rollouts: Rollout, problems=(PROSE, NUMBER)):
 def states(answer: str, problem: Problem = PROSE, sample: int = 0, text: str = "So. The final answer is {}.",
            finished: bool = True) -> Rollout:
     return scored(problem.id, sample, text=text.format(answer), finished=finished).rollout
-
-
-def states_many(count: int) -> list[Rollout]:
-    return [states(f"it {i}", sample=i) for i in range(count)]
 
 
 def correct(number, body):
@@ -122,15 +115,6 @@ def test_requests_follow_the_chat_api_and_its_structured_outputs(ask, judge_of):
     assert set(server.paths) == set(found.server.paths) == {"/v1/chat/completions"}
 
 
-def test_rewards_are_the_judges_and_only_finished_answers_are_sent(ask):
-    found = ask(correct_for("that is why"), states("that is why"), states("not so"), states("", text="no answer"),
-                states("that is why", finished=False), states("x" * 1001), states("because of it"))  # fmt: skip
-    assert [one.reward for one in found.scored] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert [one.answer for one in found.scored[:4]] == ["because of it", "not so", None, None]
-    assert found.scored[5].answer != PROSE.answer  # votes must not count what the judge called wrong as correct
-    assert all(one.has_verdict for one in found.scored) and len(found.bodies) == 3
-
-
 def test_equal_requests_are_sent_once_and_a_report_counts_since_the_last_one(ask):
     found = ask(correct, *(states("it", sample=sample) for sample in range(20)), states("that"))
     assert [one.reward for one in found.scored] == [1.0] * 21 and len(found.bodies) == 2
@@ -154,26 +138,6 @@ def test_after_its_attempts_the_judge_abstains_with_the_reason(ask, reply, reque
     assert (report.abstained.total(), report.judged, report.replies) == (1, 0, 2 if requests == 2 else 0)
 
 
-@pytest.mark.parametrize("before", [[(500, {"error": "busy"}), (200, b"<html>")], [(200, "Well.")]])
-def test_a_fault_or_a_reply_without_a_verdict_is_retried(ask, before: list):
-    found = ask(lambda number, body: (*before, correct(number, body))[min(number, len(before))], states("it"))
-    assert found.scored[0].reward == 1.0 and len(found.bodies) == len(before) + 1
-
-
-@pytest.mark.parametrize("as_date", [False, True])
-def test_all_requests_obey_retry_after(ask, as_date: bool):
-    wait = 2.0 if as_date else 1.0  # dates have whole seconds
-
-    def rule(number, body):
-        if number:
-            return correct(number, body)
-        return 429, {"error": "slow"}, {"Retry-After": formatdate(time.time() + wait + 1) if as_date else "1"}
-
-    found = ask(rule, *states_many(3), max_in_flight=1)
-    assert [one.reward for one in found.scored] == [1.0] * 3
-    assert found.server.times[1] - found.server.times[0] >= wait * 0.95
-
-
 def test_up_to_max_abstained_abstentions_are_scored_and_above_it_the_rest_is_kept(judge_of):
     rollouts = [states("good" if sample < 8 else "bad", sample=sample) for sample in range(10)]
     with ChatServer(lambda _, body: (200, "no idea" if "bad" in content(body) else "verdict: correct")) as server:
@@ -192,18 +156,6 @@ def test_a_server_that_refuses_every_request_stops_the_run_which_keeps_known_ver
             score(judge_of(server, max_in_flight=1, max_abstained=1.0),
                   states("it"), states("that", sample=1), states("this", sample=2))  # fmt: skip
     assert [one.rollout.sample_index for one in stopped.value.responses] == [0] and len(server.bodies) == 1
-
-
-@pytest.mark.parametrize(("answered", "settings", "passes"), [
-    ("judge-1", {}, True), ("judge-1-2024-08-06", {}, True), ("judge-10", {}, False), (["judge-1"], {}, False),
-    ("a deployment", {"answers_as": "a deployment"}, True), ("judge-1-2024", {"answers_as": "judge-1"}, False),
-])  # fmt: skip
-def test_another_models_answer_stops_at_once(judge_of, answered, settings: dict, passes: bool):
-    with ChatServer(lambda *_: (200, {**completion("verdict: correct"), "model": answered})) as server:
-        refused = pytest.raises(UserError, match="answers as the model .*answers_as")
-        with contextlib.nullcontext() if passes else refused:
-            judge_of(server, **settings).check()
-    assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("change", [{"model": "judge-2"}, {"temperature": 0.5}, {"prompt": "{reference}={answer}?"}])

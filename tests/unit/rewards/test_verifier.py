@@ -13,12 +13,9 @@ def rollout(text: str, *, problem_id: str = "p-1", finished: bool = True, sample
 
 @pytest.mark.parametrize(("text", "reward", "answer", "well_formed", "reason"), [
     ("5 + 6 = 11\n#### 11", 1.0, "11", True, "correct"),
-    ("#### 11.00\n", 1.0, "11", True, "correct"),
     ("#### 12\nno:\n#### 11", 1.0, "11", False, "correct"),
     ("5 + 6 = 12\n#### 12", 0.0, "12", True, "final answer 12, expected 11"),
-    ("#### 11\n#### 12", 0.0, "12", False, "final answer 12, expected 11"),
     ("It is 11.", 0.0, None, False, "no final answer"),
-    ("", 0.0, None, False, "no final answer"),
 ])
 def test_reward_answer_and_reason_of_a_response(text, reward, answer, well_formed, reason):
     [scored, cut] = ExactAnswerScorer().score([rollout(text), rollout(text, finished=False)], PROBLEMS)

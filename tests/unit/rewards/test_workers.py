@@ -99,15 +99,6 @@ def test_a_worker_that_waits_for_its_turn_on_a_busy_machine_does_not_time_out(po
     assert time.monotonic() - begun > 1.4
 
 
-def test_a_trusted_task_has_a_wall_time_and_what_it_started_ends_with_it(pool_of, tmp_path):
-    pool, file = pool_of(None), tmp_path / "pid"
-    assert pool.run("tasks:start", [(str(file),)], wall_s=2.0) == [TIMED_OUT]
-    deadline = time.monotonic() + 30
-    while is_alive(int(file.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(int(file.read_text()))
-
-
 def test_server_and_workers_end_with_the_pool_even_during_a_task(pool_of):
     pool = pool_of(None)
     pool.run("tasks:double", [(1,)])

@@ -58,7 +58,6 @@ def test_a_judges_verdict_the_rules_verdict_and_an_abstention_are_recognised_by_
 
 @pytest.mark.parametrize(("spoilt", "told"), [
     (lambda whole: whole[:-1], "samples 0 to N - 1"),
-    (lambda whole: [*whole[:-1], whole[0]], "samples 0 to N - 1"),
     (lambda whole: whole[SAMPLES + 1 :], "samples 0 to N - 1"),
     (lambda whole: [scored(response_logprobs=(-1.0,))], "without a log-probability of each token"),
     (lambda whole: [], "has no responses"),

@@ -1,4 +1,3 @@
-import math
 
 import pytest
 from helpers.responses import scored
@@ -39,12 +38,6 @@ def test_parts_of_an_earlier_evaluation_count_as_nothing_and_of_another_model_ar
     assert store.scored("sampled", rollouts="anew", made_by="models/prm") == {}
     with pytest.raises(UserError, match="has scores of models/prm, not of models/other"):
         store.scored("sampled", rollouts="abc", made_by="models/other")
-
-
-@pytest.mark.parametrize("steps", [(), (math.nan,), (1.0, math.inf)])
-def test_scores_are_at_least_one_and_finite(steps):
-    with pytest.raises(ValueError, match="at least one score, all finite"):
-        StepScores(steps)
 
 
 def test_the_checksum_is_of_problems_samples_and_tokens_in_any_order():

@@ -154,16 +154,6 @@ def test_a_row_that_is_bad_or_does_not_fit_the_model_is_reported_with_its_file_a
     assert f"{tmp_path / file}.jsonl:4: " in message and all(word in message for word in words)
 
 
-@pytest.mark.parametrize("file", ["train", "test", "warmup"])
-def test_a_missing_or_empty_file_is_reported_by_name(tmp_path: Path, own_files, file: str):
-    files = own_files(warmup=ROWS[:3])
-    path = tmp_path / f"{file}.jsonl"
-    path.unlink()
-    assert f"{path}: cannot be read (No such file or directory)" in error_of(tmp_path, *files)
-    path.write_text("\n")
-    assert f"{path}: has no rows" in error_of(tmp_path, *files)
-
-
 @pytest.mark.parametrize(("tested", "words"), [
     (ROWS[2:3], "1 of the 1 test problems are train problems, too (the first is {}/test.jsonl:1, as {}/train.jsonl:3)"),
     ([ROWS[4], {**ROWS[0], "question": "\n0 + 1\n"}, ROWS[1]], "2 of the 3 test problems"),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nemo_edo.run import console as module
 from nemo_edo.run.console import RunConsole
 
 NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
@@ -52,20 +51,3 @@ def test_an_iterations_line_has_the_samples_numbers_and_the_time_left_of_arm_and
         clock.now += 2.0
         console("collection", collection(iteration))
     assert capsys.readouterr().out.splitlines()[-1].endswith("2.0 s/it left 0:28 run ~0:28")
-
-
-def test_a_line_on_a_terminal_has_80_columns_at_most_and_a_pipe_gets_whole_names(console, clock, capsys, monkeypatch):
-    def lines() -> list[str]:
-        console.begin(NAME)
-        for iteration in (0, 14):
-            clock.now += 7000
-            console("collection", {**collection(iteration), "kl": 1.234e-5})
-        console("evaluation", evaluation(15))
-        return shown + capsys.readouterr().out.splitlines()
-
-    shown = []
-    assert all(NAME in line for line in lines())
-    monkeypatch.setattr(module.StatusLine, "is_possible", True)
-    monkeypatch.setattr(module.StatusLine, "show", lambda line, text: shown.append(text))
-    drawn = lines()
-    assert len(drawn) == 3 and all(len(line) <= 80 and "ed_g" in line for line in drawn), drawn

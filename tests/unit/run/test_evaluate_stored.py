@@ -118,10 +118,8 @@ def test_scores_of_these_responses_make_curves_and_those_of_others_are_left_out_
 
 
 @pytest.mark.parametrize(("overrides", "arm", "named"), [
-    (["seed=3"], None, "evaluation.\\* only, not seed=3"),
     ([], "third", "no arm 'third'; it has warmup, plain, better"),
     (["evaluation.samples=3"], None, "4 responses .*evaluation.samples=3"),
-    (["evaluation.aggregation=sum"], None, "evaluation.aggregation is 'sum'"),
     (["evaluation.vote_subsets=0"], None, "evaluation.vote_subsets is 0"),
 ])
 def test_what_does_not_fit_is_an_error(run: RunFolder, overrides, arm, named: str):

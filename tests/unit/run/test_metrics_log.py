@@ -56,16 +56,6 @@ def test_cut_takes_lines_back_and_later_lines_are_counted_from_those_kept(log: M
     assert log.sent[-1] == ({"grpo/collection/reward": 0.7}, 1)
 
 
-def test_a_later_process_counts_lines_and_time_on_from_where_it_cuts(log: MetricsLog, tmp_path: Path):
-    log._start -= 1000.0
-    log("collection", arm="grpo", reward=0.5)
-    later = open_log(tmp_path)
-    later.cut(log.mark)
-    later("collection", arm="grpo", reward=0.6)
-    assert later.sent == [({"grpo/collection/reward": 0.6}, 1)]
-    assert [line["time"]["elapsed_s"] >= 1000.0 for line in lines(tmp_path)] == [True, True]
-
-
 @pytest.mark.parametrize("off", [-1, 1])
 def test_a_place_that_is_not_a_lines_end_is_refused_and_the_file_left_alone(log: MetricsLog, tmp_path: Path, off: int):
     log("collection", arm="grpo", reward=0.5)

@@ -22,9 +22,7 @@ def everything(rewards, group_ids, successes, lengths, finished, responses, prob
     return rewards + group_ids + successes + lengths + finished + torch.tensor([len(r + p) for r, p in
                                                                                zip(responses, problem_ids)])
 def short(rewards): return rewards[1:]
-def table(rewards): return rewards[:, None]
 def infinite(rewards): return torch.where(rewards == 1, torch.inf, rewards)
-def words(rewards): return "advantages"
 def fails(rewards): return rewards[len(rewards)]
 def misspelled(rewards, group_id): return rewards
 """
@@ -53,9 +51,7 @@ def test_a_function_replaces_the_built_in_kinds_and_changes_no_reward():
 
 @pytest.mark.parametrize(("function", "message"), [
     ("short", "returned the shape (3,), expected (4,)"),
-    ("table", "returned the shape (4, 1), expected (4,)"),
     ("infinite", "returned inf for response 0 to problem p-0 (1 of 4 advantages are not finite)"),
-    ("words", "returned str, which is no tensor"),
     ("fails", "raised IndexError: "),
 ])  # fmt: skip
 def test_what_are_no_advantages_are_refused(function: str, message: str):
@@ -67,7 +63,6 @@ def test_what_are_no_advantages_are_refused(function: str, message: str):
 @pytest.mark.parametrize(("overrides", "message"), [
     (["grpo.advantage=my_advantages:misspelled"], "grpo.advantage (my_advantages:misspelled) takes 'group_id'; did"),
     (["arms.grpo.advantage=my_advantages:shot"], "arms.grpo.advantage is 'my_advantages:shot', but my_advantages"),
-    (["grpo.advantage=ranks"], "grpo.advantage is 'ranks', expected null or an import path"),
     (["grpo.advantage=a:b", "grpo.pass_k=2"], "grpo.advantage is 'a:b', expected null with pass_k, which it replaces"),
     (["arms.grpo.advantage=a:b", "arms.grpo.advantage_scale=none"], "expected null with advantage_scale, which"),
 ])  # fmt: skip

@@ -126,13 +126,6 @@ def test_the_last_k_checkpoints_the_one_before_their_iteration_and_the_batches_t
     assert files(tmp_path) == [*batches[1:], "step_00000006", "step_00000007"]
 
 
-def test_a_checkpoint_is_due_every_so_many_steps_and_before_each_iteration_unless_saves_are_off(begin, model, tmp_path):
-    progress = begin(every_steps=2, keep=99)
-    walk(progress, model, 4)
-    progress.reached(Position(1, 3, 6), saves=False)
-    assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002", "step_00000003"]
-
-
 def test_a_save_at_once_writes_only_what_is_new_and_a_failure_keeps_its_batch_and_weights(begin, model, tmp_path):
     progress = begin(every_steps=100)
     walk(progress, model, 2)

@@ -1,9 +1,7 @@
 """What the trackers are handed: numbers under names that all of them take, and tables."""
 
 import errno
-import html
 import os
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -43,20 +41,3 @@ def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_
         log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
         log_table(trainer(logger), NAME, COLUMNS, ROWS, step=3)
     assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
-
-
-def test_tensorboard_shows_a_table_whose_cells_are_the_texts_as_they_are(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugin_util import markdown_to_safe_html
-
-    logger = TensorBoardLogger(str(tmp_path), name="", version="")
-    log_table(trainer(logger), NAME, COLUMNS, ROWS, step=3)
-    logger.experiment.flush()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    [event] = events.Tensors(f"{NAME}/text_summary")
-    shown = markdown_to_safe_html(event.tensor_proto.string_val[0].decode())
-    cells = [html.unescape(cell.replace("<br>", "\n")) for cell in re.findall(r"<td>(.*?)</td>", shown, re.DOTALL)]
-    assert event.step == 3
-    assert re.findall(r"<th>(.*?)</th>", shown) == list(COLUMNS)
-    assert cells == [str(value) for row in ROWS for value in row]

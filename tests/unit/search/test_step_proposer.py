@@ -98,25 +98,6 @@ def test_all_paths_of_a_call_are_sampled_in_one_call_of_the_engine():
     assert len({request.seed for request in asked}) == 6
 
 
-def test_a_paths_seed_alone_fixes_the_seeds_of_its_steps():
-    def seeds(paths: list[str], given: list[int]) -> list[int]:
-        steps, engine, _ = proposing("a\nb")
-        steps.propose([StepPath(path) for path in paths], 2, given)
-        return [request.seed for request in engine.calls[0]]
-
-    alone = seeds([QUESTION], [5])
-    assert seeds(["other", QUESTION], [9, 5])[2:] == alone
-    assert not set(seeds([QUESTION], [6])) & set(alone)
-
-
-def test_separators_where_a_step_would_begin_are_skipped_and_counted():
-    steps, engine, _ = proposing(lambda request: "\n\n\na\nb" if request.problem_id == "p-0" else "a\nb")
-    [[blank], [plain]] = steps.propose([StepPath(QUESTION), StepPath("other")], 1, [1, 2])
-    assert (blank, plain) == (Step("a", False, 5), Step("a", False, 2))
-    assert [len(call) for call in engine.calls] == [2, 1, 1, 1]  # only for the path that needs it
-    assert len({call[0].seed for call in engine.calls}) == 4
-
-
 def test_equal_steps_after_one_path_continue_from_the_first_ones_tokens():
     # "a\nb" and "a\nc" are one token each, and the same step
     steps, engine, tokens = proposing(lambda request: ["a\nb", "a\nc"][request.sample_index] + "x", size=3)
@@ -139,7 +120,6 @@ def test_a_step_that_ends_the_solution_and_its_twin_that_does_not_are_two():
 
 @pytest.mark.parametrize(("text", "options", "said"), [
     ("6 + 1 = 7\n#### 7\nand so on", {"answers": HASHES}, ["6 + 1 = 7", "#### 7"]),
-    ("6 + 1 = 7\n#### 7\nand so on", {}, ["6 + 1 = 7", "#### 7", "and so on"]),
     ("We add.\n\nSo \\boxed{7}.\n\nCheck it.", {"answers": answer_format("boxed"), "separator": "\n\n"},
      ["We add.", "So \\boxed{7}."]),
     *((f"x\n{line}\nmore", {"answers": HASHES}, ["x", line, "more"])  # states no answer

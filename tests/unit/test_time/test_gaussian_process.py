@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,16 +89,3 @@ def test_targets_fit_their_observations_and_come_with_all_of_them_or_with_none()
         with_target.observe(torch.ones(2))
     with pytest.raises(ValueError, match="no mean"):
         without.mean(torch.ones(2))
-
-
-def bf16_with_gradient(values):
-    return torch.tensor(values, dtype=torch.bfloat16, requires_grad=True)
-
-
-@pytest.mark.parametrize("convert", [torch.tensor, np.array, list, bf16_with_gradient])
-def test_lists_arrays_and_half_precision_are_computed_in_float64_without_gradient(convert):
-    memory = PosteriorVariance(2, 1.0, 1.0)
-    memory.observe(convert([1.0, 2.0]), convert([3.0])[0])
-    variance, mean = memory.variance(convert([1.0, 2.0])), memory.mean(convert([1.0, 2.0]))
-    assert variance.dtype == torch.float64 and not variance.requires_grad and not mean.requires_grad
-    assert (variance.item(), mean.item()) == pytest.approx((5 / 6 + 1, 3 * 5 / 6))

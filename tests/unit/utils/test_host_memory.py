@@ -53,8 +53,3 @@ def test_the_narrowest_group_of_version_2_limits_it_and_droppable_files_are_not_
 def test_a_container_sees_its_group_as_the_top_one(host):
     host("4:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n", memory=first(8000, 3000))
     assert (host_memory.total_bytes(), host_memory.available_bytes()) == (8000, 5020)
-
-
-def test_a_full_group_has_nothing_available(host):
-    host("0::/job\n", job=second(1000, 2000))
-    assert host_memory.available_bytes() == 0

@@ -47,9 +47,7 @@ def judge(url: str, folder: Path) -> None:
 @pytest.mark.parametrize("client", [generate, refit, judge])
 @pytest.mark.parametrize(("answer", "said"), [
     ((401, {"error": f"wrong key {KEY}"}), r"status 401: .*wrong key \*\*\*"),
-    ((403, ("x" * 490 + KEY).encode()), r"status 403: x+\*\*\*"),
     ((500, KEY.replace("/", r"\/").encode()), r"status 500: \*\*\*"),
-    ((302, b"", {"location": f"http://127.0.0.1:1/{KEY}"}), "status 302"),
     ((200, f"<html>{KEY}".encode()), r"not JSON: <html>\*\*\*"),
     ((200, b"{}", {f"bad name {KEY}": "1"}), ""),
 ])  # fmt: skip

@@ -33,18 +33,6 @@ def test_a_phase_within_another_interrupts_it_and_what_is_in_none_is_in_the_wall
     assert clock.take() == {"wall_s": 0, **{f"{name}_s": 0 for name in PHASES}}
 
 
-def test_a_phase_that_fails_ends_and_one_in_progress_is_counted_up_to_now(now):
-    clock = PhaseClock(now, begun=90.0)
-    with pytest.raises(ValueError), clock.phase("train"):
-        now.at += 1
-        raise ValueError
-    with clock.phase("evaluate"):
-        now.at += 2
-        assert seconds(clock) == {"wall_s": 13, "start_s": 10, "train_s": 1, "evaluate_s": 2}
-        now.at += 3
-    assert seconds(clock) == {"wall_s": 3, "evaluate_s": 3}
-
-
 def test_a_resumed_process_adds_what_the_killed_one_had_not_written_once(now):
     killed = PhaseClock(now)
     with killed.phase("train"):

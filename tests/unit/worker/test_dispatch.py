@@ -175,7 +175,7 @@ import threading, time
 from multiprocessing.connection import Pipe
 from nemo_edo.worker import dispatch
 dispatch.GRACE_S = 0.5
-def stuck(worker): time.sleep(60)
+def stuck(worker): time.sleep(600)
 ours, theirs = Pipe()
 def reply():
     theirs.recv_bytes()
@@ -193,6 +193,6 @@ dispatch.Workers([dispatch._Rank(1, "node7", ours)]).call(stuck)
 ])  # fmt: skip
 def test_where_rank_0_waits_in_a_collective_for_a_rank_that_failed_the_process_ends_with_one_message(reply, told):
     done = subprocess.run([sys.executable, "-c", STUCK.format(reply=reply)], capture_output=True, text=True,
-                          timeout=55, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                          timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 1
     assert done.stderr == f"nemo-edo: error: {told}; rerun the command to resume\n"

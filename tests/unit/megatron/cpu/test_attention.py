@@ -85,13 +85,6 @@ def test_values_and_gradients_are_those_of_megatrons_attention(settings, scale, 
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_a_query_after_a_cache_attends_to_all_of_it():
-    query, key, value = tensors(1, 9)
-    found, expected = (core(kind, config())(query, key, value, None, attn_mask_type=AttnMaskType.no_mask)
-                       for kind in (SDPAttention, DotProductAttention))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 def packed(*lengths: int) -> PackedSequences:
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return PackedSequences("thd", boundaries, boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
@@ -133,12 +126,8 @@ def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, 
 @pytest.mark.parametrize(("fields", "told"), [
     ({"window_size": (4, 0)}, "sliding-window"),
     ({"softmax_type": "learnable"}, "sinks"),
-    ({"softmax_type": "off-by-one"}, "sinks"),
     ({"attention_dropout": 0.1}, "dropout"),
     ({"context_parallel_size": 2}, "context parallelism"),
-    ({"multi_latent_attention": True}, "multi-latent"),
-    ({"fp8_dot_product_attention": True}, "FP8"),
-    ({"qk_clip": True}, "qk_clip"),
 ])
 def test_what_it_cannot_compute_is_refused_and_left_to_megatrons_attention(fields, told, caplog):
     settings = replace(config(), **fields)
@@ -146,12 +135,6 @@ def test_what_it_cannot_compute_is_refused_and_left_to_megatrons_attention(field
         choose_attention("sdpa", settings, CPU, has_te=False)
     assert choose_attention("auto", settings, CPU, has_te=False) == "local"
     assert told in caplog.text
-
-
-@pytest.mark.parametrize("kind", [(AttnMaskType.no_mask, "self"), (AttnMaskType.causal, "cross")], ids=str)
-def test_attention_that_is_not_causal_is_refused(kind):
-    with pytest.raises(ValueError, match="causal self-attention"):
-        SDPAttention(config(), 1, *kind)
 
 
 @pytest.mark.parametrize(("attention", "device", "has_te", "chosen"), [
