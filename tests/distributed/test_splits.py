@@ -16,7 +16,7 @@ INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERTS = {"expert_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
-FUSED, PACKED, SHARED_PROMPTS = {"head": "fused"}, {"packing": True}, {"packing": True, "share_prompts": True}
+FUSED, SHARED_PROMPTS = {"head": "fused"}, {"packing": True, "share_prompts": True}
 ATTENTION, ALL = ["linear_qkv", "linear_proj"], ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 TIED = {"tie_word_embeddings": True}
 MODELS = {
@@ -28,30 +28,21 @@ MODELS = {
 }
 CASES = {
     "tensor": ("qwen2", TENSOR, {}),
-    "tensor, tied": ("llama, tied", TENSOR, {}),
     "tensor, fused head": ("qwen3", TENSOR, FUSED),
     "sequence, fused head, tied": ("qwen2, tied", SEQUENCE, FUSED),
     "sequence, lora": ("qwen3", SEQUENCE, {"lora": ALL}),
     "sequence, shared prompts": ("qwen3", SEQUENCE, SHARED_PROMPTS),
     "sequence, recomputed": ("llama", {**SEQUENCE, "recompute_granularity": "full"}, {}),
-    "sequence, experts": ("experts", SEQUENCE, {}),
     "pipeline, tied": ("qwen3, tied", PIPELINE, {}),
-    "pipeline, fused head": ("qwen2", PIPELINE, FUSED),
     "interleaved, lora, tied": ("qwen2, tied", INTERLEAVED, {"lora": ALL}),
-    "interleaved, packed": ("llama", INTERLEAVED, PACKED),
     "interleaved, shared prompts": ("llama", INTERLEAVED, SHARED_PROMPTS),
     "interleaved, overlap, tied": ("llama, tied", {**INTERLEAVED, "overlap_grad_reduce": True}, {}),
     "interleaved, experts": ("experts", INTERLEAVED, {}),
-    "data, shared prompts": ("qwen2, tied", {}, SHARED_PROMPTS),
-    "data, recomputed attention": ("qwen3", {"recompute_granularity": "selective"}, {}),
-    "data, distributed optimizer": ("llama", SHARDED, {}),
     "data, distributed optimizer, overlap": (
         "qwen2, tied", {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
-    "context": ("qwen3", CONTEXT, {}),
     "context, distributed optimizer": ("qwen3", {**CONTEXT, **SHARDED}, {}),
     "expert, distributed optimizer": ("experts", {**EXPERTS, **SHARDED}, {}),
     "expert, lora": ("experts", EXPERTS, {"lora": ATTENTION}),
-    "expert, shared prompts": ("experts", EXPERTS, SHARED_PROMPTS),
     "expert, sequence": ("experts", {**EXPERTS, **SEQUENCE, "expert_tensor_parallel_size": 1}, {}),
 }
 """Name: model, sizes, and what else is done."""

@@ -28,7 +28,6 @@ class ChatServer:
         self.headers: list[dict] = []
         self.paths: list[str] = []
         self.times: list[float] = []
-        self.open = self.most_open = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> ChatServer:
@@ -45,11 +44,7 @@ class ChatServer:
                     outer.headers.append(dict(self.headers))
                     outer.paths.append(self.path)
                     outer.times.append(time.monotonic())
-                    outer.open += 1
-                    outer.most_open = max(outer.most_open, outer.open)
                 status, answer, *more = outer.rule(number, body)
-                with outer._lock:
-                    outer.open -= 1
                 data = answer if isinstance(answer, bytes) else json.dumps(
                     completion(answer) if isinstance(answer, str) else answer
                 ).encode()  # fmt: skip

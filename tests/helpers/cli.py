@@ -16,9 +16,9 @@ Call = tuple
 """("module:function", argument, ...)."""
 
 
-def start(*arguments: str, processes: int = 1, launcher: Sequence[str] = (), **settings) -> subprocess.Popen:
-    """``nemo-edo`` in a new process, or in several of torchrun's, with more ``launcher`` arguments for it."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *launcher]
+def start(*arguments: str, processes: int = 1, **settings) -> subprocess.Popen:
+    """``nemo-edo`` in a new process, or in several of torchrun's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "nemo_edo", *arguments]
     return subprocess.Popen(command, text=True, **settings)
 

@@ -2,11 +2,10 @@
 
     python completions_server.py PORT STATE
 
-STATE is a JSON file, read at each request, with any of: "hang" (completions get no answer), "hang_after" (only so many
-completions of a process get one), "status" (of every completion), "slow_s", "hold_until_open" (no answers until so many
-completions were open concurrently), "die_after" (so many completions, the process kills itself), "die_at_refit" (the
-process kills itself at a refit, once), "unhealthy", "mute" (health checks get no answer after the first completion),
-"answer" (replaces the body of a completion), "faulty_every" (every so many-th completion gets one of ``faults``).
+STATE is a JSON file, read at each request, with any of: "hang" (completions get no answer), "status" (of every
+completion), "slow_s", "die_after" (so many completions, the process kills itself), "die_at_refit" (the process kills
+itself at a refit, once), "answer" (replaces the body of a completion), "faulty_every" (every so many-th completion gets
+one of ``faults``).
 ``/log`` returns the seeds of the completions so far, in order. Of vLLM's endpoints it has those of a refit, which loads
 nothing.
 """
@@ -46,7 +45,6 @@ class CompletionsServer:
         self.seeds: list[int] = []
         self.open = 0
         self.most_open = 0
-        self.opened = asyncio.Condition()
         self.weights = "default"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,9 +65,7 @@ class CompletionsServer:
     async def answer(self, path: str, body: bytes, has_key: bool) -> tuple[int, object]:
         state = json.loads(self.state.read_text()) if self.state.is_file() else {}
         if path == "/health":
-            if state.get("mute") and self.seeds:
-                await asyncio.sleep(1e6)
-            return (503 if state.get("unhealthy") else 200), b""
+            return 200, b""
         if path == "/v1/models":
             return (200, {"data": [{"id": "policy", "max_model_len": 64}]}) if has_key else (401, {"error": "key"})
         if path == "/log":
@@ -87,12 +83,8 @@ class CompletionsServer:
         request = json.loads(body)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        async with self.opened:
-            self.opened.notify_all()
-            await self.opened.wait_for(lambda: self.most_open >= state.get("hold_until_open", 0))
         try:
-            hangs = state.get("hang") or len(self.seeds) >= state.get("hang_after", math.inf)
-            await asyncio.sleep(1e6 if hangs else state.get("slow_s", 0.0))
+            await asyncio.sleep(1e6 if state.get("hang") else state.get("slow_s", 0.0))
         finally:
             self.open -= 1
         if "die_after" in state and len(self.seeds) >= state["die_after"]:

@@ -30,16 +30,6 @@ def changes(before: dict[str, int]) -> list[str]:
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def enter_twice() -> dict:
-    """What the second of two calls changes; the first is known to change something."""
-    start = state_of_torch()
-    first = platform.enter(1)
-    between = state_of_torch()
-    second = platform.enter(2)
-    return {"first": changes(start), "second": changes(between), "devices": [str(first), str(second)],
-            "threads": torch.get_num_threads()}
-
-
 def enter_with_cuda() -> dict:
     """``enter`` of a node's fourth process, which sees eight GPUs."""
     chosen = []
@@ -75,7 +65,7 @@ def forked(case) -> dict:
         process.join()
 
 
-CASES = (enter_twice, enter_with_cuda, make_tensors)
+CASES = (enter_with_cuda, make_tensors)
 
 if __name__ == "__main__":
     untouched = state_of_torch()
@@ -85,7 +75,6 @@ if __name__ == "__main__":
         "by_import": changes(untouched),
         "imported": sorted(name for name in sys.modules if name.startswith(("megatron", "nemo.", "transformers"))),
     }
-    import nemo_edo.generation.megatron_engine
     import nemo_edo.megatron.checkpoint  # noqa: F401
 
     results |= {case.__name__: forked(case) for case in CASES}

@@ -22,8 +22,6 @@ class ScriptedReplica:
     /reset_prefix_cache does not reset."""
     workers: int = 1
     asleep: bool = False
-    deaf: bool = False
-    """It ignores sleep, as a server on a CPU."""
     cannot_start: bool = False
     starts: int = 1
     url: str = "http://127.0.0.1:1"
@@ -95,7 +93,7 @@ class ScriptedReplica:
         return {"weight_version": "another" if fails else self.version}
 
     def sleep(self, json, params, fails):
-        self.asleep = not self.deaf
+        self.asleep = True
         return {"status": "sleeping", "level": params["level"]}
 
     def wake_up(self, json, params, fails):

@@ -22,9 +22,6 @@ from nemo_edo.types import Problem, Rollout, ScoredRollout
 DATA = ArithmeticConfig(num_operands=3, train_problems=24, test_problems=8, warmup_problems=8)
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16,
          "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.15}
-MODERNBERT = {"model_type": "modernbert", "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
-              "num_attention_heads": 2, "max_position_embeddings": 512, "local_attention": 16, "cls_token_id": 0,
-              "sep_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 EACH = 5
 """Responses to a problem."""
 
