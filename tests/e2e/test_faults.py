@@ -1,12 +1,10 @@
 """Whatever befalls a run's folder and processes, nothing is lost and nothing is silently wrong."""
 
-import os
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from helpers.endings import ending
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = ["--config-name=quickstart", "sft.steps=4", "sft.batch_size=8", "sampling.samples_per_prompt=2",
@@ -24,14 +22,6 @@ def whole(tmp_path_factory, nemo_edo) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     nemo_edo.succeed("train", *SMALL, f"output_dir={folder}", "name=whole")
     return folder / "whole"
-
-
-@pytest.fixture(scope="module")
-def cut(whole: Path, nemo_edo) -> Path:
-    """The folder of the same run, killed two steps before its end."""
-    command = ["train", *SMALL, f"output_dir={whole.parent}", "name=cut"]
-    killed(nemo_edo, command, ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 10])
-    return whole.parent / "cut"
 
 
 def responses(run: Path) -> dict[Path, bytes]:
@@ -64,42 +54,3 @@ def test_an_export_that_is_killed_leaves_nothing_that_looks_whole_and_can_be_rep
     nemo_edo.succeed(*command)
     assert (out / "model.safetensors").is_file() and (out / "config.json").is_file()
     assert list(tmp_path.iterdir()) == [out]
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 128
-    path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-NEWEST = "checkpoints/grpo.progress/step_00000005"
-FAULTS = [  # of an unfinished run: the file, the damage, and what the same command says where it stops. Each file in
-    # each state is in tests/unit/run/test_damaged_files.py, and random ones are in tests/chaos.
-    (f"{NEWEST}/__0_0.distcp", truncate, None),
-    ("base/model.safetensors", flip, None),
-    ("rollouts/grpo/iter_00001/rank_0_of_1.parquet", truncate, "delete it to generate its rollouts again"),
-    ("metrics.jsonl", truncate, "it was changed; restore it"),
-    ("checkpoints/warmup/about.json", flip, "restore it from a copy"),
-]
-
-
-@pytest.mark.parametrize(("file", "damage", "said"), FAULTS)
-def test_a_damaged_run_ends_with_the_undisturbed_numbers_or_with_one_message_that_names_the_file(
-    whole: Path, cut: Path, tmp_path, nemo_edo, file: str, damage, said: str | None
-):
-    run = shutil.copytree(cut, tmp_path / "run")
-    damage(run / file)
-    done = nemo_edo("train", *SMALL, f"output_dir={tmp_path}", "name=run")
-    assert "Traceback" not in done.stderr
-    if said is None:
-        assert done.returncode == 0, done.stderr
-        assert ending(run) == ending(whole)
-    else:
-        assert done.returncode == 2
-        message = done.stderr.splitlines()[-1]
-        assert message.startswith("nemo-edo: error: ") and said in message
-        assert str(run / file) in message or str((run / file).parent) in message

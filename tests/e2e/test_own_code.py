@@ -1,12 +1,10 @@
-"""A user's own modules in the working directory: data, reward and advantages of a whole run."""
+"""A user's own modules in the working directory: data and reward of a whole run."""
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.cli import finish, start
 
 pytestmark = pytest.mark.slow
 CODE = """
@@ -20,10 +18,6 @@ def score(*, response, metadata):
     if metadata["difficulty"] == 2 and not os.path.exists("corrected"):
         raise RuntimeError("the sandbox is down")
     return {"score": len(response) % 5 / 4, "difficulty": metadata["difficulty"]}
-"""
-ADVANTAGES = """
-def centred(*, rewards, group_ids):
-    return [float(reward - rewards[group_ids == group].mean()) for reward, group in zip(rewards, group_ids)]
 """
 SETTINGS = [
     "data=source", "data.source=own_code:make", "data.source_args.size=4", "rewards.function=own_code:score",
@@ -55,20 +49,3 @@ def test_a_reward_that_fails_stops_the_run_which_resumes_once_it_is_corrected(tm
     (tmp_path / "own_code.py").unlink()  # what is stored needs no code of the user's
     said = nemo_edo.succeed("evaluate", str(tmp_path / "own"), "--stored")
     assert f"mean reward {evaluated[0]['reward']['mean']:.3f}" in " ".join(said.split())
-
-
-def test_own_advantages_give_the_same_steps_on_two_processes(tmp_path: Path, nemo_edo):
-    (tmp_path / "own_code.py").write_text(CODE + ADVANTAGES)
-    (tmp_path / "corrected").touch()
-    command = ("train", f"output_dir={tmp_path}", *SETTINGS, "grpo.advantage=own_code:centred", "precision=fp32")
-    nemo_edo.succeed(*command, "name=one", cwd=tmp_path)
-    both = start(*command, "name=two", processes=2, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = finish(both)
-    assert both.returncode == 0, said
-    steps = []
-    for name in ("one", "two"):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        steps.append([(line["reward"], line["advantage_spread"], line["loss"]) for line in lines
-                      if line["kind"] == "train_step"])
-    assert len(steps[0]) == 2 and min(spread for _, spread, _ in steps[0]) > 0
-    assert steps[0] == [pytest.approx(step, abs=1e-5) for step in steps[1]]

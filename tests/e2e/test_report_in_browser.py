@@ -8,8 +8,7 @@ from helpers.reported_run import enrich
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.report.page import write_report
-from nemo_edo.report.run_set import find_runs, one_run
-from tools.paper_tables.tables import write_table
+from nemo_edo.report.run_set import one_run
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(
@@ -35,14 +34,6 @@ def run_folder(tmp_path_factory):
 def page(run_folder):
     """The report's file:// address."""
     return write_report(one_run(run_folder)).path.as_uri()
-
-
-@pytest.fixture(scope="module")
-def table_page(run_folder):
-    """The main table's, which names this run among those that are not in it."""
-    out = run_folder / "table.html"
-    write_table(find_runs([str(run_folder)]), "main", out)
-    return out.as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -81,21 +72,6 @@ def fetched(driver) -> set[str]:
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     return {message["params"]["request"]["url"] for message in messages
             if message["method"] == "Network.requestWillBeSent"}
-
-
-def test_the_result_the_table_and_the_first_chart_are_above_the_fold(driver, page):
-    for width in WIDTHS:
-        load(driver, page, width)
-        bottoms = driver.execute_script("""
-            const bottom = (name) => document.querySelector(name).getBoundingClientRect().bottom;
-            return ["h2.first", ".first-table table", "[data-copy]", "#chart-differences .cartesianlayer",
-                    ...(innerWidth > 1000 ? ["#chart-test-greedy_accuracy .cartesianlayer"] : [])].map(bottom);""")
-        assert max(bottoms) <= 800, (width, bottoms)
-        assert driver.execute_script("return document.querySelector('#diagnostics ~ details').open") is False
-        needed, seen = driver.execute_script("""
-            const box = document.querySelector(".first-table .scroll");
-            return [box.scrollWidth, box.clientWidth];""")
-        assert needed <= seen, (width, "the table's columns are all to be seen")
 
 
 FILTERED = [  # search, filter, policy, problems found, the responses that each policy then shows of the first one
@@ -162,15 +138,3 @@ def test_nothing_is_fetched_and_a_script_in_the_runs_text_is_shown_and_does_not_
     attacked, title, shown = opened.execute_script(
         "return [window.attacked, document.title, document.body.textContent.includes(\"document.title = 'attacked'\")]")
     assert (attacked, title, shown) == (None, "quickstart: nemo_edo report", True)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_table_fits_fetches_nothing_and_runs_no_script(driver, table_page, width: int):
-    load(driver, table_page, width)
-    needed, inner, attacked, rows = driver.execute_script(
-        "return [document.documentElement.scrollWidth, innerWidth, window.attacked, "
-        "document.querySelectorAll('tbody tr').length]")
-    assert needed <= inner
-    assert (attacked, rows) == (None, 24)
-    assert fetched(driver) == {table_page}
-    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -1,17 +1,14 @@
-"""The whole job, for real and tiny: trained twice, evaluated, exported, and once on two processes."""
+"""The whole job, for real and tiny: trained twice, evaluated and exported."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from helpers.cli import finish, start
 from helpers.problem_files import write_sums
 
 import nemo_edo as edo
@@ -34,17 +31,6 @@ ARMS = ("grpo", "edo")
 TRAINED = (*ARMS, "replicate")
 
 
-def torchrun(folder: Path, arguments: list[str]) -> list[str]:
-    """Runs the command on two processes and returns what each of them said, stdout and stderr."""
-    process = start(*arguments, processes=2, launcher=["--redirects=3", f"--log-dir={folder / 'torchrun'}"],
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = finish(process)
-    assert process.returncode == 0, said
-    [attempt] = (folder / "torchrun").glob("*/attempt_0")
-    return ["".join((attempt / str(rank) / f"{stream}.log").read_text() for stream in ("stdout", "stderr"))
-            for rank in (0, 1)]
-
-
 @dataclass(frozen=True)
 class Finished:
     """A run as it was when its training ended; later commands change the folder."""
@@ -53,15 +39,12 @@ class Finished:
     lines: list[dict]
     evaluations: dict[str, dict]
     output: str
-    imported: frozenset[str]
-    """Modules, where Python was asked to name them."""
 
     @classmethod
-    def of(cls, folder: Path, output: str, errors: str = "") -> Finished:
+    def of(cls, folder: Path, output: str) -> Finished:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         evaluations = {path.stem: json.loads(path.read_text()) for path in (folder / "evaluations").glob("*.json")}
-        imported = frozenset(re.findall(r"^import time:.* (\S+)$", errors, re.MULTILINE))
-        return cls(folder, lines, evaluations, output, imported)
+        return cls(folder, lines, evaluations, output)
 
     def of_kind(self, kind: str, arm: str) -> list[dict]:
         return [line for line in self.lines if (line["kind"], line["arm"]) == (kind, arm)]
@@ -85,16 +68,11 @@ def arguments(tmp_path_factory, own_problems) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(arguments, nemo_edo) -> tuple[Finished, Finished]:
-    """The job run twice by the same command, in a new process and in a forked one."""
+    """The job run twice by the same command."""
     composed = compose_run("quickstart", arguments[2:])
     folder = Path(composed.output_dir) / composed.name
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line of stderr
-        first = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = finish(first)
-    assert first.returncode == 0, out + err
-    second = nemo_edo.succeed(*arguments)
-    return Finished.of(folder.with_name("tiny.1"), out, err), Finished.of(folder, second)
+    first, second = nemo_edo.succeed(*arguments), nemo_edo.succeed(*arguments)
+    return Finished.of(folder.with_name("tiny.1"), first), Finished.of(folder, second)
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +90,6 @@ def afterwards(runs, nemo_edo, tmp_path_factory) -> dict[str, str]:
             "report": nemo_edo("report", str(first.folder)).stdout,
             **{arm: nemo_edo.succeed("export", str(second.folder), str(out / arm), f"--arm={arm}")
                for arm in ("warmup", "grpo")}, "exported": str(out)}
-
-
-@pytest.fixture(scope="module")
-def tensor_parallel(tmp_path_factory) -> tuple[Finished, list[str]]:
-    """The built-in task on two tensor-parallel processes, and what each of them said."""
-    folder = tmp_path_factory.mktemp("tp")
-    small = ["sft.steps=5", "data.arithmetic.warmup_problems=32", "data.arithmetic.train_problems=4",
-             "data.arithmetic.test_problems=4", "sampling.max_new_tokens=32"]
-    said = torchrun(folder, ["train", "name=tp", f"output_dir={folder}", "parallelism=tp2", *SETTINGS,
-                             f"+arms={{{EXPLORING_ARM}}}", *small])
-    return Finished.of(folder / "tp", said[0]), said
 
 
 # --- the run folder -----------------------------------------------------------------------------------------------
@@ -150,25 +117,7 @@ def test_metrics_have_a_line_for_each_step_collection_and_evaluation(first: Fini
     assert {line["skipped_steps"] for line in steps} == {0} and "guard" not in {line["kind"] for line in first.lines}
 
 
-def test_rollouts_are_parquet_that_pandas_reads_and_their_rewards_are_the_logged_ones(first: Finished):
-    for arm in ARMS:
-        for iteration, line in enumerate(first.of_kind("collection", arm)):
-            rollouts = first.rollouts(arm, iteration)
-            assert len(rollouts) == 8 * SAMPLES
-            assert rollouts["reward"].mean() == pytest.approx(line["reward"])
-            assert set(rollouts["policy_version"]) == {iteration}
-            assert (rollouts["response_ids"].map(len) == rollouts["response_logprobs"].map(len)).all()
-
-
 # --- what was trained ---------------------------------------------------------------------------------------------
-
-
-def test_a_training_on_the_cpu_imports_no_compiler_server_client_or_other_trainer(first: Finished):
-    """Each would take up to a second of every start. torch loads its compiler with torch.compile alone."""
-    assert {"torch", "megatron.core", "megatron.bridge", "lightning"} <= first.imported
-    unneeded = {"torch._inductor.compile_fx", "functorch.compile", "datasets", "aiohttp",
-                "mlflow", "trl", "vllm", "transformers.trainer"}  # fmt: skip
-    assert sorted(first.imported & unneeded) == []
 
 
 def test_the_first_step_of_each_iteration_is_on_policy_up_to_rounding_and_later_ones_are_not(first: Finished):
@@ -264,20 +213,6 @@ def test_transformers_answers_greedily_from_the_exported_policy_as_the_run_did(f
 
 
 # --- several processes --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_tensor_parallel_processes_finish_the_built_in_task_on_policy_and_only_the_first_speaks(tensor_parallel):
-    """tests/slurm compares two processes' numbers with one's."""
-    finished, (main, other) = tensor_parallel
-    assert json.loads((finished.folder / "summary.json").read_text())["processes"] == 2
-    assert set(finished.evaluations) == {"warmup", "edo"}
-    assert (finished.folder / "report.html").is_file()
-    assert max(line["sampler_gap"] for line in finished.of_kind("collection", "edo")) < 1e-5
-    first_steps = {line["iteration"]: line for line in reversed(finished.of_kind("train_step", "edo"))}.values()
-    assert [line["exploration"] for line in first_steps] == pytest.approx([0.0] * ITERATIONS, abs=1e-6)
-    assert "report: " in main and "Start (before RL)" in main
-    assert other == ""
 
 
 # --- from Python --------------------------------------------------------------------------------------------------

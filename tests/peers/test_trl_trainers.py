@@ -89,13 +89,6 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(r
 
 
 @pytest.mark.parametrize("run", ["newest", "oldest"])
-def test_sampling_from_a_cut_distribution_is_warned_of_where_the_term_acts(results, run):
-    [warned] = results(run)["cut"]["cut"]
-    assert warned.startswith("top_p=0.9, top_k=5, min_p=0.1: ")
-    assert results(run)["cut"]["whole"] == results(run)["cut"]["without the term"] == []
-
-
-@pytest.mark.parametrize("run", ["newest", "oldest"])
 def test_ed_dpo_adds_the_mean_of_floored_token_sums_of_both_responses(results, run):
     dpo = results(run)["dpo"]
     assert torch.equal(dpo["stock"]["weights"], dpo["zero"]["weights"])

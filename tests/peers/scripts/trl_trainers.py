@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -185,19 +184,6 @@ def refused_schedule() -> str:
     return ""
 
 
-def warned(settings: dict, coefficient: float) -> list[str]:
-    """What is warned of before the first step of a trainer with these settings of TRL's sampling."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        grpo_trainer(EDGRPOTrainer, "grpo", settings, exploration_coefficient=coefficient)
-    return [text for one in caught if "cut distribution" in (text := str(one.message))]
-
-
-def cut_sampling() -> dict[str, list[str]]:
-    cut = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
-    return {"cut": warned(cut, COEFFICIENT), "whole": warned({}, COEFFICIENT), "without the term": warned(cut, 0.0)}
-
-
 # --- DPO -----------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +247,7 @@ def main(loss_types: str, results: str) -> None:
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     output = {"grpo": {name: grpo(name) for name in loss_types.split(",")}, "novelty": novelty()}
     if alone:
-        output |= {"dpo": dpo(), "refused": refused_schedule(), "cut": cut_sampling(), "example": example_of_the_docs()}
+        output |= {"dpo": dpo(), "refused": refused_schedule(), "example": example_of_the_docs()}
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(output, Path(results))
 
