@@ -11,7 +11,7 @@ import pytest
 from .cluster import SlurmCluster, missing
 
 TINY = [
-    "threads=1", "sft.steps=80", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
+    "threads=1", "sft.steps=40", "sft.batch_size=16", "sft.micro_batch_size=16", "sft.optimizer.lr=4e-3",
     "data.arithmetic.warmup_problems=64", "data.arithmetic.train_problems=12", "data.arithmetic.test_problems=6",
     "sampling.samples_per_prompt=4", "sampling.max_new_tokens=24", "evaluation.samples=2", "evaluation.rollouts=1",
     "evaluation.bootstrap=10", "grpo.iterations=2", "grpo.problems_per_iteration=6", "grpo.minibatch_size=8",

@@ -85,18 +85,11 @@ DAMAGED_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unsupported architecture": (
         lambda model: edit_config(model, architectures=["GPT2LMHeadModel"]),
         "{}/model/config.json: architectures ['GPT2LMHeadModel'] are not supported by Megatron-Bridge"),
-    "short context": (
-        lambda model: edit_config(model, max_position_embeddings=48),
-        "model.seq_length is 64, but {}/model/config.json has max_position_embeddings 48"),
 }
 TRAIN = {
-    "no model folder": (
-        "model.path={}/none model.architecture=null", "{}/none is not a Hugging Face model folder"),
     "tracking setting that NeMo lacks": ("exp_manager.bogus=1", "exp_manager.bogus: "),
     "output folder below a file": (
         "output_dir={}/train.jsonl", "{}/train.jsonl/a cannot be made in {}/train.jsonl (Not a directory)"),
-    "more processes needed": (
-        "parallelism=tp2", "tensor_model_parallel_size 2 needs a multiple of 2 processes, got 1"),
     "no stored rollouts": ("train.rollouts={}/none", "{}/none/iter_00000: has no rollouts"),
     "stop by an unknown metric": ("evaluation.every=1 early_stop.metric=pass@99", "early_stop.metric is 'pass@99'"),
     "output in the kernel's files": (
