@@ -1,6 +1,6 @@
 """The memory estimates' formulas: what they add up to, and how splits and recomputation change them.
 
-Weights, gradients and optimizer state of real models are compared in unit/megatron and distributed/test_memory.py.
+Weights, gradients and optimizer state of real models are compared in unit/megatron.
 """
 
 from dataclasses import replace

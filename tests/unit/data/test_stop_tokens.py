@@ -44,11 +44,6 @@ def test_the_end_tokens_are_the_union_of_all_sources(folder: Path, of_generation
     assert read(folder, more).ids == expected
 
 
-def test_a_folder_without_a_generation_config_has_the_others(folder: Path):
-    assert read(folder).ids == (1,)
-    assert read(folder, eos=False).ids == (1,)  # config.json alone names it
-
-
 @pytest.mark.parametrize(("of_generation", "of_config", "disagree"), [
     ([1, 7], 1, False), (1, 2, True), (7, 1, True), (None, 2, True), (None, None, False)])
 def test_files_whose_end_tokens_have_nothing_in_common_are_named_with_their_ids(

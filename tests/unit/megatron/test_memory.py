@@ -1,13 +1,15 @@
 """The memory estimates against the tensors of real models, in one process."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import memory_worker
+from helpers import tiny_models
 
 from nemo_edo.checks import estimates as memory
-from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.batching import build_batch, sequence_lengths
 from nemo_edo.data.packs import Prompts
@@ -28,12 +30,49 @@ FIELDS = {"qwen2": SHAPE, "qwen3": SHAPE, "llama": SHAPE, "qwen3_moe": {**SHAPE,
 TOKENS = 48
 
 
+def measured(policy) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state, after a step."""
+    policy.reset_optimizer(OptimizerConfig(lr=1e-3), total_steps=2)
+    tiny_models.train_sft(policy, [0])
+    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    of_weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return {
+        "weights": sum(parameter.nbytes for parameter in parameters),
+        "gradients": sum(parameter.main_grad.nbytes for parameter in trained),
+        "optimizer": _state_bytes(policy.optimizer, of_weights),
+    }
+
+
+def _state_bytes(optimizer, of_weights: set[int]) -> int:
+    """Moments and main weights; fp32 main weights that are the weights themselves are not counted again."""
+    found = {}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                moments = part.optimizer.state[main]
+                for tensor in (main, moments["exp_avg"], moments["exp_avg_sq"]):
+                    if tensor.untyped_storage().data_ptr() not in of_weights:
+                        found[tensor.data_ptr()] = tensor.nbytes
+    return sum(found.values())
+
+
+def estimated(folder: Path, dtype: str, lora: LoRAConfig | None) -> dict[str, int]:
+    fields = json.loads((folder / "config.json").read_text())
+    load = memory.Workload(
+        shape=ModelShape.from_hf(fields, str(folder)), parallelism=ParallelismConfig(), lora=lora or LoRAConfig(),
+        precision=PrecisionConfig(dtype), data_parallel=1, tokens=64,
+    )
+    parts = dict(memory.stage_memory(load, 0).items())
+    return {name: parts[name] for name in ("weights", "gradients", "optimizer")}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_weights_gradients_and_optimizer_state_are_the_estimated_ones_to_the_byte(case, tiny, tmp_path):
     model_type, fields, dtype, lora = CASES[case]
     folder = tiny.write_tiny_model(tmp_path / "model", model_type, **fields)
-    found = memory_worker.measured(tiny.build_policy(folder, dtype=dtype, lora=lora))
-    assert found == memory_worker.estimated(folder, ParallelismConfig(), dtype, lora, 1, 0)
+    found = measured(tiny.build_policy(folder, dtype=dtype, lora=lora))
+    assert found == estimated(folder, dtype, lora)
 
 
 def saved_bytes(policy, tokens: int, pack: SharedPrompts | None = None) -> int:

@@ -92,16 +92,6 @@ def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that
     assert "Time: train 27.0 s, log pi old 12.0 s, without a name 1.5 s, all runs together." in set_of_runs.text
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"arms": ("grpo",)}, "GRPO differs from Start (before RL) in vote@10 by +"),
-    ({"arms": ("grpo",), "start": False}, "There is no second arm to compare with"),
-    ({"start": False}, "recorded no values for it: Warm-up loss"),
-    ({"arms": ("edo_paper", "edo_floor")}, "There is no common metric with a baseline arm"),
-])
-def test_a_run_with_fewer_parts_has_a_report_that_says_so(report, options, said):
-    assert said in Page(report(**options)).text
-
-
 def test_csv_and_json_have_the_table_with_every_seed(several: Path, tmp_path: Path):
     floor, alone = "ED-GRPO 0.3, floor -0.1", "ED-GRPO α=0.1"
     runs = read_runs(find_runs([str(several.parent)]))

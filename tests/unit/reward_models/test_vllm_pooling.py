@@ -47,17 +47,6 @@ def command_of(replica) -> list[str]:
     return replica.api.command(replica.model_folder, 8000)
 
 
-def test_servers_ask_for_a_key_that_no_command_line_shows_and_take_separate_gpus_and_logs(folders, tmp_path):
-    settings = ServersConfig(replicas=2, tensor_parallel_size=2, first_gpu=1)
-    replicas = started(folders["decoder"], settings, tmp_path, gpus=8)
-    for replica in replicas:
-        assert not any(replica.key.value in part for part in command_of(replica))
-        environment = replica.api.environment(replica.key.value)
-        assert environment["VLLM_API_KEY"] == replica.key.value and environment["VLLM_SERVER_DEV_MODE"] == "0"
-    assert [replica.api.gpus for replica in replicas] == [(1, 2), (3, 4)]
-    assert len({replica.api.log for replica in replicas}) == 2
-
-
 def test_a_server_pools_this_model_on_this_machine_with_the_configs_python_and_arguments(folders, tmp_path):
     settings = ServersConfig(python="/x/python", tensor_parallel_size=2, arguments=["--seed", "7"])
     for gpus, of_machine in ((0, "--dtype float32 --enforce-eager"), (2, "--dtype bfloat16 --tensor-parallel-size 2")):

@@ -84,18 +84,6 @@ def test_every_evaluated_arm_gets_its_file_and_is_compared_with_the_runs_baselin
     assert "differences from plain" in lines and "  better  " in lines
 
 
-def test_one_arm_alone_and_an_unfinished_runs_only_one_are_compared_with_nothing(run: RunFolder, tmp_path, config):
-    unfinished = write_run(tmp_path / "run", config, arms=("warmup",))
-    for folder, asked, arm in ((run, "better", "better"), (unfinished, None, "warmup")):
-        lines = evaluate_stored([folder.path], asked, [])
-        assert [line for line in lines if line.startswith("written")] == [f"written: {folder.test_time(arm)}"]
-        assert not any("differences" in line for line in lines) and not folder.test_time("plain").exists()
-    with pytest.raises(UserError, match="arm plain has not been evaluated yet"):
-        evaluate_stored([unfinished.path], "plain", [])
-    with pytest.raises(UserError, match="no arm has been evaluated yet"):
-        evaluate_stored([write_run(tmp_path / "empty", config, arms=()).path], None, [])
-
-
 def test_several_runs_are_compared_problem_by_problem(run: RunFolder, tmp_path: Path, config):
     second = write_run(tmp_path / "second", config, seed=1)
     lines = "\n".join(evaluate_stored([run.path, second.path], "better", []))
