@@ -40,14 +40,14 @@ def compare(folder: Path, work: Path) -> dict:
     """The gaps between the scores of both ways, and how many and how different the scores are."""
     about = read_reward_folder(folder)
     here = score_rollouts(ProcessRewardModel(folder), rollouts(), QUESTIONS)
-    settings = ServersConfig(max_in_flight=8)
+    settings, by_url = ServersConfig(max_in_flight=8), {}
     with serving(about, settings, work) as served:
         there = score_rollouts(served, rollouts(), QUESTIONS)
         replica = served._replicas[0]
         without_key = requests.post(replica.url + POOLING, json={"input": [[1]]}).status_code
-        by_url = at_a_url(replica, about, work / "client")
+        if folder.name == "qwen":
+            by_url = at_a_url(replica, about, work / "client", [scored.steps for scored in here])
     pairs = [pair for a, b in zip(here, there, strict=True) for pair in zip(a.steps, b.steps, strict=True)]
-    again = [pair for a, b in zip(here, by_url["steps"], strict=True) for pair in zip(a.steps, b, strict=True)]
     return {
         "scores": len(pairs),
         "distinct": len({round(a, 6) for a, _ in pairs}),
@@ -58,24 +58,23 @@ def compare(folder: Path, work: Path) -> dict:
         "left_running": not replica.has_ended,
         "copied_code": [path.name for path in work.rglob("*.py")],
         "code_ran": (folder / "it_ran").exists(),
-        "gaps_by_url": [abs(a - b) for a, b in again],
-        "outlives_the_client": by_url["outlives_the_client"],
+        **by_url,
     }
 
 
-def at_a_url(replica: Replica, about, work: Path) -> dict:
+def at_a_url(replica: Replica, about, work: Path, expected: list) -> dict:
     """Scores from the same server, named by its URL, by a client that did not start it."""
     os.environ["REWARD_KEY"] = replica.key.value
     with serving(about, ServersConfig(urls=[replica.url], api_key_variable="REWARD_KEY"), work) as served:
         scores = score_rollouts(served, rollouts(), QUESTIONS)
-    return {"steps": [scored.steps for scored in scores], "outlives_the_client": not replica.has_ended}
+    pairs = [pair for a, b in zip(expected, scores, strict=True) for pair in zip(a, b.steps, strict=True)]
+    return {"gaps_by_url": [abs(a - b) for a, b in pairs], "outlives_the_client": not replica.has_ended}
 
 
 def main(folder: Path) -> None:
     models = {
         "qwen": write_qwen_prm(folder / "qwen"),
         "skywork": write_skywork_prm(folder / "skywork"),
-        "decoder": write_own_reward_model(folder / "decoder"),
         "encoder": write_own_reward_model(folder / "encoder", "modernbert"),
     }
     results = {name: compare(path, folder / "work" / name) for name, path in models.items()}
