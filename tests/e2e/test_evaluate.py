@@ -1,11 +1,10 @@
 """A model that nothing trains, evaluated in process: killed, resumed, and evaluated from what it stored."""
 
 import json
-import time
+import signal
 from pathlib import Path
 
 import pytest
-from helpers.cli import start
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["--config-name=evaluate", "model=tiny_llama", "data=arithmetic", "precision=fp32", "threads=1",
@@ -24,14 +23,9 @@ def folder(tmp_path_factory, nemo_edo) -> Path:
     """Two runs of one config: "whole", and "killed" once it had sampled some parts of its responses."""
     folder = tmp_path_factory.mktemp("evaluate")
     nemo_edo.succeed("evaluate", *SETTINGS, "name=whole", cwd=folder)
-    process = start("evaluate", *SETTINGS, "name=killed", cwd=folder)
-    parts = folder / "runs" / "killed" / "evaluations" / "warmup" / "sampled" / "iter_00000" / "parts"
-    deadline = time.monotonic() + 300
-    while not (parts / "part_00001.parquet").is_file():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    after_some = ["nemo_edo.rollouts.store:RolloutStore.write_part", 5]  # the greedy responses are two
+    killed = nemo_edo("evaluate", *SETTINGS, "name=killed", cwd=folder, before=[("helpers.kills:prepare", after_some)])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     return folder
 
 
