@@ -85,7 +85,7 @@ class Trial:
     def asked(self, problems: int, samples: int, purpose: str) -> list:
         return sampling_requests(self.data.train[:problems], self.data.prompts, samples, 2, purpose)
 
-    # --- as they were started -----------------------------------------------------------------------------------------
+    # --- after the first push -----------------------------------------------------------------------------------------
 
     def seeds(self) -> dict:
         """Whether a request has the same response in another order."""
@@ -219,16 +219,17 @@ def main(folder: Path, transport: str, overrides: list[str]) -> None:
     trial, results = Trial(folder, transport, overrides), {}
     processes = [p for replica in trial.servers.replicas for p in psutil.Process(replica.process.pid).children(True)]
     try:
+        pushes = results["pushes"] = [trial.push(0)]
         if len(trial.servers.replicas) > 1:
-            results = {"seeds": trial.seeds(), "exposure": trial.exposure(), "spread": trial.spread(),
-                       "stopped": [trial.stopped(stop) for stop in STOPS]}
-        results["pushes"] = [trial.push(version) for version in range(2)]
+            results |= {"seeds": trial.seeds(), "exposure": trial.exposure(), "spread": trial.spread(),
+                        "stopped": [trial.stopped(stop) for stop in STOPS]}
+        pushes.append(trial.push(1))
         if len(trial.servers.replicas) > 1:
             results |= {"killed": trial.killed(), "tampered": trial.tampered()}
         if transport == "nccl":
-            results["pushes"].append(trial.push_killed_in_the_middle(2))
+            pushes.append(trial.push_killed_in_the_middle(2))
         begun = time.monotonic()
-        trial.sync.push(len(results["pushes"]) - 1)
+        trial.sync.push(len(pushes) - 1)
         results["again_s"] = time.monotonic() - begun
         processes += psutil.Process(trial.replica.process.pid).children(True)
     finally:
