@@ -92,7 +92,7 @@ class Trial:
         rollouts = self.servers.generate(self.sampled, SAMPLED)
         again = self.servers.generate(self.sampled[::-1], SAMPLED)
         same = sum(a.response_ids == b.response_ids for a, b in zip(rollouts, again[::-1], strict=True))
-        return {"same": same, "distinct": len({rollout.response_ids for rollout in rollouts})}
+        return {"same": same, "distinct": len({tuple(rollout.response_ids) for rollout in rollouts})}
 
     def exposure(self) -> dict:
         """Statuses without the key, and what of it can be seen of the process."""
@@ -112,7 +112,7 @@ class Trial:
 
     def stopped(self, stop: str) -> dict:
         """Responses with a stop string, compared with those of the same seeds without one."""
-        asked = self.asked(40, 4, "stop")
+        asked, decode = self.asked(40, 4, "stop"), self.data.decode
         whole, cut = (self.servers.generate(asked, how) for how in (SAMPLED, replace(SAMPLED, stop=(stop,))))
         pairs, met = list(zip(cut, whole, strict=True)), [rollout for rollout in cut if rollout.stop]
         gaps = [abs(x - y) for a, b in pairs for x, y in zip(a.response_logprobs, b.response_logprobs, strict=False)]
@@ -120,7 +120,7 @@ class Trial:
             "asked": len(asked),
             "met": len(met),
             "beginnings": sum(a.response_ids == b.response_ids[: len(a.response_ids)] for a, b in pairs),
-            "contained": sum(r.stop in r.text and r.stop not in self.data.decode(r.response_ids[:-1]) for r in met),
+            "contained": sum(r.stop in r.text and r.stop not in decode(list(r.response_ids[:-1])) for r in met),
             "largest_gap": max(gaps),
         }
 

@@ -121,28 +121,6 @@ def test_a_response_depends_on_its_prompt_and_seed_and_not_on_order_or_other_req
     assert found[0] == found[2] and len(set(found)) == 5
 
 
-def test_a_response_ends_at_its_first_stop_token_and_includes_it_or_at_max_new_tokens(engine, requests):
-    rollouts = engine.generate(requests, params())
-    for rollout in rollouts:
-        *body, last = rollout.response_ids
-        assert not set(body) & set(STOPS)
-        assert rollout.finished == (last in STOPS)
-        assert rollout.finished or len(rollout.response_ids) == LENGTH
-        assert len(rollout.response_ids) == len(rollout.response_logprobs) <= LENGTH
-    assert {rollout.finished for rollout in rollouts} == {True, False}, "both kinds are to be tested"
-
-
-def test_a_rollout_has_its_request_its_version_and_the_text_without_the_stop_token(engine, requests):
-    engine.policy_version = 3
-    rollouts = engine.generate(requests, params())
-    assert {rollout.policy_version for rollout in rollouts} == {3} and engine.generate([], params()) == []
-    for request, rollout in zip(requests, rollouts, strict=True):
-        assert (rollout.problem_id, rollout.sample_index, rollout.prompt_ids, rollout.seed) == (
-            request.problem_id, request.sample_index, request.prompt_ids, request.seed)
-        spoken = list(rollout.response_ids[:-1] if rollout.finished else rollout.response_ids)
-        assert rollout.text == " ".join(map(str, spoken))
-
-
 def test_padding_of_the_vocabulary_is_never_sampled(tiny, policy, requests):
     """As if tensor parallelism had padded the output layer: columns from vocab_size on do not exist."""
     narrow = SimpleNamespace(chunks=policy.built.chunks, vocab_size=20)
