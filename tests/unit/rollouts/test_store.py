@@ -15,8 +15,6 @@ from nemo_edo.types import Rollout, ScoredRollout
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 TEXT = st.text(max_size=12)
-COLUMNS = ["problem_id", "sample_index", "prompt_ids", "response_ids", "text", "response_logprobs", "reward", "reason",
-           "answer", "well_formed", "finished", "policy_version", "seed", "parts", "success_at", "routed_experts"]
 
 
 @st.composite
