@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -120,6 +121,23 @@ def model(case: Case) -> Finding:
         split += f", experts over {splits.expert_model_parallel_size}"
     count = f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
     return passed(f"{count} parameters, {case.cfg.precision.dtype}, {split}")
+
+
+def as_transformers(case: Case) -> Finding:
+    """The comparison that a run makes before it trains, in another process."""
+    model = case.cfg.model
+    served = case.load.trains is False and case.cfg.generation.is_served
+    here = case.devices.here and model.path is not None and Path(model.path, "config.json").is_file()
+    if not here or served or not model.verify:
+        return passed("")
+    from nemo_edo.run.comparison import compare_alone, in_words
+
+    with tempfile.TemporaryDirectory() as scratch:
+        alone = replace(machine.Machine.alone(), scratch=Path(scratch), check="as transformers", forks=False)
+        try:
+            return passed(in_words(alone.run(compare_alone, case.cfg, Path(scratch))))
+        except machine.CheckError as error:
+            return failed(str(error).partition("; its output is in")[0])
 
 
 def sequences(case: Case) -> Finding:

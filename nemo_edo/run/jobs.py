@@ -13,7 +13,7 @@ from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run import build, inputs
+from nemo_edo.run import build, comparison, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
@@ -205,10 +205,12 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     _warn_of_experts(cfg, folder)
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
-    servers = None
+    servers = compared = None
+    if WARMUP not in folder.journal() and not build.holds_no_model(cfg):
+        compared = comparison.begin(cfg, folder)  # transformers takes the time that servers take to start
     if any(name not in folder.journal() for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
-    builder = build.Builder(cfg, folder, data, servers)
+    builder = build.Builder(cfg, folder, data, servers, compared)
     return RunServices(folder, data, builder, log, stop, console, clock, tracker), build.run_settings(cfg)
 
 
