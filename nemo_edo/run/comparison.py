@@ -7,12 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.config import ParallelismConfig, PrecisionConfig, RunConfig
+from nemo_edo.config import PrecisionConfig, RunConfig
 from nemo_edo.data.model_folder import find_model, read_fields
 from nemo_edo.data.truncated_model import parameters, write_truncated
 from nemo_edo.errors import UserError
@@ -151,15 +150,3 @@ def begin(cfg: RunConfig, run: RunFolder) -> Comparison | None:
     shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
     scratch.mkdir()
     return Comparison(cfg, find_model(cfg.model.path), scratch)
-
-
-def compare_alone(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
-    """The comparison of a config's model in this process, which no split needs."""
-    from nemo_edo.run.build import build_model
-
-    cfg = replace(cfg, parallelism=ParallelismConfig())
-    comparison = Comparison(cfg, find_model(str(cfg.model.path)), scratch)
-    try:
-        return comparison.finish(build_model(cfg, RunFolder(scratch), cfg.sft, folder=comparison.folder))
-    finally:
-        comparison.close()

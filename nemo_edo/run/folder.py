@@ -33,8 +33,8 @@ LAUNCH = "launch"
 class RunFolder:
     """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
     ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``test_time``, ``scores/ARM/NAME``,
-    ``search/ARM/NAME``, ``samples``, ``comparison.json`` (with transformers), ``data`` and ``base`` (the built-in task's problems and model), ``report.html``,
-    and NeMo's ``logs``."""
+    ``search/ARM/NAME``, ``samples``, ``comparison.json`` (with transformers), ``data`` and ``base`` (the built-in
+    task's problems and model), ``report.html``, and NeMo's ``logs``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.config import NONE, RunConfig
+from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
@@ -134,6 +135,8 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     opened = open_run(run)
     folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
+    if workers().size == 1:  # whatever layout and attention trained it
+        cfg = replace(cfg, parallelism=ParallelismConfig(), model=replace(cfg.model, attention="auto"))
     if arm is None:
         arm = _only_arm(run, cfg, list(arms))
     folder.require_arm(arm, [*opened.policies, *opened.best_policies])
@@ -146,12 +149,11 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     model = build.load_policy(cfg, folder, arm)
     part = temporary_name(out.resolve())
     shutil.rmtree(part, ignore_errors=True)  # of a killed export
-    workers = model.workers
     if adapter:
-        workers.call(Worker.export, part / "base", max_shard_bytes, False)
-        workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
+        model.workers.call(Worker.export, part / "base", max_shard_bytes, False)
+        model.workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
     else:
-        workers.call(Worker.export, part, max_shard_bytes, True)
+        model.workers.call(Worker.export, part, max_shard_bytes, True)
     part.replace(out)
     what = "its adapters are" if adapter else "it is"
     print(f"the policy of arm {arm}: {what} in {out}")

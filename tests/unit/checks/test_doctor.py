@@ -43,7 +43,8 @@ def test_this_environment_is_sound_and_the_quickstart_fits_in_it(doctor):
 def test_the_doctor_takes_the_option_that_it_recommends_for_bad_rows(doctor, tmp_path):
     files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', [*rows, '{'])}"
              for name, rows in (("train", ROWS[:1]), ("test", ROWS[1:2]))]
-    command = ["--config-name=grpo_gsm8k", f"model.path={write_tiny_model(tmp_path / 'model')}", *files]
+    command = ["--config-name=grpo_gsm8k", f"model.path={write_tiny_model(tmp_path / 'model')}", *files,
+               "model.verify=false"]
     assert "--on-bad-rows=skip" in doctor(*command)[1]
     assert "bad rows" not in doctor(*command, "--on-bad-rows=skip")[1]
 
@@ -161,12 +162,27 @@ def test_the_longest_sequence_is_that_of_the_problems_at_hand_and_otherwise_assu
              *(f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}"
                for name, rows in (("train", ROWS[:2]), ("test", [*ROWS[2:], told_sum(10)])))]
     whole = ["--config-name=grpo_gsm8k", "data.prompt='{question}'", "data.chat_template=false",
-             "sampling.max_new_tokens=30"]
+             "sampling.max_new_tokens=30", "model.verify=false"]
     assert "sequences    of 49 tokens at most (the longest prompt and sampl" in doctor(*whole, *files)[1]
     assert "sequences    of 60 tokens at most (model.seq_length)" in doctor(*whole, *files, "model.seq_length=60")[1]
     assert "sequences    of 230 tokens at most (prompts of 200 tokens are as" in doctor(*whole, *files[:2])[1]
     status, text = doctor(*whole, *files, "sampling.max_new_tokens=60")
     assert (status, "need 79 tokens, but" in text, "max_position_embeddings 64: lower sampl" in text) == (2, True, True)
+
+
+@pytest.mark.parametrize(("status", "words"), [(0, "126 tokens are transformers'"), (2, "another model")])
+def test_the_numbers_of_a_model_at_hand_are_compared_with_transformers(doctor, tmp_path, monkeypatch, status, words):
+    def run(self, call, cfg, scratch, limit_s):
+        if status:
+            raise machine.CheckError("another model than the folder's; its output is in /log")
+        return {"nats": 1e-6, "of": "at most", "bound": 3e-3, "tokens": 126}
+
+    monkeypatch.setattr(machine.Machine, "run", run)
+    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}"
+             for name, rows in (("train", ROWS[:2]), ("test", ROWS[2:]))]
+    path = f"model.path={write_tiny_model(tmp_path / 'model')}"
+    found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1", *files)
+    assert (found, words in text, "/log" in text) == (status, True, False)
 
 
 def told_sum(terms: int) -> dict[str, str]:

@@ -136,7 +136,6 @@ def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, 
     ({"softmax_type": "off-by-one"}, "sinks"),
     ({"attention_dropout": 0.1}, "dropout"),
     ({"context_parallel_size": 2}, "context parallelism"),
-    ({"multi_latent_attention": True}, "multi-latent"),
     ({"fp8_dot_product_attention": True}, "FP8"),
     ({"qk_clip": True}, "qk_clip"),
 ])

@@ -25,7 +25,6 @@ def test_weights_are_marked_where_ranks_share_the_tokens(name, shared):
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared] * len(norm.state_dict())
 
 
-@pytest.mark.parametrize("fields", [{"normalization": "L2Norm"}, {"layernorm_zero_centered_gamma": True}], ids=str)
-def test_another_norm_is_an_error_that_names_the_field(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        TorchNorm(config(**fields), 8)
+def test_another_norm_is_an_error_that_names_the_field():
+    with pytest.raises(ValueError, match="normalization"):
+        TorchNorm(config(normalization="L2Norm"), 8)
