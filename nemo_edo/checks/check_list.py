@@ -40,6 +40,7 @@ CHECKS = [
     Check("config", "fits", config_checks.fits, CONFIG),
     Check("config", "time", config_checks.time, CONFIG),
     Check("config", "servers", config_checks.servers, CONFIG),
+    Check("config", "numbers", config_checks.as_transformers, CONFIG),
     Check("config", "end tokens", config_checks.end_tokens, CONFIG),
     Check("config", "disk", config_checks.disk, CONFIG),
     Check("machine", "same on all ranks", machine_checks.same_on_all_ranks, **RANKS,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nemo_edo.checks import advice, machine, workload
 from nemo_edo.checks.estimates import Memory, Workload, stage_memory
@@ -23,6 +25,8 @@ from nemo_edo.rollouts.disk_space import estimate_bytes, free_bytes
 from nemo_edo.utils.files import check_folder
 
 SHOWN_STAGES = 8
+COMPARISON_S = 1800.0
+"""How long the comparison with transformers may take: it reads the whole model."""
 ASSUMED_PROBLEMS = 1000
 """Problems of an iteration over the whole training set, in estimates of time."""
 
@@ -120,6 +124,37 @@ def model(case: Case) -> Finding:
         split += f", experts over {splits.expert_model_parallel_size}"
     count = f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
     return passed(f"{count} parameters, {case.cfg.precision.dtype}, {split}")
+
+
+def as_transformers(case: Case) -> Finding:
+    """The comparison that a run makes before it trains, in another process."""
+    model = case.cfg.model
+    served = case.load.trains is False and case.cfg.generation.is_served
+    here = case.devices.here and model.path is not None and Path(model.path, "config.json").is_file()
+    if not here or served or not model.verify:
+        return passed("")
+    from nemo_edo.run.comparison import in_words
+
+    with tempfile.TemporaryDirectory() as scratch:
+        alone = replace(machine.Machine.alone(), scratch=Path(scratch), check="as transformers", forks=False)
+        try:
+            return passed(in_words(alone.run(compare_alone, case.cfg, Path(scratch), limit_s=COMPARISON_S)))
+        except machine.CheckError as error:
+            return failed(str(error).partition("; its output is in")[0])
+
+
+def compare_alone(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
+    """The comparison of a config's model in this process, which no split needs."""
+    from nemo_edo.run.build import build_model
+    from nemo_edo.run.comparison import Comparison
+    from nemo_edo.run.folder import RunFolder
+
+    cfg = replace(cfg, parallelism=ParallelismConfig())
+    comparison = Comparison(cfg, find_model(str(cfg.model.path)), scratch)
+    try:
+        return comparison.finish(build_model(cfg, RunFolder(scratch), cfg.sft, folder=comparison.folder))
+    finally:
+        comparison.close()
 
 
 def sequences(case: Case) -> Finding:

@@ -1,4 +1,5 @@
-"""``nemo-edo doctor``: what a machine has and, of a config, whether it can be run there. Starts no process."""
+"""``nemo-edo doctor``: what a machine has and, of a config, whether it can be run there. Starts no process
+but the one that computes with the config's model."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ PASS, FAIL, IMPOSSIBLE = "pass", "fail", "not possible"
 
 
 class RunsIn(Flag):
-    """Who runs a check. The doctor starts no process and takes seconds; the selftest tries things."""
+    """Who runs a check. The doctor takes seconds; the selftest tries things."""
 
     DOCTOR = auto()
     CONFIG = auto()

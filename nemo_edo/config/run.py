@@ -57,6 +57,10 @@ class ModelConfig(Section):
     """logits: the output layer's logits are in memory for all response tokens of a micro-batch. fused: they never are,
     which takes a fraction of the memory and a fourth matrix product. auto: fused where a forward pass would have 2^26
     logits or more on a rank, which are response tokens times vocabulary entries."""
+    verify: bool = True
+    """Before the training of a model that ``path`` names, compare its log-probabilities with those of transformers, and
+    refuse one that differs by more than rounding. A model that has no room on this machine is compared by its first
+    and last layers."""
 
     def rules(self) -> Iterator[Rule]:
         typed = self.architecture is None or "model_type" in self.architecture

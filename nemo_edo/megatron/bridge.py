@@ -132,6 +132,10 @@ def build_model(
 def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig):
     """Bridge's provider of the model, that is Megatron's config of it and a recipe to make it, checked and set up."""
     provider = bridge.to_megatron_provider()
+    # Some of Bridge's families are never tied, and their folders' models may be.
+    tied = provider.share_embeddings_and_output_weights = bool(bridge.hf_pretrained.config.tie_word_embeddings)
+    if not tied and bridge._model_bridge.mapping_registry().megatron_to_hf_lookup("output_layer.weight") is None:
+        raise UserError("tie_word_embeddings is false, and Megatron-Bridge knows this family with tied ones only")
     check_splits(provider, parallelism, provider.vocab_size)
     gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
     check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
@@ -155,6 +159,10 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
     # Rollouts may carry the experts that their sampler chose (routing.py), which the fused router would not replay.
     provider.moe_enable_routing_replay, provider.moe_router_fusion = bool(provider.num_moe_experts), False
+    # Megatron moves it by the sign of each expert's load: by no gradient, and away from the sampler's.
+    provider.moe_router_bias_update_rate = 0.0
+    # Layers that predict further tokens are no part of what transformers computes.
+    provider.mtp_num_layers = None
     if parallelism.recompute_granularity is not None:
         provider.recompute_granularity = parallelism.recompute_granularity
         if parallelism.recompute_granularity == "full":

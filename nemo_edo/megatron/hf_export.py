@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from nemo_edo.data.exported_files import usual_modes, write_files
+from nemo_edo.data.truncated_model import LAYER
+from nemo_edo.errors import UserError
 from nemo_edo.megatron.hf_shards import write_shards
 
 if TYPE_CHECKING:
@@ -29,15 +33,39 @@ def export_hf_folder(
     ``max_shard_bytes``: no process holds more of the whole model than one of them. Adapters are merged into what is
     written: W + alpha / rank * B A; without ``merge_adapters`` it is W.
     """
+    first, source = torch.distributed.get_rank() == 0, Path(model.bridge.hf_pretrained.model_name_or_path)
+    config = model.bridge.hf_pretrained.config
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        if torch.distributed.get_rank() == 0:
-            model.bridge.hf_pretrained.save_artifacts(out)
+        if first:
+            write_files(source, out, config, str(config.dtype).removeprefix("torch."))
         weights = model.bridge.export_hf_weights(
             model.chunks, cpu=True, show_progress=False, merge_adapter_weights=merge_adapters
         )
         # Bridge leaves in the names where adapters are wrapped around a layer.
-        write_shards(((name.replace(".base_layer.", "."), weight) for name, weight in weights), out, max_shard_bytes)
+        named = ((name.replace(".base_layer.", "."), weight) for name, weight in weights)
+        write_shards(with_untrained(named, source, config) if first else named, out, max_shard_bytes)
+    if first:
+        usual_modes(out)
     logger.debug("Megatron-Bridge: %s", said.getvalue())
+
+
+def with_untrained(weights: Iterable[tuple[str, Tensor]], source: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights, followed by what else the source's files have and no training changes: buffers of rotary positions,
+    and layers that predict further tokens. Raises UserError where they have more."""
+    exported = set()
+    for name, weight in weights:
+        exported.add(name)
+        yield name, weight
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted({*tensors.keys()} - exported - tied):
+                layer = LAYER.search(name)
+                further = layer is not None and int(layer[1]) >= config.num_hidden_layers
+                if not further and not name.endswith("rotary_emb.inv_freq"):
+                    raise UserError(f"{file}: {name} is in no weight of Megatron's, and would be lost in an export")
+                exported.add(name)
+                yield name, tensors.get_tensor(name)
 
 
 def streamed(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:
@@ -55,4 +83,6 @@ def export_adapter_folder(model: BuiltModel, out: Path, base: str | None = None)
     settings = LoRA(dim=model.lora.rank, alpha=model.lora.alpha, dropout=0.0)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         model.bridge.save_hf_adapter(model.chunks, out, settings, base_model_name_or_path=base, show_progress=False)
+    if torch.distributed.get_rank() == 0:
+        usual_modes(out)
     logger.debug("Megatron-Bridge: %s", said.getvalue())

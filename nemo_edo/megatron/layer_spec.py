@@ -7,7 +7,7 @@ modules ask the functions here about it and do not import it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 
@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_bl
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,6 +27,7 @@ from torch import Tensor
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.cpu import without_cuda
 from nemo_edo.megatron.cpu.attention import SDPAttention, sdpa_lacks
+from nemo_edo.megatron.cpu.families import complete_tables, local_changes
 from nemo_edo.megatron.cpu.norm import TorchNorm
 from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
 from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention, rotates
@@ -43,15 +45,51 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
 
     Raises UserError for an attention that this machine or this model does not allow.
     """
+    complete_tables()
+    te = HAVE_TE and device.type == "cuda"
+    change = local_changes(provider) if attention in CORES or not te else None
     attention = choose_attention(attention, provider, device, has_te=HAVE_TE)
     logger.info("attention: %s", attention)
     if attention != "te":
-        provider.transformer_layer_spec = partial(local_layer_spec, core_attention=CORES[attention])
+        provider.transformer_layer_spec = partial(local_layer_spec, core_attention=CORES[attention], change=change)
         provider.moe_grouped_gemm = False  # Bridge converts a local layer's experts one by one only
+        # The environment variables that choose among Transformer Engine's kernels would be another model's, too.
+        provider.attention_backend = AttnBackend.auto
     if device.type == "cpu":
         without_cuda.configure(provider)
     elif not HAVE_TE:
         _do_without_transformer_engine(provider)
+
+
+NEEDS_TE = {
+    "deepseek_v4": "compressed attention",
+    "falcon_h1": "Mamba layers",
+    "gemma4": "layers with two sizes of heads",
+    "gemma4_text": "layers with two sizes of heads",
+    "glm_moe_dsa": "sparse attention",
+    "hy_v3": "layers that Megatron-Bridge has with Transformer Engine only",
+    "minimax_m2": "norms over all heads",
+    "nemotron_h": "Mamba layers",
+    "qwen3_5_moe_text": "linear attention",
+    "qwen3_5_text": "linear attention",
+    "qwen3_next": "linear attention",
+}
+"""By model_type: families that Megatron-Bridge converts and local layers cannot compute, with what they lack."""
+
+
+def check_family(model_type: str, source: str) -> None:
+    """Raises UserError for a family whose layers need Transformer Engine on a machine without, and for one that
+    Megatron-Bridge takes for another. source: of the model."""
+    if model_type == "ernie4_5_moe":
+        raise UserError(
+            f"{source}: model_type {model_type} chooses experts by softmax, and Megatron-Bridge 0.6 by sigmoid: "
+            "another model would be trained"
+        )
+    if model_type in NEEDS_TE and not (HAVE_TE and torch.cuda.is_available()):
+        raise UserError(
+            f"{source}: model_type {model_type} has {NEEDS_TE[model_type]}, which need Transformer Engine and a GPU "
+            "here; docs/models.md lists the families that train without"
+        )
 
 
 def _do_without_transformer_engine(provider) -> None:
@@ -88,9 +126,14 @@ def choose_attention(attention: str, config: TransformerConfig, device: torch.de
 
 
 def local_layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, core_attention: type = SDPAttention
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    *,
+    core_attention: type = SDPAttention,
+    change: Callable[[ModuleSpec], None] = lambda layer: None,
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layers of this pipeline stage and virtual stage, with norms that allow sequence parallelism."""
+    """Megatron's local layers of this pipeline stage and virtual stage, with norms that allow sequence parallelism.
+    change: makes a layer the model's family's."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -99,6 +142,7 @@ def local_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention
         if layer.submodules.self_attention.module is SelfAttention:
             layer.submodules.self_attention.module = RotatingSelfAttention
+        change(layer)
     block.layer_norm = TorchNorm
     return block
 
@@ -115,10 +159,12 @@ def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = Fa
     """Raises UserError where a layer's attention cannot keep packed sequences apart, or does not support prompts that
     they share."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    if any(isinstance(module, DotProductAttention) for module in modules):
+    latent = any(isinstance(module, SDPAttention) and module.config.multi_latent_attention for module in modules)
+    if latent or any(isinstance(module, DotProductAttention) for module in modules):
         raise UserError(
-            "packing needs attention that keeps packed sequences apart; this model has Megatron's own, which does not: "
-            "set packing=false, or model.attention=auto if it was local"
+            "packing needs attention that keeps packed sequences apart; this model has Megatron's own, or latent "
+            "attention without Transformer Engine, which do not: set packing=false, or model.attention=auto if it was "
+            "local"
         )
     layers = [module for module in modules if isinstance(module, Attention)]
     if any(_is_te_in_fp32(layer) for layer in layers):

@@ -95,9 +95,15 @@ def _check_experts(model: TransformerConfig | ModelShape, parallelism: Paralleli
             if size > 1:
                 raise UserError(f"parallelism.{name} {size}: the model has no experts; leave it at its default")
         return
+    if getattr(model, "add_bias_linear", False) and (tensor or parallelism.tensor_model_parallel_size) > 1:
+        raise UserError("experts with biases cannot be split: set parallelism.expert_tensor_parallel_size=1")
     _divides("expert_model_parallel_size", expert, {"experts": model.num_moe_experts})
     tensor = tensor or parallelism.tensor_model_parallel_size
-    _divides("expert_tensor_parallel_size", tensor, {"units of an expert": model.moe_ffn_hidden_size})
+    _divides(
+        "expert_tensor_parallel_size",
+        tensor,
+        {"units of an expert": model.moe_ffn_hidden_size or model.ffn_hidden_size},
+    )
     if parallelism.tensor_model_parallel_size > 1 and not parallelism.sequence_parallel:
         raise UserError(
             f"parallelism.tensor_model_parallel_size {parallelism.tensor_model_parallel_size} needs "

@@ -13,6 +13,7 @@ from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConf
 from nemo_edo.config.arms import arm_seed
 from nemo_edo.errors import UserError
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
+from nemo_edo.run.comparison import RECORD, Comparison, in_words
 from nemo_edo.run.folder import BEST, RunFolder
 from nemo_edo.run.inputs import Data, given_rollouts, model_folder
 from nemo_edo.run.settings import RunSettings
@@ -26,17 +27,22 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    cfg: RunConfig, run: RunFolder, training: SFTConfig | LoopConfig, *, weights: Path | None = None
+    cfg: RunConfig,
+    run: RunFolder,
+    training: SFTConfig | LoopConfig,
+    *,
+    weights: Path | None = None,
+    folder: Path | None = None,
 ) -> RemotePolicy:
     """The model that ``training`` is the config of, on all workers, in place of the one that they have; with the
-    weights of a checkpoint, None: the starting ones."""
+    weights of a checkpoint, None: the starting ones. folder: the model's; None: that of the config."""
     from nemo_edo.megatron.checksums import DamagedCheckpoint
     from nemo_edo.worker.dispatch import workers
     from nemo_edo.worker.remote import RemotePolicy
     from nemo_edo.worker.worker import Worker
 
     settings = {
-        "folder": model_folder(cfg, run),
+        "folder": folder or model_folder(cfg, run),
         "parallelism": cfg.parallelism,
         "precision": cfg.precision,
         "lora": cfg.lora,
@@ -207,9 +213,18 @@ def run_settings(cfg: RunConfig) -> RunSettings:
 class Builder:
     """Makes the parts of one run from its config, which its stages do not see."""
 
-    def __init__(self, cfg: RunConfig, folder: RunFolder, data: Data, servers: ServerEngine | None) -> None:
-        """servers: the engine of all stages; None: each generates with its own model."""
+    def __init__(
+        self,
+        cfg: RunConfig,
+        folder: RunFolder,
+        data: Data,
+        servers: ServerEngine | None,
+        comparison: Comparison | None = None,
+    ) -> None:
+        """servers: the engine of all stages; None: each generates with its own model. comparison: of the model that the
+        run starts from."""
         self._cfg, self._folder, self._data, self._servers = cfg, folder, data, servers
+        self._comparison = comparison
 
     @property
     def holds_no_model(self) -> bool:
@@ -219,13 +234,26 @@ class Builder:
         """``build_model``."""
         return build_model(self._cfg, self._folder, training, weights=weights)
 
+    def first(self) -> RemotePolicy:
+        """The model that the run starts from, once it is known to be transformers'."""
+        if self._comparison is None:
+            return self.model(self._cfg.sft)
+        try:
+            model = build_model(self._cfg, self._folder, self._cfg.sft, folder=self._comparison.folder)
+            found = self._comparison.finish(model)
+            self._folder.write_json(RECORD, found)
+            print(in_words(found))
+            return self.model(self._cfg.sft) if self._comparison.is_truncated else model
+        finally:
+            self._comparison.close()
+
     def trained(self, arm: str) -> RemotePolicy:
         """``load_policy``."""
         return load_policy(self._cfg, self._folder, arm)
 
     def untrained(self) -> RemotePolicy | ServedModel:
         """The model of a run that trains nothing, behind the run's servers or in this process."""
-        return self.model(self._cfg.sft) if self._servers is None else ServedModel(self._servers)
+        return self.first() if self._servers is None else ServedModel(self._servers)
 
     def connect(self, model: RemotePolicy) -> None:
         """Gives the model its generation engine, and what pushes its weights there."""
@@ -259,5 +287,7 @@ class Builder:
         return summary(self._cfg, arm_configs(self._cfg), self._data.skipped_rows, seconds, workers().size)
 
     def close(self) -> None:
+        if self._comparison is not None:
+            self._comparison.close()
         if self._servers is not None:
             self._servers.close()

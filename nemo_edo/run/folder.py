@@ -19,7 +19,7 @@ from nemo_edo.utils.files import json_text, read_json, read_mapping, read_object
 
 MAY_CHANGE = (
     *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
-    *("name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
+    *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently. Searches keep their own settings."""
@@ -33,8 +33,8 @@ LAUNCH = "launch"
 class RunFolder:
     """``config.yaml``, ``journal.json`` (the stages that are done), ``metrics.jsonl``, ``summary.json``,
     ``rollouts/ARM``, ``checkpoints/ARM``, ``failures``, ``evaluations``, ``test_time``, ``scores/ARM/NAME``,
-    ``search/ARM/NAME``, ``samples``, ``data`` and ``base`` (the built-in task's problems and model), ``report.html``,
-    and NeMo's ``logs``."""
+    ``search/ARM/NAME``, ``samples``, ``comparison.json`` (with transformers), ``data`` and ``base`` (the built-in
+    task's problems and model), ``report.html``, and NeMo's ``logs``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -330,9 +330,12 @@ def check_model(cfg: RunConfig) -> None:
     if cfg.model.path is None:
         return
     from nemo_edo.megatron.bridge import check_model_folder
+    from nemo_edo.megatron.layer_spec import check_family
 
     folder = find_model(cfg.model.path)
-    _check_fields(cfg, check_model_folder(folder), folder)
+    fields = check_model_folder(folder)
+    check_family(fields["model_type"], str(folder / "config.json"))
+    _check_fields(cfg, fields, folder)
 
 
 def check_served_model(cfg: RunConfig) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.config import NONE, RunConfig
+from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run import build, inputs
+from nemo_edo.run import build, comparison, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
@@ -134,6 +135,8 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     opened = open_run(run)
     folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
+    if workers().size == 1:  # whatever layout and attention trained it
+        cfg = replace(cfg, parallelism=ParallelismConfig(), model=replace(cfg.model, attention="auto"))
     if arm is None:
         arm = _only_arm(run, cfg, list(arms))
     folder.require_arm(arm, [*opened.policies, *opened.best_policies])
@@ -146,12 +149,11 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
     model = build.load_policy(cfg, folder, arm)
     part = temporary_name(out.resolve())
     shutil.rmtree(part, ignore_errors=True)  # of a killed export
-    workers = model.workers
     if adapter:
-        workers.call(Worker.export, part / "base", max_shard_bytes, False)
-        workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
+        model.workers.call(Worker.export, part / "base", max_shard_bytes, False)
+        model.workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
     else:
-        workers.call(Worker.export, part, max_shard_bytes, True)
+        model.workers.call(Worker.export, part, max_shard_bytes, True)
     part.replace(out)
     what = "its adapters are" if adapter else "it is"
     print(f"the policy of arm {arm}: {what} in {out}")
@@ -205,10 +207,12 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     _warn_of_experts(cfg, folder)
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
-    servers = None
+    servers = compared = None
+    if WARMUP not in folder.journal() and not build.holds_no_model(cfg):
+        compared = comparison.begin(cfg, folder)  # transformers takes the time that servers take to start
     if any(name not in folder.journal() for name in (WARMUP, *arms)):
         servers = build.start_servers(cfg, folder, data)
-    builder = build.Builder(cfg, folder, data, servers)
+    builder = build.Builder(cfg, folder, data, servers, compared)
     return RunServices(folder, data, builder, log, stop, console, clock, tracker), build.run_settings(cfg)
 
 

@@ -59,7 +59,7 @@ def do_stage(run: RunServices, settings: RunSettings, name: str) -> None:
 def warm_up(run: RunServices, settings: RunSettings) -> list:
     """Trains and evaluates the policy that every arm starts from."""
     with run.clock.phase("start"):
-        model = run.builder.model(settings.sft)
+        model = run.builder.first()
         _log_kernels(run, model)
         run.builder.connect(model)
     if not _load_trained(run, model, WARMUP):

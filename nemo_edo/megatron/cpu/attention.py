@@ -26,7 +26,6 @@ def sdpa_lacks(config: TransformerConfig) -> str | None:
         "attention sinks (a softmax offset)": config.softmax_type != "vanilla",
         "dropout of attention": config.attention_dropout > 0,
         "context parallelism": config.context_parallel_size > 1,
-        "multi-latent attention": config.multi_latent_attention,
         "attention in FP8": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
         "the largest attention score (qk_clip)": config.qk_clip or config.log_max_attention_logit,
     }
@@ -47,7 +46,10 @@ class SDPAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
+        """k_channels, v_channels: sizes of multi-latent attention's heads, which the tensors have anyway."""
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"{attention_type}-attention, {attn_mask_type.name}: expected causal self-attention")

@@ -26,6 +26,7 @@ CONFIG = {
     "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
     "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
     "deallocate_pipeline_outputs": False,  # gloo may still be sending them
 }
 """Fields of a model's TransformerConfig that choose kernels which exist for CUDA only."""
@@ -167,6 +168,18 @@ def _expert_counts() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_numbers
 
 
+def _expert_biases() -> None:
+    """Experts add their bias in place to what a row-parallel layer returns. Without it gpt-oss takes no backward pass:
+    in one process that is an autograd function's own input, which torch lets nobody change."""
+    from megatron.core.tensor_parallel import layers
+
+    def unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda part, group=None: part if group is not None and group.size() == 1 else reduce(part, group=group)
+
+    for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
+        setattr(layers, name, unless_alone(getattr(layers, name)))
+
+
 class _StandIn(types.ModuleType):
     """A module whose lower-case attributes are modules and whose others are layers, none of which is ever used."""
 
@@ -235,5 +248,6 @@ ADAPTATIONS: dict[str, Callable[[], None]] = {
     "random_state": _random_state,
     "streams": _streams,
     "expert_counts": _expert_counts,
+    "expert_biases": _expert_biases,
     "bridge_import": _bridge,
 }

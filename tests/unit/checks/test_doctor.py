@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from helpers.problem_files import ROWS, write_rows
+from helpers.tiny_models import write_tiny_model
 
 from nemo_edo.checks import machine
 from nemo_edo.cli import main
@@ -81,3 +83,18 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight
 def test_what_cannot_run_ends_with_two_and_says_what_to_change(doctor, arguments, message):
     status, text = doctor(*arguments, "--gpus=8")
     assert (status, message in text) == (2, True)
+
+
+@pytest.mark.parametrize(("status", "words"), [(0, "126 tokens are transformers'"), (2, "another model")])
+def test_the_numbers_of_a_model_at_hand_are_compared_with_transformers(doctor, tmp_path, monkeypatch, status, words):
+    def run(self, call, cfg, scratch, limit_s):
+        if status:
+            raise machine.CheckError("another model than the folder's; its output is in /log")
+        return {"nats": 1e-6, "of": "at most", "bound": 3e-3, "tokens": 126}
+
+    monkeypatch.setattr(machine.Machine, "run", run)
+    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}"
+             for name, rows in (("train", ROWS[:2]), ("test", ROWS[2:]))]
+    path = f"model.path={write_tiny_model(tmp_path / 'model')}"
+    found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1", *files)
+    assert (found, words in text, "/log" in text) == (status, True, False)

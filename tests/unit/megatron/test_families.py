@@ -8,12 +8,28 @@ ORIGINAL = 8192
 SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": ORIGINAL}
 LLAMA = {"rope_theta": 500000.0, "num_hidden_layers": 1, "max_position_embeddings": 131072}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+           "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+          "head_dim": 8, "num_key_value_heads": 4}
+WINDOWS = {"query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
 FAMILIES = {
     "qwen2.5, biases": ("qwen2", {}, 48),
     "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}, 48),
     "qwen3, separate head size": ("qwen3", {"head_dim": 32}, 48),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}, 48),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}, 48),
+    **{f"experts of {kind}": (kind, fields, 48) for kind, fields in {
+        "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+        "glm4_moe": EXPERTS, "deepseek_v3": {**EXPERTS, **LATENT},
+    }.items()},
+    "gemma": ("gemma", {"tie_word_embeddings": True}, 48),
+    "gemma 2, capped scores, windows, norms after": ("gemma2", WINDOWS, 48),
+    "gemma 3, two rotary bases": (
+        "gemma3_text", {**WINDOWS, "num_hidden_layers": 6,
+                        "layer_types": 5 * ["sliding_attention"] + ["full_attention"]}, 48),
+    "exaone 4, norms after alone": ("exaone4", {"tie_word_embeddings": True}, 48),
+    "nemotron, norms around 1 with biases": ("nemotron", {}, 48),
     "llama 3": ("llama", LLAMA, 48),
     "llama 3.1, scaled positions": ("llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 8.0}}, ORIGINAL + 32),
     "llama 3.2, scaled positions, tied": (

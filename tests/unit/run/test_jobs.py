@@ -12,7 +12,7 @@ from helpers.problem_files import ROWS, write_rows
 from safetensors.torch import save_file
 
 from nemo_edo.builtin_task.model import write_base_model
-from nemo_edo.config import ArithmeticConfig
+from nemo_edo.config import ArithmeticConfig, ParallelismConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
 
 ARCHITECTURE = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -197,3 +197,22 @@ def test_supervised_training_alone_is_evaluated_reported_and_exported(nemo_edo, 
     assert "SFT" in (run / "report.html").read_text()
     nemo_edo.succeed("export", str(run), str(out))
     assert (out / "model.safetensors").is_file()
+
+
+def test_one_process_exports_what_any_layout_trained(tmp_path, monkeypatch):
+    from nemo_edo.run import build, jobs
+
+    class Asked(Exception):
+        pass
+
+    def load(cfg, folder, arm):
+        raise Asked(cfg.parallelism, cfg.model.attention)
+
+    layout = ParallelismConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    cfg = replace(quickstart(), name="a", output_dir=str(tmp_path), arms={}, parallelism=layout)
+    (tmp_path / "a" / "checkpoints" / "policy").mkdir(parents=True)
+    (tmp_path / "a" / "config.yaml").write_text(resolved_yaml(cfg))
+    monkeypatch.setattr(build, "load_policy", load)
+    with pytest.raises(Asked) as asked:
+        jobs.export(tmp_path / "a", tmp_path / "out", None, 10**9)
+    assert asked.value.args == (ParallelismConfig(), "auto")

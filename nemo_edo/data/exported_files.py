@@ -1,0 +1,81 @@
+"""What an exported model folder has beside its weights: one configuration, and the source's other files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_edo.utils.files import read_object
+
+COPIED = re.compile(r".*\.(json|jinja|model|txt|tiktoken|py)|(licen[cs]e|notice|copying|use_policy).*", re.IGNORECASE)
+"""Names of files that come along: tokenizer, template, generation config, licence, code."""
+NOT_COPIED = re.compile(r"config\.json|.*\.index\.json|adapter_.*")
+TEMPLATES = "additional_chat_templates"
+
+
+def write_files(source: Path, out: Path, config: Any, dtype: str) -> None:
+    """Writes into ``out`` what is not weights. config: transformers' of ``source``; dtype: of the weights."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and COPIED.fullmatch(file.name) and not NOT_COPIED.fullmatch(file.name):
+            shutil.copyfile(file, out / file.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, out / TEMPLATES, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    fields = exported_fields(read_object(source / "config.json", ()), config)
+    _write(out / "config.json", {**fields, "dtype": dtype})
+    if (out / "tokenizer_config.json").is_file():
+        _write(out / "tokenizer_config.json", for_both_versions(read_object(out / "tokenizer_config.json", ())))
+
+
+def exported_fields(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The fields of a config.json that versions 4 and 5 of transformers read alike: version 5's, and those of the
+    source and under other names that say the same."""
+    now = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+    aliases = {alias: now[name] for alias, name in config.attribute_map.items() if name in now}
+    same = {name: value for name, value in source.items() if getattr(config, name, None) == value}
+    fields = {**aliases, **same, **now}
+    for name in ("rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"):
+        fields.pop(name, None)
+    return {**fields, **dict(_version_4_positions(now.get("rope_parameters")))}
+
+
+def _version_4_positions(positions: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
+    """The same rotary positions as version 4 has them; of models that have two kinds, as Gemma 3's config has them."""
+    if not positions:
+        return
+    if "sliding_attention" in positions:
+        yield "rope_local_base_freq", positions["sliding_attention"]["rope_theta"]
+        positions = positions["full_attention"]
+    yield "rope_theta", positions["rope_theta"]
+    if "partial_rotary_factor" in positions:
+        yield "partial_rotary_factor", positions["partial_rotary_factor"]
+    if positions.get("rope_type", "default") != "default":
+        elsewhere = ("rope_theta", "partial_rotary_factor")
+        yield "rope_scaling", {name: value for name, value in positions.items() if name not in elsewhere}
+
+
+def for_both_versions(fields: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer_config.json under the names of version 4, which version 5 reads too."""
+    if fields.get("tokenizer_class") == "TokenizersBackend":
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(fields.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    return fields
+
+
+def usual_modes(folder: Path) -> None:
+    """Gives files the modes that a new one gets: safetensors lets nobody but the owner read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

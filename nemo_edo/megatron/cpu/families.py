@@ -1,0 +1,174 @@
+"""Layers of model families that Megatron-Bridge makes of Transformer Engine's parts alone, made of local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from nemo_edo.errors import UserError
+from nemo_edo.megatron.cpu.norm import TorchNorm
+from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention
+
+PLAIN = (
+    *("default_layer_spec", "get_gpt_decoder_block_spec", "_ernie45_decoder_block_spec"),
+    *("_build_exaone_moe_layer_spec", "local_layer_spec"),
+)
+"""Names of Bridge's functions whose layers have Megatron's local form as it is."""
+
+NORMS = (
+    ("self_attention.linear_proj.post_layernorm.weight", "self_attn_bda.post_layernorm.weight"),
+    ("mlp.linear_fc2.post_layernorm.weight", "mlp_bda.post_layernorm.weight"),
+)
+"""Names of ``NormedSum``'s weights in Bridge's tables of weights, and in a model."""
+
+
+class NormedSum(torch.nn.Module):
+    """Norms what attention or MLP return before it is added to the residual stream; in the place of Megatron's
+    bias_dropout_add, so that adapters of the linear layer before it are inside the norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.post_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        return lambda output, residual, dropout: residual + self.post_layernorm(output[0])
+
+
+class CappedAttention(DotProductAttention):
+    """Scores s become c tanh(s / c) before the softmax (Gemma 2)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        softmax, cap = self.scale_mask_softmax, config.attn_logit_softcapping
+        del self.scale_mask_softmax  # a module's name takes no function
+        self.scale_mask_softmax = lambda scores, *rest: softmax(cap * torch.tanh(scores / cap), *rest)
+
+
+def _gemma2(provider: Any) -> Callable[[ModuleSpec], None]:
+    provider.softmax_scale, provider.window_attn_skip_freq = provider.query_pre_attn_scalar**-0.5, 2
+
+    def change(layer: ModuleSpec) -> None:
+        _norm_sums(layer, provider)
+        layer.submodules.self_attention.submodules.core_attention = CappedAttention
+
+    return change
+
+
+def _gemma3(provider: Any) -> Callable[[ModuleSpec], None]:
+    from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
+
+    provider.window_size = (provider.window_size - 1, 0)
+    provider.window_attn_skip_freq = sum(provider.interleaved_attn_pattern)
+    attention = type("RotatingGemma3SelfAttention", (Gemma3SelfAttention, RotatingSelfAttention), {})
+
+    def change(layer: ModuleSpec) -> None:
+        _norm_sums(layer, provider)
+        layer.submodules.self_attention.module = attention
+
+    return change
+
+
+def _exaone4(provider: Any) -> Callable[[ModuleSpec], None]:
+    def change(layer: ModuleSpec) -> None:
+        _norm_sums(layer, provider)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+
+    return change
+
+
+def _olmoe(provider: Any) -> Callable[[ModuleSpec], None]:
+    from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
+
+    if provider.tensor_model_parallel_size > 1:
+        raise UserError("OLMoE norms queries over all heads: set parallelism.tensor_model_parallel_size=1")
+    attention = type("RotatingOLMoESelfAttention", (RotatingSelfAttention, OLMoESelfAttention), {})
+
+    def change(layer: ModuleSpec) -> None:
+        layer.submodules.self_attention.module = attention
+
+    return change
+
+
+def _minimax(provider: Any) -> Callable[[ModuleSpec], None]:
+    from megatron.bridge.models.minimax_m2.minimax_m2_provider import FullDimKNorm, FullDimQNorm
+
+    def change(layer: ModuleSpec) -> None:
+        parts = layer.submodules.self_attention.submodules
+        parts.q_layernorm, parts.k_layernorm = FullDimQNorm, FullDimKNorm
+
+    return change
+
+
+def _norm_sums(layer: ModuleSpec, provider: Any) -> None:
+    sums = ModuleSpec(module=NormedSum, params={"config": provider})
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = sums
+
+
+OF_FAMILIES = {
+    "gemma2_layer_spec": _gemma2,
+    "gemma3_layer_spec": _gemma3,
+    "exaone4_layer_spec": _exaone4,
+    "olmoe_layer_spec": _olmoe,
+    "minimax_m2_layer_spec": _minimax,
+}
+"""By the name of Bridge's function that makes a family's layers."""
+
+
+def local_changes(provider: Any) -> Callable[[ModuleSpec], None]:
+    """Sets the fields of a family's config that local layers need, and returns what changes a local layer into the
+    family's. Raises UserError for a family whose layers need Transformer Engine."""
+    spec = provider.transformer_layer_spec
+    name = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)
+    if name in PLAIN:
+        return lambda layer: None
+    if name not in OF_FAMILIES:
+        raise UserError(
+            f"Megatron-Bridge's layers of this model ({name}) need Transformer Engine and a GPU "
+            f"({type(provider).__name__}); docs/models.md lists the families that train without"
+        )
+    return OF_FAMILIES[name](provider)
+
+
+def complete_tables() -> None:
+    """Adds to the tables in which Bridge looks up a model's weights the names that local layers have: norms after
+    attention and MLP, and experts one by one. Bridge's own are Transformer Engine's. A weight that has no entry is a
+    UserError: Bridge warns, and fails later with another."""
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry as Registry
+
+    if NORMS[0] in Registry._SEPARATE_LAYERNORM_REWRITES:
+        return
+    Registry._SEPARATE_LAYERNORM_REWRITES.extend(NORMS)
+    add_norms = Registry._add_separate_layernorm_mappings
+
+    def add_names(self: Any) -> None:
+        add_norms(self)
+        known = {mapping.megatron_param for mapping in self.mappings}
+        for mapping in list(self.mappings):
+            before, grouped, layer = mapping.megatron_param.partition(".mlp.experts.linear_")
+            one = f"{before}.mlp.experts.local_experts.*.linear_{layer.removesuffix('*')}"
+            if grouped and layer.endswith(".weight*") and one not in known:
+                self.mappings.append(_renamed(mapping, one))
+
+    look_up = Registry.megatron_to_hf_lookup
+
+    def required(self: Any, name: str) -> Any:
+        mapping = look_up(self, name)
+        if mapping is None and ".adapter." not in name and name != "output_layer.weight":  # absent where it is tied
+            raise UserError(f"Megatron-Bridge knows no tensor of the model's folder for {name}: it cannot be trained")
+        return mapping
+
+    Registry._add_separate_layernorm_mappings = add_names
+    Registry.megatron_to_hf_lookup = required
+
+
+def _renamed(mapping: Any, name: str) -> Any:
+    """The mapping for a parameter of another name with as many wildcards."""
+    names = mapping.hf_param
+    return type(mapping)(name, **names) if isinstance(names, dict) else type(mapping)(name, names)

@@ -1,0 +1,152 @@
+"""Before a model is trained, its log-probabilities are compared with transformers': it is the folder's, or refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_edo.config import PrecisionConfig, RunConfig
+from nemo_edo.data.model_folder import find_model, read_fields
+from nemo_edo.data.truncated_model import parameters, write_truncated
+from nemo_edo.errors import UserError
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.utils import host_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_edo.types import TrainingBatch
+    from nemo_edo.worker.remote import RemotePolicy
+
+RECORD = "comparison.json"
+"""In the run's folder: what the comparison has found."""
+ROWS, LENGTH = 2, 128
+MOST_BYTES = 40 * 10**9
+"""The largest model, in fp32, that is compared whole: 10 billion parameters. A larger one takes a CPU minutes."""
+SINGLE, BF16_NOISES, FP8 = 0.002, 3.0, 0.06
+"""Constants of ``deviation``."""
+
+
+class Comparison:
+    """A comparison that has begun: another process computes transformers' side."""
+
+    def __init__(self, cfg: RunConfig, folder: Path, scratch: Path) -> None:
+        """folder: the model's. scratch: for a few files, and a part of the model if the whole has no room; every rank
+        sees it."""
+        import torch
+
+        self._precision, self._source, self._scratch = cfg.precision, folder, scratch
+        self.folder, self._layers = folder, None
+        fields, needed = read_fields(folder), 4 * parameters(folder)
+        if needed > min(MOST_BYTES, host_memory.available_bytes() // 2):
+            stages = cfg.parallelism.pipeline_model_parallel_size
+            chunks = stages * (cfg.parallelism.virtual_pipeline_model_parallel_size or 1)
+            self.folder = scratch / "truncated"
+            self._layers = write_truncated(folder, self.folder, chunks)
+        self._depth = len(self._layers or range(fields["num_hidden_layers"]))
+        self._tokens = tokens(fields["vocab_size"], min(LENGTH, cfg.model.seq_length or LENGTH))
+        torch.save(self._tokens, scratch / "tokens.pt")
+        rounded = "bf16" if cfg.precision.dtype == "bf16" else ""
+        command = [sys.executable, "-m", "nemo_edo.run.dense_logprobs", str(self.folder), str(scratch), rounded]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPUs' memory is the run's
+        with (scratch / "log").open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether ``folder`` is the model's first and last layers."""
+        return self._layers is not None
+
+    def finish(self, policy: RemotePolicy) -> dict[str, Any]:
+        """What was found. policy: of the model in ``folder``. Raises UserError where it computes something else than
+        transformers, and where transformers cannot."""
+        import torch
+
+        found = policy.logprobs(batch(self._tokens), temperature=1.0)[0]
+        if self._process.wait():
+            lines = (self._scratch / "log").read_text(encoding="utf-8", errors="replace").split("\n")
+            why = next((line for line in reversed(lines) if line.strip()), f"status {self._process.returncode}")
+            raise UserError(
+                f"model.path is {self._source}: transformers, which its log-probabilities are compared with, cannot "
+                f"compute them: {why}; model.verify=false leaves the comparison out"
+            )
+        value, most = deviation(found, torch.load(self._scratch / "logprobs.pt"), self._precision, self._depth)
+        how = "at most" if self._precision.dtype == "fp32" else "on average"
+        result = {
+            "nats": value, "of": how, "bound": most, "tokens": found.numel(), "precision": self._precision.dtype,
+            "layers": self._layers or self._depth, "transformers": version("transformers"),
+        }  # fmt: skip
+        if not value <= most:  # NaN is too far
+            raise UserError(
+                f"model.path is {self._source}: the log-probabilities that Megatron computes differ from transformers' "
+                f"by {value:.2g} nats {how}, and rounding explains {most:.2g}: another model than the folder's would "
+                "be trained; see to its config.json and to the versions (nemo-edo doctor), or set model.verify=false"
+            )
+        return result
+
+    def close(self) -> None:
+        """Ends the other process, and removes the files."""
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def in_words(found: dict[str, Any]) -> str:
+    how = f"{found['nats']:.1e} nats {found['of']}, bound {found['bound']:.1e}"
+    return f"log-probabilities of {found['tokens']} tokens are transformers' ({how})"
+
+
+def deviation(found: Tensor, dense: Tensor, precision: PrecisionConfig, layers: int) -> tuple[float, float]:
+    """Nats by which log-probabilities differ from transformers', and by which they may. dense: transformers' in fp32,
+    and in bf16 where that is the precision.
+
+    Rounding errors of layers are independent: those of L layers add up to sqrt(L) times one layer's.
+
+    - fp32: the largest of all tokens. On a CPU it is below 1e-4. Transformer Engine multiplies in TF32, whose numbers
+      have 11 bits and bf16's 8, so that a layer's error is an eighth of bf16's 0.015 (docs/reliability.md): at most
+      0.002 sqrt(L), which is 0.018 for 80 layers. Another model, at 0.05, is above.
+    - bf16: the mean, since a router that rounding tips gives a token other experts. What rounding costs depends on the
+      weights, so transformers' own loss from fp32 to bf16 is measured. Megatron rounds at other places: at most three
+      times as much, or fp32's bound.
+    - FP8: the mean, at most the ceiling of the sampler gap's guard.
+    """
+    far, single = (found - dense[0]).abs(), SINGLE * math.sqrt(layers)
+    if precision.dtype == "fp32":
+        return float(far.max()), single
+    most = FP8 * math.sqrt(layers) if precision.fp8 else BF16_NOISES * float((dense[1] - dense[0]).abs().mean())
+    return float(far.mean()), max(single, most)
+
+
+def tokens(vocab_size: int, length: int) -> Tensor:
+    """Token ids [ROWS, length]. Each row is the same random text twice: what a pretrained model predicts of the second
+    depends on where the first was, so that wrong positions show."""
+    import torch
+
+    half = torch.randint(vocab_size, (ROWS, math.ceil(length / 2)), generator=torch.Generator().manual_seed(0))
+    return half.repeat(1, 2)[:, :length]
+
+
+def batch(ids: Tensor) -> TrainingBatch:
+    """All tokens but the first count."""
+    import torch
+
+    from nemo_edo.types import TrainingBatch
+
+    return TrainingBatch(ids, torch.ones(len(ids), ids.shape[1] - 1))
+
+
+def begin(cfg: RunConfig, run: RunFolder) -> Comparison | None:
+    """The run's comparison; None where there is none to make, or the run has made it. A model without a path has
+    nothing to be compared with: the run makes its weights itself."""
+    if not cfg.model.verify or cfg.model.path is None or (run.path / RECORD).exists():
+        return None
+    scratch = run.path / "comparison"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
+    scratch.mkdir()
+    return Comparison(cfg, find_model(cfg.model.path), scratch)

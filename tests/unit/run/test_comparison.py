@@ -1,0 +1,92 @@
+"""A model that Megatron computes as transformers does passes the comparison; one that differs by 0.05 nats does not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_edo.config import PrecisionConfig
+from nemo_edo.config.compose import compose_run
+from nemo_edo.data import truncated_model
+from nemo_edo.errors import UserError
+from nemo_edo.run import comparison
+from nemo_edo.run.dense_logprobs import logprobs
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+IDS = comparison.tokens(130, 64)
+
+
+def config(folder, *overrides: str):
+    return compose_run("quickstart", [f"model.path={folder}", "model.architecture=null", *overrides])
+
+
+def megatrons(tiny, folder, dtype):
+    from nemo_edo.data.shares import MicroBatching
+
+    policy = tiny.build_policy(folder, dtype=dtype)
+    return tiny.logprobs(policy, comparison.batch(IDS), micro_batching=MicroBatching(2), temperature=1.0)[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "fields"), [("llama", {}), ("qwen3", {}), ("qwen3_moe", EXPERTS)])
+def test_rounding_passes_and_another_rotary_base_does_not(tiny, tmp_path, kind, fields, dtype):
+    folder = tiny.write_tiny_model(tmp_path, kind, num_hidden_layers=4, **fields)
+    dense = tiny.load_dense(folder)
+    exact = logprobs(dense, IDS)
+    dense.model.rotary_emb.inv_freq *= 0.9
+    other = logprobs(dense, IDS)
+    assert (other - exact).abs().max() > 0.05
+    dense.model.rotary_emb.inv_freq /= 0.9
+    both, precision = torch.stack([exact, logprobs(dense.bfloat16(), IDS)]), PrecisionConfig(dtype)
+    value, most = comparison.deviation(megatrons(tiny, folder, dtype), both, precision, 4)
+    assert value < most / 2
+    value, most = comparison.deviation(other, both, precision, 4)
+    assert value > most
+
+
+class Policy:
+    """Of log-probabilities that are known."""
+
+    def __init__(self, far: float) -> None:
+        self._far = far
+
+    def logprobs(self, batch, temperature):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        return logprobs(model.eval(), batch.tokens) + self._far, None
+
+
+def test_a_model_without_room_is_compared_by_its_first_and_last_layers(tiny, tmp_path, monkeypatch):
+    source, scratch = tmp_path / "model", tmp_path / "scratch"
+    tiny.write_tiny_model(source, "qwen3_moe", num_hidden_layers=7, mlp_only_layers=[0, 5], **EXPERTS)
+    monkeypatch.setattr(comparison, "MOST_BYTES", 0)
+    scratch.mkdir()
+    begun, policy = comparison.Comparison(config(source), source, scratch), Policy(0.0)
+    policy.folder = begun.folder
+    found = begun.finish(policy)
+    assert found["layers"] == [0, 1, 5, 6] and found["nats"] < 1e-4
+    fields = json.loads((begun.folder / "config.json").read_text())
+    assert (fields["num_hidden_layers"], fields["mlp_only_layers"]) == (4, [0, 2])
+    with pytest.raises(UserError, match=r"0\.05 nats at most.*model\.verify=false"):
+        policy._far = 0.05
+        begun.finish(policy)
+    begun.close()
+    assert not scratch.exists()
+
+
+def test_a_truncated_copy_divides_over_the_stages(tiny, tmp_path):
+    tiny.write_tiny_model(tmp_path / "model", num_hidden_layers=12)
+    assert truncated_model.write_truncated(tmp_path / "model", tmp_path / "out", 3) == [0, 1, 2, 9, 10, 11]
+
+
+def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path):
+    from nemo_edo.run.folder import RunFolder
+
+    cfg, run = config(tiny.write_tiny_model(tmp_path / "model")), RunFolder(tmp_path)
+    own = replace(cfg.model, path=None, architecture={"model_type": "llama"})
+    assert comparison.begin(replace(cfg, model=own), run) is None
+    assert comparison.begin(replace(cfg, model=replace(cfg.model, verify=False)), run) is None
+    run.write_json(comparison.RECORD, {})
+    assert comparison.begin(cfg, run) is None
