@@ -11,6 +11,7 @@ from pathlib import Path
 from nemo_edo.checks import advice, machine, workload
 from nemo_edo.checks.estimates import Memory, Workload, stage_memory
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
+from nemo_edo.checks.installed import WITHOUT_DEPENDENCIES, installed
 from nemo_edo.checks.iteration_time import Iteration, iteration_times
 from nemo_edo.checks.preflight import with_fitted_parallelism
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
@@ -18,6 +19,7 @@ from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model
+from nemo_edo.data.model_weights import weight_files
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.disk_space import estimate_bytes, free_bytes
 from nemo_edo.utils.files import check_folder
@@ -74,6 +76,7 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         with contextlib.suppress(UserError):  # the folder of a hub's model that is in the cache
             folder = find_model(cfg.model.path, download=False)
             cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+    _check_folder(cfg, devices)
     shape = workload.model_shape(cfg)
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
@@ -86,6 +89,25 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         cfg = workload.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
     loads = workload.workloads(cfg, shape, devices.count, **known)
     return Case(given, missing, devices, shape, longest, train, known, cfg, loads)
+
+
+def _check_folder(cfg: RunConfig, devices: Devices) -> None:
+    """Raises UserError for a model folder that a run would refuse. Where the devices are others than this machine's, so
+    may be the folder's weights."""
+    folder = Path(cfg.model.path or "")
+    if cfg.model.path is None or not (folder / "config.json").is_file():
+        return
+    if not devices.here and not weight_files(folder):
+        return
+    from nemo_edo.run import inputs
+
+    if cfg.algorithm == NONE and cfg.generation.is_served:
+        inputs.check_served_model(cfg)
+    elif installed(WITHOUT_DEPENDENCIES):
+        from nemo_edo.megatron import platform
+
+        platform.enter()
+        inputs.check_model(cfg)
 
 
 def _sizes(cfg: RunConfig, missing: list[str]) -> tuple[int | None, float, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_edo.checks import machine, workload
 from nemo_edo.config import NONE, RunConfig
-from nemo_edo.config.model_shape import FAMILIES, ModelShape, check_expected
+from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
 from nemo_edo.data.source import load_source
 from nemo_edo.errors import UserError
@@ -62,8 +62,10 @@ def _check_model(cfg: RunConfig) -> ModelShape | None:
     check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
     if cfg.model.seq_length is not None:
         check_context(folder, fields, cfg.model.seq_length, given=True)
-    known = fields.get("model_type") in FAMILIES
-    return ModelShape.from_hf(fields, str(folder / "config.json")) if known else None
+    try:
+        return ModelShape.from_hf(fields, str(folder / "config.json"))
+    except UserError:  # sizes by other names: nothing is estimated, and whether it can be trained is checked later
+        return None
 
 
 # --- parallelism=auto -----------------------------------------------------------------------------------------------

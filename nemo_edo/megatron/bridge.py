@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.config.model_shape import check_convertible
-from nemo_edo.data.model_folder import check_files
+from nemo_edo.data.model_folder import check_files, read_fields
+from nemo_edo.data.model_weights import unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import set_layer_spec
@@ -67,20 +68,37 @@ class BuiltModel:
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
-    """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained, before any time
-    is spent on it."""
+    """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained as what it is to
+    transformers, before any time is spent on it: every command that loads a model's weights goes through it."""
+    fields = check_files(folder)
+    _check_conversion(folder, fields)
+    if others := unread_files(folder):
+        logger.warning("%s: not read, as transformers does not read it: %s", folder, ", ".join(others))
+    return fields
+
+
+def _check_conversion(folder: Path, fields: dict[str, Any]) -> None:
     from megatron.bridge import AutoBridge
 
-    fields, config_file = check_files(folder), folder / "config.json"
+    from nemo_edo.megatron.folder_fields import check_fields, load_config
+    from nemo_edo.megatron.folder_weights import check_weights
+
+    source = str(folder / "config.json")
+    if fields.get("quantization_config"):
+        raise UserError(f"{source} has a quantization_config: quantised weights are not trained; take the original")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} has an adapter_config.json: merge the adapter into the weights, or remove it")
     supported = AutoBridge.list_supported_models()
     architectures = fields.get("architectures") or []
     if not set(architectures) & set(supported):
         raise UserError(
-            f"{config_file}: architectures {architectures} are not supported by Megatron-Bridge; "
+            f"{source}: architectures {architectures} are not supported by Megatron-Bridge; "
             f"supported are {', '.join(supported)}"
         )
-    check_convertible(fields, str(config_file))
-    return fields
+    config = load_config(fields, source)
+    bridge = AutoBridge.from_hf_config(config)._model_bridge
+    check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
+    check_weights(folder, config, bridge.mapping_registry())
 
 
 def build_model(
@@ -101,14 +119,20 @@ def build_model(
     attention: as in ``ModelConfig``.
     """
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.hf_pretrained.state import StateDict
+
+    from nemo_edo.megatron.folder_weights import CheckedSource, check_loaded, check_mapped
 
     machine = device_support(device)
     check_device(parallelism, precision, machine)
     check_fp8_support(precision, machine)
-    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    _check_conversion(folder, read_fields(folder))
+    bridge, source = AutoBridge.from_hf_pretrained(str(folder)), CheckedSource(folder)
+    bridge.hf_pretrained._state_dict_accessor = StateDict(source)
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
     provider = _provider(bridge, parallelism, precision)
     set_layer_spec(provider, attention, device)
+    provider.register_pre_wrap_hook(partial(check_mapped, source, bridge), prepend=True)
     lora = lora if lora and lora.rank else None
     if lora:
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
@@ -124,6 +148,7 @@ def build_model(
             data_parallel_random_init=False,
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
+    check_loaded(source, bridge.hf_pretrained.config)
     if train:
         _let_schedules_reduce(chunks, parallelism)
     return BuiltModel(chunks, bridge, vocab_size=bridge.hf_pretrained.config.vocab_size, lora=lora, seed=seed)
