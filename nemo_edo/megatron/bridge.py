@@ -127,7 +127,8 @@ def build_model(
     check_device(parallelism, precision, machine)
     check_fp8_support(precision, machine)
     _check_conversion(folder, read_fields(folder))
-    bridge, source = AutoBridge.from_hf_pretrained(str(folder)), CheckedSource(folder)
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    source = CheckedSource(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained._state_dict_accessor = StateDict(source)
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
     provider = _provider(bridge, parallelism, precision)
@@ -148,7 +149,7 @@ def build_model(
             data_parallel_random_init=False,
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
-    check_loaded(source, bridge.hf_pretrained.config)
+    check_loaded(source, bridge.hf_pretrained.config, device)
     if train:
         _let_schedules_reduce(chunks, parallelism)
     return BuiltModel(chunks, bridge, vocab_size=bridge.hf_pretrained.config.vocab_size, lora=lora, seed=seed)
@@ -157,6 +158,8 @@ def build_model(
 def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig):
     """Bridge's provider of the model, that is Megatron's config of it and a recipe to make it, checked and set up."""
     provider = bridge.to_megatron_provider()
+    if provider.position_embedding_type == "yarn":
+        _complete_yarn(provider)
     check_splits(provider, parallelism, provider.vocab_size)
     gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
     check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
@@ -164,6 +167,16 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
     _configure_parallelism(provider, parallelism)
     _configure_training(provider, parallelism)
     return provider
+
+
+def _complete_yarn(provider) -> None:
+    """Fills in what transformers takes for numbers of YaRN that config.json does not have: Bridge leaves them None."""
+    usual = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+    for name, value in usual.items():
+        if getattr(provider, name) is None:
+            setattr(provider, name, value)
+    if not (provider.yarn_mscale and provider.yarn_mscale_all_dim):  # transformers takes both or neither
+        provider.yarn_mscale = provider.yarn_mscale_all_dim = None
 
 
 def _configure_training(provider, parallelism: ParallelismConfig) -> None:

@@ -25,7 +25,8 @@ HARMLESS = frozenset(
     "_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache cache_implementation "
     "initializer_range initializer_factor pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id "
     "forced_bos_token_id forced_eos_token_id id2label label2id problem_type task_specific_params return_dict "
-    "output_attentions output_hidden_states chunk_size_feed_forward is_encoder_decoder finetuning_task "
+    "output_attentions output_hidden_states gradient_checkpointing is_decoder chunk_size_feed_forward finetuning_task "
+    "is_encoder_decoder "
     "attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
     # A router's losses are not added (bridge.py), and dropout is 0 in training, as in generation.
     "router_aux_loss_coef aux_loss_alpha output_router_logits seq_aux router_jitter_noise "
@@ -38,8 +39,8 @@ ROPE = frozenset(("rope_theta", "rope_scaling", "rope_parameters", "partial_rota
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core 0.19 has in addition to the factor of Llama 3's scaling, which alone Bridge reads."""
 
-UNDECLARED = frozenset(("head_dim",))
-"""What transformers' models read of a config whose class does not have it."""
+UNDECLARED = {"head_dim": None, "is_causal": True}
+"""What transformers reads of a config whose class does not have it, and the value that is as good as none."""
 NOT_TRAINED = dict.fromkeys(
     ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
     "layers that predict further tokens are not trained; remove them from the folder",
@@ -86,7 +87,7 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
             raise UserError(f"{source}: Megatron-Bridge does not take it: {type(error).__name__}: {said}") from error
         for name in sorted(fields.keys() - HARMLESS - ROPE):
             value, known = fields[name], name in declared or name in UNDECLARED
-            if not known and value in (None, False, [], {}):
+            if (not known and value in (None, False, [], {})) or (name in UNDECLARED and value == UNDECLARED[name]):
                 continue  # transformers does not read it, and what it would turn on is off
             if not known or (name in NOT_TRAINED and value):
                 why = NOT_TRAINED.get(name, f"{type(config).__name__} has no such field; correct its name or remove it")
@@ -145,10 +146,9 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
     usual = _places(getattr(type(config)(), "rope_parameters", None) or {})
     for number, place in enumerate(_places(found)):
         kind, stock = place.get("rope_type", "default"), usual[number] if number < len(usual) else {}
-        for name, value in place.items():
-            if value is None or value == {**stock, "rope_type": "default", "partial_rotary_factor": 1.0}.get(name):
-                continue
-            if name == "type" and value == kind:
+        stock = {"rope_type": "default", "partial_rotary_factor": 1.0, **stock}
+        for name, value in sorted(place.items(), key=lambda item: item[0] != "rope_type"):
+            if value is None or value == stock.get(name) or (name == "type" and value == kind):
                 continue
             fixed = LLAMA3.get(name) if (kind, config.model_type) == ("llama3", "llama") else None
             if fixed is not None:
@@ -156,7 +156,7 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
                     raise UserError(f"{source}: {name} of rope_type 'llama3' is {value}; Megatron knows {fixed} only")
                 continue
             other = copy.deepcopy(config)
-            changed = {"rope_type": "default", "type": "default"} if name == "rope_type" else {name: _another(value)}
+            changed = {**stock, "type": stock["rope_type"]} if name == "rope_type" else {name: _another(value)}
             _places(other.rope_parameters)[number].update(changed)
             if compare.is_lost(other):
                 raise UserError(

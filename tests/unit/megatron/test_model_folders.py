@@ -74,12 +74,25 @@ def only_shards(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def fuse(folder: Path, experts: int = 4) -> None:
+    """Stores a layer's experts as transformers 5 computes with them."""
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        of = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([weights.pop(f"{of}{number}.{name}_proj.weight") for number in range(experts)])
+            for name in ("gate", "up", "down"))
+        weights |= {f"{of}gate_up_proj": torch.cat([gate, up], dim=1), f"{of}down_proj": down}
+    save_file(weights, folder / "model.safetensors")
+
+
 def twice(folder: Path) -> None:
     only_shards(folder)
     first, second = sorted(folder.glob("model-*.safetensors"))
     save_file({**load_file(second), **dict([next(iter(load_file(first).items()))])}, second)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 DAMAGED_WEIGHTS = {
     "a tensor is missing": (lambda f: change(f, **{O_PROJ: None}), O_PROJ),
     "a layer is missing": (lambda f: edit(f, num_hidden_layers=3, layer_types=...), r"model\.layers\.2\."),
@@ -92,7 +105,7 @@ DAMAGED_WEIGHTS = {
     "integers": (lambda f: change(f, **{O_PROJ: lambda w: w.to(torch.int8)}), f"{O_PROJ} is I8"),
     "a shape": (lambda f: change(f, **{NORM: lambda w: w[:-1]}), f"{NORM} has the shape"),
     "transposed": (lambda f: change(f, **{"model.layers.0.self_attn.k_proj.weight": lambda w: w.T}), "k_proj.*shape"),
-    "more rows than vocab_size": (lambda f: edit(f, vocab_size=100), r"embed_tokens\.weight has the shape"),
+    "more rows than vocab_size": (lambda f: edit(f, vocab_size=100), r"has the shape \[130, 64\]"),
     "PEFT's names": (lambda f: rename(f, "base_model.model.{}".format), "no tensor"),
     "a base model's names": (lambda f: rename(f, lambda name: name.removeprefix("model.")), "no tensor"),
     "a bias that has no place": (
@@ -116,10 +129,10 @@ DAMAGED_FIELDS = {
     "biases of its MLP": ("llama", {"mlp_bias": True}, r"mlp.*bias"),
     "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-    "window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "layer_types": ...}, "use_sliding_window"),
+    "window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "layer_types": ...}, "sliding_window"),
     "window by layers": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     "activation": ("mistral", {"hidden_act": "gelu"}, "hidden_act"),
-    "heads": ("mistral", {"head_dim": 32}, "q_proj.* shape"),
+    "heads": ("mistral", {"head_dim": 32}, "_proj.* shape"),
     "further tokens": ("qwen3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
     "two bases": ("llama", {"rope_theta": 5e5}, "rope_theta twice: 500000.0"),
     "two scalings": (
@@ -128,6 +141,8 @@ DAMAGED_FIELDS = {
     "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
     "llama3 elsewhere": ("qwen2", {"rope_parameters": LLAMA3}, "llama3|factor"),
     "llama3's factors": ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 3.0}}, "high_freq_factor"),
+    "both ways": ("llama", {"is_causal": False}, "is_causal"),
+    "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
 }
 
@@ -153,7 +168,7 @@ def test_fields_that_bridge_would_lose_are_refused_by_name(copied, damage):
         check_model_folder(folder)
 
 
-def largest_difference(tiny, folder: Path, length: int = 24) -> float:
+def largest_difference(tiny, folder: Path, length: int = 60) -> float:
     tokens = torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(0))
     policy = tiny.build_policy(folder)
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -165,6 +180,12 @@ def largest_difference(tiny, folder: Path, length: int = 24) -> float:
 SOUND = {
     "version 4's base": ("llama", lambda f: edit(f, rope_theta=5e5, rope_parameters=...)),
     "version 5's base": ("qwen2", lambda f: edit(f, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
+    "Llama 3.1's scaling": ("llama", lambda f: edit(f, rope_parameters=LLAMA3, max_position_embeddings=131072)),
+    "linear scaling": (
+        "llama", lambda f: edit(f, rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=...)),
+    "YaRN": ("qwen3", lambda f: edit(f, rope_parameters=YARN)),
+    "version 4's YaRN": (
+        "qwen2", lambda f: edit(f, rope_scaling={**YARN, "type": "yarn", "beta_fast": 16.0}, rope_parameters=...)),
     "a window that is not used": (
         "qwen2", lambda f: edit(f, use_sliding_window=False, sliding_window=8, max_window_layers=1)),
     "a window": ("mistral", lambda f: edit(f, sliding_window=8)),
@@ -178,6 +199,7 @@ SOUND = {
     "an old buffer": (
         "llama", lambda f: change(f, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
     "half": ("qwen2", lambda f: change(f, **{O_PROJ: lambda w: w.half(), NORM: lambda w: w.bfloat16()})),
+    "experts in one tensor": ("qwen3_moe", fuse),
     "shards": ("llama", only_shards),
     "shards of another model, and a stray one": ("qwen3_moe", lambda f: in_shards(f, seed=1)),
 }
