@@ -13,7 +13,7 @@ from nemo_edo.checks.estimates import Memory, Workload, stage_memory
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
 from nemo_edo.checks.installed import WITHOUT_DEPENDENCIES, installed
 from nemo_edo.checks.iteration_time import Iteration, iteration_times
-from nemo_edo.checks.preflight import with_fitted_parallelism
+from nemo_edo.checks.preflight import check_settings, with_fitted_parallelism
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.generation import AUTO
@@ -81,7 +81,10 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
     workload.check_possible(given, shape, devices.count)
-    longest, train, test = _sizes(given, missing)
+    if devices.here:
+        check_settings(cfg)
+    # A judge may be started with the run.
+    longest, train, test = _sizes(given, missing, scores=devices.here and cfg.rewards.verifier != "judge")
     ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
     cfg = workload.for_estimate(given, ranks, longest=longest, train=train, test=test)
     if given.generation.max_batch_size == AUTO:
@@ -110,7 +113,7 @@ def _check_folder(cfg: RunConfig, devices: Devices) -> None:
         inputs.check_model(cfg)
 
 
-def _sizes(cfg: RunConfig, missing: list[str]) -> tuple[int | None, float, float]:
+def _sizes(cfg: RunConfig, missing: list[str], *, scores: bool) -> tuple[int | None, float, float]:
     """``Case.longest``, and the numbers of training and test problems."""
     data = cfg.data
     files = [cfg.model.path, *([] if data.source is not None else [data.train or data.test, data.test])]
@@ -119,7 +122,7 @@ def _sizes(cfg: RunConfig, missing: list[str]) -> tuple[int | None, float, float
         return None, workload.problems(cfg, "train"), workload.problems(cfg, "test")
     from nemo_edo.run.inputs import read_sizes
 
-    return read_sizes(cfg)
+    return read_sizes(cfg, scores=scores)
 
 
 # --- the model and its memory -----------------------------------------------------------------------------------------

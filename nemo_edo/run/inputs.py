@@ -143,10 +143,10 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]
     return data
 
 
-def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
+def read_sizes(cfg: RunConfig, *, scores: bool = False) -> tuple[int, int, int]:
     """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
-    Raises UserError as ``load_data`` does."""
-    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=False)
+    Raises UserError as ``load_data`` does. scores: whether what would score the problems is tried on them."""
+    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=scores)
     return data.seq_length, len(data.train), len(data.test)
 
 

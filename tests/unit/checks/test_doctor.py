@@ -169,13 +169,30 @@ def test_the_longest_sequence_is_that_of_the_problems_at_hand_and_otherwise_assu
     assert (status, "need 79 tokens, but" in text, "max_position_embeddings 64: lower sampl" in text) == (2, True, True)
 
 
+@pytest.mark.parametrize(("family", "fields", "rows", "refused"), [
+    ("mistral", {"sliding_window": 16}, ROWS, None),
+    ("qwen3", {"attention_bias": True}, ROWS, "attention_bias is true"),
+    ("llama", {"num_hidden_layers": 3}, ROWS, "model.layers.2."),
+    ("llama", {}, [{"question": "1 + 1"}], "train.jsonl"),
+])
+def test_the_doctor_refuses_the_folder_and_the_data_that_a_run_refuses(doctor, tmp_path, family, fields, rows, refused):
+    folder = write_tiny_model(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "layer_types": None, **fields}))
+    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', some)}"
+             for name, some in (("train", rows[:2]), ("test", ROWS[2:]))]
+    status, text = doctor("--config-name=grpo_gsm8k", f"model.path={folder}", *files, "data.prompt='{question}'",
+                          "data.chat_template=false", "sampling.max_new_tokens=10", "precision=fp32")
+    assert (status, refused is None or refused in text) == (0 if refused is None else 2, True), text
+
+
 def told_sum(terms: int) -> dict[str, str]:
     """A problem of 2 terms - 1 tokens."""
     return {"question": " + ".join("1" * terms), "answer": f"#### {terms}"}
 
 
 def test_end_tokens_are_told_and_a_disagreement_of_the_models_files(doctor, tmp_path):
-    write_tiny_model(tmp_path / "model")
+    write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     _, text = doctor(*FITS, "model=hf", f"model.path={tmp_path / 'model'}", "--gpus=8")
     ends, disagreement = [line for line in text.splitlines() if "end token" in line][:2]

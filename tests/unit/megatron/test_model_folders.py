@@ -3,15 +3,19 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from generated import model_section
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import platform
 from nemo_edo.megatron.bridge import check_model_folder
+from nemo_edo.megatron.folder_fields import check_fields, load_config
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": EXPERTS, "mistral": {"sliding_window": None}}
@@ -20,7 +24,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 O_PROJ, NORM, HEAD = "model.layers.1.self_attn.o_proj.weight", "model.norm.weight", "lm_head.weight"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def folders(tiny, tmp_path_factory):
     """A sound folder of each family, in transformers 5's format."""
     platform.enter(1)  # Bridge is imported after it
@@ -145,6 +149,25 @@ DAMAGED_FIELDS = {
     "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
 }
+
+
+PUBLISHED = {  # of their makers' config.json, what is not in conf/model
+    "qwen2_5_0_5b": {"sliding_window": 32768, "max_window_layers": 21, "use_sliding_window": False, "use_mrope": False},
+    "qwen3_30b_a3b": {"sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+    "llama3_1_8b": {"pretraining_tp": 1, "eos_token_id": [128001, 128008], "torch_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("model", sorted(path.stem for path in (shipped_config_dir() / "model").glob("[lq]*_*.yaml")))
+def test_the_published_configs_of_shipped_models_lose_nothing(model):
+    from megatron.bridge import AutoBridge
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    fields = {**model_section(model)["architecture"], **PUBLISHED.get(model, {})}
+    fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
+    config = load_config(fields, "config.json")
+    bridge = AutoBridge.from_hf_config(config)._model_bridge
+    check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), "config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -85,12 +85,13 @@ DAMAGED_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (
         lambda model: [file.unlink() for file in model.glob("*token*")], "{}/model has no tokenizer"),
     "no weights": (
-        lambda model: (model / "model.safetensors").unlink(), "{}/model has no *.safetensors weights"),
+        lambda model: (model / "model.safetensors").unlink(), "{}/model has neither model.safetensors nor"),
     "weights cut short": (
         lambda model: (model / "model.safetensors").write_text("version https://git-lfs.github.com"),
         "{}/model/model.safetensors cannot be read ("),
     "missing shard": (
-        lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "2.safetensors"}}'),
+        lambda model: ((model / "model.safetensors").unlink(),
+                       (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "2.safetensors"}}')),
         "{}/model/2.safetensors cannot be read (No such file or directory"),
     "unsupported architecture": (
         lambda model: edit_config(model, architectures=["GPT2LMHeadModel"]),
