@@ -12,6 +12,7 @@ from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
+from nemo_edo.data.model_weights import unread_files
 from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.prompts import encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.source import SPLITS
@@ -294,6 +295,10 @@ def _check_fields(cfg: RunConfig, fields: dict, folder: Path) -> None:
     check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
     if cfg.model.seq_length is not None:
         check_context(folder, fields, cfg.model.seq_length, given=True)
+    # Servers prefer an index to model.safetensors and, without one, load every file.
+    stray = [name for name in unread_files(folder) if "safetensors" in name]
+    if cfg.generation.is_served and not cfg.generation.servers.urls and stray:
+        raise UserError(f"{folder}: servers would read {', '.join(stray)}, which transformers does not; remove them")
 
 
 def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:
