@@ -137,12 +137,12 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
     }
     stated.setdefault("rope_type", stated.pop("type", None))
     for name, value in [*stated.items(), *(fields.get("rope_parameters") or {}).items()]:
-        for place in _places(found):
-            if value is not None and place.get(name, value) != value:
-                raise UserError(
-                    f"{source} states {name} twice: {_short(value)} and {_short(place[name])}, in rope_theta, "
-                    "rope_scaling or rope_parameters; remove the wrong one"
-                )
+        taken = [place[name] for place in _places(found) if name in place]
+        if value is not None and taken and value not in taken:
+            raise UserError(
+                f"{source} states {name} twice: {_short(value)} and {_short(taken[0])}, in rope_theta, rope_scaling or "
+                "rope_parameters; remove the wrong one"
+            )
     usual = _places(getattr(type(config)(), "rope_parameters", None) or {})
     for number, place in enumerate(_places(found)):
         kind, stock = place.get("rope_type", "default"), usual[number] if number < len(usual) else {}

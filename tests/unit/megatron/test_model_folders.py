@@ -161,7 +161,7 @@ PUBLISHED = {  # of their makers' config.json, what is not in conf/model
 @pytest.mark.parametrize("model", sorted(path.stem for path in (shipped_config_dir() / "model").glob("[lq]*_*.yaml")))
 def test_the_published_configs_of_shipped_models_lose_nothing(model):
     from megatron.bridge import AutoBridge
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     fields = {**model_section(model)["architecture"], **PUBLISHED.get(model, {})}
     fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
