@@ -164,7 +164,7 @@ def check_mapped(source: CheckedSource, bridge, chunks: list[torch.nn.Module]) -
         # A tied output layer is a copy of the embedding, which the first pipeline stage has.
         and not (name.startswith("output_layer.") and chunk.share_embeddings_and_output_weights)
     ]
-    ranks = [None] * torch.distributed.get_world_size()
+    ranks: list[list[str]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, own)
     if names := sorted(set().union(*ranks)):
         raise UserError(f"{source.path}: no tensor for Megatron's {_listed(names)}")
