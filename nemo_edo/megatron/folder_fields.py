@@ -26,21 +26,27 @@ HARMLESS = frozenset(
     "initializer_range initializer_factor pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id "
     "forced_bos_token_id forced_eos_token_id id2label label2id problem_type task_specific_params return_dict "
     "output_attentions output_hidden_states gradient_checkpointing is_decoder chunk_size_feed_forward finetuning_task "
-    "is_encoder_decoder "
-    "attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
+    "is_encoder_decoder attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
     # A router's losses are not added (bridge.py), and dropout is 0 in training, as in generation.
     "router_aux_loss_coef aux_loss_alpha output_router_logits seq_aux router_jitter_noise "
     "attention_dropout hidden_dropout resid_pdrop resid_dropout embd_pdrop embd_dropout attn_pdrop classifier_dropout "
     # What other tools leave in the file, and llama's two fields that transformers has dropped.
-    "unsloth_version unsloth_fixed is_llama_config transformers.js_config pretraining_tp torchscript".split()
+    "initial_context_length experts_per_token unsloth_version unsloth_fixed is_llama_config transformers.js_config "
+    "pretraining_tp torchscript".split()
 )
 ROPE = frozenset(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_local_base_freq"))
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core 0.19 has in addition to the factor of Llama 3's scaling, which alone Bridge reads."""
 
-UNDECLARED = {"head_dim": None, "is_causal": True}
-"""What transformers reads of a config whose class does not have it, and the value that is as good as none."""
+UNDECLARED: dict[str, Callable[[PretrainedConfig], Any]] = {
+    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+    "is_causal": lambda config: True,
+    "hidden_act": lambda config: getattr(config, "hidden_activation", None),
+    "sliding_window_size": lambda config: getattr(config, "sliding_window", None),
+    "swiglu_limit": lambda config: 7.0 if config.model_type == "gpt_oss" else None,
+}
+"""What transformers' models take for fields that they, or published files, have and their config's class has not."""
 NOT_TRAINED = dict.fromkeys(
     ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
     "layers that predict further tokens are not trained; remove them from the folder",
@@ -48,6 +54,9 @@ NOT_TRAINED = dict.fromkeys(
 STEERING = frozenset(("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"))
 """What config classes make other fields of, and models do not read."""
 BRIDGE_ERRORS = (KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError)
+
+IMPLIED = {"gemma3_text": "linear"}
+"""The scaling of positions that Bridge computes where there is a factor, without having read its type."""
 
 Provider = Callable[[PretrainedConfig], Any]
 
@@ -86,17 +95,22 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
             said = " ".join(str(error).split())
             raise UserError(f"{source}: Megatron-Bridge does not take it: {type(error).__name__}: {said}") from error
         for name in sorted(fields.keys() - HARMLESS - ROPE):
-            value, known = fields[name], name in declared or name in UNDECLARED
-            if (not known and value in (None, False, [], {})) or (name in UNDECLARED and value == UNDECLARED[name]):
+            value, known = fields[name], name in declared or name in UNDECLARED or name in STEERING
+            if not known and value in (None, False, [], {}):
                 continue  # transformers does not read it, and what it would turn on is off
+            if name not in declared and name in UNDECLARED and value in (None, UNDECLARED[name](config)):
+                continue
             if not known or (name in NOT_TRAINED and value):
                 why = NOT_TRAINED.get(name, f"{type(config).__name__} has no such field; correct its name or remove it")
                 raise UserError(f"{source}: {name} is {_short(value)}: {why}")
-            without = _attempt({key: value for key, value in fields.items() if key != name})
-            if without is None:  # transformers does not take the rest alone
-                without = copy.deepcopy(config)
-                setattr(without, name, getattr(type(config)(), name, None))
-            if compare.is_lost(without, name if name in STEERING else None):
+            # With transformers' default in its place, and in what the config's class makes of the field as well.
+            alone = copy.deepcopy(config)
+            setattr(alone, name, getattr(type(config)(), name, None))
+            without = _attempt({key: value for key, value in fields.items() if key != name}) or alone
+            steers = name if name in STEERING else None
+            if compare.is_lost(without, steers) or (
+                steers is None and compare.differs(without) and compare.is_lost(alone)
+            ):
                 raise UserError(
                     f"{source}: {name} is {_short(value)}, which would be lost: Megatron-Bridge does not read it for "
                     f"model_type {config.model_type!r}"
@@ -113,10 +127,14 @@ class _Comparison:
         # Layer specs and the like are made anew each time.
         self.names = [f.name for f in dataclasses.fields(self.usual) if self._same(self.usual, again, f.name)]
 
+    def differs(self, other: PretrainedConfig, but: str | None = None) -> bool:
+        """Whether transformers computes something else of the other config."""
+        ours, others = ({**_computed(config), but: None} for config in (self.config, other))
+        return ours != others
+
     def is_lost(self, other: PretrainedConfig, but: str | None = None) -> bool:
         """Whether the other config differs to transformers, and not to Bridge. but: a field that is not compared."""
-        ours, others = ({**_computed(config), but: None} for config in (self.config, other))
-        if ours == others:
+        if not self.differs(other, but):
             return False
         try:
             changed = self.provider(other)
@@ -143,12 +161,21 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
                 f"{source} states {name} twice: {_short(value)} and {_short(taken[0])}, in rope_theta, rope_scaling or "
                 "rope_parameters; remove the wrong one"
             )
+    kinds = {place.get("rope_type", "default") for place in _places(found)}
+    yarn = getattr(compare.usual, "position_embedding_type", None) == "yarn"
+    if yarn != ("yarn" in kinds) and not getattr(compare.usual, "multi_latent_attention", False):
+        raise UserError(
+            f"{source}: rope_type is {_short(sorted(kinds))}; for model_type {config.model_type!r}, Megatron-Bridge "
+            f"computes {'yarn' if yarn else 'no yarn'}"
+        )
     usual = _places(getattr(type(config)(), "rope_parameters", None) or {})
     for number, place in enumerate(_places(found)):
         kind, stock = place.get("rope_type", "default"), usual[number] if number < len(usual) else {}
         stock = {"rope_type": "default", "partial_rotary_factor": 1.0, **stock}
         for name, value in sorted(place.items(), key=lambda item: item[0] != "rope_type"):
             if value is None or value == stock.get(name) or (name == "type" and value == kind):
+                continue
+            if name == "rope_type" and value == IMPLIED.get(config.model_type):
                 continue
             fixed = LLAMA3.get(name) if (kind, config.model_type) == ("llama3", "llama") else None
             if fixed is not None:
