@@ -13,13 +13,15 @@ from typing import Any
 from nemo_edo.checks import advice, machine, workload
 from nemo_edo.checks.estimates import Memory, Workload, stage_memory
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
+from nemo_edo.checks.installed import WITHOUT_DEPENDENCIES, installed
 from nemo_edo.checks.iteration_time import Iteration, iteration_times
-from nemo_edo.checks.preflight import with_fitted_parallelism
+from nemo_edo.checks.preflight import check_settings, with_fitted_parallelism
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model
+from nemo_edo.data.model_weights import weight_files
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.disk_space import estimate_bytes, free_bytes
 from nemo_edo.utils.files import check_folder
@@ -78,11 +80,15 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         with contextlib.suppress(UserError):  # the folder of a hub's model that is in the cache
             folder = find_model(cfg.model.path, download=False)
             cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+    _check_folder(cfg, devices)
     shape = workload.model_shape(cfg)
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
     workload.check_possible(given, shape, devices.count)
-    longest, train, test = _sizes(given, missing)
+    if devices.here:
+        check_settings(cfg)
+    # A judge may be started with the run.
+    longest, train, test = _sizes(given, missing, scores=devices.here and cfg.rewards.verifier != "judge")
     ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
     cfg = workload.for_estimate(given, ranks, longest=longest, train=train, test=test)
     if given.generation.max_batch_size == AUTO:
@@ -92,7 +98,26 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     return Case(given, missing, devices, shape, longest, train, known, cfg, loads)
 
 
-def _sizes(cfg: RunConfig, missing: list[str]) -> tuple[int | None, float, float]:
+def _check_folder(cfg: RunConfig, devices: Devices) -> None:
+    """Raises UserError for a model folder that a run would refuse. Where the devices are others than this machine's, so
+    may be the folder's weights."""
+    folder = Path(cfg.model.path or "")
+    if cfg.model.path is None or not (folder / "config.json").is_file():
+        return
+    if not devices.here and not weight_files(folder):
+        return
+    from nemo_edo.run import inputs
+
+    if cfg.algorithm == NONE and cfg.generation.is_served:
+        inputs.check_served_model(cfg)
+    elif installed(WITHOUT_DEPENDENCIES):
+        from nemo_edo.megatron import platform
+
+        platform.enter()
+        inputs.check_model(cfg)
+
+
+def _sizes(cfg: RunConfig, missing: list[str], *, scores: bool) -> tuple[int | None, float, float]:
     """``Case.longest``, and the numbers of training and test problems."""
     data = cfg.data
     files = [cfg.model.path, *([] if data.source is not None else [data.train or data.test, data.test])]
@@ -101,7 +126,7 @@ def _sizes(cfg: RunConfig, missing: list[str]) -> tuple[int | None, float, float
         return None, workload.problems(cfg, "train"), workload.problems(cfg, "test")
     from nemo_edo.run.inputs import read_sizes
 
-    return read_sizes(cfg)
+    return read_sizes(cfg, scores=scores)
 
 
 # --- the model and its memory -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_edo.checks import machine, workload
 from nemo_edo.config import NONE, RunConfig
-from nemo_edo.config.model_shape import FAMILIES, ModelShape, check_expected
+from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
 from nemo_edo.data.source import load_source
 from nemo_edo.errors import UserError
@@ -32,7 +32,6 @@ def preflight(cfg: RunConfig) -> RunConfig:
     if is_main:
         check_folder(Path(cfg.output_dir) / cfg.name)
     check_world(_alone(cfg).parallelism, world)
-    check_names(cfg.exp_manager)
     for name in ("train", "test", *(["warmup"] if cfg.sft.steps else [])):
         path = getattr(cfg.data, name)
         if path is not None and not Path(path).exists():
@@ -40,9 +39,7 @@ def preflight(cfg: RunConfig) -> RunConfig:
     shape = _check_model(cfg)
     if cfg.data.source is not None:  # importing a user's module takes the time that it takes
         load_source(cfg.data.source, cfg.data.source_args)
-    check_advantages(cfg)
-    if is_main:
-        check_functions(cfg)
+    check_settings(cfg, functions=is_main)
     if world == 1 or shape is None:
         return _alone(cfg)
     # A process has a GPU, or its share of the host's memory.
@@ -50,6 +47,15 @@ def preflight(cfg: RunConfig) -> RunConfig:
     gpus = machine.gpus()
     each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
     return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
+
+
+def check_settings(cfg: RunConfig, *, functions: bool = True) -> None:
+    """Raises UserError for settings of NeMo's exp_manager that it does not have, and for functions of the user's that
+    cannot be called. functions: whether custom rewards are tried, which takes a process."""
+    check_names(cfg.exp_manager)
+    check_advantages(cfg)
+    if functions:
+        check_functions(cfg)
 
 
 def _check_model(cfg: RunConfig) -> ModelShape | None:
@@ -62,8 +68,10 @@ def _check_model(cfg: RunConfig) -> ModelShape | None:
     check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
     if cfg.model.seq_length is not None:
         check_context(folder, fields, cfg.model.seq_length, given=True)
-    known = fields.get("model_type") in FAMILIES
-    return ModelShape.from_hf(fields, str(folder / "config.json")) if known else None
+    try:
+        return ModelShape.from_hf(fields, str(folder / "config.json"))
+    except UserError:  # sizes by other names: nothing is estimated, and whether it can be trained is checked later
+        return None
 
 
 # --- parallelism=auto -----------------------------------------------------------------------------------------------

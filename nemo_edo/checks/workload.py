@@ -12,7 +12,7 @@ from nemo_edo.checks.estimates import Memory, Workload, all_stages
 from nemo_edo.config import FUSED_FROM_LOGITS, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.generation import AUTO
-from nemo_edo.config.model_shape import ModelShape, check_convertible, check_expected
+from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import read_fields
 from nemo_edo.data.packs import COPIES
 from nemo_edo.errors import UserError
@@ -35,7 +35,6 @@ def model_shape(cfg: RunConfig) -> ModelShape:
     if cfg.model.path is not None and config_file.is_file():
         fields = read_fields(config_file.parent)
         check_expected(expected, fields, str(config_file))
-        check_convertible(fields, str(config_file))
         return ModelShape.from_hf(fields, str(config_file))
     if expected is None:
         raise UserError(

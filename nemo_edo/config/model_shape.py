@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,36 +23,26 @@ SHAPE_FIELDS = (
     "moe_intermediate_size",
 )
 
-NAMES_IN_FILES = {"num_local_experts": "num_experts"}
-"""Fields that transformers 5 writes under another name than version 4, which also reads it."""
+NAMES_IN_FILES = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
+"""Fields that families, or transformers 5, name in another way than Qwen3-MoE in transformers 4."""
 
 FAMILIES = {
     "llama": (False, False),
+    "mistral": (False, False),
     "qwen2": (True, False),
     "qwen3": (False, True),
     "qwen3_moe": (False, True),
 }
-"""Whether queries, keys and values have a bias; whether queries and keys have a separate norm."""
+"""Whether queries, keys and values have a bias; whether queries and keys have a separate norm. The sizes of other
+families are estimated as Llama's."""
 
 WITH_EXPERTS = ("qwen3_moe",)
-
-BRIDGES = {
-    "use_sliding_window": (False, False, tuple(FAMILIES)),
-    "norm_topk_prob": (True, False, WITH_EXPERTS),
-    "decoder_sparse_step": (1, 1, WITH_EXPERTS),
-    "mlp_only_layers": ([], [], WITH_EXPERTS),
-}
-"""Fields that Megatron-Bridge 0.6 does not read: what it takes each for, what transformers takes it for where it is
-absent, and the model types that have it."""
-
-MEGATRONS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Llama 3's scaling of rotary positions has in addition to its factor, in megatron-core as in the published
-models."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model of the families Llama, Qwen2, Qwen3 and Qwen3-MoE, with the names that Megatron-core has for sizes.
+    """The sizes of a model by the names that Megatron-core has for them: exact for the families Llama, Mistral, Qwen2,
+    Qwen3 and Qwen3-MoE, an estimate for others.
 
     All have RMS norms, gated MLPs, grouped queries and rotary positions, and no bias elsewhere. In a mixture of
     experts, experts replace every layer's MLP.
@@ -84,26 +73,23 @@ class ModelShape:
         """The shape that the fields of a config.json give, or those of ``model.architecture``. source: where they come
         from, for errors.
 
-        Raises UserError for another family and for a size that is missing.
+        Raises UserError for a size that is missing.
         """
         fields = with_usual_names(fields)
         family = fields.get("model_type")
-        if family not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise UserError(f"{source}: model_type is {family!r}; sizes are known for the model types {known}")
-        experts = family in WITH_EXPERTS
+        experts = family in WITH_EXPERTS or bool(fields.get("num_experts"))
         needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
-        needed += SHAPE_FIELDS[-3:] if experts else ["intermediate_size"]
+        needed += ["num_experts", "num_experts_per_tok"] if experts else ["intermediate_size"]
         missing = [name for name in needed if fields.get(name) is None]
         if missing:
             raise UserError(f"{source} has no {', '.join(missing)}")
-        heads = fields["num_attention_heads"]
-        bias, norm = FAMILIES[family]
+        heads, width = fields["num_attention_heads"], fields.get("intermediate_size", 0)
+        bias, norm = FAMILIES.get(family, (False, False))
         # Absent fields mean what transformers' config classes take them for.
         return cls(
             num_layers=fields["num_hidden_layers"],
             hidden_size=fields["hidden_size"],
-            ffn_hidden_size=fields.get("intermediate_size", 0),
+            ffn_hidden_size=width,
             num_attention_heads=heads,
             num_query_groups=fields.get("num_key_value_heads") or heads,
             kv_channels=fields.get("head_dim") or (128 if family == "qwen3" else fields["hidden_size"] // heads),
@@ -113,7 +99,7 @@ class ModelShape:
             qk_norm=norm,
             num_moe_experts=fields["num_experts"] if experts else None,
             moe_router_topk=fields["num_experts_per_tok"] if experts else 0,
-            moe_ffn_hidden_size=fields["moe_intermediate_size"] if experts else 0,
+            moe_ffn_hidden_size=(fields.get("moe_intermediate_size") or width) if experts else 0,
         )
 
     @property
@@ -191,36 +177,3 @@ def check_expected(expected: Mapping[str, Any] | None, found: Mapping[str, Any],
                 f"{source} has {name} {found[name]}, but model.architecture.{name} is {expected[name]}: choose the "
                 "model's own config (model=...), or model=hf, which expects no sizes"
             )
-
-
-def check_convertible(fields: Mapping[str, Any], source: str) -> None:
-    """Raises UserError for fields of the config.json ``source`` that Megatron-Bridge would silently take for
-    something else: another model would be trained than the folder's."""
-    for name, (bridges, default, model_types) in BRIDGES.items():
-        value = fields.get(name, default)
-        if fields.get("model_type") in model_types and (default if value is None else value) != bridges:
-            raise UserError(
-                f"{source}: {name} is {json.dumps(value)}; Megatron-Bridge knows models with {json.dumps(bridges)} only"
-            )
-    check_positions(fields, source)
-
-
-def check_positions(fields: Mapping[str, Any], source: str) -> None:
-    """Raises UserError for scaled rotary positions that Megatron would silently compute in another way.
-
-    Megatron-Bridge 0.6 reads the factor of Llama 3's scaling; megatron-core 0.19 has fixed values for the rest. Other
-    model types are left to Bridge. fields: of the config.json ``source``, as transformers 4 (``rope_scaling``) or 5
-    (``rope_parameters``) writes it.
-    """
-    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    kind, family = scaling.get("rope_type", scaling.get("type", "default")), fields.get("model_type")
-    if kind == "default" or family not in FAMILIES:
-        return
-    if family != "llama" or kind != "llama3":
-        raise UserError(
-            f"{source}: rope_scaling of type {kind!r} would be lost for model_type {family!r}; "
-            "to train with unscaled positions, remove it from the file"
-        )
-    for name, value in MEGATRONS_LLAMA3.items():
-        if scaling.get(name, value) != value:
-            raise UserError(f"{source}: rope_scaling.{name} is {scaling[name]}; Megatron knows {value} only")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nemo_edo.data.model_weights import INDEX, WEIGHTS, read_headers, unread_files, weight_files
 from nemo_edo.data.tokenizer import check_tokenizer_file
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import read_object
@@ -59,7 +60,7 @@ def check_files(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     fields = read_fields(folder)
     check_tokenizer_file(folder)
     if weights:
-        _check_weights(folder)
+        read_headers(folder)
     return fields
 
 
@@ -90,27 +91,12 @@ def _what_is_missing(folder: Path, *, weights: bool) -> str | None:
         return f"{folder} is not a Hugging Face model folder: it has no config.json"
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); copy the model's own there"
-    if weights and not any(folder.glob("*.safetensors")):
-        return f"{folder} has no *.safetensors weights"
-    absent = [name for name in _weight_files(folder) if not (folder / name).is_file()] if weights else []
-    return f"{folder / absent[0]} cannot be read (No such file or directory); download it again" if absent else None
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Those that are there, and those that the index names."""
-    names, index = {file.name for file in folder.glob("*.safetensors")}, folder / "model.safetensors.index.json"
-    if index.is_file():
-        names |= set(read_object(index, ("weight_map",))["weight_map"].values())
-    return sorted(names)
-
-
-def _check_weights(folder: Path) -> None:
-    """Finds an incomplete download, or a Git LFS pointer in place of a file, before the run and not in its middle."""
-    from safetensors import SafetensorError, safe_open
-
-    for name in _weight_files(folder):
-        try:
-            with safe_open(folder / name, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder / name} cannot be read ({error}); download it again") from error
+    if not weights:
+        return None
+    files = weight_files(folder)
+    if not files:
+        others = unread_files(folder)
+        has = f"; it has {', '.join(others)}, which is not read" if others else ""
+        return f"{folder} has neither {WEIGHTS} nor {INDEX}{has}"
+    absent = [path for path in files if not path.is_file()]
+    return f"{absent[0]} cannot be read (No such file or directory); download it again" if absent else None

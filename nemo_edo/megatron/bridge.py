@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.config.model_shape import check_convertible
-from nemo_edo.data.model_folder import check_files
+from nemo_edo.data.model_folder import check_files, read_fields
+from nemo_edo.data.model_weights import unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
-from nemo_edo.megatron.layer_spec import set_layer_spec
+from nemo_edo.megatron.layer_spec import check_family, set_layer_spec
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support, dimensions
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.routing import forget_routers
@@ -67,20 +68,38 @@ class BuiltModel:
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
-    """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained, before any time
-    is spent on it."""
+    """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained as what it is to
+    transformers, before any time is spent on it: every command that loads a model's weights goes through it."""
+    fields = check_files(folder)
+    check_family(fields.get("model_type"), str(folder / "config.json"))
+    _check_conversion(folder, fields)
+    if others := unread_files(folder):
+        logger.warning("%s: not read, as transformers does not read it: %s", folder, ", ".join(others))
+    return fields
+
+
+def _check_conversion(folder: Path, fields: dict[str, Any]) -> None:
     from megatron.bridge import AutoBridge
 
-    fields, config_file = check_files(folder), folder / "config.json"
+    from nemo_edo.megatron.folder_fields import check_fields, load_config
+    from nemo_edo.megatron.folder_weights import check_weights
+
+    source = str(folder / "config.json")
+    if fields.get("quantization_config"):
+        raise UserError(f"{source} has a quantization_config: quantised weights are not trained; take the original")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} has an adapter_config.json: merge the adapter into the weights, or remove it")
     supported = AutoBridge.list_supported_models()
     architectures = fields.get("architectures") or []
     if not set(architectures) & set(supported):
         raise UserError(
-            f"{config_file}: architectures {architectures} are not supported by Megatron-Bridge; "
+            f"{source}: architectures {architectures} are not supported by Megatron-Bridge; "
             f"supported are {', '.join(supported)}"
         )
-    check_convertible(fields, str(config_file))
-    return fields
+    config = load_config(fields, source)
+    bridge = AutoBridge.from_hf_config(config)._model_bridge
+    check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
+    check_weights(folder, config, bridge.mapping_registry())
 
 
 def build_model(
@@ -101,14 +120,21 @@ def build_model(
     attention: as in ``ModelConfig``.
     """
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.hf_pretrained.state import StateDict
+
+    from nemo_edo.megatron.folder_weights import CheckedSource, check_loaded, check_mapped
 
     machine = device_support(device)
     check_device(parallelism, precision, machine)
     check_fp8_support(precision, machine)
+    _check_conversion(folder, read_fields(folder))
     bridge = AutoBridge.from_hf_pretrained(str(folder))
+    source = CheckedSource(folder, bridge.hf_pretrained.config)
+    bridge.hf_pretrained._state_dict_accessor = StateDict(source)
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
     provider = _provider(bridge, parallelism, precision)
     set_layer_spec(provider, attention, device)
+    provider.register_pre_wrap_hook(partial(check_mapped, source, bridge), prepend=True)
     lora = lora if lora and lora.rank else None
     if lora:
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
@@ -124,6 +150,7 @@ def build_model(
             data_parallel_random_init=False,
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
+    check_loaded(source, bridge.hf_pretrained.config, device)
     if train:
         _let_schedules_reduce(chunks, parallelism)
     return BuiltModel(chunks, bridge, vocab_size=bridge.hf_pretrained.config.vocab_size, lora=lora, seed=seed)
@@ -136,6 +163,8 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
     tied = provider.share_embeddings_and_output_weights = bool(bridge.hf_pretrained.config.tie_word_embeddings)
     if not tied and bridge._model_bridge.mapping_registry().megatron_to_hf_lookup("output_layer.weight") is None:
         raise UserError("tie_word_embeddings is false, and Megatron-Bridge knows this family with tied ones only")
+    if provider.position_embedding_type == "yarn":
+        _complete_yarn(provider)
     check_splits(provider, parallelism, provider.vocab_size)
     gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
     check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
@@ -143,6 +172,16 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
     _configure_parallelism(provider, parallelism)
     _configure_training(provider, parallelism)
     return provider
+
+
+def _complete_yarn(provider) -> None:
+    """Fills in what transformers takes for numbers of YaRN that config.json does not have: Bridge leaves them None."""
+    usual = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+    for name, value in usual.items():
+        if getattr(provider, name) is None:
+            setattr(provider, name, value)
+    if not (provider.yarn_mscale and provider.yarn_mscale_all_dim):  # transformers takes both or neither
+        provider.yarn_mscale = provider.yarn_mscale_all_dim = None
 
 
 def _configure_training(provider, parallelism: ParallelismConfig) -> None:

@@ -77,7 +77,7 @@ NEEDS_TE = {
 """By model_type: families that Megatron-Bridge converts and local layers cannot compute, with what they lack."""
 
 
-def check_family(model_type: str, source: str) -> None:
+def check_family(model_type: str | None, source: str) -> None:
     """Raises UserError for a family whose layers need Transformer Engine on a machine without, and for one that
     Megatron-Bridge takes for another. source: of the model."""
     if model_type == "ernie4_5_moe":

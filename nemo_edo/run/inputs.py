@@ -15,6 +15,7 @@ from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
+from nemo_edo.data.model_weights import unread_files
 from nemo_edo.data.problems import MADE, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.prompt_checks import check_rows
 from nemo_edo.data.prompts import (
@@ -160,10 +161,10 @@ def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]
     return data
 
 
-def read_sizes(cfg: RunConfig) -> tuple[int, int, int]:
+def read_sizes(cfg: RunConfig, *, scores: bool = False) -> tuple[int, int, int]:
     """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
-    Raises UserError as ``load_data`` does."""
-    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=False)
+    Raises UserError as ``load_data`` does. scores: whether what would score the problems is tried on them."""
+    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=scores)
     return data.seq_length, len(data.train), len(data.test)
 
 
@@ -330,12 +331,9 @@ def check_model(cfg: RunConfig) -> None:
     if cfg.model.path is None:
         return
     from nemo_edo.megatron.bridge import check_model_folder
-    from nemo_edo.megatron.layer_spec import check_family
 
     folder = find_model(cfg.model.path)
-    fields = check_model_folder(folder)
-    check_family(fields["model_type"], str(folder / "config.json"))
-    _check_fields(cfg, fields, folder)
+    _check_fields(cfg, check_model_folder(folder), folder)
 
 
 def check_served_model(cfg: RunConfig) -> None:
@@ -354,6 +352,10 @@ def _check_fields(cfg: RunConfig, fields: dict, folder: Path) -> None:
     check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
     if cfg.model.seq_length is not None:
         check_context(folder, fields, cfg.model.seq_length, given=True)
+    # Servers prefer an index to model.safetensors and, without one, load every file.
+    stray = [name for name in unread_files(folder) if "safetensors" in name]
+    if cfg.generation.is_served and not cfg.generation.servers.urls and stray:
+        raise UserError(f"{folder}: servers would read {', '.join(stray)}, which transformers does not; remove them")
 
 
 def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:

@@ -1,5 +1,6 @@
 """What ``nemo-edo doctor`` prints and with which status it ends."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -98,3 +99,21 @@ def test_the_numbers_of_a_model_at_hand_are_compared_with_transformers(doctor, t
     path = f"model.path={write_tiny_model(tmp_path / 'model')}"
     found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1", *files)
     assert (found, words in text, "/log" in text) == (status, True, False)
+
+
+@pytest.mark.parametrize(("family", "fields", "rows", "refused"), [
+    ("mistral", {"sliding_window": 16}, ROWS, None),
+    ("qwen3", {"attention_bias": True}, ROWS, "attention_bias is true"),
+    ("llama", {"num_hidden_layers": 3}, ROWS, "model.layers.2."),
+    ("llama", {}, [{"question": "1 + 1"}], "train.jsonl"),
+])
+def test_the_doctor_refuses_the_folder_and_the_data_that_a_run_refuses(doctor, tmp_path, family, fields, rows, refused):
+    folder = write_tiny_model(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "layer_types": None, **fields}))
+    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', some)}"
+             for name, some in (("train", rows[:2]), ("test", ROWS[2:]))]
+    status, text = doctor("--config-name=grpo_gsm8k", f"model.path={folder}", *files, "data.prompt='{question}'",
+                          "data.chat_template=false", "sampling.max_new_tokens=10", "precision=fp32",
+                           "model.verify=false")
+    assert (status, refused is None or refused in text) == (0 if refused is None else 2, True), text

@@ -83,7 +83,8 @@ def place(tmp_path_factory) -> Path:
     write_rows(folder / "problems.jsonl", ROWS)
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "problems.parquet")
     write_tiny_model(folder / "model")
-    names = {"weight_map": {"some.weight": "model.safetensors"}}
+    (folder / "model" / "model.safetensors").rename(folder / "model" / "weights.safetensors")
+    names = {"weight_map": {"some.weight": "weights.safetensors"}}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(names))
     write_own_reward_model(folder / "reward")
     write_batch(random_batch(), {"metrics": {}}, folder / "batch.safetensors")
@@ -169,8 +170,8 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "model/generation_config.json": (model, "missing, a folder"),
     "model/tokenizer.json": (model, ""),
     "model/tokenizer_config.json": (model, "missing, a folder"),
-    "model/model.safetensors": (model, "flipped"),  # read as the model is built
-    "model/model.safetensors.index.json": (model, "missing, a folder"),
+    "model/weights.safetensors": (model, "flipped"),  # read as the model is built
+    "model/model.safetensors.index.json": (model, ""),
     "reward/config.json": (reward_model, ""),
     "reward/reward_model.json": (reward_model, ""),
     "reward/tokenizer.json": (reward_model, ""),

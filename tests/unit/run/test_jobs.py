@@ -75,12 +75,13 @@ DAMAGED_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (
         lambda model: [file.unlink() for file in model.glob("*token*")], "{}/model has no tokenizer"),
     "no weights": (
-        lambda model: (model / "model.safetensors").unlink(), "{}/model has no *.safetensors weights"),
+        lambda model: (model / "model.safetensors").unlink(), "{}/model has neither model.safetensors nor"),
     "weights cut short": (
         lambda model: (model / "model.safetensors").write_text("version https://git-lfs.github.com"),
         "{}/model/model.safetensors cannot be read ("),
     "missing shard": (
-        lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "2.safetensors"}}'),
+        lambda model: ((model / "model.safetensors").unlink(),
+                       (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "2.safetensors"}}')),
         "{}/model/2.safetensors cannot be read (No such file or directory"),
     "unsupported architecture": (
         lambda model: edit_config(model, architectures=["GPT2LMHeadModel"]),
@@ -209,7 +210,8 @@ def test_one_process_exports_what_any_layout_trained(tmp_path, monkeypatch):
         raise Asked(cfg.parallelism, cfg.model.attention)
 
     layout = ParallelismConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    cfg = replace(quickstart(), name="a", output_dir=str(tmp_path), arms={}, parallelism=layout)
+    cfg = compose_run("quickstart", ["replicate_baseline=false", "sft.steps=1"])
+    cfg = replace(cfg, name="a", output_dir=str(tmp_path), arms={}, parallelism=layout)
     (tmp_path / "a" / "checkpoints" / "policy").mkdir(parents=True)
     (tmp_path / "a" / "config.yaml").write_text(resolved_yaml(cfg))
     monkeypatch.setattr(build, "load_policy", load)

@@ -1,0 +1,193 @@
+"""Whether each tensor of a model folder's files is a weight of its model, and each weight of the model is in a file.
+
+transformers' model on the meta device tells the names and shapes, Bridge's mappings what the conversion reads, and
+``CheckedSource`` what it has read: there, where each tensor is in memory, numbers that are not finite are found, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from nemo_edo.data.model_weights import StoredTensor, read_headers
+from nemo_edo.errors import UserError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights as they are. Others are quantised, and need scales that Bridge would not apply."""
+BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|position_ids)$")
+"""What older versions of transformers saved and models compute themselves."""
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tensors that transformers saves of a config's model, by the names that model files and Bridge have."""
+
+    model: PreTrainedModel
+    """On the meta device: without numbers."""
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+    """The source of each tied tensor."""
+    fused: dict[str, list[str]]
+    """The parts of a tensor: transformers 5 computes with a layer's experts in one, and loads them from one as well."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Expected:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        state = model.state_dict()
+        saved = revert_weight_conversion(model, state)
+        fused = {
+            name: list(revert_weight_conversion(model, {name: state[name]})) for name in state if name not in saved
+        }
+        return cls(model, {n: tuple(t.shape) for n, t in saved.items()}, dict(model.all_tied_weights_keys), fused)
+
+    def in_parts(self, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """The tensors with the parts in place of those that are fused, and the fused tensor of each part."""
+        whole, parts = dict(tensors), {}
+        for name in [name for name in tensors if name in self.fused]:
+            stored, shape = whole.pop(name), tuple(self.model.get_parameter_or_buffer(name).shape)
+            if stored.shape != shape:
+                raise UserError(_wrong_shape(name, stored, shape))
+            for part in self.fused[name]:
+                if part in tensors:
+                    raise UserError(f"{tensors[part].file}: {part} is in {name}, too; remove one of the two")
+                whole[part], parts[part] = replace(stored, shape=self.shapes[part]), name
+        return whole, parts
+
+
+def _wrong_shape(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> str:
+    found, needed = list(stored.shape), list(shape)
+    return f"{stored.file}: {name} has the shape {found}; the model of config.json needs {needed}"
+
+
+def check_weights(folder: Path, config: PretrainedConfig, mappings) -> None:
+    """Raises UserError for tensors of the folder's files that are missing, surplus, quantised or of another shape.
+
+    config: the folder's, as transformers reads it. mappings: Bridge's registry of the tensors that it converts.
+    """
+    expected = Expected.of(config)
+    tensors, _ = expected.in_parts(read_headers(folder))
+    shapes, tied = expected.shapes, expected.tied
+    quantised = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
+    if quantised:
+        dtype = tensors[quantised[0]].dtype
+        raise UserError(
+            f"{_named(quantised, tensors)} {dtype}: quantised weights are not trained; expected {', '.join(FLOATS)}"
+        )
+    weights = {name for name in tensors if not BUFFERS.search(name)}
+    missing = sorted(shapes.keys() - weights - {copy for copy, source in tied.items() if source in weights})
+    if missing:
+        files = _listed(sorted({tensor.file.name for tensor in tensors.values()}))
+        raise UserError(f"{folder}: {files}: no tensor {_listed(missing)}, which the model of config.json has")
+    if surplus := sorted(weights - shapes.keys()):
+        raise UserError(f"{_named(surplus, tensors)} not in the model of config.json; correct config.json or the file")
+    for name in sorted(weights):
+        if tensors[name].shape != shapes[name]:
+            raise UserError(_wrong_shape(name, tensors[name], shapes[name]))
+    unread = sorted(name for name in weights - tied.keys() if mappings.hf_to_megatron_lookup(name) is None)
+    if unread:
+        raise UserError(f"{_named(unread, tensors)} not read by Megatron-Bridge for model_type {config.model_type!r}")
+    for copy, source in tied.items():
+        if copy in weights and source in weights and not _equal(tensors, copy, source):
+            raise UserError(
+                f"{tensors[copy].file}: {copy} differs from {source}, with which config.json ties it "
+                "(tie_word_embeddings); correct the one that is wrong"
+            )
+
+
+def _equal(tensors: Mapping[str, StoredTensor], *names: str) -> bool:
+    loaded = []
+    for name in names:
+        with safe_open(tensors[name].file, framework="pt") as file:
+            loaded.append(file.get_tensor(name))
+    return torch.equal(*loaded)
+
+
+def _named(names: list[str], tensors: Mapping[str, StoredTensor]) -> str:
+    return f"{tensors[names[0]].file}: {_listed(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+class CheckedSource(SafeTensorsStateSource):
+    """Bridge's source of a folder's tensors, from the files that transformers reads: left to itself, Bridge prefers an
+    index to model.safetensors and, without one, reads every file."""
+
+    def __init__(self, folder: Path, config: PretrainedConfig) -> None:
+        super().__init__(folder)
+        self.expected = Expected.of(config)
+        self.tensors, self.parts = self.expected.in_parts(read_headers(folder))
+        self._key_to_filename_map_cache = {name: tensor.file.name for name, tensor in self.tensors.items()}
+        self.read: set[str] = set()
+        self.not_finite: set[str] = set()
+        self.last_split: tuple[str, dict[str, Tensor]] = ("", {})
+        """The fused tensor that was read last, and its parts."""
+
+    def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
+        loaded = super().load_tensors([key for key in keys_to_load if key not in self.parts])
+        for part in (key for key in keys_to_load if key in self.parts):
+            if self.last_split[0] != (name := self.parts[part]):
+                with safe_open(self.tensors[part].file, framework="pt") as file:
+                    self.last_split = name, revert_weight_conversion(self.expected.model, {name: file.get_tensor(name)})
+            loaded[part] = self.last_split[1][part]
+        self.read |= loaded.keys()
+        for name, tensor in loaded.items():
+            # The fastest pass over a tensor: both are NaN where one number is.
+            if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+                self.not_finite.add(name)
+        return loaded
+
+
+def check_mapped(source: CheckedSource, bridge, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The chunks, before their weights are loaded. Raises UserError, on every rank, for a parameter that Bridge has no
+    tensor for: it would keep its random numbers."""
+    tasks = bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, chunks)
+    mapped = {id(task.param_weight) for task in tasks if task is not None and task.param_weight is not None}
+    own = [
+        name
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if id(parameter) not in mapped
+        # A tied output layer is a copy of the embedding, which the first pipeline stage has.
+        and not (name.startswith("output_layer.") and chunk.share_embeddings_and_output_weights)
+    ]
+    ranks: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, own)
+    if names := sorted(set().union(*ranks)):
+        raise UserError(f"{source.path}: no tensor for Megatron's {_listed(names)}")
+    return chunks
+
+
+def check_loaded(source: CheckedSource, config: PretrainedConfig, device: torch.device) -> None:
+    """Raises UserError, on every rank, for a tensor that is not finite, or that no rank has read."""
+    source.last_split = "", {}
+    names = sorted(source.tensors)
+    read, not_finite = (
+        [name for name, found in zip(names, _on_any_rank(names, found, device), strict=True) if found]
+        for found in (source.read, source.not_finite)
+    )
+    if not_finite:
+        raise UserError(f"{_named(not_finite, source.tensors)} not finite (NaN or infinite); the model is damaged")
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if unread := sorted({name for name in names if not BUFFERS.search(name)} - set(read) - tied):
+        raise UserError(f"{_named(unread, source.tensors)} not read by Megatron-Bridge")
+
+
+def _on_any_rank(names: list[str], found: set[str], device: torch.device) -> list[int]:
+    """Whether a rank has found each name. A model of experts has tens of thousands: a number for each is gathered."""
+    mask = torch.tensor([name in found for name in names], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MAX)
+    return mask.tolist()
