@@ -73,7 +73,8 @@ lint: env ## ruff and mypy
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check nemo_edo tools examples
 	$(VENV)/bin/mypy
-	MYPYPATH=tools/benchmarks:tools/docs $(VENV)/bin/mypy --config-file tools/mypy.ini tools
+	MYPYPATH=tools/benchmarks:tools/docs $(VENV)/bin/mypy --config-file tools/mypy.ini --exclude paper_tables tools
+	$(VENV)/bin/mypy --config-file tools/mypy.ini -p tools.paper_tables
 
 # Offline once docs-env is there. Warnings, such as a link or an anchor that leads nowhere, are errors.
 docs: docs-env ## build the site into site/, every link checked

@@ -250,7 +250,7 @@ def decodes(model: Any, reference: Any) -> str:
     return "yes"
 
 
-def tried(work: Callable[[], str]) -> str:
+def tried(work: Callable[[], Any]) -> Any:
     """What a column says; a failure is a measurement here, whatever it raises."""
     try:
         return work()
@@ -299,7 +299,7 @@ def main(names: list[str]) -> None:
         refused = {}
         for name in names:
             folder = folders / name.replace(" ", "_").replace("/", "_")
-            failure = tried(lambda: write_folder(name, folder) or "")  # noqa: B023
+            failure = tried(lambda: write_folder(name, folder))  # noqa: B023
             if failure:
                 refused[name] = {"refused": failure}
                 shutil.rmtree(folder, ignore_errors=True)

@@ -138,8 +138,7 @@ def local_changes(provider: Any) -> Callable[[ModuleSpec], None]:
 
 def complete_tables() -> None:
     """Adds to the tables in which Bridge looks up a model's weights the names that local layers have: norms after
-    attention and MLP, and experts one by one. Bridge's own are Transformer Engine's. A weight that has no entry is a
-    UserError: Bridge warns, and fails later with another."""
+    attention and MLP, and experts one by one. Bridge's own are Transformer Engine's."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry as Registry
 
     if NORMS[0] in Registry._SEPARATE_LAYERNORM_REWRITES:
@@ -156,16 +155,7 @@ def complete_tables() -> None:
             if grouped and layer.endswith(".weight*") and one not in known:
                 self.mappings.append(_renamed(mapping, one))
 
-    look_up = Registry.megatron_to_hf_lookup
-
-    def required(self: Any, name: str) -> Any:
-        mapping = look_up(self, name)
-        if mapping is None and ".adapter." not in name and name != "output_layer.weight":  # absent where it is tied
-            raise UserError(f"Megatron-Bridge knows no tensor of the model's folder for {name}: it cannot be trained")
-        return mapping
-
     Registry._add_separate_layernorm_mappings = add_names
-    Registry.megatron_to_hf_lookup = required
 
 
 def _renamed(mapping: Any, name: str) -> Any:

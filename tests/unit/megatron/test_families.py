@@ -42,7 +42,9 @@ def dense_logits(folder, tokens, *, scaled: bool = True):
     """Without scaled: of the same weights under positions as they are."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    # torch's own attention leaves out Gemma 2's caps; the eager one would take gigabytes for the longest texts.
+    attention = "eager" if tokens.shape[1] < ORIGINAL else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if not scaled:
         base = model.config.rope_parameters["rope_theta"]
         model.config.rope_parameters = {"rope_type": "default", "rope_theta": base}
