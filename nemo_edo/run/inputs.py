@@ -125,6 +125,7 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, made: Mapping[str, Seque
         write_problems(path, problems, benchmark=benchmark, split=split, source=made_by, skipped=0)
     if cfg.model.path is None:
         import torch
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -132,7 +133,11 @@ def write_builtin_files(cfg: RunConfig, run: RunFolder, made: Mapping[str, Seque
         logging.disable_progress_bar()  # version 5 shows one for a file of a megabyte
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
-            AutoModelForCausalLM.from_config(hf_config).save_pretrained(run.base)
+            model = AutoModelForCausalLM.from_config(hf_config)
+        try:
+            model.save_pretrained(run.base)
+        except SafetensorError as error:  # it keeps the words of the system's error and not its number
+            raise UserError(f"{run.base}: the model cannot be written ({error}); free some space and resume") from error
 
 
 def _write_tokenizer(cfg: RunConfig, folder: Path, made: Mapping[str, Sequence[Problem]]) -> PretrainedConfig:
