@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nemo_edo.data.model_weights import INDEX, WEIGHTS, read_headers, weight_files
 from nemo_edo.utils.files import read_object
 
 LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
@@ -16,13 +17,7 @@ LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 
 def parameters(folder: Path) -> int:
     """Numbers in the folder's weights, by the headers of its files."""
-    from safetensors import safe_open
-
-    total = 0
-    for file in _files(folder):
-        with safe_open(file, framework="np") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
-    return total
+    return sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
 
 
 def write_truncated(folder: Path, out: Path, multiple: int) -> list[int]:
@@ -36,8 +31,9 @@ def write_truncated(folder: Path, out: Path, multiple: int) -> list[int]:
     layers, count = fields["num_hidden_layers"], math.ceil(4 / multiple) * multiple
     kept = sorted({*range(min(count - count // 2, layers)), *range(max(layers - count // 2, 0), layers)})
     places = {layer: str(place) for place, layer in enumerate(kept)}
+    weight_map: dict[str, str] = {}
     out.mkdir(parents=True, exist_ok=True)
-    for file in _files(folder):
+    for file in weight_files(folder):
         chosen = {}
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
@@ -49,11 +45,9 @@ def write_truncated(folder: Path, out: Path, multiple: int) -> list[int]:
                     chosen[renamed] = tensors.get_tensor(name)
         if chosen:
             save_file(chosen, out / file.name, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {}}
-    for file in sorted(out.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            index["weight_map"] |= dict.fromkeys(tensors.keys(), file.name)
-    (out / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+            weight_map |= dict.fromkeys(chosen, file.name)
+    if not (out / WEIGHTS).is_file():
+        (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     (out / "config.json").write_text(json.dumps(_with_layers(fields, kept)), encoding="utf-8")
     return kept
 
@@ -73,10 +67,3 @@ def _with_layers(fields: dict[str, Any], kept: list[int]) -> dict[str, Any]:
     if fields.get("num_nextn_predict_layers"):
         changed["num_nextn_predict_layers"] = 0
     return changed
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        return sorted({folder / name for name in read_object(index, ("weight_map",))["weight_map"].values()})
-    return sorted(folder.glob("*.safetensors"))
