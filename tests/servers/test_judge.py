@@ -47,7 +47,7 @@ def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder, [
         f"model.path={write_model(folder / 'model')}", f"data.test={folder / 'test.jsonl'}",
-        "data.prompt='{question} '",
+        "data.prompt='{question} '", "data.chat_template=false",
         "data.answer_format=pattern", "data.answer_pattern='[0-9]+'", "model.seq_length=1536", "precision=fp32",
         "sampling.max_new_tokens=32", f"evaluation.samples={SAMPLES}", "threads=1", f"output_dir={folder / 'runs'}",
     ]  # fmt: skip
