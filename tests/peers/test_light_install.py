@@ -79,7 +79,7 @@ def test_the_functions_pass_their_tests_from_the_wheel(python, package, tmp_path
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tools" / "benchmarks")])
     done = run(python, "-m", "pytest", *options, tests, cwd=tmp_path, PYTHONPATH=path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 25
 
 
 def test_without_the_trainer_the_command_says_what_to_install_and_doctor_which_parts_there_are(python, tmp_path):
