@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 FIRST = ("tests/slurm", "tests/chaos", "tests/rehearsal", "tests/distributed", "tests/servers", "tests/e2e",
          "tests/peers")
 """Folders whose files take minutes: what begins last is to be short, since other processes then have nothing to do."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Megatron is imported as commands import it on a CPU, before a test module does it in another way: what its
+    kernels are compiled with is chosen then, and not every machine has a compiler."""
+    collects = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if collects and find_spec("megatron") is not None and not Path("/dev/nvidiactl").exists():
+        from nemo_edo.megatron.cpu.without_cuda import ADAPTATIONS
+
+        ADAPTATIONS["fused_kernels"]()
 
 
 def _suite(path: str | Path) -> str:

@@ -219,7 +219,8 @@ def test_settings_that_a_page_names_exist(quickstart: RunConfig, page: str):
         known |= set(keys(compose_job("score", [])))
     sections = {name.partition(".")[0] for name in known if "." in name}
     named = set(re.findall(r"`(\w+(?:\.\w+)+)(?:=[^`]*)?`", PAGES[page]))
-    settings = {name for name in named if name.partition(".")[0] in sections and not name.endswith((".py", ".yaml"))}
+    files = (".py", ".yaml", ".safetensors", ".json")
+    settings = {name for name in named if name.partition(".")[0] in sections and not name.endswith(files)}
     overrides = [re.match(r"[+~]*([\w.]+)=", word) for there, words in COMMANDS if there == page for word in words]
     free = ("arms.", "exp_manager.", "model.architecture.", "data.source_args.", "data.chat_template_kwargs.",
             "rewards.functions.")

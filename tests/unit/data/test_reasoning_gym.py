@@ -7,11 +7,12 @@ from helpers.responses import scored
 
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.columns import Columns, plain_values
-from nemo_edo.data.reasoning_gym import make, score
 from nemo_edo.data.source import made_problems
 
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")  # it needs a C compiler
+from nemo_edo.data.reasoning_gym import make, score  # noqa: E402
+
 SOURCE = "nemo_edo.data.reasoning_gym:make"
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (it needs a C compiler)")
 
 
 @pytest.mark.parametrize("task", ["gsm_symbolic", "chain_sum", "rearc", "word_sorting", "mini_sudoku"])
