@@ -273,7 +273,7 @@ class RunConfig(Section):
         backend, sampling = self.generation.backend, self.sampling
         splits = ("parallelism.context_parallel_size", "parallelism.expert_model_parallel_size")
         yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
-        whole = "with generation.routing_replay: a pipeline's stages know the experts of their own layers only"
+        whole = "with generation.routing_replay: a pipeline stage knows only its layers' experts"
         yield from self.only_if(not self.generation.routing_replay, whole, "parallelism.pipeline_model_parallel_size")
         length, longest = self.model.seq_length, sampling.max_new_tokens
         room = f"room for a prompt and sampling.max_new_tokens = {longest} tokens"

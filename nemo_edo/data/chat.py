@@ -39,15 +39,15 @@ class Failure:
 class ChatTemplate:
     text: str
     name: str
-    """What messages call it."""
+    """The template's name in error messages."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the tokenizer (``bos_token``), and ``data.chat_template_kwargs``."""
+    """Variables of the template: the tokenizer's (``bos_token``) and ``data.chat_template_kwargs``."""
     system_prompt: str | None = None
     now: datetime = field(default_factory=datetime.now)
     """The time that ``strftime_now`` writes."""
 
     def messages(self, chat: Sequence[Message]) -> list[Message]:
-        """A problem's messages after ``system_prompt``, unless they have a system message of their own."""
+        """A problem's messages after ``system_prompt``, unless they have a system message."""
         own = self.system_prompt is None or any(message["role"] == "system" for message in chat)
         return [*([] if own else [{"role": "system", "content": self.system_prompt}]), *chat]
 

@@ -32,7 +32,7 @@ class _Generation(ext.Extension):
 
 
 def environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """As ``transformers.utils.chat_template_utils`` makes it."""
+    """A sandbox like the one of ``transformers.utils.chat_template_utils``."""
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

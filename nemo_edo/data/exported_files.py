@@ -1,4 +1,4 @@
-"""What an exported model folder has beside its weights: one configuration, and the source's other files."""
+"""The files of an exported model folder other than its weights: one configuration, and the source's other files."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemo_edo.data.exported_files import usual_modes, write_files
+from nemo_edo.data.model_weights import StoredTensor
 from nemo_edo.data.truncated_model import LAYER
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.hf_shards import write_shards
@@ -43,29 +44,30 @@ def export_hf_folder(
         )
         # Bridge leaves in the names where adapters are wrapped around a layer.
         named = ((name.replace(".base_layer.", "."), weight) for name, weight in weights)
-        write_shards(with_untrained(named, source, config) if first else named, out, max_shard_bytes)
+        stored = model.bridge.hf_pretrained.state.source.tensors  # what was loaded (folder_weights.CheckedSource)
+        write_shards(with_untrained(named, stored, config) if first else named, out, max_shard_bytes)
     if first:
         usual_modes(out)
     logger.debug("Megatron-Bridge: %s", said.getvalue())
 
 
-def with_untrained(weights: Iterable[tuple[str, Tensor]], source: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights, followed by what else the source's files have and no training changes: buffers of rotary positions,
-    and layers that predict further tokens. Raises UserError where they have more."""
+def with_untrained(
+    weights: Iterable[tuple[str, Tensor]], stored: Mapping[str, StoredTensor], config: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights, followed by the ``stored`` tensors of the source that no training changes: buffers of rotary
+    positions, and layers that predict further tokens. Raises UserError where it has more."""
     exported = set()
     for name, weight in weights:
         exported.add(name)
         yield name, weight
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for file in sorted(source.glob("*.safetensors")):
+    for name in sorted(stored.keys() - exported - tied):
+        file, layer = stored[name].file, LAYER.search(name)
+        further = layer is not None and int(layer[1]) >= config.num_hidden_layers
+        if not further and not name.endswith("rotary_emb.inv_freq"):
+            raise UserError(f"{file}: {name} is in no weight of Megatron's, and would be lost in an export")
         with safe_open(file, framework="pt") as tensors:
-            for name in sorted({*tensors.keys()} - exported - tied):
-                layer = LAYER.search(name)
-                further = layer is not None and int(layer[1]) >= config.num_hidden_layers
-                if not further and not name.endswith("rotary_emb.inv_freq"):
-                    raise UserError(f"{file}: {name} is in no weight of Megatron's, and would be lost in an export")
-                exported.add(name)
-                yield name, tensors.get_tensor(name)
+            yield name, tensors.get_tensor(name)
 
 
 def streamed(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:

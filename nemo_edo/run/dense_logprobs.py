@@ -1,4 +1,4 @@
-"""Log-probabilities as transformers computes them, in a process of its own: python -m nemo_edo.run.dense_logprobs.
+"""Log-probabilities as transformers computes them, in a separate process: python -m nemo_edo.run.dense_logprobs.
 
 The process takes the memory of transformers' copy with it, and knows no process group.
 """

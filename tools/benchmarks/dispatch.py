@@ -1,8 +1,8 @@
 """What a call from the controller to many workers costs: bytes, seconds, and the controller's memory.
 
 The real controller calls simulated workers, threads that receive over local sockets what a rank would and answer with
-tensors of the right size, a log-probability pass over a global batch. Each measurement has a process of its own, so
-that its peak of memory is its own too. The exponents are slopes between the smallest and the largest size tried:
+tensors of the right size, a log-probability pass over a global batch. Each measurement runs in a separate process, so
+that its peak of memory is not another one's. The exponents are slopes between the smallest and the largest size tried:
 
     python -m tools.benchmarks.dispatch --workers 8 64 256 1024 --rollouts 1024 4096 --tokens 256 1024 4096
 """

@@ -1,4 +1,4 @@
-"""The files of an export beside its weights: one configuration for both versions of transformers, nothing lost."""
+"""The files of an export other than its weights: one configuration for both versions of transformers, nothing lost."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig
 
 from nemo_edo.data.exported_files import usual_modes, write_files
+from nemo_edo.data.model_weights import read_headers
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.hf_export import with_untrained
 
@@ -63,9 +64,13 @@ def test_what_no_training_changes_is_kept_and_a_tensor_that_would_be_lost_is_nam
     config, kept = LlamaConfig(num_hidden_layers=2), ("model.layers.2.mtp.weight", "model.rotary_emb.inv_freq")
     weights = {"model.norm.weight": torch.ones(2)}
     source = {**weights, "model.norm.weight": torch.zeros(2), **dict.fromkeys(kept, torch.ones(1))}
-    save_file({name: tensor.clone() for name, tensor in source.items()}, tmp_path / "model.safetensors")
-    exported = dict(with_untrained(weights.items(), tmp_path, config))
-    assert exported.keys() == source.keys() and torch.equal(exported["model.norm.weight"], torch.ones(2))
+    save_file({name: tensor.clone() for name, tensor in source.items()}, tmp_path / "one.safetensors")
     save_file({"model.layers.1.self_attn.q_proj.bias": torch.ones(1)}, tmp_path / "more.safetensors")
+    index = {"weight_map": dict.fromkeys(source, "one.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))  # transformers does not read the other
+    exported = dict(with_untrained(weights.items(), read_headers(tmp_path), config))
+    assert exported.keys() == source.keys() and torch.equal(exported["model.norm.weight"], torch.ones(2))
+    index["weight_map"]["model.layers.1.self_attn.q_proj.bias"] = "more.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"more\.safetensors: model\.layers\.1\.self_attn\.q_proj\.bias"):
-        dict(with_untrained(weights.items(), tmp_path, config))
+        dict(with_untrained(weights.items(), read_headers(tmp_path), config))
