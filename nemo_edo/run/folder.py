@@ -24,6 +24,8 @@ MAY_CHANGE = (
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently. Searches keep their own settings."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
+TRACKED = "trackers.json"
+"""The run's ids in W&B and MLflow, where a resumed run continues."""
 BEST = ".best"
 """What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LAUNCH = "launch"

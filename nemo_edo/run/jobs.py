@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
@@ -19,7 +21,7 @@ from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
-from nemo_edo.run.folder import METRICS, RunFolder, check_arm_names
+from nemo_edo.run.folder import METRICS, TRACKED, RunFolder, check_arm_names
 from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_policy
 from nemo_edo.run.replay import replay
@@ -30,7 +32,7 @@ from nemo_edo.run.stall import StallWatch
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run.summary import examples, side_by_side
-from nemo_edo.run.tracking import check_settings, log_numbers, start_tracking
+from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
 from nemo_edo.utils.files import read_object, temporary_name
 from nemo_edo.utils.garbage import large_imports
 from nemo_edo.utils.phases import PhaseClock
@@ -196,7 +198,8 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     earlier = folder.open(resolved_yaml(cfg))
     if earlier:
         print(f"the earlier run of this config is kept as {earlier}")
-    tracker = start_tracking(cfg.exp_manager, folder.logs)
+    logged = hyperparameters(OmegaConf.to_container(OmegaConf.structured(cfg)), arms)
+    tracker = start_tracking(cfg.exp_manager, folder.logs, folder.path / TRACKED, logged)
     _write_files(cfg, folder, data)
     if data.skipped_rows:
         print(f"{data.skipped_rows} bad rows of the problems files were left out")

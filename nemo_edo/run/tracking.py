@@ -10,21 +10,26 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_edo.config.checks import without_passwords
 from nemo_edo.errors import CANNOT_WRITE, UserError
+from nemo_edo.utils.files import json_text, read_object, write_text
 from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger, MLFlowLogger
+
+    from nemo_edo.config import LoopConfig
 
 CHATTY = ("megatron", "nemo_logger", "httpx")
 """Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
@@ -94,11 +99,12 @@ def check_settings(settings: dict[str, Any]) -> None:
         raise UserError(f"exp_manager.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
+def start_tracking(settings: dict[str, Any], folder: Path, ids: Path, hyperparameters: dict[str, Any]) -> pl.Trainer:
     """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for. It trains nothing itself.
 
-    ``folder`` is for its files alone: exp_manager moves away all others that it finds there. A resumed run adds to
-    the loggers' files.
+    ``folder`` is for its files alone: exp_manager moves away all others that it finds there. ``ids`` keeps the run's
+    names in W&B and MLflow: a resumed run continues there, and adds to TensorBoard's files. Each logger gets the
+    hyperparameters. Raises UserError where a logger cannot be made, or no longer knows the run.
     """
     import lightning.pytorch as pl
     from nemo.utils import logging as nemo_logging
@@ -112,28 +118,81 @@ def start_tracking(settings: dict[str, Any], folder: Path) -> pl.Trainer:
     )
     config = {"explicit_log_dir": str(folder), "create_checkpoint_callback": False, **settings}
     with_mlflow = config.pop("create_mlflow_logger", False)
+    known = read_object(ids, ()) if ids.exists() else {}
+    if config.get("create_wandb_logger"):
+        chosen = {"id": known.get("wandb", uuid4().hex[:8]), **(config.get("wandb_logger_kwargs") or {})}
+        config["wandb_logger_kwargs"], names = chosen, {**known, "wandb": chosen["id"]}
+    else:
+        names = known
     try:
         exp_manager(trainer, OmegaConf.create(config))
         if with_mlflow:
-            trainer.loggers = [*trainer.loggers, _mlflow_logger(config, folder)]
+            logger = _mlflow_logger(config, folder, known.get("mlflow"))
+            trainer.loggers, names = [*trainer.loggers, logger], {**names, "mlflow": logger.run_id}
     except (ValueError, ImportError) as error:  # settings that do not go together, or a logger that is not installed
         raise UserError(f"exp_manager: {error}") from error
+    if names != known:
+        write_text(ids, json_text(names))
+    for logger in trainer.loggers:
+        # MLflow keeps the first value of a parameter, and fails for another
+        if not (with_mlflow and "mlflow" in known and logger is trainer.loggers[-1]):
+            with _names_its_folder(logger):
+                logger.log_hyperparams(hyperparameters)
     nemo_logging.setLevel(nemo_logging.WARNING)
     return trainer
 
 
-def _mlflow_logger(config: dict[str, Any], folder: Path) -> MLFlowLogger:
+def hyperparameters(settings: Mapping[str, Any], arms: Mapping[str, LoopConfig]) -> dict[str, Any]:
+    """Every setting of the resolved config by its full key, and what each arm explores with as ``ARM.alpha`` and so on;
+    of a single arm without its name, so that trackers have ``alpha`` as a column of the runs of a sweep.
+
+    The sections that may hold keys (``cluster``'s environment, ``exp_manager``'s arguments) are left out."""
+    shown = {name: value for name, value in settings.items() if name not in ("cluster", "exp_manager")}
+    flat = dict(_flat(shown))
+    for name, arm in arms.items():
+        own = {
+            "alpha": arm.effective_alpha,
+            "exploration_weight": arm.exploration_weight,
+            "log_ratio_floor": arm.log_ratio_floor,
+            "beta": arm.beta,
+        }
+        flat |= {key if len(arms) == 1 else f"{name}.{key}": value for key, value in own.items()}
+    return flat
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            shown = without_passwords(str(value))
+            yield f"{prefix}{name}", value if isinstance(value, int | float | None) else shown
+
+
+def _mlflow_logger(config: dict[str, Any], folder: Path, run_id: str | None) -> MLFlowLogger:
     """The MLflow logger that exp_manager's settings ask for; without a server (``tracking_uri``, or
-    MLFLOW_TRACKING_URI), a database in the folder. NeMo 3.0 cannot make one: it gives Lightning ``run_name`` twice."""
+    MLFLOW_TRACKING_URI), a database in the folder. run_id: of the run that it continues. NeMo 3.0 cannot make one: it
+    gives Lightning ``run_name`` twice. Raises ValueError where MLflow cannot be reached or has no such run."""
     from lightning.pytorch.loggers import MLFlowLogger
     from nemo.utils.loggers.mlflow_logger import MLFlowParams
 
-    server, here = os.environ.get("MLFLOW_TRACKING_URI"), folder.absolute()
+    # In a folder: when a run resumes, exp_manager moves files out of its own.
+    server, here = os.environ.get("MLFLOW_TRACKING_URI"), folder.absolute() / "mlflow"
     defaults = {"experiment_name": config.get("name", "nemo_edo"), "tracking_uri": server}
     if server is None:
-        defaults |= {"tracking_uri": f"sqlite:///{here}/mlflow.db", "artifact_location": f"file://{here}/mlflow"}
+        here.mkdir(parents=True, exist_ok=True)
+        defaults |= {"tracking_uri": f"sqlite:///{here}/mlflow.db", "artifact_location": f"file://{here}/artifacts"}
+    if run_id is not None:
+        defaults["run_id"] = run_id
     settings = OmegaConf.merge(OmegaConf.structured(MLFlowParams), defaults, config.get("mlflow_logger_kwargs", {}))
-    return MLFlowLogger(**OmegaConf.to_container(settings))
+    logger = MLFlowLogger(**OmegaConf.to_container(settings))
+    from mlflow.exceptions import MlflowException
+
+    try:
+        assert logger.run_id  # asks MLflow for the run, or makes it
+    except MlflowException as error:
+        raise ValueError(f"MLflow at {without_passwords(settings.tracking_uri)}: {error}") from error
+    return logger
 
 
 def log_numbers(trainer: pl.Trainer | None) -> Callable[[dict[str, float], int], None]:

@@ -144,17 +144,35 @@ def test_tensorboard_has_the_solutions_of_every_evaluation(events, folder: Path)
 
 
 @pytest.fixture(scope="module")
-def wandb_history(folder: Path) -> list[dict]:
-    """The rows that the offline run will send, in order."""
+def wandb_records(folder: Path) -> list:
+    """What the offline run will send, in order."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
     [path] = folder.glob("logs/**/offline-run-*/*.wandb")
+    assert path.parent.name.endswith(f"-{read_json(folder / 'trackers.json')['wandb']}")
     store = DataStore()
     store.open_for_scan(path)
-    records = map(wandb_internal_pb2.Record.FromString, iter(store.scan_data, None))
+    return list(map(wandb_internal_pb2.Record.FromString, iter(store.scan_data, None)))
+
+
+@pytest.fixture(scope="module")
+def wandb_history(wandb_records) -> list[dict]:
     return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            for record in records if record.WhichOneof("record_type") == "history"]
+            for record in wandb_records if record.WhichOneof("record_type") == "history"]
+
+
+def test_tensorboard_and_wandb_can_filter_by_the_config_and_by_what_an_arm_explores_with(events, wandb_records):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    configs = [record.config.update for record in wandb_records if record.WhichOneof("record_type") == "config"]
+    wandb = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for items in configs for item in items}
+    start = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = HParamsPluginData.FromString(start).session_start_info.hparams
+    for name, value in {"sampling.temperature": 0.9, "grpo.exploration_weight": 0.05, "grpo.log_ratio_floor": -0.1,
+                        "idpo.exploration_weight": 0.05, "data.arithmetic.test_problems": 256}.items():
+        assert wandb[name] == value == hparams[name].number_value
+    assert not any(name.startswith(("cluster", "exp_manager")) for name in wandb)
 
 
 @pytest.mark.parametrize(("kind", "arm", "name"), SHOWN)

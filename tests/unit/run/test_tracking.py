@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from nemo_edo.run.tracking import log_numbers, log_table
+from nemo_edo.config import GRPOConfig
+from nemo_edo.run.tracking import hyperparameters, log_numbers, log_table, start_tracking
+from nemo_edo.utils.files import read_object
 
 NAME, COLUMNS = "grpo/evaluation/solutions", ("problem", "sample", "text")
 ROWS = [("1 + 2", 0, "1 + 2 = 3\n#### 3"), ("1 + 2", 1, "a | b <b>*c*</b> `d` \\n [e](f) _g_ #h")]
@@ -27,7 +29,8 @@ def test_numbers_reach_every_logger_at_their_step_without_an_at_sign():
     loggers = [Logger(), Logger()]
     log_numbers(trainer(*loggers))({"grpo/collection/pass@4": 0.5, "grpo/collection/kl": 1.0}, 7)
     assert [logger.seen for logger in loggers] == [
-        ({"grpo/collection/pass_at_4": 0.5, "grpo/collection/kl": 1.0}, 7)] * 2
+        ({"grpo/collection/pass_at_4": 0.5, "grpo/collection/kl": 1.0}, 7)
+    ] * 2
 
 
 @pytest.mark.parametrize("method", ["add_scalar", "add_text"])
@@ -41,3 +44,36 @@ def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_
         log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
         log_table(trainer(logger), NAME, COLUMNS, ROWS, step=3)
     assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"id": "mine"}])
+def test_a_resumed_run_has_the_id_in_wandb_that_it_began_with(tmp_path: Path, monkeypatch, chosen):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = {
+        "create_tensorboard_logger": False,
+        "create_wandb_logger": True,
+        "wandb_logger_kwargs": {"name": "run", "project": "edo", **chosen},
+    }
+    ids = []
+    for _ in range(2):
+        [logger] = start_tracking(settings, tmp_path / "logs", tmp_path / "trackers.json", {"alpha": 0.1}).loggers
+        ids.append(logger.experiment.id)
+        logger.experiment.finish()
+    assert ids[0] == ids[1] == read_object(tmp_path / "trackers.json", ())["wandb"] and chosen.get("id") in (
+        ids[0],
+        None,
+    )
+
+
+def test_a_single_arm_has_its_alpha_under_its_plain_name_and_nothing_that_may_hold_a_key_is_logged():
+    settings = {
+        "seed": 1,
+        "data": {"source": "https://me:secret@host/x", "columns": {}},
+        "cluster": {"a": "key"},
+        "exp_manager": {"k": "key"},
+    }
+    arm = GRPOConfig(alpha=0.5, beta=0.1, log_ratio_floor=-1.0)
+    logged = hyperparameters(settings, {"policy": arm})
+    assert (logged["alpha"], logged["exploration_weight"], logged["log_ratio_floor"]) == (0.5, 0.05, -1.0)
+    assert hyperparameters(settings, {"a": arm, "b": arm})["b.alpha"] == 0.5
+    assert not any("secret" in str(value) or value == "key" for value in logged.values())
