@@ -315,6 +315,10 @@ COMMANDS = {
                 help="the LoRA adapters alone, as a PEFT folder, with their base model in it",
             ),
             _argument(
+                "--push-to-hub", metavar="REPOSITORY",
+                help="OWNER/NAME on the Hugging Face hub, where the folder is uploaded as well (log in: hf auth login)",
+            ),
+            _argument(
                 "--max-shard-size", default="5GB", metavar="SIZE",
                 help="size of each weights file; default: %(default)s",
             ),

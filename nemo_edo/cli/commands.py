@@ -172,7 +172,7 @@ def _export(args: argparse.Namespace) -> None:
     from nemo_edo.utils.files import parse_size
 
     size = parse_size("--max-shard-size", args.max_shard_size)
-    _jobs().export(args.run, args.out, args.arm, size, args.adapter)
+    _jobs().export(args.run, args.out, args.arm, size, args.adapter, args.push_to_hub)
 
 
 def _replay(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """OWNER/NAME. A relative path of two parts has the same form, and a folder that exists comes first."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """One of them has the vocabulary. From tokenizer_config.json alone, transformers 5 makes an empty one."""
-DOWNLOADED = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
+DOWNLOADED = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md", "LICENSE*", "NOTICE*"]
 """Of a hub's model: what a folder needs, and no second copy of the weights in another format."""
 
 

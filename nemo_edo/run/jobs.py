@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
+from nemo_edo.data.model_folder import HUB_ID
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, comparison, inputs
@@ -126,14 +127,19 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     _conclude(folder)
 
 
-def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter: bool = False) -> None:
-    """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``; it appears when it is
-    whole.
+def export(
+    run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter: bool = False, repository: str | None = None
+) -> None:
+    """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``, with a model card; it
+    appears when it is whole.
 
     arm: required where the run has several and not exactly one of them is the config's own section unchanged. ARM.best
     and so on: the policies that were best by ``checkpoint.best``. adapter: its LoRA adapters alone, as a PEFT folder;
-    the weights under them, which an arm has from the warm-up, are written to its folder ``base``.
+    the weights under them, which an arm has from the warm-up, are written to its folder ``base``. repository: on the
+    hub, where the folder is uploaded.
     """
+    from nemo_edo.run.model_card import Exported, HubRepository, arm_of, write_card
+
     opened = open_run(run)
     folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
@@ -148,6 +154,7 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
         raise UserError(f"{out} is a mount point, which no folder can replace: name a folder in it")
     if adapter and not cfg.lora.rank:
         raise UserError(f"{run} trained all weights (lora.rank=0): export it without --adapter")
+    hub = None if repository is None else HubRepository(repository)
     model = build.load_policy(cfg, folder, arm)
     part = temporary_name(out.resolve())
     shutil.rmtree(part, ignore_errors=True)  # of a killed export
@@ -156,9 +163,26 @@ def export(run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter:
         model.workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
     else:
         model.workers.call(Worker.export, part, max_shard_bytes, True)
+    path = cfg.model.path
+    card = Exported(
+        name=out.name,
+        run=folder,
+        policy=arm,
+        training=arms.get(arm_of(arm)),
+        sft_steps=cfg.sft.steps,
+        data=str(cfg.data.source or cfg.data.train or "the built-in task"),
+        seed=cfg.seed,
+        bootstrap=cfg.evaluation.bootstrap,
+        base=inputs.model_folder(cfg, folder),
+        hub_name=path if path is not None and HUB_ID.fullmatch(path) and not Path(path).exists() else None,
+        adapter=adapter,
+    )
+    write_card(card, part)
     part.replace(out)
     what = "its adapters are" if adapter else "it is"
     print(f"the policy of arm {arm}: {what} in {out}")
+    if hub is not None:
+        print(f"uploaded to {hub.upload(out)}")
 
 
 def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
