@@ -40,8 +40,8 @@ def card(folder: Path, **changes) -> ModelCard:
 
 def test_a_card_has_method_coefficient_floor_data_and_metrics_with_their_intervals(tmp_path: Path):
     found = card(tmp_path)
-    for part in ("(alpha * beta): 0.05", "log-ratios: -0.3", "math; seed 3", "7 steps", "Exploration-Driven Optimization",
-                 'AutoModelForCausalLM.from_pretrained("mine")', "not stated"):
+    for part in ("(alpha * beta): 0.05", "log-ratios: -0.3", "math; seed 3", "7 steps",
+                 "Exploration-Driven Optimization", 'AutoModelForCausalLM.from_pretrained("mine")', "not stated"):
         assert part in found.text
     [row] = [line for line in found.text.splitlines() if line.startswith("| vote@4")]
     assert row.startswith("| vote@4 | 0.250 [") and " 0.750 [" in row and "vote@2" not in found.text
