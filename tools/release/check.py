@@ -3,7 +3,7 @@
     make release-check
 
 builds the site first, and runs the functions' tests from the wheel afterwards. The argument is a Python that has the
-package ``build`` (the group docs of pyproject.toml). Needs the package index for the build backend, or a cache of it.
+packages ``build`` and ``twine`` (the group docs of pyproject.toml). Needs the package index for the build backend, or a cache of it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main(builder: str) -> None:
     version = check_version(ROOT, nemo_edo.__version__)
     wheel, sdist = build(builder, version)
     check_contents(wheel, sdist)
+    subprocess.run([builder, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
     for archive in (wheel, sdist):
         check_command(archive, version)
         print(f"{archive.name}: complete, and its command works in an empty environment")
