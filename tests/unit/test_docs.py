@@ -94,7 +94,7 @@ class Jobs:
     def replay(self, file: Path, overrides: list[str]) -> None:
         assert file.parent.name == "failures" and not overrides
 
-    def export(self, run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter: bool, repository: None) -> None:
+    def export(self, run: Path, out: Path, arm: str | None, size: int, adapter: bool, repository: None) -> None:
         assert arm is not None and check_arm(arm)
 
     def search(self, run: Path, arm: str | None, overrides: list[str]) -> list[str]:

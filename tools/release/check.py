@@ -3,7 +3,8 @@
     make release-check
 
 builds the site first, and runs the functions' tests from the wheel afterwards. The argument is a Python that has the
-packages ``build`` and ``twine`` (the group docs of pyproject.toml). Needs the package index for the build backend, or a cache of it.
+packages ``build`` and ``twine`` (the group docs of pyproject.toml). Needs the package index for the build backend, or
+a cache of it.
 """
 
 from __future__ import annotations
