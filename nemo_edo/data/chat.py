@@ -154,6 +154,8 @@ def chat_of(value: Sequence[Any], column: str) -> tuple[Message, ...]:
 
 def _message(value: Any, name: str) -> Message:
     given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
+    if given.get("type") == "message":  # as OpenAI's Responses API has it, and NeMo-Gym
+        del given["type"]
     if given.keys() != {"role", "content"}:
         raise RowError(f'"{name}" is {shown(value)}, expected a message: {{"role": "user", "content": "..."}}')
     content = given["content"]
@@ -164,7 +166,7 @@ def _message(value: Any, name: str) -> Message:
 
 def _part(value: Any, name: str) -> str:
     given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
-    if given.keys() != {"type", "text"} or given["type"] != "text":
+    if given.keys() != {"type", "text"} or given["type"] not in ("text", "input_text"):
         raise RowError(f'"{name}" is {shown(value)}, expected a part {{"type": "text", "text": "..."}}')
     return text_of(given["text"], name, may_be_blank=True)
 

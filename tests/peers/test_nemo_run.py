@@ -21,7 +21,7 @@ def in_nemo_run(folder: Path, *arguments: str | Path) -> str:
         pytest.skip(str(error))
     path = os.pathsep.join([str(ROOT), str(RECIPE.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "HOME": str(folder), "COLUMNS": "500"}
-    done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

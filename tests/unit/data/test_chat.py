@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from nemo_edo.config.compose import compose_run
 from nemo_edo.data.chat import question_of
 from nemo_edo.data.columns import Columns
 from nemo_edo.data.prompt_checks import check_rows
@@ -150,6 +151,17 @@ def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
     assert question_of(turns) == "user: How many?\n\nassistant: What?\n\nuser: Legs."
     with pytest.raises(UserError, match="t:1: has messages"):
         prompt(make(tmp_path), made)
+
+
+@pytest.mark.parametrize(("data", "row", "question"), [
+    ("nemo_gym", {"responses_create_params": {"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Sum?"}], "type": "message"}]}}, "Sum?"),
+    ("nemo_skills", {"problem": "Sum?", "id": "a", "reference_solution": "x"}, "Sum?")])  # fmt: skip
+def test_rows_of_nemo_gym_and_nemo_skills_are_problems_as_they_are(data, row, question):
+    settings = compose_run("grpo_gsm8k", [f"data={data}", "model.path=m", "data.train=a", "data.test=b"]).data
+    made = settings.columns.problem(Row(1, "t:1", {**row, "expected_answer": "95"}), "t")
+    assert (made.question, made.answer, settings.answer_format) == (question, "95", "boxed")
+    assert bool(made.messages) == (data == "nemo_gym")
 
 
 def test_kept_special_tokens_are_words_and_others_that_an_answer_needs_are_warned_of(tmp_path):
