@@ -39,7 +39,8 @@ def run(script: str, *arguments: str, cwd: Path) -> str:
 @pytest.mark.parametrize(("script", "start"), [("gpt_sft.py", None), ("gpt_dpo.py", 0.6931)])
 def test_the_model_classes_train_in_a_nemo_script_and_save_an_archive(folder: Path, script, start):
     said = run(script, "model.folder=model", "data.train=rows.jsonl", "trainer.max_steps=8",
-               "model.precision.dtype=fp32", "model.training.optimizer.lr=1e-2", f"save_to={folder}/{script}.nemo", cwd=folder)
+               "model.precision.dtype=fp32", "model.training.optimizer.lr=1e-2", f"save_to={folder}/{script}.nemo",
+               cwd=folder)
     losses = [float(loss) for loss in re.findall(r"^step \d loss (\S+)", said, re.MULTILINE)]
     assert len(losses) == 8 and losses[-1] < losses[0] and start in (None, losses[0])
     assert (folder / f"{script}.nemo").is_file()
