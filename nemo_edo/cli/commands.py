@@ -121,8 +121,11 @@ def _score(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     from nemo_edo.report.page import write_report
     from nemo_edo.report.run_set import find_runs, read_runs
+    from nemo_edo.run.folder import taken
 
-    say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
+    found = find_runs(args.runs)
+    with taken(found.folders):
+        say_all(write_report(read_runs(found), args.out, args.baseline).lines)
 
 
 def _study(args: argparse.Namespace) -> int:

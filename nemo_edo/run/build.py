@@ -20,6 +20,7 @@ from nemo_edo.run.settings import RunSettings
 
 if TYPE_CHECKING:
     from nemo_edo.algorithms.collection import Objective
+    from nemo_edo.evaluation.results import Evaluation
     from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.interfaces import GenerationEngine, WeightSync
     from nemo_edo.rollouts.store import RolloutStore
@@ -272,11 +273,13 @@ class Builder:
         """The rollouts of another run that an arm trains on."""
         return given_rollouts(self._cfg, arm, self._data)
 
-    def analyse_test_time(self, arm: str) -> list[str]:
-        """Writes what voting, best-of-N and weights make of an arm's stored responses; returns what there is to say."""
+    def analyse_test_time(
+        self, arm: str, stores: Mapping[str, RolloutStore], temperature: float
+    ) -> tuple[Evaluation, list[str]]:
+        """``evaluate_stored.analyse_arm``: what voting, best-of-N and weights make of an arm's responses."""
         from nemo_edo.run.evaluate_stored import analyse_arm
 
-        return analyse_arm(self._folder, self._cfg, arm)[1]
+        return analyse_arm(self._folder, self._cfg, arm, stores, temperature)
 
     def summary(self, seconds: Mapping[str, float]) -> dict:
         """The content of summary.json."""

@@ -24,7 +24,7 @@ from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import METRICS, TRACKED, RunFolder, check_arm_names
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.policy_evaluation import evaluate_policy
+from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.settings import RunSettings
@@ -41,6 +41,8 @@ from nemo_edo.utils.wording import did_you_mean
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
+NEW_LINES = "evaluations/replacement.jsonl"
+"""The lines of metrics.jsonl of an evaluation that is to replace the stored one."""
 SENTENCES = 5
 """Of a report's conclusions that the terminal shows."""
 
@@ -105,8 +107,8 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
 
 
 def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
-    """Evaluates a run's trained arms again (``overrides`` of evaluation.*), and writes its report again. An arm's
-    responses are replaced once the new ones are complete; a killed evaluation of the same settings resumes."""
+    """Evaluates a finished run's policies again (``overrides`` of evaluation.*), and writes its report again. What is
+    stored is replaced once everything new is complete; a killed evaluation of the same settings resumes."""
     strange = [override for override in overrides if not override.startswith("evaluation.")]
     if strange:
         raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
@@ -116,15 +118,23 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     names = [arm] if arm else opened.policies
     for name in names if trains else ():
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
-    services, settings = _reopen(opened)
+    folder.take(finished=True)
     try:
-        for name in names:
-            services.console.begin(name)
-            model = services.builder.trained(name) if trains else untrained_model(services)
-            evaluate_policy(services, settings, model, name, settings.final_iteration(name), anew=True)
+        services, settings = _reopen(opened)
+        new = Replacement()
+        try:
+            for name in names:
+                services.console.begin(name)
+                model = services.builder.trained(name) if trains else untrained_model(services)
+                evaluate_policy(services, settings, model, name, settings.final_iteration(name), anew=new)
+        finally:
+            services.console.close()
+            services.builder.close()
+        new.put(folder, (folder.path / NEW_LINES).read_text(encoding="utf-8"))
+        (folder.path / NEW_LINES).unlink()
+        _conclude(folder)
     finally:
-        services.close()
-    _conclude(folder)
+        folder.close()
 
 
 def export(
@@ -208,6 +218,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     check_arm_names(arms)
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
+    folder.require_unused()
     _start_processes(cfg)
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = inputs.load_checked_data(cfg, folder, arms.values())
@@ -275,7 +286,8 @@ def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
     settings = build.run_settings(cfg)
     policies = (WARMUP, *settings.arms, *opened.best_policies)
     console = RunConsole({name: settings.final_iteration(name) for name in policies})
-    log = MetricsLog(folder.path / METRICS, log_numbers(None), watch=console)
+    (folder.path / NEW_LINES).unlink(missing_ok=True)  # of a killed evaluation
+    log = MetricsLog(folder.path / NEW_LINES, log_numbers(None), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
     builder = build.Builder(cfg, folder, data, build.start_servers(cfg, folder, data))

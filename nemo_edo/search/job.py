@@ -26,7 +26,7 @@ from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_form
 from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.score_run import made_by
 from nemo_edo.run import build, inputs, jobs
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import final_iteration, open_run
 from nemo_edo.search.search_store import SearchRecord, SearchStore
@@ -66,14 +66,17 @@ def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
         folder.require_arm(name, [START, *arms])
     elif name != START:
         raise UserError(f"{folder.path} has no arm {name!r}: its model is evaluated as it is, as {START}")
-    return _search(cfg, folder, name, _reward_model(cfg))
+    reward_model = _reward_model(cfg)
+    with taken([folder.path]):
+        return _search(cfg, folder, name, reward_model)
 
 
 def search_model(cfg: RunConfig) -> list[str]:
     """Evaluates an untrained model as a separate run (``jobs.evaluate_model``), then searches its test problems."""
     reward_model = _reward_model(cfg)
-    said = jobs.evaluate_model(cfg)
-    return [*said, *_search(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), START, reward_model)]
+    said, folder = jobs.evaluate_model(cfg), RunFolder(Path(cfg.output_dir) / cfg.name)
+    with taken([folder.path]):
+        return [*said, *_search(cfg, folder, START, reward_model)]
 
 
 def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:

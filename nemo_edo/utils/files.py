@@ -22,11 +22,12 @@ from nemo_edo.errors import UserError
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write to that replaces ``path`` at the end, once it is on disk: if the process is killed, ``path`` has
     either its old content or all of the new. Raises UserError where it is a folder."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, and a file is to be written there; remove it")
     temporary = temporary_name(path)
+    if folder := next((one for one in (path, temporary) if one.is_dir()), None):
+        raise UserError(f"{folder} is a folder, and a file is to be written there; remove it")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process, or a link that somebody has put there
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -47,6 +48,16 @@ def write_text(path: Path, text: str) -> None:
 def temporary_name(path: Path) -> Path:
     """The file that ``replacing`` writes to; a killed process may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
+
+
+def require_no_links(folder: Path, but_in: str) -> None:
+    """Raises UserError for a link in a folder, which could lead writes out of it. but_in: a part where links may be."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if (path := Path(place, name)).is_symlink():
+                raise UserError(f"{path} is a link, and nothing is written through links; put what it names in its place")
+        if Path(place) == folder and but_in in folders:
+            folders.remove(but_in)
 
 
 def check_folder(folder: Path, setting: str = "output_dir") -> None:

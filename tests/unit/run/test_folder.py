@@ -84,7 +84,7 @@ def test_a_run_is_unfinished_until_its_report_is_noted_and_resumes_in_its_folder
 def test_a_folder_in_use_is_refused_with_its_holder_until_it_is_closed(tmp_path: Path, finished: bool):
     earlier_run(tmp_path / "a", finished=finished)
     holder = RunFolder(tmp_path / "a")
-    holder._take()
+    holder.take()
     with pytest.raises(UserError, match=rf"a is in use by process {os.getpid()} on {socket.gethostname()}"):
         opened(tmp_path / "a")
     assert not (tmp_path / "a.1").exists()
