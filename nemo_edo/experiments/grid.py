@@ -274,7 +274,8 @@ def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
         elif there.is_file():
             os.link(there, here)
     journal = {stage: notes for stage, notes in source.journal().items() if stage in ("files", START)}
-    journal["files"].pop("prompts", None)  # its test problems may be others
+    noted = journal["files"].get("inputs", {})
+    journal["files"]["inputs"] = {key: one for key, one in noted.items() if key.split(".")[0] not in AFTER_THE_WARM_UP}
     size = journal[START]["metrics_bytes"]
     (new.path / METRICS).write_bytes((source.path / METRICS).read_bytes()[:size])
     new.write_json(JOURNAL, journal)

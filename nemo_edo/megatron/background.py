@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.checksums import checksum
 from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.utils.files import checksum
 from nemo_edo.utils.processes import end_with
 
 _KILLED = "a process that writes its files was killed, as the system does where memory is short"

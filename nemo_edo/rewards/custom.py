@@ -47,12 +47,14 @@ class CustomScorer:
         time_limit_s: float,
         failures: Path,
         success_at: float = ScoredRollout.success_at,
+        require_unchanged: Callable[[], None] = lambda: None,
     ) -> None:
         self._answers = answers
         self._functions = functions
         self._time_limit_s = time_limit_s
         self._failures = failures
         self._success_at = success_at
+        self._require_unchanged = require_unchanged
         self._pool = WorkerPool(None)
         self._signatures: list[Signature] = []  # empty where the worker has not imported the functions
 
@@ -60,6 +62,7 @@ class CustomScorer:
         """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
         if self._signatures:
             return
+        self._require_unchanged()
         asked = [(function.path, function.key) for function in self._functions]
         signatures = self._pool.run(f"{_CALLS}:signature", asked)
         for (_, key), signature in zip(asked, signatures, strict=True):

@@ -16,6 +16,7 @@ from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.run.comparison import RECORD, Comparison, in_words
 from nemo_edo.run.folder import BEST, RunFolder
 from nemo_edo.run.inputs import Data, given_rollouts, model_folder
+from nemo_edo.run.made_from import require_served
 from nemo_edo.run.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
     own = servers.placed(cfg, _trainers_gpus(cfg))
     replicas = servers.build_replicas(own, folder, run.path / "servers", torch.cuda.device_count())
     servers.start(replicas, cfg.model.seq_length)
+    if cfg.generation.servers.urls and run.journal():
+        require_served(run.journal()["files"].get("served"), replicas[0].served, cfg.allow_changed)
+        run.note_inputs([], served=replicas[0].served)
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     engine = servers.build_server_engine(
         cfg,

@@ -29,7 +29,16 @@ from nemo_edo.utils.files import (
 )
 
 MAY_CHANGE = (
-    *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
+    *(
+        "allow_changed",
+        "checkpoint",
+        "cluster",
+        "data.allow_overlap",
+        "exp_manager",
+        "generation.servers",
+        "guards",
+        "model.seq_length",
+    ),
     *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
@@ -269,6 +278,14 @@ class RunFolder:
     def note(self, stage: str, **notes: Any) -> None:
         """Adds a stage that is done."""
         self.write_json(JOURNAL, {**self.journal(), stage: notes})
+
+    def note_inputs(self, changed: Iterable[str], **notes: Any) -> None:
+        """Adds to what is noted of the files that the run makes and is made from. changed: of the latter, in words."""
+        noted = self.journal().get("files", {"metrics_bytes": 0})
+        said = list(dict.fromkeys([*noted.get("changed", []), *changed]))
+        added = {**noted, **notes, **({"changed": said} if said else {})}
+        if added != noted:
+            self.note("files", **added)
 
     def remove_progress(self, stage: str) -> None:
         """Removes what the stage resumes from: a finished stage has its final checkpoint."""

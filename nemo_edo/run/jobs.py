@@ -34,7 +34,7 @@ from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run.summary import examples, side_by_side
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
-from nemo_edo.utils.files import read_object, temporary_name
+from nemo_edo.utils.files import checksum, read_object, temporary_name
 from nemo_edo.utils.garbage import large_imports
 from nemo_edo.utils.phases import PhaseClock
 from nemo_edo.utils.wording import did_you_mean
@@ -109,9 +109,9 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
 def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
     """Evaluates a finished run's policies again (``overrides`` of evaluation.*), and writes its report again. What is
     stored is replaced once everything new is complete; a killed evaluation of the same settings resumes."""
-    strange = [override for override in overrides if not override.startswith("evaluation.")]
+    strange = [override for override in overrides if not override.startswith(("evaluation.", "allow_changed="))]
     if strange:
-        raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
+        raise UserError(f"evaluate takes overrides of evaluation.* and allow_changed only, not {', '.join(strange)}")
     opened = open_run(run, overrides)
     folder = opened.folder
     trains = opened.cfg.algorithm != NONE
@@ -282,6 +282,7 @@ def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
     cfg, folder = opened.cfg, opened.folder
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
+    folder.note_inputs(data.made_from.changed)
     cfg = inputs.with_seq_length(cfg, data)
     settings = build.run_settings(cfg)
     policies = (WARMUP, *settings.arms, *opened.best_policies)
@@ -295,23 +296,22 @@ def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
 
 
 def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
-    """The files that the run makes, again where one of them has changed: a resumed run needs what it began with."""
-    from nemo_edo.megatron.checksums import checksum
+    """The files that the run makes, again where one of them has changed: a resumed run needs what it began with. Notes
+    them, and what the run is made from."""
 
     def checksums() -> dict[str, str]:
         paths = [path for part in (folder.data, folder.base) for path in sorted(part.rglob("*")) if path.is_file()]
         return {str(path.relative_to(folder.path)): checksum(path) for path in paths}
 
     noted = folder.journal().get("files")
-    asked = {"begun": data.begun.isoformat(), "prompts": inputs.digest(data.prompts)}
+    asked = {"begun": data.begun.isoformat(), "inputs": data.made_from.notes()}
     if noted is None or noted.get("checksums", checksums()) != checksums():
         for path in (*folder.data.glob("*"), *folder.base.glob("*")):
             if path.is_dir():  # all of them are files
                 shutil.rmtree(path)
         inputs.write_builtin_files(cfg, folder, data.made)
-        folder.note("files", metrics_bytes=0, checksums=checksums(), **asked)
-    elif noted | asked != noted:  # of a version that did not note them, or another run's (``adopt_warm_up``)
-        folder.note("files", **noted | asked)
+        asked |= {"checksums": checksums()}
+    folder.note_inputs(data.made_from.changed, **asked)
 
 
 # --- after the stages ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import read_mapping
 
@@ -43,6 +44,7 @@ class StoredRun:
         path = getattr(data, split) or (str(own) if own.is_file() else None)
         if path is None:
             return {}
+        require_noted(self.cfg, self.folder.journal().get("files", {}).get("inputs", {}), f"data.{split}")
         return {problem.id: problem.question for problem in load_problems(path, **data.reading(split)).problems}
 
     def evaluated(self, policies: Sequence[str]) -> list[str]:

@@ -52,9 +52,11 @@ def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
     ``overrides``: of search.* and generation.* only. Raises UserError for whatever would stop it later, before any
     weights are read.
     """
-    strange = [one for one in overrides if not one.lstrip("+").startswith(("search.", "generation."))]
+    strange = [one for one in overrides if not one.lstrip("+").startswith(("search.", "generation.", "allow_changed="))]
     if strange:
-        raise UserError(f"search takes overrides of search.* and generation.* only, not {', '.join(strange)}")
+        raise UserError(
+            f"search takes overrides of search.*, generation.* and allow_changed only, not {', '.join(strange)}"
+        )
     opened = open_run(run, overrides)
     cfg, folder = opened.cfg, opened.folder
     arms = list(arm_configs(cfg))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -55,9 +56,17 @@ def require_no_links(folder: Path, but_in: str) -> None:
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if (path := Path(place, name)).is_symlink():
-                raise UserError(f"{path} is a link, and nothing is written through links; put what it names in its place")
+                raise UserError(
+                    f"{path} is a link, and nothing is written through links; put what it names in its place"
+                )
         if Path(place) == folder and but_in in folders:
             folders.remove(but_in)
+
+
+def checksum(path: Path) -> str:
+    """Checksum of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def check_folder(folder: Path, setting: str = "output_dir") -> None:
