@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from nemo_edo.config.shipped import shipped_configs
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import printable
 
 if TYPE_CHECKING:
     from nemo_edo.config import RunConfig
@@ -239,7 +240,7 @@ def say_all(lines: Iterable[str]) -> None:
 def say(message: str, file: TextIO | None = None) -> None:
     """Prints on the first rank only. Errors of the user's input are printed on every rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(message, file=file)
+        print(printable(message), file=file)
 
 
 RUN = {

@@ -16,7 +16,7 @@ import aiohttp
 from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
 from nemo_edo.utils.api_key import ApiKey
 from nemo_edo.utils.http import Fault, ServerError, exchange, open_session
-from nemo_edo.utils.processes import kept
+from nemo_edo.utils.processes import end_session, kept
 
 POLL_EVERY_S = 0.25
 """Seconds between two health checks of a server that is starting."""
@@ -203,6 +203,7 @@ class ManagedReplica(Replica):
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
+            end_session(self.process.pid)  # where it was killed, and could not end what it kept
             self.process = None
 
     def ending(self) -> str:

@@ -14,6 +14,7 @@ import xxhash
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
+from nemo_edo.run.folder import check_arm_names
 from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text
 
 RESTORE = "restore it from a copy"
@@ -96,6 +97,7 @@ def read_run(folder: Path) -> RunRecord:
     summary = read_object(path, ("name", "seed", "versions", "arms", "baseline", "time"))
     if not isinstance(summary["arms"], dict):
         raise UserError(f"{path}: arms is {summary['arms']!r}, expected an object; {RESTORE}")
+    check_arm_names(summary["arms"])
     arms, names = {}, [field.name for field in fields(ArmSettings)]
     for arm, settings in summary["arms"].items():
         missing = [name for name in names if not isinstance(settings, dict) or name not in settings]

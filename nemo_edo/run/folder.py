@@ -42,7 +42,9 @@ MAY_CHANGE = (
     *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
-layout, which rounds differently. Searches keep their own settings."""
+layout, which rounds differently (and ``SKIPPING``). Searches keep their own settings."""
+SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
+"""The guards that change numbers, where the first is skip: they say which steps are taken."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""
@@ -50,6 +52,8 @@ BEST = ".best"
 """What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
+LONGEST_NAME = 120
+"""Bytes of an arm's name: file systems take 255, and files' names have more than an arm's."""
 REPLACEMENT = "evaluations/replacement.json"
 """What a new evaluation puts in the place of the stored one: there from when it is complete to when all is in place."""
 
@@ -155,7 +159,8 @@ class RunFolder:
         there, here = (defaults | _flat(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
-        different = sorted(key for key in changed if not f"{key}.".startswith(free))
+        fixed = SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ()
+        different = sorted(key for key in changed if key in fixed or not f"{key}.".startswith(free))
         if different:
             key = different[0]
             raise UserError(
@@ -341,8 +346,12 @@ def check_arm_names(arms: Iterable[str]) -> None:
     for arm in arms:
         if arm == START:
             raise UserError(f"arms.{arm}: {START} is the name of the start of all arms; choose another name")
-        if "/" in arm or not arm.isprintable() or arm.startswith(".") or arm.endswith((".progress", ".part")):
-            raise UserError(f"arms.{arm!r}: an arm's name has no / and no line break, and no . at its beginning")
+        fits = "/" not in arm and arm.isprintable() and 0 < len(arm.encode()) <= LONGEST_NAME
+        if not fits or arm.startswith(".") or arm.endswith((".progress", ".part")):
+            raise UserError(
+                f"arms.{arm[:40]!r}: an arm's name has no / and no line break, no . at its beginning, and at most "
+                f"{LONGEST_NAME} bytes"
+            )
         if BEST in arm:
             raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
 

@@ -37,7 +37,7 @@ from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, 
 from nemo_edo.utils.files import checksum, read_object, temporary_name
 from nemo_edo.utils.garbage import large_imports
 from nemo_edo.utils.phases import PhaseClock
-from nemo_edo.utils.wording import did_you_mean
+from nemo_edo.utils.wording import did_you_mean, printable
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
@@ -241,7 +241,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     if cfg.algorithm != NONE and data.overlap:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if cfg.model.path is not None:
-        print(*data.stop.lines(), *data.warnings, sep="\n")
+        print(*map(printable, (*data.stop.lines(), *data.warnings)), sep="\n")
     _warn_of_experts(cfg, folder)
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
@@ -363,7 +363,7 @@ def _conclude(folder: RunFolder) -> None:
     from nemo_edo.report.run_set import one_run
 
     report = write_report(one_run(folder.path))
-    print(f"\n{terminal_table(report.comparison)}\n")
+    print(printable(f"\n{terminal_table(report.comparison)}\n"))
     for sentence in report.conclusions[:SENTENCES]:
-        print(textwrap.fill(sentence, 80, initial_indent="- ", subsequent_indent="  "))
+        print(textwrap.fill(printable(sentence), 80, initial_indent="- ", subsequent_indent="  "))
     print(f"\nreport: {report.path}")

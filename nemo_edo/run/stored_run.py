@@ -13,7 +13,7 @@ from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import RunFolder, check_arm_names
 from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import read_mapping
@@ -102,4 +102,6 @@ def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
     read_mapping(run / "config.yaml")
-    return StoredRun(RunFolder(run), compose_run("config", list(overrides), config_dir=run))
+    cfg = compose_run("config", list(overrides), config_dir=run)
+    check_arm_names(arm_configs(cfg))
+    return StoredRun(RunFolder(run), cfg)

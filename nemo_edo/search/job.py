@@ -33,6 +33,7 @@ from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
 from nemo_edo.types import Problem, SamplingParams
+from nemo_edo.utils.files import file_name
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
@@ -140,7 +141,9 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                     store.write_part(records)
                     for problem, result in zip(part, results, strict=True):
                         if problem in data.test[: own.trees]:
-                            folder.write_json(f"search/{arm}.{own.name}.{problem.id}.json", tree_record(result))
+                            folder.write_json(
+                                f"search/{file_name(f'{arm}.{own.name}.{problem.id}')}.json", tree_record(result)
+                            )
                     found |= {record.problem_id: record for record in records}
                     done += len(part)
                     print(f"searched {done} of {len(data.test)} problems", flush=True)

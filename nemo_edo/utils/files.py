@@ -18,6 +18,11 @@ import yaml
 
 from nemo_edo.errors import UserError
 
+LONGEST_PART = 150
+"""Characters of a text in a file's name: file systems take 255 bytes."""
+LONGEST_YAML = 10 << 20
+"""Bytes of a YAML file that is read."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -69,6 +74,13 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
+def file_name(text: str) -> str:
+    """A text as a part of a file's name: with a digest where it is long, or has what a name cannot have."""
+    kept = re.sub(r"[^\w.,=+-]", "_", text, flags=re.ASCII)[:LONGEST_PART].lstrip(".")
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    return kept if kept == text else f"{kept}_{digest}"
+
+
 def check_folder(folder: Path, setting: str = "output_dir") -> None:
     """Raises UserError where files cannot be written into a folder, or where it is not there and cannot be made.
     setting: which named it."""
@@ -111,8 +123,11 @@ def read_json(path: Path) -> Any:
     that has changed since."""
     try:
         value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; restore it from a copy") from error
+    except (ValueError, RecursionError) as error:  # Python reads neither deep nesting nor thousands of digits
+        line = getattr(error, "lineno", 1)
+        raise UserError(
+            f"{path}:{line}: not valid JSON: {getattr(error, 'msg', error)}; restore it from a copy"
+        ) from error
     if isinstance(value, dict) and CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
         raise UserError(f"{path}: has other content than was written: its checksum differs; restore it from a copy")
     return value
@@ -134,11 +149,16 @@ def read_object(path: Path, required: Collection[str]) -> dict[str, Any]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML file, such as a run's config.yaml. Raises UserError as ``read_text`` does, and where it is no mapping."""
+    """A YAML file that a program wrote, such as a run's config.yaml. Raises UserError as ``read_text`` does, where it
+    is no mapping, and where it is large or has an alias, by which a small file stands for a huge one."""
     text = read_text(path)
     try:
+        if len(text) > LONGEST_YAML:
+            raise ValueError(f"it has {len(text)} characters, at most {LONGEST_YAML} are read")
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has aliases (*name), which nemo_edo does not write")
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # YAML reads numbers and dates by Python's types
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
         said = " ".join(str(error).split())  # YAML's has several lines
         raise UserError(f"{path}: not YAML: {said}; restore it from a copy") from error
     if not isinstance(values, dict):
