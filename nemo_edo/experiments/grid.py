@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +32,7 @@ from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.results import START
 from nemo_edo.experiments.grid_console import GridConsole
 from nemo_edo.run.folder import CONFIG, JOURNAL, METRICS, RunFolder
+from nemo_edo.utils.processes import end_with
 
 POLL_SECONDS = 0.1
 """How often the processes are looked at."""
@@ -219,7 +220,8 @@ class _Runner:
                 environment.setdefault("OMP_NUM_THREADS", str(threads))
             with self.grid.log(cell).open("a", encoding="utf-8") as log:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-                process = subprocess.Popen(cell.command(self.processes), env=environment, **streams)
+                ends = partial(end_with, os.getpid())  # where this command is killed, its locks end, too
+                process = subprocess.Popen(cell.command(self.processes), env=environment, preexec_fn=ends, **streams)
             self.console.started(cell.name, self.grid.log(cell), donor and donor.name)
             self.running.append(_Training(cell, process, lock, warm_up_lock))
             self.waiting.remove(cell)

@@ -27,6 +27,9 @@ def wait(until):
     while not until() and time.monotonic() < deadline:
         time.sleep(0.01)
     return until()
+def note(journal):
+    (run / "new").write_text(json.dumps(journal))
+    (run / "new").replace(run / "journal.json")
 if "slow" in name:
     time.sleep(60)
 if "fails" in name:
@@ -39,10 +42,10 @@ if "warm" in name and not (run / "journal.json").exists():
     (run / "checkpoints" / "warmup").mkdir(parents=True)
     (run / "checkpoints" / "warmup" / "weights").write_text("trained")
     (run / "metrics.jsonl").write_text("of the warm-up, guard lines too\\nof an arm\\n")
-    (run / "journal.json").write_text(json.dumps({"files": {}, "warmup": {"metrics_bytes": 32}, "arm": {}}))
+    note({"files": {}, "warmup": {"metrics_bytes": 32}, "arm": {}})
     wait(lambda: len(list(folder.glob("warm*.started"))) == 2)  # while this one still runs
 if "warm" in name:
-    (run / "journal.json").write_text(json.dumps({"files": {}, "warmup": {}, "report": {}}))
+    note({"files": {}, "warmup": {}, "report": {}})
 (run / "summary.json").touch()
 """
 
