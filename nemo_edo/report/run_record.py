@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class RunRecord:
     """The curves of ``test_time/ARM.json`` (``nemo-edo evaluate --stored``) by evaluated policy, and its
     ``search_accuracy`` where ``search/ARM`` has exactly one search (``nemo-edo search``)."""
     samples: list[dict[str, Any]]
+    changed: list[str] = field(default_factory=list)
+    """Inputs that had changed when the run resumed or was evaluated again, in sentences."""
 
     @property
     def seed(self) -> int:
@@ -129,6 +131,7 @@ def read_run(folder: Path) -> RunRecord:
         replicate,
         {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))},
         samples,
+        _changed(folder),
     )
 
 
@@ -140,6 +143,12 @@ def setting(record: RunRecord, key: str) -> Any:
             raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
         value = value[part]
     return value
+
+
+def _changed(folder: Path) -> list[str]:
+    path = folder / "journal.json"
+    files = read_object(path, ()).get("files", {}) if path.is_file() else {}
+    return [str(sentence) for sentence in files.get("changed", [])]
 
 
 def _read_test_time(folder: Path, arm: str) -> Evaluation | None:

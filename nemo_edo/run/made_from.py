@@ -49,10 +49,8 @@ class MadeFrom:
         self._files, self._noted = files, noted
         self._stamps = {path: _stamp(path) for by_name in files.values() for path in by_name.values()}
         self._checksums: dict[Path, str] = {}
-        for name, by_name in files.items():
-            if name not in noted:  # of a version that did not note it
-                continue
-            changed = next(self._changes(name, by_name), None)
+        for name in noted:
+            changed = next(self._changes(name, files.get(name, {})), None)
             if changed is None:
                 continue
             if name not in (*allowed, *harmless):
@@ -76,7 +74,8 @@ class MadeFrom:
                 self._checksums[path] = noted[file][0]
             elif self._checksum(path) != noted[file][0]:
                 yield f"{path} has other content than"
-        yield from (f"{file} is missing, which was there" for file in sorted(noted.keys() - by_name.keys()))
+        if missing := sorted(noted.keys() - by_name.keys()):
+            yield f"{', '.join(missing)} is missing, which was there"
 
     def _checksum(self, path: Path) -> str:
         if path not in self._checksums:
@@ -117,7 +116,7 @@ def made_from(cfg: RunConfig, noted: Notes, *, began: bool, learned: bool) -> Ma
 
 def require_noted(cfg: RunConfig, noted: Notes, name: str) -> None:
     """Raises UserError where the files of one setting are not those that a run noted."""
-    MadeFrom({key: files for key, files in _inputs(cfg).items() if key == name}, noted)
+    MadeFrom(*({key: one for key, one in of.items() if key == name} for of in (_inputs(cfg), noted)))
 
 
 def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> None:
