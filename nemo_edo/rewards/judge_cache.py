@@ -17,11 +17,9 @@ from nemo_edo.errors import UserError
 
 WAIT_S = 60.0
 """How long to wait for other processes that are writing."""
-_TABLE = """CREATE TABLE IF NOT EXISTS replies (
-    key TEXT NOT NULL, verdict INTEGER, reply TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
-    completion_tokens INTEGER NOT NULL, checksum TEXT)"""
-_INDEX = "CREATE UNIQUE INDEX IF NOT EXISTS verdicts ON replies (key) WHERE verdict IS NOT NULL"
-"""Earlier versions also stored replies without a verdict, any number for a request."""
+_TABLE = """CREATE TABLE IF NOT EXISTS verdicts (
+    key TEXT PRIMARY KEY, verdict INTEGER NOT NULL, reply TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, checksum TEXT NOT NULL) WITHOUT ROWID"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def request_key(body: Mapping[str, Any]) -> str:
 
 
 def _checksum(key: str, verdict: int, reply: str) -> str:
-    """What binds a verdict to its request: neither a flipped bit nor a wrong row of an index passes for another."""
+    """What binds a verdict to its request: a flipped bit makes no other verdict."""
     return xxhash.xxh3_128_hexdigest(f"{key} {verdict} {reply}".encode(errors="surrogatepass"))
 
 
@@ -57,13 +55,10 @@ class JudgeCache:
             # Autocommit. Threads use it one at a time.
             self._file = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
             self._file.execute(_TABLE)
-            if not any(column[1] == "checksum" for column in self._file.execute("PRAGMA table_info(replies)")):
-                self._file.execute("ALTER TABLE replies ADD COLUMN checksum TEXT")  # of an earlier version
-            self._file.execute(_INDEX)
 
     def get(self, key: str) -> bool | None:
-        """The verdict; None where there is none yet, or not with its checksum, as in a file of an earlier version."""
-        asked = "SELECT verdict, reply, checksum FROM replies WHERE key = ? AND verdict IS NOT NULL"
+        """The verdict; None where there is none yet, or not with its checksum."""
+        asked = "SELECT verdict, reply, checksum FROM verdicts WHERE key = ?"
         with self._usable():
             row = self._file.execute(asked, (key,)).fetchone()
         return None if row is None or row[2] != _checksum(key, *row[:2]) else bool(row[0])
@@ -82,7 +77,7 @@ class JudgeCache:
         # What ``get`` does not take for a verdict gives way.
         how = "INSERT OR IGNORE" if self.get(key) is not None else "INSERT OR REPLACE"
         with self._usable():
-            self._file.execute(f"{how} INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._file.execute(f"{how} INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def close(self) -> None:
         self._file.close()

@@ -206,10 +206,10 @@ def test_a_damaged_row_of_the_cache_gives_no_verdict_and_is_replaced(tmp_path: P
     for key in keys:
         cache.put(key, Reply(True, "verdict: correct", 1, 1))
     with sqlite3.connect(path) as file:
-        if column == "key":  # as an index that leads to another's row
-            file.execute("DELETE FROM replies WHERE key = ?", (keys[1],))
+        if column == "key":
+            file.execute("DELETE FROM verdicts WHERE key = ?", (keys[1],))
         value = {"verdict": 0, "reply": "verdict: incorrect", "key": keys[1]}[column]
-        file.execute(f"UPDATE replies SET {column} = ? WHERE key = ?", (value, keys[0]))
+        file.execute(f"UPDATE verdicts SET {column} = ? WHERE key = ?", (value, keys[0]))
     assert cache.get(keys[1] if column == "key" else keys[0]) is None
     cache.put(keys[0], Reply(True, "verdict: correct", 1, 1))
     assert cache.get(keys[0]) is True
