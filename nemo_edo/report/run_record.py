@@ -13,8 +13,7 @@ import xxhash
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
-from nemo_edo.run.folder import check_arm_names
+from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation
 from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text
 
 RESTORE = "restore it from a copy"

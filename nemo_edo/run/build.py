@@ -13,9 +13,10 @@ from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConf
 from nemo_edo.config.arms import arm_seed
 from nemo_edo.data.model_weights import not_finite
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.run.comparison import RECORD, Comparison, in_words
-from nemo_edo.run.folder import BEST, RunFolder
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.inputs import Data, given_rollouts, model_folder
 from nemo_edo.run.made_from import require_served
 from nemo_edo.run.settings import RunSettings

@@ -16,7 +16,7 @@ from typing import IO, Any
 import yaml
 
 from nemo_edo.errors import CANNOT_WRITE, RESTORE, DamagedFile, UserError
-from nemo_edo.evaluation.results import START, Evaluation
+from nemo_edo.evaluation.results import BEST, START, Evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.utils.files import (
     json_text,
@@ -48,12 +48,8 @@ SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""
-BEST = ".best"
-"""What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
-LONGEST_NAME = 120
-"""Bytes of an arm's name: file systems take 255, and files' names have more than an arm's."""
 REPLACEMENT = "evaluations/replacement.json"
 """What a new evaluation puts in the place of the stored one: there from when it is complete to when all is in place."""
 
@@ -339,21 +335,6 @@ def taken(folders: Iterable[Path]) -> Iterator[None]:
                     raise
             stack.callback(folder.close)
         yield
-
-
-def check_arm_names(arms: Iterable[str]) -> None:
-    """Raises UserError for a name that cannot be that of an arm's folders and files."""
-    for arm in arms:
-        if arm == START:
-            raise UserError(f"arms.{arm}: {START} is the name of the start of all arms; choose another name")
-        fits = "/" not in arm and arm.isprintable() and 0 < len(arm.encode()) <= LONGEST_NAME
-        if not fits or arm.startswith(".") or arm.endswith((".progress", ".part")):
-            raise UserError(
-                f"arms.{arm[:40]!r}: an arm's name has no / and no line break, no . at its beginning, and at most "
-                f"{LONGEST_NAME} bytes"
-            )
-        if BEST in arm:
-            raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

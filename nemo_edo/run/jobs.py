@@ -16,13 +16,14 @@ from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.data.model_folder import HUB_ID
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import check_arm_names
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, comparison, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
-from nemo_edo.run.folder import METRICS, TRACKED, RunFolder, check_arm_names
+from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
 from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy
 from nemo_edo.run.replay import replay

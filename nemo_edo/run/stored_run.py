@@ -11,9 +11,9 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START
+from nemo_edo.evaluation.results import START, check_arm_names
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder, check_arm_names
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import read_mapping
