@@ -72,7 +72,7 @@ def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> RemotePolicy:
     return build_model(cfg, run, training, weights=run.checkpoint(arm))
 
 
-def require_finite(model: RemotePolicy, cfg: RunConfig, run: RunFolder) -> RemotePolicy:
+def require_finite_start(model: RemotePolicy, cfg: RunConfig, run: RunFolder) -> RemotePolicy:
     """The model. Raises UserError where the weights that it starts from are not all finite numbers."""
     from nemo_edo.worker.worker import Worker
 
@@ -257,16 +257,16 @@ class Builder:
     def first(self) -> RemotePolicy:
         """The model that the run starts from, once it is known to be transformers'."""
         if self._comparison is None:
-            return require_finite(self.model(self._cfg.sft), self._cfg, self._folder)
+            return require_finite_start(self.model(self._cfg.sft), self._cfg, self._folder)
         try:
             model = build_model(self._cfg, self._folder, self._cfg.sft, folder=self._comparison.folder)
-            require_finite(model, self._cfg, self._folder)
+            require_finite_start(model, self._cfg, self._folder)
             found = self._comparison.finish(model)
             self._folder.write_json(RECORD, found)
             print(in_words(found))
             if not self._comparison.is_truncated:
                 return model
-            return require_finite(self.model(self._cfg.sft), self._cfg, self._folder)
+            return require_finite_start(self.model(self._cfg.sft), self._cfg, self._folder)
         finally:
             self._comparison.close()
 

@@ -114,9 +114,9 @@ def made_from(cfg: RunConfig, noted: Notes, *, began: bool, learned: bool) -> Ma
     return MadeFrom(_inputs(cfg), noted, cfg.allow_changed, [*harmless, *(["data.warmup"] if learned else [])])
 
 
-def require_noted(cfg: RunConfig, noted: Notes, name: str) -> None:
-    """Raises UserError where the files of one setting are not those that a run noted."""
-    MadeFrom(*({key: one for key, one in of.items() if key == name} for of in (_inputs(cfg), noted)))
+def require_noted(name: str, path: Path, noted: Notes) -> None:
+    """Raises UserError where the files of one setting are not those that a run noted, if it did."""
+    MadeFrom({name: _below(path, ["**/*"])}, {key: one for key, one in noted.items() if key == name})
 
 
 def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> None:

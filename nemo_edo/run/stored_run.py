@@ -44,7 +44,7 @@ class StoredRun:
         path = getattr(data, split) or (str(own) if own.is_file() else None)
         if path is None:
             return {}
-        require_noted(self.cfg, self.folder.journal().get("files", {}).get("inputs", {}), f"data.{split}")
+        require_noted(f"data.{split}", Path(path), self.folder.journal().get("files", {}).get("inputs", {}))
         return {problem.id: problem.question for problem in load_problems(path, **data.reading(split)).problems}
 
     def evaluated(self, policies: Sequence[str]) -> list[str]:
