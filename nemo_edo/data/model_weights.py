@@ -39,18 +39,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names.values()))]
 
 
-def not_finite(folder: Path) -> str | None:
-    """The first file with a value that is NaN or infinite, and its tensor; None where there is none."""
-    from safetensors import safe_open
-
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                if not file.get_tensor(name).float().isfinite().all():
-                    return f"{path}: {name}"
-    return None
-
-
 def unread_files(folder: Path) -> list[str]:
     """The names of weight files, or of an index, that ``weight_files`` leaves out."""
     read = {path.name for path in weight_files(folder)}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.arms import arm_seed
-from nemo_edo.data.model_weights import not_finite
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
@@ -70,19 +69,6 @@ def load_policy(cfg: RunConfig, run: RunFolder, arm: str) -> RemotePolicy:
 
     training = arm_configs(cfg).get(arm.partition(BEST)[0], cfg.grpo)
     return build_model(cfg, run, training, weights=run.checkpoint(arm))
-
-
-def require_finite_start(model: RemotePolicy, cfg: RunConfig, run: RunFolder) -> RemotePolicy:
-    """The model. Raises UserError where the weights that it starts from are not all finite numbers."""
-    from nemo_edo.worker.worker import Worker
-
-    if model.workers.call(Worker.is_finite)[0]:
-        return model
-    folder = model_folder(cfg, run)
-    raise UserError(
-        f"{not_finite(folder) or folder} has weights that are NaN or infinite: get another copy of the model; training "
-        "on such weights gives no number"
-    )
 
 
 def build_objective(cfg: RunConfig, training: GRPOConfig | IDPOConfig, data: Data, seed: int) -> Objective:
@@ -257,16 +243,13 @@ class Builder:
     def first(self) -> RemotePolicy:
         """The model that the run starts from, once it is known to be transformers'."""
         if self._comparison is None:
-            return require_finite_start(self.model(self._cfg.sft), self._cfg, self._folder)
+            return self.model(self._cfg.sft)
         try:
             model = build_model(self._cfg, self._folder, self._cfg.sft, folder=self._comparison.folder)
-            require_finite_start(model, self._cfg, self._folder)
             found = self._comparison.finish(model)
             self._folder.write_json(RECORD, found)
             print(in_words(found))
-            if not self._comparison.is_truncated:
-                return model
-            return require_finite_start(self.model(self._cfg.sft), self._cfg, self._folder)
+            return self.model(self._cfg.sft) if self._comparison.is_truncated else model
         finally:
             self._comparison.close()
 

@@ -118,6 +118,13 @@ def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_f
     assert not new.folder.exists() and RolloutStore(folder.evaluated("grpo", "greedy")).read(0) == []
 
 
+def test_a_command_for_finished_runs_takes_no_other(tmp_path: Path):
+    folder = earlier_run(tmp_path / "a", finished=False)
+    with pytest.raises(UserError, match="has not finished"):
+        folder.take(finished=True)
+    folder.take()  # it was left free
+
+
 def test_guards_may_change_unless_they_say_which_steps_are_taken(tmp_path: Path):
     earlier_run(tmp_path / "a", replace(CONFIG, guards=GuardsConfig(on_grad_norm_spike="skip")), finished=False)
     with pytest.raises(UserError, match="guards.on_grad_norm_spike is 'skip' there and 'warn' here"):
