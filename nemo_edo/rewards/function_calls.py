@@ -25,8 +25,8 @@ _PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "so
 _MARKS_BATCH = {"responses", "final_answers"}
 SCORE = "score"
 """The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
-LARGEST = 1e15
-"""Rewards are trained on in float32: there the squares of these still add up to a finite number."""
+LARGEST = 1e12
+"""Rewards are trained on in float32: there the squares of these, times weights, add up to a finite number."""
 _EXPECTED = f"expected a number from {-LARGEST:g} to {LARGEST:g}, or a dict of named ones"
 
 Result = dict[str, float]

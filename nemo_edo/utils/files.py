@@ -121,8 +121,9 @@ def json_text(value: Any) -> str:
 def read_json(path: Path) -> Any:
     """Raises UserError naming a file that is missing, the line of one that is not valid JSON, and one of ``json_text``
     that has changed since."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # Python reads neither deep nesting nor thousands of digits
         line = getattr(error, "lineno", 1)
         raise UserError(
