@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from nemo_edo.config.shipped import shipped_configs
 from nemo_edo.errors import UserError
+from nemo_edo.utils.wording import printable
 
 if TYPE_CHECKING:
     from nemo_edo.config import RunConfig
@@ -121,8 +122,11 @@ def _score(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     from nemo_edo.report.page import write_report
     from nemo_edo.report.run_set import find_runs, read_runs
+    from nemo_edo.run.folder import taken
 
-    say_all(write_report(read_runs(find_runs(args.runs)), args.out, args.baseline).lines)
+    found = find_runs(args.runs)
+    with taken(found.folders):
+        say_all(write_report(read_runs(found), args.out, args.baseline).lines)
 
 
 def _study(args: argparse.Namespace) -> int:
@@ -236,7 +240,7 @@ def say_all(lines: Iterable[str]) -> None:
 def say(message: str, file: TextIO | None = None) -> None:
     """Prints on the first rank only. Errors of the user's input are printed on every rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(message, file=file)
+        print(printable(message), file=file)
 
 
 RUN = {

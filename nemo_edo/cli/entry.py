@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import sys
 
@@ -13,9 +14,12 @@ from nemo_edo.cli.commands import RUN, say
 from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError, WorkerFailed
 from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun
+from nemo_edo.utils.wording import printable
 
 WITH_WORKERS = ("train", "collect", "evaluate", "search", "export", "replay")
 """Commands that rank 0 runs, and the other ranks of torchrun work for."""
+OPEN_FILES = 1024
+"""How many files a run may open at least."""
 STOPPED_BY_GUARD = 3
 """The exit status."""
 
@@ -31,11 +35,24 @@ def main(argv: list[str] | None = None) -> int:
     has_workers = args.command in WITH_WORKERS and os.environ.get("WORLD_SIZE", "1") != "1"
     if has_workers and os.environ["RANK"] != "0":
         return serve()
+    if args.command in WITH_WORKERS and (few := _few_files()):
+        _tell(f"nemo-edo: error: {few}")
+        return 2
     status = _run(args)
     if has_workers:
         dismiss(status)
     tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
     return status
+
+
+def _few_files() -> str | None:
+    """What is wrong where this process may open too few files; it may open as many as the system lets it."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= OPEN_FILES:
+        if limit != resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, OPEN_FILES), most))
+        return None
+    return f"ulimit -n is {most}: a run opens more files than that; raise it to {OPEN_FILES} or more"
 
 
 def serve() -> int:
@@ -63,27 +80,27 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return RUN[args.command](args) or 0
     except UserError as error:
-        print(f"nemo-edo: error: {error}", file=sys.stderr)
+        _tell(f"nemo-edo: error: {error}")
         return 2
     except ModuleNotFoundError as error:
         lacking = what_trainer_lacks()
         if lacking is None:  # not for want of an installation
             raise
-        print(f"nemo-edo: error: {args.command} needs {error.name}, and {lacking}", file=sys.stderr)
+        _tell(f"nemo-edo: error: {args.command} needs {error.name}, and {lacking}")
         return 2
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
         place = f"{error.filename}: " if error.filename else ""
         message = f"{place}{error.strerror}; make room or give access, and rerun the command"
-        print(f"nemo-edo: error: {message}", file=sys.stderr)
+        _tell(f"nemo-edo: error: {message}")
         return 2
     except WorkerFailed as failed:
-        print(f"nemo-edo: error: {failed}\nnemo-edo: rerun the command to resume", file=sys.stderr)
+        _tell(f"nemo-edo: error: {failed}\nnemo-edo: rerun the command to resume")
         return 1
     except StoppedByGuard as stopped:
         hint = "its state is saved; the same command resumes it, if necessary with other guards.* settings"
-        say(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", file=sys.stderr)
+        _tell(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", main_only=True)
         return STOPPED_BY_GUARD
     except RunStopped as stopped:
         say(f"nemo-edo: {stopped}; the same command resumes the run", file=sys.stderr)
@@ -91,3 +108,9 @@ def _run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # where no run is in progress: while it starts, or in a command that has no state
         say("nemo-edo: interrupted; what was finished is saved, and the same command resumes", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _tell(message: str, *, main_only: bool = False) -> None:
+    """Prints an error: what it quotes of files and servers reaches the terminal escaped."""
+    if not main_only or os.environ.get("RANK", "0") == "0":
+        print(printable(message), file=sys.stderr)

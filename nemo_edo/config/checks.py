@@ -77,7 +77,7 @@ def one_of(*allowed: str) -> Constraint:
 
 def _is_folder_name(text: str) -> bool:
     plain = text.isprintable() and text.strip() == text and not set("/\\") & set(text)
-    return bool(text) and plain and not text.startswith(".")
+    return 0 < len(text.encode()) <= 200 and plain and not text.startswith(".")
 
 
 Positive = Annotated[float, above(0)]
@@ -87,7 +87,10 @@ NonNegativeInt = Annotated[int, at_least(0)]
 Share = Annotated[float, within(0, 1)]
 NotEmpty = Annotated[str, Constraint(bool, "a text")]
 FolderName = Annotated[
-    str, Constraint(_is_folder_name, "a folder name: on one line, without / and \\, and no . at its beginning")
+    str,
+    Constraint(
+        _is_folder_name, "a folder name: on one line, without / and \\, no . at its beginning, at most 200 bytes"
+    ),
 ]
 """Shells, Slurm and people read it as it is."""
 OneLine = Annotated[str, Constraint(str.isprintable, "printable characters on one line")]

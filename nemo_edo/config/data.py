@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -203,7 +202,7 @@ class RewardsConfig(Section):
         for name, one in self.functions.items():
             key = f"rewards.functions.{name}"
             require(is_import_path(one.path), f"{key}.path", one.path, IMPORT_PATH)
-            require(math.isfinite(one.weight), f"{key}.weight", one.weight, "a finite number")
+            require(abs(one.weight) <= 1e4, f"{key}.weight", one.weight, "a number from -1e4 to 1e4")
         is_custom = bool(self.by_function)
         yield from self.only_if(not is_custom, "with a custom reward, which replaces it", "verifier")
         yield from self.only_if(is_custom, "without a custom reward: verifiers give 0 or 1", "success_at")

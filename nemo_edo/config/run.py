@@ -233,6 +233,9 @@ class RunConfig(Section):
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    allow_changed: list[str] = field(default_factory=list)
+    """Inputs that may have other content than when the run began, by the setting that names them, such as data.test:
+    a run resumes all the same, and its report says so."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""

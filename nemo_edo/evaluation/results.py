@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from nemo_edo.utils.files import read_object
 
 START = "warmup"
 """The name under which the policy that every arm starts from is evaluated."""
+BEST = ".best"
+"""What the names of an arm's best policies have after its own; none of an arm's names has it."""
+LONGEST_NAME = 120
+"""Bytes of an arm's name: file systems take 255, and files' names have more than an arm's."""
 GREEDY = "greedy"
 KINDS = (GREEDY, "sampled")
 """What every evaluation generates: one greedy response to each problem, and those sampled at its first temperature.
@@ -70,6 +74,21 @@ Pair = tuple[np.ndarray, np.ndarray]
 """(sums [P], counts [P]) of a metric."""
 NOTHING = (0.0, 0.0)
 """The sum and the count where a problem has nothing to measure."""
+
+
+def check_arm_names(arms: Iterable[str]) -> None:
+    """Raises UserError for a name that cannot be that of an arm's folders and files."""
+    for arm in arms:
+        if arm == START:
+            raise UserError(f"arms.{arm}: {START} is the name of the start of all arms; choose another name")
+        fits = "/" not in arm and arm.isprintable() and 0 < len(arm.encode()) <= LONGEST_NAME
+        if not fits or arm.startswith(".") or arm.endswith((".progress", ".part")):
+            raise UserError(
+                f"arms.{arm[:40]!r}: an arm's name has no / and no line break, no . at its beginning, and at most "
+                f"{LONGEST_NAME} bytes"
+            )
+        if BEST in arm:
+            raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -32,6 +32,7 @@ from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.results import START
 from nemo_edo.experiments.grid_console import GridConsole
 from nemo_edo.run.folder import CONFIG, JOURNAL, METRICS, RunFolder
+from nemo_edo.utils.processes import end_with
 
 POLL_SECONDS = 0.1
 """How often the processes are looked at."""
@@ -40,7 +41,7 @@ WAIT_SECONDS = 1.0
 LOGS, CLAIMS = "logs", "claims"
 AFTER_THE_WARM_UP = {
     *("name", "output_dir", "experiment", "algorithm", "grpo", "idpo", "arms", "replicate_baseline", "train"),
-    *("search", "checkpoint", "early_stop", "profile", "cluster", "exp_manager"),
+    *("search", "checkpoint", "early_stop", "profile", "cluster", "exp_manager", "allow_changed"),
 }
 """Sections of the config that reach neither the warm-up nor its evaluation."""
 ADOPTED = (
@@ -90,11 +91,9 @@ class Cell:
     @cached_property
     def warm_up(self) -> str | None:
         """Equal for two cells whose warm-up, with its evaluation, is the same; None without one."""
-        config = yaml.load(self.config, Loader=YAML_LOADER)
-        if not config["sft"]["steps"]:
+        if not self.cfg.sft.steps:
             return None
-        reaching = {key: value for key, value in config.items() if key not in AFTER_THE_WARM_UP}
-        return hashlib.sha256(json.dumps(reaching).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(_reaching(self.config)).encode()).hexdigest()[:16]
 
     def command(self, processes: int = 1) -> list[str]:
         return train_command(self.config_name, self.overrides, self.config_dir, processes)
@@ -211,7 +210,7 @@ class _Runner:
                     continue
                 if not folder.path.exists():
                     sources = ((other, self.grid.run_folder(other)) for other in self.grid.donors(cell))
-                    kept = (one for one in sources if START in one[1].journal() and one[1].checkpoint(START).is_dir())
+                    kept = (one for one in sources if _has_warm_up_of(one[1], cell.config))
                     donor, source = next(kept, (None, None))
                     if donor is not None:
                         adopt_warm_up(source, folder, cell.config)
@@ -221,7 +220,8 @@ class _Runner:
                 environment.setdefault("OMP_NUM_THREADS", str(threads))
             with self.grid.log(cell).open("a", encoding="utf-8") as log:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-                process = subprocess.Popen(cell.command(self.processes), env=environment, **streams)
+                ends = partial(end_with, os.getpid())  # where this command is killed, its locks end, too
+                process = subprocess.Popen(cell.command(self.processes), env=environment, preexec_fn=ends, **streams)
             self.console.started(cell.name, self.grid.log(cell), donor and donor.name)
             self.running.append(_Training(cell, process, lock, warm_up_lock))
             self.waiting.remove(cell)
@@ -261,6 +261,18 @@ def hold(path: Path, *, wait: bool = False) -> IO | None:
     return file
 
 
+def _reaching(config: str) -> dict[str, Any]:
+    """The settings that reach the warm-up or its evaluation."""
+    return {key: one for key, one in yaml.load(config, Loader=YAML_LOADER).items() if key not in AFTER_THE_WARM_UP}
+
+
+def _has_warm_up_of(source: RunFolder, config: str) -> bool:
+    """Whether a folder has the warm-up of a config, finished: with the settings that it was made with."""
+    if START not in source.journal() or not source.checkpoint(START).is_dir():
+        return False
+    return _reaching((source.path / CONFIG).read_text(encoding="utf-8")) == _reaching(config)
+
+
 def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
     """Makes the folder of a run that has not begun, as if it had been stopped right after the source's warm-up and
     its evaluation. Their files are never written again once they are there, so that links do."""
@@ -274,7 +286,8 @@ def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
         elif there.is_file():
             os.link(there, here)
     journal = {stage: notes for stage, notes in source.journal().items() if stage in ("files", START)}
-    journal["files"].pop("prompts", None)  # its test problems may be others
+    noted = journal["files"].get("inputs", {})
+    journal["files"]["inputs"] = {key: one for key, one in noted.items() if key.split(".")[0] not in AFTER_THE_WARM_UP}
     size = journal[START]["metrics_bytes"]
     (new.path / METRICS).write_bytes((source.path / METRICS).read_bytes()[:size])
     new.write_json(JOURNAL, journal)

@@ -16,7 +16,7 @@ import aiohttp
 from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
 from nemo_edo.utils.api_key import ApiKey
 from nemo_edo.utils.http import Fault, ServerError, exchange, open_session
-from nemo_edo.utils.processes import kept
+from nemo_edo.utils.processes import end_session, kept
 
 POLL_EVERY_S = 0.25
 """Seconds between two health checks of a server that is starting."""
@@ -58,6 +58,8 @@ class Replica:
         self.has_worker_extension = has_worker_extension
         self.model_name = ""
         """What requests call the model; known once the server is ready."""
+        self.served = ""
+        """The model, by its name and by what the server says that it loaded."""
         self.max_length: int | None = None
         """Tokens of prompt and response that the server accepts; None: it does not say."""
         self._ready_limit_s = ready_limit_s
@@ -96,6 +98,7 @@ class Replica:
             time.sleep(POLL_EVERY_S)
         models = self.request("GET", MODELS)["data"]
         self.model_name, self.max_length = models[0]["id"], models[0].get("max_model_len")
+        self.served = f"{self.model_name} ({models[0].get('root') or self.model_name})"
 
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         try:
@@ -200,6 +203,7 @@ class ManagedReplica(Replica):
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
+            end_session(self.process.pid)  # where it was killed, and could not end what it kept
             self.process = None
 
     def ending(self) -> str:

@@ -6,6 +6,7 @@ memory, a forked process writes it, and once those of all ranks are done, the ra
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import tempfile
@@ -21,8 +22,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.checksums import checksum
 from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.utils.files import checksum
 from nemo_edo.utils.processes import end_with
 
 _KILLED = "a process that writes its files was killed, as the system does where memory is short"
@@ -89,11 +90,20 @@ def _write(
             transforms, place, write_bucket=bucket, results_queue=None, count_queue=None, use_fsync=True
         )
         if isinstance(written[place], Exception):
-            results.put(written[place])
+            results.put(_system_error(written[place]))
             return
     results.put(written)
     paths = [Path(path) for path, *_ in buckets]
     checksums.put({path.name: checksum(path) for path in paths if path.is_file()})
+
+
+def _system_error(error: BaseException) -> BaseException:
+    """The system's error behind a library's; where torch's writer of archives hides it, that of a full disk."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    hidden = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if "unexpected pos" in str(error) else error
+    return behind or hidden
 
 
 class _Mailbox:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import torch
-import xxhash
 
 from nemo_edo.errors import UserError
 from nemo_edo.parallel.main_rank import on_main
-from nemo_edo.utils.files import read_object, write_text
+from nemo_edo.utils.files import checksum, read_object, write_text
 
 FILE = "checksums.json"
 
@@ -62,9 +60,3 @@ def _fault(folder: Path) -> str | None:
 def _files(folder: Path) -> list[str]:
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(path) for path in paths if path != Path(FILE))
-
-
-def checksum(path: Path) -> str:
-    """Checksum of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

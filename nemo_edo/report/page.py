@@ -166,6 +166,8 @@ def facts(comparison: Comparison) -> dict[str, str]:
     ]
     if stopped:
         found["Stopped early"] = "; ".join(stopped)
+    if changed := [sentence for record in records for sentence in record.changed]:
+        found["Changed inputs"] = "; ".join(changed)
     samples, rollouts = (setting(first, f"evaluation.{key}") for key in ("samples", "rollouts"))
     sampled = f"{rollouts} x {samples} responses each at temperature {comparison.temperature:g}"
     found["Test"] = f"{comparison.problems} problems, greedy and {sampled}"

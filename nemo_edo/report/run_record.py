@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import xxhash
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
+from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation
 from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text
 
 RESTORE = "restore it from a copy"
@@ -72,6 +72,8 @@ class RunRecord:
     """The curves of ``test_time/ARM.json`` (``nemo-edo evaluate --stored``) by evaluated policy, and its
     ``search_accuracy`` where ``search/ARM`` has exactly one search (``nemo-edo search``)."""
     samples: list[dict[str, Any]]
+    changed: list[str] = field(default_factory=list)
+    """Inputs that had changed when the run resumed or was evaluated again, in sentences."""
 
     @property
     def seed(self) -> int:
@@ -96,6 +98,7 @@ def read_run(folder: Path) -> RunRecord:
     summary = read_object(path, ("name", "seed", "versions", "arms", "baseline", "time"))
     if not isinstance(summary["arms"], dict):
         raise UserError(f"{path}: arms is {summary['arms']!r}, expected an object; {RESTORE}")
+    check_arm_names(summary["arms"])
     arms, names = {}, [field.name for field in fields(ArmSettings)]
     for arm, settings in summary["arms"].items():
         missing = [name for name in names if not isinstance(settings, dict) or name not in settings]
@@ -127,6 +130,7 @@ def read_run(folder: Path) -> RunRecord:
         replicate,
         {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))},
         samples,
+        _changed(folder),
     )
 
 
@@ -138,6 +142,12 @@ def setting(record: RunRecord, key: str) -> Any:
             raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
         value = value[part]
     return value
+
+
+def _changed(folder: Path) -> list[str]:
+    path = folder / "journal.json"
+    files = read_object(path, ()).get("files", {}) if path.is_file() else {}
+    return [str(sentence) for sentence in files.get("changed", [])]
 
 
 def _read_test_time(folder: Path, arm: str) -> Evaluation | None:

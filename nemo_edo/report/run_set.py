@@ -195,6 +195,8 @@ def sweep_members(folder: Path) -> dict[str, list[str]]:
     members = read_mapping(path).get("members")
     if not isinstance(members, dict):
         raise UserError(f"{path}: members is {members!r:.40}, expected a mapping from names to overrides")
+    if outside := next((name for name in members if "/" in str(name) or str(name).startswith(".")), None):
+        raise UserError(f"{path}: members has {outside!r}, which is not the name of a folder in this one")
     return members
 
 

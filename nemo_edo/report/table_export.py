@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pandas as pd
 
@@ -61,9 +62,15 @@ def numbers(comparison: Comparison, conclusions: list[str]) -> dict[str, str]:
         },
         "conclusions": conclusions,
     }
+    rows = [{key: _as_text(value) for key, value in row.items()} for row in rows]
     text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     csv = pd.DataFrame(rows, columns=COLUMNS, dtype=object).to_csv(index=False, lineterminator="\r\n")
     return {".csv": csv, ".json": text + "\n"}
+
+
+def _as_text(value: Any) -> Any:
+    """A text that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
 def _ends(interval: Interval) -> dict[str, float | None]:

@@ -22,7 +22,8 @@ from nemo_edo.reward_models.process_reward import (
     scores_or_zeros,
 )
 from nemo_edo.rollouts.score_store import ScoreStore, check_score_name, rollouts_checksum
-from nemo_edo.run.stored_run import open_run
+from nemo_edo.run.folder import taken
+from nemo_edo.run.stored_run import StoredRun, open_run
 
 _HASHED_BYTES = 1 << 20
 """Bytes at each end of a weights file that identify a model."""
@@ -39,6 +40,13 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
     check_score_name(name)
     about, maker, cfg = _model(model, tokenizer, cfg)
     stored = open_run(run)
+    with taken([run]):
+        return _score(stored, about, maker, name, arm, cfg)
+
+
+def _score(
+    stored: StoredRun, about: RewardFolder, maker: str, name: str, arm: str | None, cfg: ScoreConfig
+) -> list[str]:
     form, questions = load_format(about), stored.questions("test")
     pending, lines = [], []
     for policy, kind in product(stored.evaluated([arm] if arm else []), KINDS):

@@ -15,6 +15,7 @@ from nemo_edo.rewards.function_calls import ARGUMENTS, IDS, SCORE, Failure, Resu
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
+from nemo_edo.utils.files import file_name
 from nemo_edo.utils.wording import shown
 
 _CALLS = "nemo_edo.rewards.function_calls"
@@ -47,12 +48,14 @@ class CustomScorer:
         time_limit_s: float,
         failures: Path,
         success_at: float = ScoredRollout.success_at,
+        require_unchanged: Callable[[], None] = lambda: None,
     ) -> None:
         self._answers = answers
         self._functions = functions
         self._time_limit_s = time_limit_s
         self._failures = failures
         self._success_at = success_at
+        self._require_unchanged = require_unchanged
         self._pool = WorkerPool(None)
         self._signatures: list[Signature] = []  # empty where the worker has not imported the functions
 
@@ -60,6 +63,7 @@ class CustomScorer:
         """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
         if self._signatures:
             return
+        self._require_unchanged()
         asked = [(function.path, function.key) for function in self._functions]
         signatures = self._pool.run(f"{_CALLS}:signature", asked)
         for (_, key), signature in zip(asked, signatures, strict=True):
@@ -145,13 +149,14 @@ class CustomScorer:
     def _described(self, function: RewardFunction, response: Response, failure: Failure) -> str:
         """The failure with its place in words; the response is written to a file."""
         rollout, problem = response.rollout, response.problem
-        path = self._failures / f"reward_{problem.id.replace('/', '_')}_sample_{rollout.sample_index}.json"
+        path = self._failures / f"reward_{file_name(problem.id)}_sample_{rollout.sample_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {
             **_arguments(response), "source": problem.source, "sample_index": rollout.sample_index,
             "function": function.path, "error": failure.reason, "traceback": failure.traceback,
         }  # fmt: skip
-        path.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate, as JSON writes it
         return (
             f"{function.key} ({function.path}), response {rollout.sample_index} to problem {problem.id} "
             f"({problem.source}): {failure.reason}; the response is in {path}"

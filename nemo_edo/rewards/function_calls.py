@@ -25,7 +25,9 @@ _PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "so
 _MARKS_BATCH = {"responses", "final_answers"}
 SCORE = "score"
 """The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
-_EXPECTED = "expected a finite number, or a dict of named ones"
+LARGEST = 1e12
+"""Rewards are trained on in float32: there the squares of these, times weights, add up to a finite number."""
+_EXPECTED = f"expected a number from {-LARGEST:g} to {LARGEST:g}, or a dict of named ones"
 
 Result = dict[str, float]
 """A response's reward as ``SCORE``, and named parts."""
@@ -96,11 +98,15 @@ def as_result(value: Any) -> Result:
     result = {}
     for name, one in entries.items():
         number = one.item() if getattr(one, "shape", None) == () else one  # of NumPy and torch
-        if not isinstance(number, Real) or not math.isfinite(number):
+        if not isinstance(number, Real) or not -LARGEST <= number <= LARGEST:  # neither has NaN
             entry = f"{shown(one)} as {name!r}" if isinstance(value, dict) else shown(one)
             raise ValueError(f"{entry}; {_EXPECTED}")
         result[str(name)] = float(number)
-    return result if SCORE in result else {SCORE: math.fsum(result.values()), **result}
+    if SCORE not in result:
+        result = {SCORE: math.fsum(result.values()), **result}
+    if abs(result[SCORE]) > LARGEST:
+        raise ValueError(f"parts whose sum is {result[SCORE]:g}; {_EXPECTED}")
+    return result
 
 
 @cache

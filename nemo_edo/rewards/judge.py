@@ -85,7 +85,7 @@ class Judge:
             stopped = (
                 f"the judge abstained on {asked.abstained} of {len(responses)} responses, and "
                 f"rewards.judge.max_abstained is {settings.max_abstained:g}; most often: "
-                f"{Counter(asked.reasons.values()).most_common(1)[0][0]}"
+                f"{report.explained(Counter(asked.reasons.values()).most_common(1)[0][0])}"
             )
         rules = self._verify(responses, [asked.given.get(key) for key in keys])
         judged = [

@@ -12,14 +12,17 @@ import aiohttp
 from nemo_edo.config import JudgeConfig
 from nemo_edo.rewards.judge_cache import JudgeCache, Reply
 from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict
-from nemo_edo.rewards.judge_report import JudgeReport
+from nemo_edo.rewards.judge_report import NO_VERDICT, JudgeReport
 from nemo_edo.utils.api_key import key_of_environment
 from nemo_edo.utils.http import Fault, ServerError, exchange, open_session, retrying, run_tasks
 
 CHAT = "/chat/completions"
 REFUSES_ONE_REQUEST = (400, 413, 422)
 """Statuses that refuse one request, such as one that is too long; others may succeed."""
-NO_VERDICT = "its reply has no verdict"
+WHOLE = (None, "stop", "eos", "end_turn")
+"""The finish_reason of a reply that ended by itself: others were cut, or withheld by a filter."""
+SHOWN = 200
+"""Characters of a reply's end that messages show."""
 
 
 class Verdicts:
@@ -104,6 +107,7 @@ class JudgeClient:
                     self._cache.put(key, reply)
                     verdicts.given[key] = reply.verdict
                     break
+                report.without_verdict = report.without_verdict or reply.text[-SHOWN:]
             if key not in verdicts.given:
                 verdicts.abstain(key, reason)
 
@@ -135,7 +139,7 @@ class JudgeClient:
             tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise Fault(f"no chat completion: {type(error).__name__}: {error}") from error
-        return Reply(self._read(text, choice.get("finish_reason") != "length"), text, *tokens)
+        return Reply(self._read(text, choice.get("finish_reason") in WHOLE), text, *tokens)
 
     def _require_model(self, found: Any) -> None:
         """Raises ServerError for another model's answer; one that names no model passes."""

@@ -13,6 +13,7 @@ VERDICTS = {"correct": True, "incorrect": False}
 CHOICES = [f"verdict: {word}" for word in VERDICTS]
 _VERDICT_LINE = re.compile(r"verdict: (correct|incorrect)", re.IGNORECASE)
 _TAG = re.compile(r"</\s*([\w-]+)\s*>")
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{(question|reference|answer|response)\}")
 _SCHEMA = {
     "type": "object",
@@ -55,7 +56,7 @@ def request_body(settings: JudgeConfig, problem: Problem, answer: str, text: str
 def read_verdict(text: str, is_whole: bool) -> bool | None:
     """The verdict of a text reply whose last line, and no other, is a verdict. None for any other reply, and for one
     that was cut. Reasoning (up to ``</think>``) is ignored."""
-    lines = [line.strip() for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
+    lines = [line.strip() for line in _answer(text).splitlines() if line.strip()]
     found = [match for line in lines if (match := _VERDICT_LINE.fullmatch(line))]
     if not is_whole or len(found) != 1 or found[0].string != lines[-1]:
         return None
@@ -63,10 +64,21 @@ def read_verdict(text: str, is_whole: bool) -> bool | None:
 
 
 def read_json_verdict(text: str, is_whole: bool) -> bool | None:
-    """The verdict of a JSON reply with nothing else; None for any other reply."""
+    """The verdict of a JSON reply with nothing else but reasoning before it and a fence around it; None for any other
+    reply."""
+    answer = _answer(text).strip()
+    fenced = _FENCE.fullmatch(answer)
     try:
-        reply = json.loads(text)
+        pairs = json.loads(fenced[1] if fenced else answer, object_pairs_hook=list)  # a key may be there twice
     except (ValueError, RecursionError):
         return None
-    well_formed = is_whole and isinstance(reply, dict) and reply.keys() == {"verdict"}
-    return VERDICTS.get(reply["verdict"]) if well_formed and isinstance(reply["verdict"], str) else None
+    if not is_whole or not isinstance(pairs, list) or len(pairs) != 1 or not isinstance(pairs[0], tuple):
+        return None
+    key, verdict = pairs[0]
+    return VERDICTS.get(verdict) if key == "verdict" and isinstance(verdict, str) else None
+
+
+def _answer(text: str) -> str:
+    """A reply without its reasoning; empty where that does not end."""
+    answer = text.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer

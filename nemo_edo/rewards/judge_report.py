@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nemo_edo.config import JudgeConfig
 from nemo_edo.metrics.paired import cohen_kappa
 
+NO_VERDICT = "its reply has no verdict"
 SHOWN_REASONS = 5
 
 
@@ -22,6 +23,8 @@ class JudgeReport:
     judged: int = 0
     """Responses with a verdict."""
     abstained: Counter[str] = field(default_factory=Counter)
+    without_verdict: str = ""
+    """The end of the first reply without a verdict."""
     """Responses without one, by reason."""
     prompt_tokens: int = 0
     """Without those of cached verdicts."""
@@ -49,6 +52,10 @@ class JudgeReport:
             found |= {"compared": compared, "agreement": same, "kappa": cohen_kappa(*counts)}
         return found
 
+    def explained(self, reason: str) -> str:
+        """The reason for an abstention, with a reply where it is about replies."""
+        return f"{reason}, such as one that ends {self.without_verdict!r}" if reason == NO_VERDICT else reason
+
     def in_words(self, settings: JudgeConfig) -> str:
         numbers = self.numbers(settings)
         spent = f", which cost {numbers['cost']:.4g}" if "cost" in numbers else ""
@@ -62,5 +69,8 @@ class JudgeReport:
                 f"the rules agree on {numbers['agreement']:.1%} of {numbers['compared']} responses, Cohen's kappa "
                 f"{numbers['kappa']:.3f}"
             )
-        said += [f"no verdict on {count}: {reason}" for reason, count in self.abstained.most_common(SHOWN_REASONS)]
+        said += [
+            f"no verdict on {count}: {self.explained(reason)}"
+            for reason, count in self.abstained.most_common(SHOWN_REASONS)
+        ]
         return "; ".join(said)

@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 
 
 def build_scorer(
-    cfg: RunConfig, loaded: dict[Path, LoadedProblems], encode: Callable[[str], tuple[int, ...]]
+    cfg: RunConfig,
+    loaded: dict[Path, LoadedProblems],
+    encode: Callable[[str], tuple[int, ...]],
+    require_unchanged: Callable[[], None] = lambda: None,
 ) -> tuple[Scorer, Judge | None]:
     """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
-    encode: the policy's token ids of a text, which a custom reward may take.
+    encode: the policy's token ids of a text, which a custom reward may take. require_unchanged: called before a
+    custom reward's module is imported, which happens again after a call that took too long.
 
     Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError where
     a custom reward fails on the first problems, and where a judge does not answer.
     """
     rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if rewards.by_function:
-        custom = _custom_scorer(cfg)
+        custom = _custom_scorer(cfg, require_unchanged)
         custom.try_on([file.problems[0] for file in loaded.values()], encode)
         return custom, None
     without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
@@ -66,7 +70,7 @@ def check_functions(cfg: RunConfig) -> None:
         custom.close()
 
 
-def _custom_scorer(cfg: RunConfig) -> CustomScorer:
+def _custom_scorer(cfg: RunConfig, require_unchanged: Callable[[], None] = lambda: None) -> CustomScorer:
     from nemo_edo.rewards.custom import CustomScorer, RewardFunction
 
     rewards = cfg.rewards
@@ -76,6 +80,7 @@ def _custom_scorer(cfg: RunConfig) -> CustomScorer:
         time_limit_s=rewards.function_time_limit_s,
         failures=Path(cfg.output_dir) / cfg.name / "failures",
         success_at=rewards.success_at,
+        require_unchanged=require_unchanged,
     )
 
 

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.arms import arm_seed
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.run.comparison import RECORD, Comparison, in_words
-from nemo_edo.run.folder import BEST, RunFolder
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.inputs import Data, given_rollouts, model_folder
+from nemo_edo.run.made_from import require_served
 from nemo_edo.run.settings import RunSettings
 
 if TYPE_CHECKING:
     from nemo_edo.algorithms.collection import Objective
+    from nemo_edo.evaluation.results import Evaluation
     from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.interfaces import GenerationEngine, WeightSync
     from nemo_edo.rollouts.store import RolloutStore
@@ -154,6 +157,9 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
     own = servers.placed(cfg, _trainers_gpus(cfg))
     replicas = servers.build_replicas(own, folder, run.path / "servers", torch.cuda.device_count())
     servers.start(replicas, cfg.model.seq_length)
+    if cfg.generation.servers.urls and run.journal():
+        require_served(run.journal()["files"].get("served"), replicas[0].served, cfg.allow_changed)
+        run.note_inputs([], served=replicas[0].served)
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     engine = servers.build_server_engine(
         cfg,
@@ -272,11 +278,13 @@ class Builder:
         """The rollouts of another run that an arm trains on."""
         return given_rollouts(self._cfg, arm, self._data)
 
-    def analyse_test_time(self, arm: str) -> list[str]:
-        """Writes what voting, best-of-N and weights make of an arm's stored responses; returns what there is to say."""
+    def analyse_test_time(
+        self, arm: str, stores: Mapping[str, RolloutStore], temperature: float
+    ) -> tuple[Evaluation, list[str]]:
+        """``evaluate_stored.analyse_arm``: what voting, best-of-N and weights make of an arm's responses."""
         from nemo_edo.run.evaluate_stored import analyse_arm
 
-        return analyse_arm(self._folder, self._cfg, arm)[1]
+        return analyse_arm(self._folder, self._cfg, arm, stores, temperature)
 
     def summary(self, seconds: Mapping[str, float]) -> dict:
         """The content of summary.json."""

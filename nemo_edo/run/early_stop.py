@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_edo.config import EarlyStopConfig
-from nemo_edo.evaluation.results import load_evaluation
-from nemo_edo.run.folder import BEST, RunFolder
+from nemo_edo.evaluation.results import BEST, load_evaluation
+from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.settings import RunSettings
 from nemo_edo.utils.files import read_object
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_edo.config import RunConfig
@@ -12,7 +12,7 @@ from nemo_edo.evaluation.stored import aggregated, analyse, differences, differe
 from nemo_edo.rollouts.arrays import read_samples
 from nemo_edo.rollouts.score_store import ScoreStore
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stored_run import final_iteration, open_run
 from nemo_edo.utils.files import read_object
 
@@ -26,6 +26,11 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
     strange = [override for override in overrides if not override.lstrip("+").startswith("evaluation.")]
     if strange:
         raise UserError(f"evaluate --stored takes overrides of evaluation.* only, not {', '.join(strange)}")
+    with taken(runs):
+        return _evaluate_stored(runs, arm, overrides)
+
+
+def _evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
     opened = [open_run(run, overrides) for run in runs]
     chosen = [(run.folder, run.cfg, name) for run in opened for name in run.evaluated([arm] if arm else [])]
     evaluations: dict[str, Evaluation] = {}
@@ -33,7 +38,10 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
     for folder, cfg, name in chosen:
         alone = [run.name for run in runs].count(folder.path.name) == 1
         label = name if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{name}"
-        evaluations[label], notes = analyse_arm(folder, cfg, name)
+        stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
+        temperature = load_evaluation(folder.evaluation(name)).temperature
+        evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)
+        folder.write_test_time(evaluations[label])
         said += notes
     settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
     said.append(table(evaluations, **settings))
@@ -47,11 +55,13 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
     return [*said, *(f"written: {folder.test_time(name)}" for folder, _, name in chosen)]
 
 
-def analyse_arm(folder: RunFolder, cfg: RunConfig, arm: str) -> tuple[Evaluation, list[str]]:
-    """Writes RUN/test_time/ARM.json of an arm whose final evaluation is stored; returns it, and which scores were left
-    out and why."""
+def analyse_arm(
+    folder: RunFolder, cfg: RunConfig, arm: str, stores: Mapping[str, RolloutStore], temperature: float
+) -> tuple[Evaluation, list[str]]:
+    """What more compute makes of an arm's responses of a final evaluation, by ``KINDS``, sampled at a temperature; and
+    which scores were left out and why."""
     iteration, settings = final_iteration(cfg, arm), cfg.evaluation
-    greedy, sampled = (read_samples(RolloutStore(folder.evaluated(arm, kind)), iteration) for kind in KINDS)
+    greedy, sampled = (read_samples(stores[kind], iteration) for kind in KINDS)
     scores, said = {}, []
     for path in sorted(folder.scores(arm, "x").parent.glob("*/sampled.parquet")):
         store, name = ScoreStore(path.parent), path.parent.name
@@ -61,8 +71,5 @@ def analyse_arm(folder: RunFolder, cfg: RunConfig, arm: str) -> tuple[Evaluation
         scores[name] = aggregated(name, sampled.steps(store.read("sampled")), settings.aggregation)
         if not weighs(scores[name]):
             said.append(f"weighted@k/{name} of {arm}: left out: votes' weights must be at least 0, and these are not")
-    temperature = load_evaluation(folder.evaluation(arm)).temperature
     fixed = {"each": settings.samples, "subsets": settings.vote_subsets, "seed": cfg.seed, "temperature": temperature}
-    evaluation = analyse(arm, greedy, sampled, scores, **fixed)
-    folder.write_test_time(evaluation)
-    return evaluation, said
+    return analyse(arm, greedy, sampled, scores, **fixed), said

@@ -7,29 +7,51 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from nemo_edo.errors import RESTORE, DamagedFile, UserError
-from nemo_edo.evaluation.results import START, Evaluation
-from nemo_edo.utils.files import json_text, read_json, read_mapping, read_object, temporary_name, write_text
+from nemo_edo.errors import CANNOT_WRITE, RESTORE, DamagedFile, UserError
+from nemo_edo.evaluation.results import BEST, START, Evaluation
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.utils.files import (
+    json_text,
+    read_json,
+    read_mapping,
+    read_object,
+    require_no_links,
+    temporary_name,
+    write_text,
+)
 
 MAY_CHANGE = (
-    *("checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards", "model.seq_length"),
+    *(
+        "allow_changed",
+        "checkpoint",
+        "cluster",
+        "data.allow_overlap",
+        "exp_manager",
+        "generation.servers",
+        "guards",
+        "model.seq_length",
+    ),
     *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
-layout, which rounds differently. Searches keep their own settings."""
+layout, which rounds differently (and ``SKIPPING``). Searches keep their own settings."""
+SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
+"""The guards that change numbers, where the first is skip: they say which steps are taken."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""
-BEST = ".best"
-"""What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
+REPLACEMENT = "evaluations/replacement.json"
+"""What a new evaluation puts in the place of the stored one: there from when it is complete to when all is in place."""
 
 
 class RunFolder:
@@ -133,7 +155,8 @@ class RunFolder:
         there, here = (defaults | _flat(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
-        different = sorted(key for key in changed if not f"{key}.".startswith(free))
+        fixed = SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ()
+        different = sorted(key for key in changed if key in fixed or not f"{key}.".startswith(free))
         if different:
             key = different[0]
             raise UserError(
@@ -151,17 +174,51 @@ class RunFolder:
         """
         earlier = None
         if self.is_finished:
-            self._take()  # so that no other process is about to do the same
-            earlier = self._numbered()
-            self.path.rename(earlier)
+            self.take()  # so that no other process is about to do the same
+            if self.is_finished:  # otherwise another has done it, and has the new folder
+                earlier = self._numbered()
+                self.path.rename(earlier)
             self.close()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path} cannot be made ({error.strerror}); choose another output_dir=...") from error
-        self._take()
+        self.take()
         write_text(self.path / CONFIG, config)
         return earlier
+
+    def require_unused(self) -> None:
+        """Raises UserError where another process has the folder."""
+        if (self.path / LOCK).is_file():
+            self._take()
+            self.close()
+
+    def take(self, *, finished: bool = False) -> None:
+        """Takes the folder for this process, until ``close``. finished: it has to be a finished run's.
+
+        Raises UserError where another process has it, and where a link in it could lead writes out of it."""
+        require_no_links(self.path, but_in="logs")  # W&B has links there
+        self._take()
+        if finished and not self.is_finished:
+            self.close()
+            raise UserError(f"{self.path} has not finished: resume the run (nemo-edo train) before this command")
+        if (self.path / REPLACEMENT).is_file():
+            self.replace_evaluations()
+
+    def replace_evaluations(self) -> None:
+        """Puts the new evaluations of ``REPLACEMENT`` in the place of the stored ones: done again, it has no effect."""
+        new = read_object(self.path / REPLACEMENT, ("responses", "results", "metrics_bytes", "lines"))
+        for place, newer, iteration in new["responses"]:
+            if any(self._inside(newer).glob("*/*.parquet")):  # otherwise a killed process has moved them
+                RolloutStore(self._inside(place)).take_over(iteration, RolloutStore(self._inside(newer)))
+        for name, record in new["results"].items():
+            self.write_json(name, record)
+        with (self.path / METRICS).open("r+b") as metrics:
+            metrics.truncate(new["metrics_bytes"])
+            metrics.seek(0, os.SEEK_END)
+            metrics.write(new["lines"].encode())
+            os.fsync(metrics.fileno())
+        (self.path / REPLACEMENT).unlink()
 
     def close(self) -> None:
         """Lets other processes have the folder."""
@@ -194,7 +251,7 @@ class RunFolder:
                 "name=..."
             ) from None
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         lock.flush()
         os.register_at_fork(after_in_child=lock.close)  # otherwise it would last as long as any forked process
         self._lock = lock
@@ -223,6 +280,14 @@ class RunFolder:
         """Adds a stage that is done."""
         self.write_json(JOURNAL, {**self.journal(), stage: notes})
 
+    def note_inputs(self, changed: Iterable[str], **notes: Any) -> None:
+        """Adds to what is noted of the files that the run makes and is made from. changed: of the latter, in words."""
+        noted = self.journal().get("files", {"metrics_bytes": 0})
+        said = list(dict.fromkeys([*noted.get("changed", []), *changed]))
+        added = {**noted, **notes, **({"changed": said} if said else {})}
+        if added != noted:
+            self.note("files", **added)
+
     def remove_progress(self, stage: str) -> None:
         """Removes what the stage resumes from: a finished stage has its final checkpoint."""
         shutil.rmtree(self.progress(stage), ignore_errors=True)
@@ -231,9 +296,15 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """An object gets its checksum, too, which ``read_json`` verifies."""
-        path = self.path / name
+        path = self._inside(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json_text(value))
+
+    def _inside(self, name: str) -> Path:
+        """Raises UserError for a name that leads out of the folder."""
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{self.path}: {name!r} leads out of the run's folder")
+        return self.path / name
 
     def read_json(self, name: str) -> Any:
         """Raises UserError naming a file that is missing or damaged."""
@@ -251,15 +322,19 @@ class RunFolder:
         self.write_json(str(path.relative_to(self.path)), evaluation.record())
 
 
-def check_arm_names(arms: Iterable[str]) -> None:
-    """Raises UserError for a name that cannot be that of an arm's folders and files."""
-    for arm in arms:
-        if arm == START:
-            raise UserError(f"arms.{arm}: {START} is the name of the start of all arms; choose another name")
-        if "/" in arm or not arm.isprintable() or arm.startswith(".") or arm.endswith((".progress", ".part")):
-            raise UserError(f"arms.{arm!r}: an arm's name has no / and no line break, and no . at its beginning")
-        if BEST in arm:
-            raise UserError(f"arms.{arm!r}: {BEST} in a name is for an arm's best policies; choose another name")
+@contextmanager
+def taken(folders: Iterable[Path]) -> Iterator[None]:
+    """Runs' folders are this process's for a while. Those that cannot be written to are nobody's."""
+    with ExitStack() as stack:
+        for path in dict.fromkeys(path.resolve() for path in folders if (path / CONFIG).is_file()):
+            folder = RunFolder(path)
+            try:
+                folder.take()
+            except OSError as error:
+                if error.errno not in CANNOT_WRITE:
+                    raise
+            stack.callback(folder.close)
+        yield
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,11 +30,13 @@ from nemo_edo.data.source import made_problems as source_problems
 from nemo_edo.data.stop_tokens import SETTING, StopTokens, read_stop_tokens
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import START
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.disk_space import check_disk_space, estimate_bytes
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.made_from import MadeFrom, made_from
 from nemo_edo.types import Problem
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Data:
     """What scores responses to them."""
     judge: Judge | None = None
     """The language model that the scorer asks, if any."""
+    made_from: MadeFrom = field(default_factory=lambda: MadeFrom({}, {}))
+    """The files that all this was read from."""
     made: dict[str, list[Problem]] = field(default_factory=dict)
     """The splits that the run makes, before they are in its folder."""
     begun: datetime = field(default_factory=datetime.now)
@@ -206,6 +209,10 @@ def load_data(
     scores: False where nothing will be scored, and what would score is not looked at. made, tokenizer_folder: before
     there is a run folder, the problems that will be in it and the folder of its model's tokenizer."""
     made = made or {}
+    # A run of a finished run's name begins anew.
+    journal = {} if tokenizer_folder is not None and run.is_finished else run.journal()
+    noted = journal.get("files", {})
+    inputs = made_from(cfg, noted.get("inputs", {}), began=bool(noted), learned=START in journal)
     files = _problem_files(cfg.data, run, made)
     train_file, test_file = files.get("train"), files["test"]
     if train_file is None and cfg.algorithm != NONE:
@@ -221,7 +228,9 @@ def load_data(
     def encode(text: str) -> TokenIds:
         return tuple(load_tokenizer(folder).encode(text, add_special_tokens=False))
 
-    scorer, judge = build_scorer(cfg, loaded, encode) if scores else (ExactAnswerScorer(), None)
+    scorer, judge = (
+        build_scorer(cfg, loaded, encode, inputs.require_unchanged) if scores else (ExactAnswerScorer(), None)
+    )
     warmup_file = files.get("warmup", train_file)
     if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = load("warmup")
@@ -248,18 +257,11 @@ def load_data(
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
-    # A run of a finished run's name begins anew.
-    noted = {} if tokenizer_folder is not None and run.is_finished else run.journal().get("files", {})
     begun = _begun(cfg, noted)
     style = _style(cfg.data, tokenizer, begun)
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
-    if scores and noted.get("prompts", digest(prompts)) != digest(prompts):
-        raise UserError(
-            f"{run.path}: its prompts are no longer those that it began with: the problems, the tokenizer or the chat "
-            "template have changed since; restore them, or choose another name=..."
-        )
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
         check_rows(chain(prompts.values(), *solutions), stop.ids, tokenizer, fields, folder / "config.json")
@@ -278,15 +280,11 @@ def load_data(
         scorer=scorer,
         judge=judge,
         made=dict(made),
+        made_from=inputs,
         begun=begun,
         left_out=left_out_tokens(tokenizer, style),
         warnings=warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids),
     )
-
-
-def digest(prompts: Mapping[str, TokenIds]) -> str:
-    """What tells prompts from others."""
-    return hashlib.blake2b(repr(sorted(prompts.items())).encode(), digest_size=8).hexdigest()
 
 
 def _style(data: DataConfig, tokenizer: PreTrainedTokenizerBase, begun: datetime) -> PromptStyle:

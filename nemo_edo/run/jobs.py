@@ -16,15 +16,16 @@ from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.data.model_folder import HUB_ID
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import check_arm_names
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, comparison, inputs
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
-from nemo_edo.run.folder import METRICS, TRACKED, RunFolder, check_arm_names
+from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.policy_evaluation import evaluate_policy
+from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.settings import RunSettings
@@ -34,13 +35,15 @@ from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run.summary import examples, side_by_side
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
-from nemo_edo.utils.files import read_object, temporary_name
+from nemo_edo.utils.files import checksum, read_object, temporary_name
 from nemo_edo.utils.garbage import large_imports
 from nemo_edo.utils.phases import PhaseClock
-from nemo_edo.utils.wording import did_you_mean
+from nemo_edo.utils.wording import did_you_mean, printable
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
+NEW_LINES = "evaluations/replacement.jsonl"
+"""The lines of metrics.jsonl of an evaluation that is to replace the stored one."""
 SENTENCES = 5
 """Of a report's conclusions that the terminal shows."""
 
@@ -105,26 +108,34 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
 
 
 def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
-    """Evaluates a run's trained arms again (``overrides`` of evaluation.*), and writes its report again. An arm's
-    responses are replaced once the new ones are complete; a killed evaluation of the same settings resumes."""
-    strange = [override for override in overrides if not override.startswith("evaluation.")]
+    """Evaluates a finished run's policies again (``overrides`` of evaluation.*), and writes its report again. What is
+    stored is replaced once everything new is complete; a killed evaluation of the same settings resumes."""
+    strange = [override for override in overrides if not override.startswith(("evaluation.", "allow_changed="))]
     if strange:
-        raise UserError(f"evaluate takes overrides of evaluation.* only, not {', '.join(strange)}")
+        raise UserError(f"evaluate takes overrides of evaluation.* and allow_changed only, not {', '.join(strange)}")
     opened = open_run(run, overrides)
     folder = opened.folder
     trains = opened.cfg.algorithm != NONE
     names = [arm] if arm else opened.policies
     for name in names if trains else ():
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
-    services, settings = _reopen(opened)
+    folder.take(finished=True)
     try:
-        for name in names:
-            services.console.begin(name)
-            model = services.builder.trained(name) if trains else untrained_model(services)
-            evaluate_policy(services, settings, model, name, settings.final_iteration(name), anew=True)
+        services, settings = _reopen(opened)
+        new = Replacement()
+        try:
+            for name in names:
+                services.console.begin(name)
+                model = services.builder.trained(name) if trains else untrained_model(services)
+                evaluate_policy(services, settings, model, name, settings.final_iteration(name), anew=new)
+        finally:
+            services.console.close()
+            services.builder.close()
+        new.put(folder, (folder.path / NEW_LINES).read_text(encoding="utf-8"))
+        (folder.path / NEW_LINES).unlink()
+        _conclude(folder)
     finally:
-        services.close()
-    _conclude(folder)
+        folder.close()
 
 
 def export(
@@ -208,6 +219,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     check_arm_names(arms)
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
+    folder.require_unused()
     _start_processes(cfg)
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = inputs.load_checked_data(cfg, folder, arms.values())
@@ -230,7 +242,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     if cfg.algorithm != NONE and data.overlap:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if cfg.model.path is not None:
-        print(*data.stop.lines(), *data.warnings, sep="\n")
+        print(*map(printable, (*data.stop.lines(), *data.warnings)), sep="\n")
     _warn_of_experts(cfg, folder)
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
@@ -271,11 +283,13 @@ def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
     cfg, folder = opened.cfg, opened.folder
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
+    folder.note_inputs(data.made_from.changed)
     cfg = inputs.with_seq_length(cfg, data)
     settings = build.run_settings(cfg)
     policies = (WARMUP, *settings.arms, *opened.best_policies)
     console = RunConsole({name: settings.final_iteration(name) for name in policies})
-    log = MetricsLog(folder.path / METRICS, log_numbers(None), watch=console)
+    (folder.path / NEW_LINES).unlink(missing_ok=True)  # of a killed evaluation
+    log = MetricsLog(folder.path / NEW_LINES, log_numbers(None), watch=console)
     build.check_servers(cfg)
     build.check_refit(cfg, folder)
     builder = build.Builder(cfg, folder, data, build.start_servers(cfg, folder, data))
@@ -283,23 +297,22 @@ def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
 
 
 def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
-    """The files that the run makes, again where one of them has changed: a resumed run needs what it began with."""
-    from nemo_edo.megatron.checksums import checksum
+    """The files that the run makes, again where one of them has changed: a resumed run needs what it began with. Notes
+    them, and what the run is made from."""
 
     def checksums() -> dict[str, str]:
         paths = [path for part in (folder.data, folder.base) for path in sorted(part.rglob("*")) if path.is_file()]
         return {str(path.relative_to(folder.path)): checksum(path) for path in paths}
 
     noted = folder.journal().get("files")
-    asked = {"begun": data.begun.isoformat(), "prompts": inputs.digest(data.prompts)}
+    asked = {"begun": data.begun.isoformat(), "inputs": data.made_from.notes()}
     if noted is None or noted.get("checksums", checksums()) != checksums():
         for path in (*folder.data.glob("*"), *folder.base.glob("*")):
             if path.is_dir():  # all of them are files
                 shutil.rmtree(path)
         inputs.write_builtin_files(cfg, folder, data.made)
-        folder.note("files", metrics_bytes=0, checksums=checksums(), **asked)
-    elif noted | asked != noted:  # of a version that did not note them, or another run's (``adopt_warm_up``)
-        folder.note("files", **noted | asked)
+        asked |= {"checksums": checksums()}
+    folder.note_inputs(data.made_from.changed, **asked)
 
 
 # --- after the stages ---------------------------------------------------------------------------------------------
@@ -351,7 +364,7 @@ def _conclude(folder: RunFolder) -> None:
     from nemo_edo.report.run_set import one_run
 
     report = write_report(one_run(folder.path))
-    print(f"\n{terminal_table(report.comparison)}\n")
+    print(printable(f"\n{terminal_table(report.comparison)}\n"))
     for sentence in report.conclusions[:SENTENCES]:
-        print(textwrap.fill(sentence, 80, initial_indent="- ", subsequent_indent="  "))
+        print(textwrap.fill(printable(sentence), 80, initial_indent="- ", subsequent_indent="  "))
     print(f"\nreport: {report.path}")

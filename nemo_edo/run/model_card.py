@@ -16,8 +16,8 @@ from nemo_edo import __version__
 from nemo_edo.config import IDPOConfig, LoopConfig
 from nemo_edo.config.arms import arm_label
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, Evaluation, largest, load_evaluation, metric_name
-from nemo_edo.run.folder import BEST, RunFolder
+from nemo_edo.evaluation.results import BEST, START, Evaluation, largest, load_evaluation, metric_name
+from nemo_edo.run.folder import RunFolder
 
 REPORT = "report.html"
 LICENCE = ("license", "license_name", "license_link")

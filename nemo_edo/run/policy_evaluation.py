@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nemo_edo.algorithms.requests import sampling_requests
@@ -18,6 +18,7 @@ from nemo_edo.interfaces import GenerationEngine, Scorer
 from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.early_stop import trained_iterations
+from nemo_edo.run.folder import METRICS, REPLACEMENT, RunFolder
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.settings import RunSettings
 from nemo_edo.run.stop_signal import StopSignal
@@ -29,6 +30,30 @@ if TYPE_CHECKING:
     from nemo_edo.worker.remote import RemotePolicy
 
 
+@dataclass
+class Replacement:
+    """What new evaluations of a finished run put in the place of the stored ones, once all of them are complete
+    (``RunFolder.replace_evaluations``)."""
+
+    responses: list[tuple[str, str, int]] = field(default_factory=list)
+    """(the store's folder, that of the new responses, iteration), below the run's folder."""
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    test_time: dict[str, Evaluation] = field(default_factory=dict)
+
+    def put(self, folder: RunFolder, lines: str) -> None:
+        """lines: of metrics.jsonl."""
+        results = {folder.evaluation(arm): evaluation for arm, evaluation in self.evaluations.items()}
+        results |= {folder.test_time(arm): evaluation for arm, evaluation in self.test_time.items()}
+        record = {
+            "responses": self.responses,
+            "results": {str(path.relative_to(folder.path)): one.record() for path, one in results.items()},
+            "metrics_bytes": (folder.path / METRICS).stat().st_size,
+            "lines": lines,
+        }
+        folder.write_json(REPLACEMENT, record)
+        folder.replace_evaluations()
+
+
 def evaluate_policy(
     run: RunServices,
     settings: RunSettings,
@@ -37,13 +62,13 @@ def evaluate_policy(
     iteration: int,
     *,
     final: bool = True,
-    anew: bool = False,
+    anew: Replacement | None = None,
 ) -> list[ScoredRollout]:
     """Evaluates the arm's policy on the test problems; returns the responses that the report may show.
 
     An evaluation within the training (``final`` False) samples one rollout per problem at the first of
     ``evaluation.temperature``. The final one samples ``evaluation.rollouts`` at each and also measures test-time
-    methods. anew: the stored responses of an earlier one are kept until the new ones are complete, and then replaced.
+    methods. anew: the stored evaluation stays, and this gets what replaces it.
     """
     folder = run.folder
     if model.engine is None:
@@ -53,7 +78,7 @@ def evaluate_policy(
     stores = {}
     for kind in kinds(settings.evaluation, final=final):
         path = folder.evaluated(arm, kind)
-        if anew:
+        if anew is not None:
             # Responses at the first temperature have it in the name, so that a killed evaluation does not resume with
             # those of another temperature.
             first = settings.evaluation.temperature[0]
@@ -64,20 +89,27 @@ def evaluate_policy(
     seconds = time.monotonic() - begun
     if final:
         model.weight_sync.release()
-    if anew:
-        for kind, store in stores.items():
-            run.store(folder.evaluated(arm, kind)).take_over(iteration, store)
     if final:  # where the training ended early, fewer than its responses' number says
-        iteration = trained_iterations(settings, folder, arm)
+        number, iteration = iteration, trained_iterations(settings, folder, arm)
     metric = settings.checkpoint.best
-    if metric is not None and arm in settings.arms:
+    if metric is not None and arm in settings.arms and anew is None:
         from nemo_edo.run.best_policies import keep_best
 
         keep_best(model, folder, settings.checkpoint, arm, evaluation.mean(metric), iteration)
-    _log(run, settings, evaluation, iteration, final, seconds)
-    folder.write_evaluation(evaluation, None if final else iteration)
-    for note in run.builder.analyse_test_time(arm) if final else ():
-        print(note)
+    earlier = {} if anew is None else anew.evaluations
+    _log(run, settings, evaluation, iteration, final, seconds, earlier.get(WARMUP))
+    if anew is None:
+        folder.write_evaluation(evaluation, None if final else iteration)
+    if final:
+        test_time, notes = run.builder.analyse_test_time(arm, stores, evaluation.temperature)
+        print(*notes, sep="\n", end="\n" if notes else "")
+        if anew is None:
+            folder.write_test_time(test_time)
+        else:
+            places = [(folder.evaluated(arm, kind), store.folder) for kind, store in stores.items()]
+            names = ((str(path.relative_to(folder.path)) for path in pair) for pair in places)
+            anew.responses += [(*pair, number) for pair in names]
+            anew.evaluations[arm], anew.test_time[arm] = evaluation, test_time
     rows = solution_rows(run.data.test, responses, arm, iteration)
     log_table(run.tracker, f"{arm}/evaluation/solutions", SOLUTION_COLUMNS, rows, step=iteration)
     return responses
@@ -154,11 +186,12 @@ class KeepsParts(Keeping):
 
 
 def _log(
-    run: RunServices, settings: RunSettings, evaluation: Evaluation, iteration: int, final: bool, seconds: float
-) -> None:
+    run: RunServices, settings: RunSettings, evaluation: Evaluation, iteration: int, final: bool, seconds: float,
+    start: Evaluation | None,
+) -> None:  # fmt: skip
     """What a judge was asked since the last evaluation, the means with their intervals, and the test problems that an
     arm has newly solved and lost, since its start and since its last evaluation. The earlier evaluations are read from
-    disk: a resumed run has them, too."""
+    disk: a resumed run has them, too. start: of the arm's start, where it is not there yet."""
     arm, judge = evaluation.arm, run.data.judge
     if judge is not None:
         report = judge.take_report()
@@ -168,7 +201,8 @@ def _log(
     if arm != WARMUP:
         earlier = {"": run.folder.evaluation(WARMUP), "_since_last": run.folder.evaluation_before(arm, iteration)}
         for suffix, path in earlier.items():
-            for name, number in newly_solved_and_lost(load_evaluation(path), evaluation).items():
+            first = load_evaluation(path) if start is None or path != run.folder.evaluation(WARMUP) else start
+            for name, number in newly_solved_and_lost(first, evaluation).items():
                 changes[name + suffix] = number
     metrics = evaluation.means(resamples=settings.evaluation.bootstrap, seed=settings.seed)
     clocks = {"evaluation_s": seconds}

@@ -14,12 +14,13 @@ from nemo_edo.config import CheckpointConfig
 from nemo_edo.data.batch_file import read_batch, write_batch
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.megatron import checkpoint
-from nemo_edo.megatron.checksums import DamagedCheckpoint, checksum
+from nemo_edo.megatron.checksums import DamagedCheckpoint
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.types import TrainingBatch
+from nemo_edo.utils.files import checksum
 from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
 

@@ -37,6 +37,7 @@ def do_stage(run: RunServices, settings: RunSettings, name: str) -> None:
     else:
         if run.stop.is_asked():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
+        run.data.made_from.require_unchanged()  # the stage may read some of it again
         begun = run.log.elapsed
         run.console.begin(name)
         try:

@@ -11,9 +11,10 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START
+from nemo_edo.evaluation.results import START, check_arm_names
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import read_mapping
 
@@ -43,6 +44,7 @@ class StoredRun:
         path = getattr(data, split) or (str(own) if own.is_file() else None)
         if path is None:
             return {}
+        require_noted(f"data.{split}", Path(path), self.folder.journal().get("files", {}).get("inputs", {}))
         return {problem.id: problem.question for problem in load_problems(path, **data.reading(split)).problems}
 
     def evaluated(self, policies: Sequence[str]) -> list[str]:
@@ -100,4 +102,6 @@ def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
     read_mapping(run / "config.yaml")
-    return StoredRun(RunFolder(run), compose_run("config", list(overrides), config_dir=run))
+    cfg = compose_run("config", list(overrides), config_dir=run)
+    check_arm_names(arm_configs(cfg))
+    return StoredRun(RunFolder(run), cfg)

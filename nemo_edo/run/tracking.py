@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine with nvcc and without a GPU
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # where Bridge has its locks otherwise
+        os.environ.setdefault("MEGATRON_CONFIG_LOCK_DIR", tempfile.gettempdir())
     os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")  # Bridge names a missing CUDA kernel for each model
     # A dozen on import that Apex and Transformer Engine are absent (``megatron/cpu/`` is for that very case), and what
     # libraries deprecate of each other.

@@ -26,13 +26,14 @@ from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_form
 from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.score_run import made_by
 from nemo_edo.run import build, inputs, jobs
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import final_iteration, open_run
 from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
 from nemo_edo.types import Problem, SamplingParams
+from nemo_edo.utils.files import file_name
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
@@ -52,9 +53,11 @@ def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
     ``overrides``: of search.* and generation.* only. Raises UserError for whatever would stop it later, before any
     weights are read.
     """
-    strange = [one for one in overrides if not one.lstrip("+").startswith(("search.", "generation."))]
+    strange = [one for one in overrides if not one.lstrip("+").startswith(("search.", "generation.", "allow_changed="))]
     if strange:
-        raise UserError(f"search takes overrides of search.* and generation.* only, not {', '.join(strange)}")
+        raise UserError(
+            f"search takes overrides of search.*, generation.* and allow_changed only, not {', '.join(strange)}"
+        )
     opened = open_run(run, overrides)
     cfg, folder = opened.cfg, opened.folder
     arms = list(arm_configs(cfg))
@@ -66,14 +69,17 @@ def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
         folder.require_arm(name, [START, *arms])
     elif name != START:
         raise UserError(f"{folder.path} has no arm {name!r}: its model is evaluated as it is, as {START}")
-    return _search(cfg, folder, name, _reward_model(cfg))
+    reward_model = _reward_model(cfg)
+    with taken([folder.path]):
+        return _search(cfg, folder, name, reward_model)
 
 
 def search_model(cfg: RunConfig) -> list[str]:
     """Evaluates an untrained model as a separate run (``jobs.evaluate_model``), then searches its test problems."""
     reward_model = _reward_model(cfg)
-    said = jobs.evaluate_model(cfg)
-    return [*said, *_search(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), START, reward_model)]
+    said, folder = jobs.evaluate_model(cfg), RunFolder(Path(cfg.output_dir) / cfg.name)
+    with taken([folder.path]):
+        return [*said, *_search(cfg, folder, START, reward_model)]
 
 
 def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
@@ -135,7 +141,9 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                     store.write_part(records)
                     for problem, result in zip(part, results, strict=True):
                         if problem in data.test[: own.trees]:
-                            folder.write_json(f"search/{arm}.{own.name}.{problem.id}.json", tree_record(result))
+                            folder.write_json(
+                                f"search/{file_name(f'{arm}.{own.name}.{problem.id}')}.json", tree_record(result)
+                            )
                     found |= {record.problem_id: record for record in records}
                     done += len(part)
                     print(f"searched {done} of {len(data.test)} problems", flush=True)

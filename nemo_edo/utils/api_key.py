@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from urllib.parse import quote
 
 from nemo_edo.errors import UserError
@@ -11,6 +12,10 @@ from nemo_edo.errors import UserError
 HIDDEN = "***"
 SHORTEST_HIDDEN = 8
 """Characters. A shorter key is not hidden: it is no secret, and may be part of ordinary text."""
+
+
+BREAK = r"(?:\s|\\[nrt])*"
+"""White space, and how JSON writes it."""
 
 
 class ApiKey:
@@ -26,11 +31,11 @@ class ApiKey:
         return f"ApiKey({None if self.value is None else HIDDEN})"
 
     def hide(self, text: str) -> str:
-        """The text without the key, as it is and as JSON or a URL writes it."""
+        """The text without the key, as it is and as JSON or a URL writes it, and broken over lines."""
         key = self.value or ""
         if len(key) >= SHORTEST_HIDDEN:
             for form in (json.dumps(key)[1:-1], quote(key, safe=""), key.replace("/", r"\/"), key):
-                text = text.replace(form, HIDDEN)
+                text = re.sub(BREAK.join(map(re.escape, form)), HIDDEN, text)
         return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -17,16 +18,22 @@ import yaml
 
 from nemo_edo.errors import UserError
 
+LONGEST_PART = 150
+"""Characters of a text in a file's name: file systems take 255 bytes."""
+LONGEST_YAML = 10 << 20
+"""Bytes of a YAML file that is read."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write to that replaces ``path`` at the end, once it is on disk: if the process is killed, ``path`` has
     either its old content or all of the new. Raises UserError where it is a folder."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, and a file is to be written there; remove it")
     temporary = temporary_name(path)
+    if folder := next((one for one in (path, temporary) if one.is_dir()), None):
+        raise UserError(f"{folder} is a folder, and a file is to be written there; remove it")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process, or a link that somebody has put there
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -47,6 +54,31 @@ def write_text(path: Path, text: str) -> None:
 def temporary_name(path: Path) -> Path:
     """The file that ``replacing`` writes to; a killed process may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
+
+
+def require_no_links(folder: Path, but_in: str) -> None:
+    """Raises UserError for a link in a folder, which could lead writes out of it. but_in: a part where links may be."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if (path := Path(place, name)).is_symlink():
+                raise UserError(
+                    f"{path} is a link, and nothing is written through links; put what it names in its place"
+                )
+        if Path(place) == folder and but_in in folders:
+            folders.remove(but_in)
+
+
+def checksum(path: Path) -> str:
+    """Checksum of a file's content (xxHash, 128 bits): it finds damage, not forgery."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def file_name(text: str) -> str:
+    """A text as a part of a file's name: with a digest where it is long, or has what a name cannot have."""
+    kept = re.sub(r"[^\w.,=+-]", "_", text, flags=re.ASCII)[:LONGEST_PART].lstrip(".")
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    return kept if kept == text else f"{kept}_{digest}"
 
 
 def check_folder(folder: Path, setting: str = "output_dir") -> None:
@@ -89,10 +121,14 @@ def json_text(value: Any) -> str:
 def read_json(path: Path) -> Any:
     """Raises UserError naming a file that is missing, the line of one that is not valid JSON, and one of ``json_text``
     that has changed since."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}; restore it from a copy") from error
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # Python reads neither deep nesting nor thousands of digits
+        line = getattr(error, "lineno", 1)
+        raise UserError(
+            f"{path}:{line}: not valid JSON: {getattr(error, 'msg', error)}; restore it from a copy"
+        ) from error
     if isinstance(value, dict) and CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
         raise UserError(f"{path}: has other content than was written: its checksum differs; restore it from a copy")
     return value
@@ -114,11 +150,16 @@ def read_object(path: Path, required: Collection[str]) -> dict[str, Any]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML file, such as a run's config.yaml. Raises UserError as ``read_text`` does, and where it is no mapping."""
+    """A YAML file that a program wrote, such as a run's config.yaml. Raises UserError as ``read_text`` does, where it
+    is no mapping, and where it is large or has an alias, by which a small file stands for a huge one."""
     text = read_text(path)
     try:
+        if len(text) > LONGEST_YAML:
+            raise ValueError(f"it has {len(text)} characters, at most {LONGEST_YAML} are read")
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has aliases (*name), which nemo_edo does not write")
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # YAML reads numbers and dates by Python's types
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # YAML reads numbers and dates by Python's types
         said = " ".join(str(error).split())  # YAML's has several lines
         raise UserError(f"{path}: not YAML: {said}; restore it from a copy") from error
     if not isinstance(values, dict):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from nemo_edo.errors import UserError
@@ -53,6 +57,50 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{key} is {path!r}, which is not a function but of type {type(function).__name__}")
     return function
+
+
+def source_files(path: str) -> dict[str, Path]:
+    """The file of an import path's module and those of the modules that it imports from the same folder (of an
+    installed one: from the same package), by their names there. None of nemo_edo's, and none where there is no source.
+    """
+    module = path.partition(":")[0]
+    package = module.partition(".")[0]
+    root = Path.cwd()
+    if _module_file(root, package) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.origin or not (file := Path(spec.origin)).is_file():
+            return {}
+        root = file.parents[1] if spec.submodule_search_locations else file.parent
+    found: dict[str, Path] = {}
+    names = [module]
+    while names:
+        name = names.pop()
+        foreign = name.partition(".")[0] != package and {"site-packages", "dist-packages"} & {*root.parts}
+        file = None if foreign or f"{name}.".startswith("nemo_edo.") else _module_file(root, name)
+        if file is None or (key := str(file.relative_to(root))) in found:
+            continue
+        found[key] = file
+        names += [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        with contextlib.suppress(SyntaxError):  # which the import tells of
+            names += _imported(file, name)
+    return found
+
+
+def _module_file(root: Path, name: str) -> Path | None:
+    path = root.joinpath(*name.split("."))
+    return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
+
+
+def _imported(file: Path, name: str) -> Iterator[str]:
+    """The modules that a module's file may import, and what may be modules."""
+    parents = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (base, *(f"{base}.{alias.name}".strip(".") for alias in node.names))
 
 
 def wanted_arguments(function: Callable[..., Any], offered: Collection[str], where: str) -> list[str]:

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+_PR_SET_CHILD_SUBREAPER = 36
+"""For prctl(2): descendants whose parent has ended become children of this process."""
 _PR_SET_PDEATHSIG = 1
 """For prctl(2): the signal that the kernel sends to this process when the thread that started it ends."""
 
@@ -46,11 +48,11 @@ POLLS_PER_SECOND = 5
 
 
 def kept(command: Sequence[str]) -> list[str]:
-    """The command line of a keeper: a process that runs ``command`` in a separate process group, and kills the group
-    once the calling process has ended, the keeper gets SIGTERM, or the command has ended. Its exit status is the
-    command's.
+    """The command line of a keeper: a process that runs ``command``, and kills it with all its descendants once the
+    calling process has ended, the keeper gets SIGTERM, or the command has ended. Its exit status is the command's.
 
-    Unlike ``end_with``, any thread of the caller may start it, and grandchildren end too.
+    Unlike ``end_with``, any thread of the caller may start it, and grandchildren end too, in whatever session. They are
+    in the keeper's session otherwise, so that ``end_session`` finds them where the keeper itself was killed.
     """
     # -I: import neither from this folder, whose modules could shadow the standard library's, nor from PYTHONPATH.
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
@@ -59,14 +61,53 @@ def kept(command: Sequence[str]) -> list[str]:
 def _keep(parent: int, command: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     keeper = os.getpid()
-    running = subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: end_with(keeper))
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    running = subprocess.Popen(command, preexec_fn=lambda: end_with(keeper))
     try:
         while os.getppid() == parent and running.poll() is None:
             time.sleep(1 / POLLS_PER_SECOND)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
-            os.killpg(running.pid, signal.SIGKILL)
+        end_descendants(keeper)
     return running.wait()
+
+
+def end_descendants(ancestor: int) -> None:
+    """Kills all that descends from a process, which is every orphan's next reaper."""
+
+    def found() -> set[int]:
+        family = {ancestor}
+        processes = _processes()
+        while more := {pid for pid, (parent, _) in processes.items() if parent in family} - family:
+            family |= more
+        return family - {ancestor}
+
+    _kill_until_none(found)
+
+
+def end_session(session: int) -> None:
+    """Kills what a keeper, process ``session``, has left that was killed itself."""
+    _kill_until_none(lambda: {pid for pid, (_, of) in _processes().items() if of == session})
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """The parent and the session of every living process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                found[int(path.parent.name)] = int(parent), int(session)
+    return found
+
+
+def _kill_until_none(found: Callable[[], set[int]]) -> None:
+    """Again and again: a process may have been forked meanwhile."""
+    while pids := found():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def package_file(python: str, package: str, file: str) -> str | None:

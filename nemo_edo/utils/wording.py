@@ -13,6 +13,11 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     return f"; did you mean {found[0]}?" if found else ""
 
 
+def printable(text: str) -> str:
+    """A text for a terminal: without what moves its cursor, changes its colors or the direction of its letters."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def shown(value: Any, limit: int = 80) -> str:
     """A value as Python writes it, with its type, cut after ``limit`` characters."""
     text = repr(value)

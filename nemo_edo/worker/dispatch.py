@@ -169,7 +169,7 @@ class Workers:
             failure = self._failure()
             for other in self._others:
                 other.answers.clear()
-        if failure is None and any(words in str(error) for words in ANOTHER_IS_GONE):
+        if failure is None and self._others and any(words in str(error) for words in ANOTHER_IS_GONE):
             failure = f"rank 0 has lost another one in {self._name}: {str(error).partition(chr(10))[0]}"
         if failure is not None:
             raise WorkerFailed(failure) from error

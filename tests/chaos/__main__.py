@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(1, str(TESTS))  # helpers
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
 
+from .faults import FAULTS  # noqa: E402
 from .rounds import Round, Undisturbed, Wrong, play, undisturbed  # noqa: E402
 
 
@@ -28,10 +30,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--round", type=int, help="only this one, of the seed's rounds")
+    parser.add_argument("--fault", choices=FAULTS, help="only rounds with this one")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent rounds; default: %(default)s")
     args = parser.parse_args()
     numbers = range(args.rounds) if args.round is None else [args.round]
     rounds = [Round.of(args.seed, number) for number in numbers]
+    rounds = [this for this in rounds if args.fault in (None, this.fault)]
     # Without letters that could spell the servers' key: messages hide it wherever it occurs.
     folder = Path(tempfile.gettempdir()) / f"chaos_{os.getpid()}"
     folder.mkdir()
@@ -43,6 +47,8 @@ def main() -> int:
             failed = sum(not passed for passed in threads.map(lambda this: passes(this, expected, folder), rounds))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    for what, played in (("faults", (this.fault for this in rounds)), ("runs", (this.job.name for this in rounds))):
+        print(f"{what}: {', '.join(f'{name} {count}' for name, count in sorted(Counter(played).items()))}")
     print(f"{failed} of {len(rounds)} rounds failed" if failed else f"{len(rounds)} rounds, as promised")
     return int(failed > 0)
 
@@ -55,7 +61,7 @@ def passes(this: Round, expected: dict[str, Undisturbed], folder: Path) -> bool:
         again = f"python -m tests.chaos --seed {this.seed} --round {this.number}"
         print(f"FAILED: {name}: {wrong}\nrepeat: {again}", flush=True)
         return False
-    print(f"{name}: {end}", flush=True)
+    print(f"{name}, {this.fault}: {end}", flush=True)
     return True
 
 

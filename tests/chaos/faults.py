@@ -15,6 +15,7 @@ from random import Random
 
 import psutil
 
+from .jobs import Job
 from .running import Running, Servers
 
 HARMLESS = ("lock", "logs", "report.html")
@@ -42,6 +43,8 @@ class Harm:
     is_violent: bool = False
     """Whether the run's first process was killed, which may then say and leave anything."""
     undo: Callable[[], None] = lambda: None
+    names: str = ""
+    """What a message has that is about this harm, where it is not about a file; following it undoes the harm."""
 
     def restore(self) -> None:
         """Puts the damaged file back."""
@@ -174,13 +177,90 @@ def fill_disk(scene: Scene) -> Harm:
     return Harm(f"{left} bytes left of the disk", undo=filler.unlink)
 
 
-FAULTS: dict[str, tuple[int, Callable[[Scene], Harm]]] = {
-    "kill": (3, kill_first),
-    "kill any": (4, kill_any),
-    "terminate": (2, terminate),
-    "damage": (9, lambda scene: damage(scene, alive=False)),
-    "damage alive": (4, lambda scene: damage(scene, alive=True)),
-    "disk": (3, fill_disk),
-    "server": (3, kill_server),
+# --- what a run is made from, and who else uses it ------------------------------------------------------------------
+
+
+def change_input(scene: Scene) -> Harm:
+    """Changes an input of a run that has begun and is killed."""
+    scene.running.kill()
+    if not (scene.folder / "journal.json").is_file():
+        return Harm("nothing: it has not begun", is_violent=True)
+    here = scene.running.job.inputs(scene.folder)
+    files = (one for one in here.rglob("*") if one.is_file() and "__pycache__" not in str(one))
+    path = scene.chance.choice(sorted(files))
+    original = path.read_bytes()
+    told = scene.chance.choice((flip, lengthen, reverse, delete))(path, scene.chance)
+    return Harm(f"input {path.name} {told} after SIGKILL", path, original, is_violent=True)
+
+
+def reverse(path: Path, chance: Random) -> str:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::-1]))
+    return "has its lines reversed"
+
+
+def damage_cache(scene: Scene) -> Harm:
+    """Flips bits of the judge's cache."""
+    scene.running.kill()
+    path = scene.folder.parent / "judge.sqlite"
+    if not path.is_file():
+        return Harm("nothing: there is no cache yet", is_violent=True)
+    original = path.read_bytes()
+    told = [flip(path, scene.chance) for _ in range(scene.chance.randint(1, 20))][-1]
+    return Harm(f"{path.name} {told}, and others, after SIGKILL", path, original, is_violent=True)
+
+
+def swap_servers(scene: Scene) -> Harm:
+    scene.running.kill()
+    if "served" not in _text(scene.folder / "journal.json"):
+        return Harm("nothing: it knows no server yet", is_violent=True)
+    scene.servers.serve("another")
+    return Harm("its servers have another model", is_violent=True, names="generation.servers.urls",
+                undo=lambda: scene.servers.serve("policy"))  # fmt: skip
+
+
+def limit_files(scene: Scene) -> Harm:
+    """The next attempt may open few files."""
+    scene.running.kill()
+    return Harm("ulimit -n 64 after SIGKILL", is_violent=True, names="ulimit")
+
+
+def second_command(scene: Scene) -> Harm:
+    """Another command on the run, which has its folder or will."""
+    run, train = str(scene.folder), scene.running.job.command(scene.folder, scene.servers.urls if scene.servers else [])
+    commands = [["evaluate", run], ["evaluate", run, "--stored"], ["report", run]]
+    if scene.running.job.ranks == 1 and _text(scene.folder / "lock"):
+        commands.append(train)
+    command = scene.chance.choice(commands)
+    with Running(scene.running.job, scene.folder, [], command=command) as second:
+        status = second.finish()
+        assert status == 2 and "Traceback" not in second.said, f"{command[0]} next to it: {status}\n{second.said}"
+    return Harm(f"{' '.join(command[:1])} next to it")
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+@dataclass(frozen=True)
+class Fault:
+    weight: int
+    """How often it is chosen among them."""
+    strike: Callable[[Scene], Harm]
+    fits: Callable[[Job], bool] = lambda job: not job.is_sweep
+
+
+FAULTS = {
+    "kill": Fault(3, kill_first, lambda job: True),
+    "kill any": Fault(4, kill_any, lambda job: True),
+    "terminate": Fault(2, terminate, lambda job: True),
+    "damage": Fault(8, lambda scene: damage(scene, alive=False)),
+    "damage alive": Fault(4, lambda scene: damage(scene, alive=True)),
+    "disk": Fault(3, fill_disk, lambda job: not (job.is_sweep or job.has_inputs or job.has_judge)),
+    "server": Fault(3, kill_server, lambda job: job.servers > 0),
+    "swap": Fault(4, swap_servers, lambda job: job.servers > 0),
+    "input": Fault(20, change_input, lambda job: job.has_inputs),
+    "cache": Fault(10, damage_cache, lambda job: job.has_judge),
+    "second": Fault(3, second_command),
+    "files": Fault(1, limit_files, lambda job: job.ranks == 1 and not job.is_sweep),
+    "evaluate": Fault(4, kill_first, lambda job: job.name == "grpo"),
 }
-"""How often each is chosen among them, and what does it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from helpers.ports import free_ports
 
 from .jobs import KEY, Job
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
 """A run that has not ended by then hangs: long, for a machine that is busy with other things."""
 GRACE_S = 30.0
@@ -29,19 +31,27 @@ POLL_S = 0.01
 class Running:
     """A job's processes."""
 
-    def __init__(self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0) -> None:
-        """pause: the file operation before which the first rank stops; 0: none."""
+    def __init__(
+        self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, command: Sequence[str] = (),
+        before: Sequence[tuple] = (),
+    ) -> None:
+        """pause: the file operation before which the first rank stops; 0: none. command: another than the job's, by one
+        process. before: what it calls first."""
         self.job = job
+        ranks = 1 if command else job.ranks
         self._said, self._operations = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()
-        command = job.command(folder, urls)
+        command = command or job.command(folder, urls)
+        here_is = job.inputs(folder) if job.has_inputs else ROOT
         self._children: list[Child] = []
-        here = {"WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+        here = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
         watch = ("tests.chaos.pauses:watch", str(folder), pause, self._operations.name)
-        for rank in range(job.ranks):
-            place = {**here, "RANK": rank, "LOCAL_RANK": rank} if job.ranks > 1 else {}
+        for rank in range(ranks):
+            place = {**here, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             environment = {**KEY, **{name: str(value) for name, value in place.items()}}
-            before = [watch] if rank == 0 else []
-            self._children.append(Child(cli.run, command, before, output=self._said.name, environment=environment))
+            calls = [*before, watch] if rank == 0 else []
+            self._children.append(
+                Child(cli.run, command, calls, output=self._said.name, environment=environment, cwd=here_is)
+            )
         self.ranks = [child.pid for child in self._children]
         self.statuses: dict[int, int] = {}
         """Of the ranks that have ended."""
@@ -170,6 +180,12 @@ class Servers:
             if process.stdout is not None and not process.stdout.closed:
                 process.stdout.readline()  # "ready"
                 process.stdout.close()
+
+    def serve(self, model: str) -> None:
+        """All of them again, with another model."""
+        self.close()
+        self._state.write_text(json.dumps({"model": model}))
+        self.start()
 
     def kill(self, places: Sequence[int]) -> None:
         for place in places:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.tiny_models import write_tiny_model
 
-from nemo_edo.megatron.checksums import checksum
+from nemo_edo.utils.files import checksum
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}

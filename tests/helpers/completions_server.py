@@ -4,8 +4,8 @@
 
 STATE is a JSON file, read at each request, with any of: "hang" (completions get no answer), "status" (of every
 completion), "slow_s", "die_after" (so many completions, the process kills itself), "die_at_refit" (the process kills
-itself at a refit, once), "answer" (replaces the body of a completion), "faulty_every" (every so many-th completion gets
-one of ``faults``).
+itself at a refit, once), "model" (the name of the served one), "answer" (replaces the body of a completion),
+"faulty_every" (every so many-th completion gets one of ``faults``).
 ``/log`` returns the seeds of the completions so far, in order. Of vLLM's endpoints it has those of a refit, which loads
 nothing.
 """
@@ -67,7 +67,8 @@ class CompletionsServer:
         if path == "/health":
             return 200, b""
         if path == "/v1/models":
-            return (200, {"data": [{"id": "policy", "max_model_len": 64}]}) if has_key else (401, {"error": "key"})
+            models = [{"id": state.get("model", "policy"), "max_model_len": 64}]
+            return (200, {"data": models}) if has_key else (401, {"error": "key"})
         if path == "/log":
             return 200, {"seeds": self.seeds, "most_open": self.most_open}
         if not has_key:

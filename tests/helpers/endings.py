@@ -25,8 +25,9 @@ def ending(run: Path) -> dict[str, str]:
     """Digests by file of the run folder; of a checkpoint, of its tensors."""
     files = [path for part in SAME for path in (run / part, *(run / part).rglob("*")) if path.is_file()]
     checkpoints = sorted((run / "checkpoints").iterdir())
+    lines = [line for line in metrics(run) if line["kind"] != "judge"]  # a cache's replies count by who asked first
     contents = {**{path: _content(path) for path in files}, **{folder: _weights(folder) for folder in checkpoints},
-                run / "metrics.jsonl": json.dumps(metrics(run)).encode()}  # fmt: skip
+                run / "metrics.jsonl": json.dumps(lines).encode()}  # fmt: skip
     return {str(path.relative_to(run)): hashlib.blake2b(content, digest_size=16).hexdigest()
             for path, content in contents.items()}
 

@@ -155,7 +155,7 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(page, "write_report", lambda found, out, baseline: SimpleNamespace(lines=[]))
     monkeypatch.setattr(tables, "write_table", lambda found, name, out: [])
     monkeypatch.setattr(run_set, "read_runs", lambda found: found)
-    monkeypatch.setattr(run_set, "find_runs", lambda runs: None)
+    monkeypatch.setattr(run_set, "find_runs", lambda runs: run_set.FoundRuns((), {}, None))
     monkeypatch.delenv("RANK", raising=False)
     try:
         # A cluster's shared folder is one of this test: a launch makes it, to see that it can be written to.

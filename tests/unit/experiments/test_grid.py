@@ -27,6 +27,9 @@ def wait(until):
     while not until() and time.monotonic() < deadline:
         time.sleep(0.01)
     return until()
+def note(journal):
+    (run / "new").write_text(json.dumps(journal))
+    (run / "new").replace(run / "journal.json")
 if "slow" in name:
     time.sleep(60)
 if "fails" in name:
@@ -34,14 +37,15 @@ if "fails" in name:
 if "wait" in name and not wait(lambda: len(list(folder.glob("wait*.started"))) == 2):
     sys.exit(1)
 run.mkdir(exist_ok=True)
+(run / "config.yaml").write_text("seed: 2" if "other" in name else "seed: 1")
 if "warm" in name and not (run / "journal.json").exists():
     (run / "checkpoints" / "warmup").mkdir(parents=True)
     (run / "checkpoints" / "warmup" / "weights").write_text("trained")
     (run / "metrics.jsonl").write_text("of the warm-up, guard lines too\\nof an arm\\n")
-    (run / "journal.json").write_text(json.dumps({"files": {}, "warmup": {"metrics_bytes": 32}, "arm": {}}))
+    note({"files": {}, "warmup": {"metrics_bytes": 32}, "arm": {}})
     wait(lambda: len(list(folder.glob("warm*.started"))) == 2)  # while this one still runs
 if "warm" in name:
-    (run / "journal.json").write_text(json.dumps({"files": {}, "warmup": {}, "report": {}}))
+    note({"files": {}, "warmup": {}, "report": {}})
 (run / "summary.json").touch()
 """
 
@@ -92,6 +96,13 @@ def is_of(command: Path, words: str) -> bool:
         return f"{words} slow" in command.read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it has ended meanwhile
         return False
+
+
+def test_a_warm_up_whose_run_had_other_settings_is_not_adopted(tmp_path: Path):
+    """Its cell has the same key, as in a study whose task was changed between two commands."""
+    grid = Stands(tmp_path, "warm_other", "warm2", warm_up="one")
+    assert run_grid(grid) == []
+    assert [log.count("adopts") for log in grid.logs()] == [0, 0]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

@@ -34,6 +34,7 @@ def on(what):
 nan, text, bad_part = on(lambda: float("nan")), on(lambda: "1"), on(lambda: {"score": 1, "style": None})
 raises, leaves, dies, slow = on(lambda: {}["key"]), on(exit), on(lambda: os._exit(7)), on(lambda: time.sleep(60))
 def too_few(*, responses): return [1.0]
+huge, digits = on(lambda: 1e200), on(lambda: 10**400)
 def one_bad(*, responses): return [float("nan") if r == "bad" else 1.0 for r in responses]
 
 def misspelled(*, respons): return 1.0
@@ -91,7 +92,7 @@ def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_only_its
 
 @pytest.mark.parametrize(("path", "before", "message"), [
     ("nan", 2, "returned nan (float)"),
-    ("text", 2, "returned '1' (str)"),
+    ("text", 2, "returned '1' (str)"), ("huge", 2, "returned 1e+200 (float)"), ("digits", 2, "returned 1000"),
     ("bad_part", 2, "returned None (NoneType) as 'style'"),
     ("raises", 2, "raised KeyError: 'key' (/"),
     ("leaves", 2, "raised SystemExit"),

@@ -2,8 +2,10 @@
 
 import logging
 import re
+import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,9 +81,13 @@ def correct_for(right: str):
     *((read_verdict, text, None) for text in (
         "", "correct", "The verdict: correct", "verdict: correct.", "verdict: correct\nI am sure.",
         "verdict: incorrect\nverdict: correct", "verdict: correct\nOr is it?\nverdict: correct",
-        "verdict: correct or incorrect", "verdict: incorrectly put", "**verdict: correct**")),
+        "verdict: correct or incorrect", "verdict: incorrectly put", "**verdict: correct**",
+        "<think>\nverdict: correct", "verdict: correct\n</think>\n<think>\nverdict: correct")),
+    (read_json_verdict, 'It is.\n</think>\n{"verdict": "correct"}', True),
+    (read_json_verdict, '```json\n{"verdict": "incorrect"}\n```', False),
     (read_json_verdict, '{"verdict": "correct"}', True), (read_json_verdict, '{"verdict": "incorrect"}', False),
     *((read_json_verdict, text, None) for text in (
+        '{"verdict": "correct", "verdict": "incorrect"}', '<think> {"verdict": "correct"}',
         '{"verdict": "Correct"}', '{"verdict": "correct", "why": ""}', '{"verdict": ["correct"]}', '["correct"]')),
 ])  # fmt: skip
 def test_a_verdict_is_the_whole_last_line_or_the_whole_object_of_a_reply_that_was_not_cut(read, text, verdict):
@@ -184,6 +190,29 @@ def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_
     first = cache.get("shared")
     cache.put("shared", Reply(not first, "late", 0, 0))
     assert cache.get("shared") == first
+
+
+def test_a_verdict_that_a_filter_withheld_is_none_and_a_reply_without_one_is_shown(ask):
+    filtered = {"choices": [{"message": {"content": "verdict: correct"}, "finish_reason": "content_filter"}]}
+    found = ask(lambda *_: (200, filtered), states("it"), max_abstained=1.0)
+    assert not found.scored[0].has_verdict
+    assert "such as one that ends 'verdict: correct'" in found.judge.report.in_words(found.judge.settings)
+
+
+@pytest.mark.parametrize("column", ["verdict", "reply", "key"])
+def test_a_damaged_row_of_the_cache_gives_no_verdict_and_is_replaced(tmp_path: Path, column: str):
+    path, keys = tmp_path / "judge.sqlite", [request_key({"n": n}) for n in range(2)]
+    cache = JudgeCache(path)
+    for key in keys:
+        cache.put(key, Reply(True, "verdict: correct", 1, 1))
+    with sqlite3.connect(path) as file:
+        if column == "key":
+            file.execute("DELETE FROM verdicts WHERE key = ?", (keys[1],))
+        value = {"verdict": 0, "reply": "verdict: incorrect", "key": keys[1]}[column]
+        file.execute(f"UPDATE verdicts SET {column} = ? WHERE key = ?", (value, keys[0]))
+    assert cache.get(keys[1] if column == "key" else keys[0]) is None
+    cache.put(keys[0], Reply(True, "verdict: correct", 1, 1))
+    assert cache.get(keys[0]) is True
 
 
 def test_the_rules_verify_the_same_answers_and_agreement_is_reported(ask, verifier):

@@ -17,7 +17,8 @@ from nemo_edo.config import CheckpointConfig, GuardsConfig, ModelConfig, Paralle
 from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.folder import REPLACEMENT, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
 
@@ -84,12 +85,50 @@ def test_a_run_is_unfinished_until_its_report_is_noted_and_resumes_in_its_folder
 def test_a_folder_in_use_is_refused_with_its_holder_until_it_is_closed(tmp_path: Path, finished: bool):
     earlier_run(tmp_path / "a", finished=finished)
     holder = RunFolder(tmp_path / "a")
-    holder._take()
-    with pytest.raises(UserError, match=rf"a is in use by process {os.getpid()} on {socket.gethostname()}"):
+    holder.take()
+    with pytest.raises(UserError, match=rf"a is in use by process {os.getpid()} on {socket.gethostname()} since 2"):
         opened(tmp_path / "a")
     assert not (tmp_path / "a.1").exists()
     holder.close()
     opened(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["test_time", "evaluations/grpo.json", "checkpoints/grpo/weights"])
+def test_a_folder_with_a_link_in_it_is_not_written_to(tmp_path: Path, name: str):
+    folder = earlier_run(tmp_path / "a")
+    (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder.path / name).symlink_to(tmp_path)
+    with pytest.raises(UserError, match=re.escape(f"{folder.path / name} is a link")):
+        folder.take()
+    with pytest.raises(UserError, match="leads out"):
+        folder.write_json("../x.json", {})
+
+
+def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_folder(tmp_path: Path):
+    folder = earlier_run(tmp_path / "a")
+    (folder.path / "metrics.jsonl").write_text("{}\nhalf a li")
+    new = RolloutStore(folder.evaluated_anew("grpo", "greedy"))
+    new.write(0, [], rank=0, world_size=1)
+    record = {"responses": [["evaluations/grpo/greedy", "evaluations/grpo/greedy.new", 0]],
+              "results": {"evaluations/grpo.json": {"arm": "grpo"}}, "metrics_bytes": 3, "lines": "{}\n"}
+    folder.write_json(REPLACEMENT, record)
+    folder.take()
+    assert (folder.path / "metrics.jsonl").read_text() == "{}\n{}\n"
+    assert folder.read_json("evaluations/grpo.json") == {"arm": "grpo"} and not (folder.path / REPLACEMENT).exists()
+    assert not new.folder.exists() and RolloutStore(folder.evaluated("grpo", "greedy")).read(0) == []
+
+
+def test_a_command_for_finished_runs_takes_no_other(tmp_path: Path):
+    folder = earlier_run(tmp_path / "a", finished=False)
+    with pytest.raises(UserError, match="has not finished"):
+        folder.take(finished=True)
+    folder.take()  # it was left free
+
+
+def test_guards_may_change_unless_they_say_which_steps_are_taken(tmp_path: Path):
+    earlier_run(tmp_path / "a", replace(CONFIG, guards=GuardsConfig(on_grad_norm_spike="skip")), finished=False)
+    with pytest.raises(UserError, match="guards.on_grad_norm_spike is 'skip' there and 'warn' here"):
+        opened(tmp_path / "a")
 
 
 def test_a_process_forked_by_the_holder_does_not_keep_the_folder(tmp_path: Path):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_edo.utils.files import parse_size, replacing
+from nemo_edo.errors import UserError
+from nemo_edo.utils.files import file_name, parse_size, read_mapping, replacing, temporary_name, write_text
 
 
 @pytest.mark.parametrize("earlier", [None, b"old"])
@@ -53,3 +54,26 @@ def test_a_killed_writer_leaves_the_old_content_and_the_next_one_succeeds(tmp_pa
 ])
 def test_sizes_are_read_as_transformers_reads_them(text: str, expected: int):
     assert parse_size("--max-shard-size", text) == expected
+
+
+def test_a_planted_link_at_the_temporary_name_is_not_written_through(tmp_path: Path):
+    (tmp_path / "outside").write_text("kept")
+    temporary_name(tmp_path / "report.html").symlink_to(tmp_path / "outside")
+    write_text(tmp_path / "report.html", "new")
+    assert ((tmp_path / "outside").read_text(), (tmp_path / "report.html").read_text()) == ("kept", "new")
+
+
+@pytest.mark.parametrize("text", [
+    "a: &a [1, 1]\nb: *a", "a: " + "[" * 5000, "a: " + "9" * 5000, "- 1", "a: [", "\x00",
+], ids=["alias", "deep", "digits", "list", "open", "nul"])  # fmt: skip
+def test_yaml_that_no_program_of_ours_wrote_is_one_message(tmp_path: Path, text: str):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match="config.yaml"):
+        read_mapping(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "a/../b", "nul\0", "lone \ud800", "é", ".hidden", ""])
+def test_any_text_makes_a_files_name_of_its_own(tmp_path: Path, text: str):
+    (tmp_path / f"{file_name(text)}.json").touch()
+    assert [path.parent for path in tmp_path.rglob("*")] == [tmp_path]
+    assert file_name(text) != file_name(f"{text}!") and file_name("plain-1") == "plain-1"

@@ -17,7 +17,7 @@ from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.rewards.judge import Judge
 from nemo_edo.rewards.judge_cache import JudgeCache
 from nemo_edo.types import GenerationRequest, SamplingParams
-from nemo_edo.utils.api_key import key_of_environment
+from nemo_edo.utils.api_key import ApiKey, key_of_environment
 from nemo_edo.utils.http import ServerError
 
 SECRET = "sentinel0123456789"
@@ -97,3 +97,8 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch, va
         key_of_environment("some.setting", "SENTINEL")
     assert SECRET[:7] not in str(error.value)
     assert key_of_environment("some.setting", None).headers == {}
+
+
+@pytest.mark.parametrize("quoted", [SECRET, f"{SECRET[:5]}\n{SECRET[5:]}", f"{SECRET[:3]}\\n {SECRET[3:]}"])
+def test_a_quoted_key_is_hidden_also_where_a_line_breaks_it(quoted: str):
+    assert ApiKey(SECRET).hide(f"you sent {quoted}.") == "you sent ***."

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from nemo_edo.utils.processes import kept
+from nemo_edo.utils.processes import end_session, kept
 
 STARTED = """
 import nemo_edo.cli.entry as cli, time
@@ -38,7 +38,9 @@ def test_a_command_that_torchrun_started_ends_with_it_before_any_import_and_othe
         os.kill(started, signal.SIGKILL)  # an error where it has ended
 
 
-GROUP = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)']); "
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+GROUP = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {DEAF!r}]); "
+SESSION = GROUP.replace("])", "], start_new_session=True)")
 KEEPS = f"""
 import subprocess, sys, threading, time
 from nemo_edo.utils.processes import kept
@@ -82,8 +84,18 @@ def test_a_keeper_that_is_ended_takes_the_command_with_it(sent: signal.Signals):
     assert_gone(processes)
 
 
-def test_a_kept_command_that_ends_leaves_its_status_and_nothing_that_it_started():
-    keeper = subprocess.Popen(kept([sys.executable, "-c", GROUP + "time.sleep(2); raise SystemExit(7)"]))
+def test_what_a_killed_keeper_leaves_is_found_by_its_session():
+    keeper = subprocess.Popen(kept([sys.executable, "-c", GROUP + "time.sleep(120)"]))
+    processes = below(keeper.pid, 2)
+    keeper.kill()
+    keeper.wait()
+    end_session(keeper.pid)
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize("starts", [GROUP, SESSION])
+def test_a_kept_command_that_ends_leaves_its_status_and_nothing_that_it_started(starts: str):
+    keeper = subprocess.Popen(kept([sys.executable, "-c", starts + "time.sleep(2); raise SystemExit(7)"]))
     processes = below(keeper.pid, 2)
     assert keeper.wait() == 7
     assert_gone(processes)
