@@ -194,7 +194,7 @@ def change_input(scene: Scene) -> Harm:
 
 
 def reverse(path: Path, chance: Random) -> str:
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::-1]))
+    path.write_bytes(b"\n".join(path.read_bytes().split(b"\n")[::-1]))
     return "has its lines reversed"
 
 

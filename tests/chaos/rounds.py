@@ -195,8 +195,8 @@ def _require_words(status: int, said: str, stopped: tuple[int, ...]) -> None:
     """No traceback, an expected status, and where it stopped for an error, a message."""
     if "Traceback" in said or status not in stopped:
         raise Wrong(f"status {status}\n{said[-6000:]}")
-    if status == 2 and not said.rstrip().splitlines()[-1].startswith(ERROR):
-        raise Wrong(f"status 2 without a message at its end\n{said[-6000:]}")
+    if status == 2 and not any(line.startswith(ERROR) for line in said.splitlines()):  # bad rows follow theirs
+        raise Wrong(f"status 2 without a message\n{said[-6000:]}")
 
 
 def _follow(said: str, folder: Path, harm: Harm, urls: list[str]) -> None:
@@ -214,7 +214,7 @@ def _follow(said: str, folder: Path, harm: Harm, urls: list[str]) -> None:
     named = [harm.path, *own]
     if not any(str(path) in message for path in named):
         raise Wrong(f"the message does not name the file: {message}")
-    if "restore it" in message:
+    if "restore it" in message or "correct them" in message:
         harm.restore()
     elif "delete it" in message or "remove it" in message:
         harm.remove()
