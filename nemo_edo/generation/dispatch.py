@@ -201,8 +201,9 @@ class _ReplicaState:
         replica, wants_json = self.replica, body is not None
         url, server = replica.url + path, str(replica)
         return await exchange(
-            self.session, method, url, replica.key, server=server, limit_s=limit_s, body=body, answers_json=wants_json
-        )
+            self.session, method, url, replica.key, server=server, limit_s=limit_s, body=body, answers_json=wants_json,
+            is_own=replica.is_own,
+        )  # fmt: skip
 
     async def wait_until_in_doubt(self) -> None:
         """Until a fault, the end of its process, or, of a managed replica, silence in spite of requests."""

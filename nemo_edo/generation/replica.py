@@ -68,6 +68,11 @@ class Replica:
         return f"{self.name} ({self.url})" if self.url else self.name
 
     @property
+    def is_own(self) -> bool:
+        """Whether the run, or its job, has started the server."""
+        return self.is_managed or self.has_worker_extension
+
+    @property
     def has_ended(self) -> bool:
         """Whether a managed server has no running process. False for others: only requests can tell."""
         return False
@@ -123,7 +128,7 @@ class Replica:
             async with self.open_session() as session:
                 return await exchange(
                     session, method, self.url + path, self.key, server=str(self), limit_s=timeout_s, body=json,
-                    params=params, answers_json=answers_json,
+                    params=params, answers_json=answers_json, is_own=self.is_own,
                 )  # fmt: skip
 
         try:
@@ -132,8 +137,7 @@ class Replica:
             raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
 
     def open_session(self) -> aiohttp.ClientSession:
-        # A managed server is on this machine, so proxies of the environment do not apply.
-        return open_session(self.key, trust_env=not self.is_managed)
+        return open_session(self.key)
 
     def ending(self) -> str:
         """How a managed server's process has ended, for messages."""

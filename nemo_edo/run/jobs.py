@@ -220,7 +220,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
     folder.require_unused()
-    _start_processes(cfg)
+    _start_processes(cfg, stop)
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = inputs.load_checked_data(cfg, folder, arms.values())
     for arm, training in arms.items():
@@ -268,12 +268,12 @@ def _warn_of_experts(cfg: RunConfig, folder: RunFolder) -> None:
         )
 
 
-def _start_processes(cfg: RunConfig) -> None:
+def _start_processes(cfg: RunConfig, stop: StopSignal) -> None:
     """Connects the ranks, and checks the model that they, or the servers alone, load."""
     if build.holds_no_model(cfg):
         inputs.check_served_model(cfg)
     else:
-        workers().call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)
+        workers(stop.is_asked).call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)
         inputs.check_model(cfg)
     build.check_servers(cfg)
 
