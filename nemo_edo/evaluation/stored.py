@@ -122,10 +122,11 @@ def analyse(
         )
         compared = sampled.rules[place] >= 0
         judge, rules = sampled.rewards[place, compared] == 1, sampled.rules[place, compared] == 1
+        entropy = -float(sampled.logprobs[place].sum())
         agreement = ((judge == rules).sum(), judge.sum(), rules.sum())
         rows.append({
             **plain,
-            SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(sampled.lengths[place].sum())),
+            SAMPLED_ENTROPY: NOTHING if math.isnan(entropy) else (entropy, float(sampled.lengths[place].sum())),
             **{n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)},
             POOLED: (float(pooled[0][place]), float(pooled[1][place])),
             **_curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed),

@@ -40,6 +40,8 @@ class Replica:
     """Starts so far; requests sent before the last one are lost. 0: the run does not start it."""
     model_folder: Path | None = None
     """What a managed server's next start loads."""
+    health = HEALTH
+    """The path that a healthy server answers."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class Replica:
         self.max_length: int | None = None
         """Tokens of prompt and response that the server accepts; None: it does not say."""
         self._ready_limit_s = ready_limit_s
+        self._last_fault = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.url else self.name
@@ -99,18 +102,28 @@ class Replica:
             if self.has_ended:
                 raise ServerError(f"{self}: {self.ending()}")
             if time.monotonic() > deadline:
-                raise ServerError(f"{self} is not ready after {limit_s:g} s{self.log_tail()}")
+                why = "" if self.is_managed else f": {self._last_fault}"
+                raise ServerError(f"{self} is not ready after {limit_s:g} s{why}{self.log_tail()}")
             time.sleep(POLL_EVERY_S)
+        self.read_models()
+
+    def read_models(self) -> None:
+        """Asks for the model's name and its context."""
         models = self.request("GET", MODELS)["data"]
         self.model_name, self.max_length = models[0]["id"], models[0].get("max_model_len")
         self.served = f"{self.model_name} ({models[0].get('root') or self.model_name})"
 
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         try:
-            self.request("GET", HEALTH, timeout_s=timeout_s)
-        except ServerError:
-            return False
+            self.request("GET", self.health, timeout_s=timeout_s, answers_json=False)
+        except ServerError as error:
+            self._last_fault = str(error)
+            return self.means_health(error)
         return True
+
+    def means_health(self, error: ServerError) -> bool:
+        """Whether a server that refuses the health check so is well."""
+        return False
 
     def request(
         self,

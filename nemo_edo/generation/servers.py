@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_edo.config import RunConfig, ServersConfig
+from nemo_edo.config.generation import PLAIN
+from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import UserError
+from nemo_edo.generation.plain_endpoint import PlainEngine, PlainReplica
 from nemo_edo.generation.replica import ManagedReplica, Replica
 from nemo_edo.generation.server_api import ServerAPI, server_python
 from nemo_edo.generation.server_engine import ServerEngine
@@ -22,13 +26,16 @@ from nemo_edo.utils.api_key import ApiKey, key_of_environment
 from nemo_edo.utils.http import ServerError
 from nemo_edo.utils.processes import package_file
 
+if TYPE_CHECKING:
+    from nemo_edo.run.inputs import Data
+
 APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 
 
 def check_servers(cfg: RunConfig, gpus: int) -> None:
     """Raises UserError where the config's servers cannot be started or reached without an environment, GPUs or a key
     that is missing. gpus: number of GPUs of this machine."""
-    check_environment(cfg.generation.servers, APIS[cfg.generation.backend], gpus)
+    check_environment(cfg.generation.servers, APIS.get(cfg.generation.backend, ServerAPI), gpus)
 
 
 def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
@@ -90,7 +97,7 @@ def build_replicas(
     what managed servers ask for; None: a new one."""
     generation = cfg.generation
     if generation.servers.urls:
-        return replicas_at_urls(generation.servers)
+        return replicas_at_urls(generation.servers, plain=generation.backend == PLAIN)
     nccl = generation.refit.transport == "nccl"
     api = APIS[generation.backend](
         settings=generation.servers,
@@ -106,11 +113,16 @@ def build_replicas(
     return managed_replicas(api, model_folder, gpus, key)
 
 
-def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
-    """Running servers of any kind."""
-    key, limit_s, launched = _user_key(settings).value, settings.health_limit_s, settings.launched
+def replicas_at_urls(settings: ServersConfig, *, plain: bool = False) -> list[Replica]:
+    """Running servers of any kind. plain: endpoints that return text alone."""
+    key, limit_s = _user_key(settings).value, settings.health_limit_s
+    if plain:
+        return [
+            PlainReplica(f"endpoint {place}", url, key, ready_limit_s=limit_s, model=settings.model)
+            for place, url in enumerate(settings.urls)
+        ]
     return [
-        Replica(f"server {place}", url, key, ready_limit_s=limit_s, has_worker_extension=launched)
+        Replica(f"server {place}", url, key, ready_limit_s=limit_s, has_worker_extension=settings.launched)
         for place, url in enumerate(settings.urls)
     ]
 
@@ -150,24 +162,30 @@ def start(replicas: Sequence[Replica], needed_length: int) -> None:
 
 
 def build_server_engine(
-    cfg: RunConfig,
-    replicas: Sequence[Replica],
-    *,
-    stop_ids: Sequence[int],
-    vocab_size: int,
-    decode: Callable[[Sequence[int]], str],
-    progress: bool = False,
+    cfg: RunConfig, replicas: Sequence[Replica], data: Data, *, vocab_size: int, progress: bool = False
 ) -> ServerEngine:
     """replicas: ready ones."""
-    return ServerEngine(
+    kind, own = ServerEngine, {}
+    if cfg.generation.backend == PLAIN:
+        chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
+        kind, own = (
+            PlainEngine,
+            {
+                "encode": lambda text: data.tokenizer.encode(text, add_special_tokens=False),
+                "prompt_text": lambda ids: prompt_text(data.tokenizer, ids),
+                "chats": chats if cfg.generation.servers.chat else None,
+            },
+        )
+    return kind(
         replicas,
-        APIS[cfg.generation.backend],
+        APIS.get(cfg.generation.backend, ServerAPI),
         cfg.generation.servers,
-        stop_ids=stop_ids,
+        stop_ids=data.stop.ids,
         vocab_size=vocab_size,
-        decode=decode,
+        decode=data.decode,
         logprobs_after_temperature=_after_temperature(cfg),
         progress=progress,
+        **own,
     )
 
 

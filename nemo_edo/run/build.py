@@ -161,14 +161,7 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
         require_served(run.journal()["files"].get("served"), replicas[0].served, cfg.allow_changed)
         run.note_inputs([], served=replicas[0].served)
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    engine = servers.build_server_engine(
-        cfg,
-        replicas,
-        stop_ids=data.stop.ids,
-        vocab_size=fields["vocab_size"],
-        decode=data.decode,
-        progress=True,
-    )
+    engine = servers.build_server_engine(cfg, replicas, data, vocab_size=fields["vocab_size"], progress=True)
     if cfg.generation.placement == "shared":
         from nemo_edo.refit.setup import build_sleep
         from nemo_edo.worker.dispatch import workers

@@ -80,6 +80,8 @@ class Data:
     """The special tokens that responses' texts are without; None: all."""
     warnings: list[str] = field(default_factory=list)
     """What a person should know of the prompts."""
+    style: PromptStyle = field(default_factory=lambda: PromptStyle("{question}"))
+    """What makes prompts of problems."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -283,6 +285,7 @@ def load_data(
         made_from=inputs,
         begun=begun,
         left_out=left_out_tokens(tokenizer, style),
+        style=style,
         warnings=warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids),
     )
 
