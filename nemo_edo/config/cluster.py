@@ -103,10 +103,10 @@ class ClusterConfig(Section):
         for key, value in self.options.items():
             fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
             require(fits, "cluster.options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
-        for key in self.environment:
-            require(_VARIABLE.fullmatch(key) is not None, "cluster.environment", key, "a variable's name")
-            named = _SECRET.search(key) is None
-            require(named, "cluster.environment", key, "no key, as files of the job would have it: cluster.secrets=[NAME]")
-        for name in self.secrets:
-            require(_VARIABLE.fullmatch(name) is not None, "cluster.secrets", name, "a variable's name, without a value")
+        known = {"environment": self.environment, "secrets": self.secrets}
+        for setting, name in ((setting, name) for setting, names in known.items() for name in names):
+            require(_VARIABLE.fullmatch(name) is not None, f"cluster.{setting}", name, "the name of a variable")
+        for name in self.environment:
+            expected = "no key, which files of the job would hold; name it in cluster.secrets"
+            require(_SECRET.search(name) is None, "cluster.environment", name, expected)
         return ()

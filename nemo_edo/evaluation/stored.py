@@ -26,6 +26,7 @@ from nemo_edo.evaluation.results import (
     Sums,
     metric_name,
     paired_interval,
+    short_interval,
 )
 from nemo_edo.metrics import Interval, holm, mcnemar, paired_permutation_test, pooled_distinct
 from nemo_edo.metrics.paired import cohen_kappa
@@ -201,7 +202,7 @@ def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -
             cells = [found.get(family.format(k)) for k in sizes]
             lines.append(_line(family.format("k"), [one and _number(one.mean) for one in cells]))
             if not family.startswith("tokens@"):
-                lines.append(_line("", [one and _short(one) for one in cells]))
+                lines.append(_line("", [one and short_interval(one) for one in cells]))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -260,7 +261,3 @@ def _line(label: str, cells: list[str | None]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def _short(interval: Interval) -> str:
-    return "-".join(f"{end:.2f}".removeprefix("0") for end in (interval.low, interval.high))

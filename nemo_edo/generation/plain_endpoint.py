@@ -13,7 +13,7 @@ from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, MODELS
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.stop_strings import StopStrings
-from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
+from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 
 CHAT_COMPLETIONS = "/v1/chat/completions"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nemo_edo.config import RunConfig, ServersConfig
 from nemo_edo.config.generation import PLAIN
-from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import UserError
 from nemo_edo.generation.plain_endpoint import PlainEngine, PlainReplica
 from nemo_edo.generation.replica import ManagedReplica, Replica
@@ -25,9 +24,6 @@ from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.utils.api_key import ApiKey, key_of_environment
 from nemo_edo.utils.http import ServerError
 from nemo_edo.utils.processes import package_file
-
-if TYPE_CHECKING:
-    from nemo_edo.run.inputs import Data
 
 APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 
@@ -162,30 +158,27 @@ def start(replicas: Sequence[Replica], needed_length: int) -> None:
 
 
 def build_server_engine(
-    cfg: RunConfig, replicas: Sequence[Replica], data: Data, *, vocab_size: int, progress: bool = False
+    cfg: RunConfig,
+    replicas: Sequence[Replica],
+    *,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    decode: Callable[[Sequence[int]], str],
+    progress: bool = False,
+    **of_plain_endpoints: Any,
 ) -> ServerEngine:
-    """replicas: ready ones."""
-    kind, own = ServerEngine, {}
-    if cfg.generation.backend == PLAIN:
-        chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
-        kind, own = (
-            PlainEngine,
-            {
-                "encode": lambda text: data.tokenizer.encode(text, add_special_tokens=False),
-                "prompt_text": lambda ids: prompt_text(data.tokenizer, ids),
-                "chats": chats if cfg.generation.servers.chat else None,
-            },
-        )
+    """replicas: ready ones. of_plain_endpoints: as for ``PlainEngine``, with that backend."""
+    kind = PlainEngine if of_plain_endpoints else ServerEngine
     return kind(
         replicas,
         APIS.get(cfg.generation.backend, ServerAPI),
         cfg.generation.servers,
-        stop_ids=data.stop.ids,
+        stop_ids=stop_ids,
         vocab_size=vocab_size,
-        decode=data.decode,
+        decode=decode,
         logprobs_after_temperature=_after_temperature(cfg),
         progress=progress,
-        **own,
+        **of_plain_endpoints,
     )
 
 

@@ -25,7 +25,9 @@ from nemo_edo.utils.files import read_mapping
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
-WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement")
+WITHOUT_EFFECT = (
+    *("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement", "allow_one_step"),
+)
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
     *("name", "experiment", "output_dir", "replicate_baseline", "seed", "threads", "parallelism", "generation"),

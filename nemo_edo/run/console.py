@@ -47,6 +47,10 @@ class RunConsole:
         self._all_phases: Counter[str] = Counter()
         """Seconds of the run, as far as this process has seen it."""
 
+    @property
+    def stage(self) -> str:
+        return self._stage
+
     def begin(self, stage: str) -> None:
         self._stage, self._reached, self._text = stage, [], ""
 

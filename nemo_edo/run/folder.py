@@ -38,6 +38,7 @@ MAY_CHANGE = (
         "model.seq_length",
     ),
     *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
+    *("grpo.allow_one_step", "idpo.allow_one_step"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently (and ``SKIPPING``). Searches keep their own settings."""

@@ -47,8 +47,7 @@ def row_of(engine, prompt: int, response: int) -> int:
 
 @pytest.mark.parametrize("room", [1, 5, 26, 27])
 def test_auto_decodes_as_many_rows_as_half_of_the_free_memory_holds(
-    engine, requests, available, monkeypatch, room: int
-):
+        engine, requests, available, monkeypatch, room: int):
     expected, sizes, batch = {}, [], engine._batch
     for request in requests:
         available(10**12)
@@ -80,30 +79,20 @@ def test_the_rank_with_the_least_room_decides(monkeypatch):
         rows_that_fit(10, CPU)
 
 
-@pytest.mark.parametrize(
-    ("places", "most", "lengths"),
-    [
-        (10, 4, [3, 3, 4]),
-        (8, 4, [4, 4]),
-        (3, 512, [3]),
-        (0, 4, []),
-        (5, 1, [1] * 5),
-    ],
-)
+@pytest.mark.parametrize(("places", "most", "lengths"), [
+    (10, 4, [3, 3, 4]), (8, 4, [4, 4]), (3, 512, [3]), (0, 4, []), (5, 1, [1] * 5),
+])
 def test_batches_are_few_and_even(places: int, most: int, lengths: list[int]):
     runs = split_evenly(range(places), most)
     assert [len(run) for run in runs] == lengths and [place for run in runs for place in run] == list(range(places))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "fewest", "runs"),
-    [
-        ([10] * 100, 1, [100]),
-        ([40, 60, 89, 95, 100], 1, [1, 1, 1, 2]),
-        ([40, 60, 89, 95, 100], 201, [2, 3]),  # 3 x 100 tokens; the rest, of two prompts, is all there is
-        ([], 1, []),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "fewest", "runs"), [
+    ([10] * 100, 1, [100]),
+    ([40, 60, 89, 95, 100], 1, [1, 1, 1, 2]),
+    ([40, 60, 89, 95, 100], 201, [2, 3]),  # 3 x 100 tokens; the rest, of two prompts, is all there is
+    ([], 1, []),
+])
 def test_prompts_that_are_read_together_are_of_similar_length_or_few(lengths: list[int], fewest: int, runs: list[int]):
     found = [lengths[run] for run in of_similar_length(lengths, fewest)]
     assert [len(run) for run in found] == runs and [length for run in found for length in run] == lengths

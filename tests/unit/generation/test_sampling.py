@@ -67,7 +67,7 @@ def test_top_p_keeps_exactly_the_nucleus(top_p, seed):
 def test_tokens_of_probability_zero_are_never_chosen(params, columns):
     """At the lowest and highest uniforms too, whatever rounding does to sums; the ends of the vocabulary are zero."""
     logits = random_logits(16, columns)
-    logits[:, ::3] = -torch.inf
+    logits[:, :: 3] = -torch.inf
     logits[:, -2:] = -1e4  # exp underflows to 0
     logits[0, :] = -torch.inf
     logits[0, columns // 2] = 0.0
@@ -81,8 +81,7 @@ def test_tokens_of_probability_zero_are_never_chosen(params, columns):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("params", "scale"),
-    [(sampling(), 1.0), (sampling(0.7), 0.7), (sampling(0.7, 0.5), 0.7), (sampling(0.0), 1.0)],
+    ("params", "scale"), [(sampling(), 1.0), (sampling(0.7), 0.7), (sampling(0.7, 0.5), 0.7), (sampling(0.0), 1.0)],
     ids=str,
 )
 def test_logprobs_are_those_of_the_temperature_scaled_softmax_before_any_cut(params, scale, dtype):
@@ -103,8 +102,7 @@ def test_uniforms_are_those_of_a_separate_generator_per_seed_whatever_the_other_
 
 @pytest.mark.parametrize(("scale", "sorted_whole"), [(6.0, 0), (0.5, 1)])
 def test_the_nucleus_of_the_likely_tokens_is_that_of_a_whole_sort_with_its_order_among_equals(
-    monkeypatch, scale, sorted_whole
-):
+        monkeypatch, scale, sorted_whole):
     """Logits in steps, so that many are equal, also to the least likely of those that are looked at."""
     logits = (scale * random_logits(30, 200, scale=1.0)).round()
     uniforms = request_uniforms([3], 30)[0]

@@ -12,10 +12,8 @@ from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 
 REQUEST = GenerationRequest("p-0", 3, (5, 6), seed=2**62)
-BODY = {
-    "model": "policy",
-    "choices": [{"token_ids": [7, 8, 1], "logprobs": {"token_logprobs": [-0.1, 0, -2.5]}, "finish_reason": "stop"}],
-}
+BODY = {"model": "policy", "choices": [{"token_ids": [7, 8, 1], "logprobs": {"token_logprobs": [-0.1, 0, -2.5]},
+                                        "finish_reason": "stop"}]}
 
 
 def changed(**fields) -> dict:

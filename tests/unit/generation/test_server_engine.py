@@ -76,15 +76,9 @@ def start(tmp_path: Path):
 
 
 def engine(replicas: Sequence[Replica], **settings) -> ServerEngine:
-    return ServerEngine(
-        replicas,
-        ScriptedAPI,
-        ServersConfig(**{**QUICK, **settings}),
-        stop_ids=[STOP],
-        vocab_size=VOCABULARY,
-        decode=lambda ids: " ".join(map(str, ids)),
-        logprobs_after_temperature=True,
-    )
+    return ServerEngine(replicas, ScriptedAPI, ServersConfig(**{**QUICK, **settings}), stop_ids=[STOP],
+                        vocab_size=VOCABULARY, decode=lambda ids: " ".join(map(str, ids)),
+                        logprobs_after_temperature=True)
 
 
 def requests(number: int) -> list[GenerationRequest]:
@@ -98,8 +92,7 @@ def log_of(replica: Replica) -> dict:
 def assert_answers(rollouts: Sequence[Rollout], asked: Sequence[GenerationRequest]) -> None:
     """One rollout for each request, in order: its seed's tokens."""
     assert [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in rollouts] == [
-        (r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in asked
-    ]
+        (r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in asked]
     assert all([*r.response_ids] == [2 + r.seed % 90, 2 + r.seed // 90 % 90, 2, STOP] for r in rollouts)
     assert all([*r.response_logprobs] == [-0.5] * 4 and r.finished for r in rollouts)
 
@@ -127,16 +120,10 @@ def test_faults_in_a_fifth_of_the_answers_change_no_sample(start):
     assert len(log_of(replicas[0])["seeds"]) >= 300 / 0.8 - 1
 
 
-@pytest.mark.parametrize(
-    ("state", "attempts", "named"),
-    [
-        *(
-            (state, 4, "generation.servers.attempts.*server 0")
-            for state in ({"status": 500}, {"status": 429}, {"answer": {"choices": []}})
-        ),
-        *(({"status": status}, 1, f"server 0 .*status {status}") for status in (400, 404, 422)),
-    ],
-)
+@pytest.mark.parametrize(("state", "attempts", "named"), [
+    *((state, 4, "generation.servers.attempts.*server 0")
+      for state in ({"status": 500}, {"status": 429}, {"answer": {"choices": []}})),
+    *(({"status": status}, 1, f"server 0 .*status {status}") for status in (400, 404, 422))])
 def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_at_once(start, state, attempts, named):
     replicas = start(state)
     with pytest.raises(PartlyGenerated, match=named):
@@ -213,13 +200,9 @@ def test_a_response_ends_at_a_stop_string_that_the_server_did_not_see(start, ids
     assert [*rollout.response_logprobs] == [-0.5] * len(kept)
 
 
-@pytest.mark.parametrize(
-    ("code", "limit_s", "named", "said"),
-    [
-        ("print('no room'); raise SystemExit(3)", 60, "status 3", "no room"),
-        ("import time; print('loading', flush=True); time.sleep(60)", 0.5, "0.5 s", "loading"),
-    ],
-)
+@pytest.mark.parametrize(("code", "limit_s", "named", "said"), [
+    ("print('no room'); raise SystemExit(3)", 60, "status 3", "no room"),
+    ("import time; print('loading', flush=True); time.sleep(60)", 0.5, "0.5 s", "loading")])
 def test_a_server_that_ends_or_is_not_ready_in_time_is_reported_with_its_log(tmp_path, code, limit_s, named, said):
     replica = managed(tmp_path, "server 0", code)
     try:
@@ -243,15 +226,8 @@ def test_another_server_at_the_same_port_and_a_wrong_key_are_noticed(start, monk
 
 
 def test_a_server_does_not_inherit_the_trainers_variables(tmp_path: Path, monkeypatch):
-    hidden = (
-        "PYTHONPATH",
-        "RANK",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-    )
+    hidden = ("PYTHONPATH", "RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS",
+              "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in hidden:
         monkeypatch.setenv(name, "the trainer's")
     replica = managed(tmp_path, "server 0", "import os; print(sorted(os.environ)); raise SystemExit(1)")

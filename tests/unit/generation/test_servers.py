@@ -70,9 +70,7 @@ def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):
     replicas = build_replicas(cfg, Path("/model"), Path("/logs"), gpus=0)
     header = "Bearer a-secret"
     assert [(r.url, r.is_managed, r.key.headers["Authorization"]) for r in replicas] == [
-        ("http://a:1", False, header),
-        ("http://b:2", False, header),
-    ]
+        ("http://a:1", False, header), ("http://b:2", False, header)]
 
 
 def test_every_run_makes_a_new_key_that_no_command_line_shows():
@@ -89,50 +87,31 @@ PLAIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "options"),
-    [
-        ([], 0, PLAIN | {"distributed-executor-backend": "uni", "max-num-batched-tokens": "8192"}),
-        (
-            of_servers(tensor_parallel_size=2),
-            2,
-            PLAIN | {"tensor-parallel-size": "2", "gpu-memory-utilization": "0.85"},
-        ),
-        (["lora.rank=20", "generation.refit.lora=adapter"], 0, {"max-lora-rank": "32"}),
-        (["sampling.top_p=0.9"], 0, {"logprobs-mode": "raw_logprobs"}),  # of the distribution before the cut
-        (["precision=bf16"], 0, {"dtype": "bfloat16"}),
-        (of_servers(dtype="float16"), 0, {"dtype": "float16"}),
-        (["model.seq_length=20000"], 0, {"max-num-batched-tokens": "20000"}),  # on a CPU prompts are read whole
-    ],
-)
+@pytest.mark.parametrize(("overrides", "gpus", "options"), [
+    ([], 0, PLAIN | {"distributed-executor-backend": "uni", "max-num-batched-tokens": "8192"}),
+    (of_servers(tensor_parallel_size=2), 2, PLAIN | {"tensor-parallel-size": "2", "gpu-memory-utilization": "0.85"}),
+    (["lora.rank=20", "generation.refit.lora=adapter"], 0, {"max-lora-rank": "32"}),
+    (["sampling.top_p=0.9"], 0, {"logprobs-mode": "raw_logprobs"}),  # of the distribution before the cut
+    (["precision=bf16"], 0, {"dtype": "bfloat16"}), (of_servers(dtype="float16"), 0, {"dtype": "float16"}),
+    (["model.seq_length=20000"], 0, {"max-num-batched-tokens": "20000"}),  # on a CPU prompts are read whole
+])
 def test_options_of_a_server_follow_config_and_machine(overrides: list[str], gpus: int, options: dict):
     [(command, _)] = commands(config(*overrides), gpus)
     assert {name: option(command, name) for name in options} == options
 
 
-@pytest.mark.parametrize(
-    ("backend", "overrides", "named"),
-    [
-        ("vllm", ["sampling.top_p=0.9", "sampling.temperature=0.7"], "sampling.temperature is 0.7"),
-        ("trtllm", ["evaluation.temperature=[0.7]"], r"evaluation.temperature is \[0.7\]"),
-        ("trtllm", of_servers(host="0.0.0.0"), f"{SERVERS}.host"),
-        ("vllm", of_servers(urls="[node7:8000]"), f"{SERVERS}.urls.*node7:8000"),
-        ("vllm", of_servers(urls="[http://a:1,http://a:1/]"), f"{SERVERS}.urls"),
-        *(
-            ("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is .*, expected a URL")
-            for url in (
-                "http://user:pw@host",
-                "http://pw@host:1",
-                "http://host/?key=pw",
-                "http://host#pw",
-                "http://[pw@host",
-            )
-        ),
-        *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is") for url in ("http://", "http://a:99999")),
-        ("vllm", ["rewards.judge.url=http://user:pw@host/v1"], "rewards.judge.url is .*, expected null or a URL"),
-        ("vllm", of_servers(api_key_variable="KEY"), f"{SERVERS}.api_key_variable"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "overrides", "named"), [
+    ("vllm", ["sampling.top_p=0.9", "sampling.temperature=0.7"], "sampling.temperature is 0.7"),
+    ("trtllm", ["evaluation.temperature=[0.7]"], r"evaluation.temperature is \[0.7\]"),
+    ("trtllm", of_servers(host="0.0.0.0"), f"{SERVERS}.host"),
+    ("vllm", of_servers(urls="[node7:8000]"), f"{SERVERS}.urls.*node7:8000"),
+    ("vllm", of_servers(urls="[http://a:1,http://a:1/]"), f"{SERVERS}.urls"),
+    *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is .*, expected a URL") for url in (
+        "http://user:pw@host", "http://pw@host:1", "http://host/?key=pw", "http://host#pw", "http://[pw@host")),
+    *(("vllm", of_servers(urls=f"['{url}']"), f"{SERVERS}.urls is") for url in ("http://", "http://a:99999")),
+    ("vllm", ["rewards.judge.url=http://user:pw@host/v1"], "rewards.judge.url is .*, expected null or a URL"),
+    ("vllm", of_servers(api_key_variable="KEY"), f"{SERVERS}.api_key_variable"),
+])
 def test_impossible_settings_are_refused_when_the_config_is_composed(backend: str, overrides: list[str], named: str):
     with pytest.raises(UserError, match=named) as error:
         config(*overrides, backend=backend)

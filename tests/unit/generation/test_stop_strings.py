@@ -33,20 +33,16 @@ def first_cut(strings, decode, ids) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("decode", [pieces, without_first_space])
-@given(
-    strings=st.lists(st.text("ab\n ", min_size=1, max_size=3), max_size=3),
-    ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=12),
-)
+@given(strings=st.lists(st.text("ab\n ", min_size=1, max_size=3), max_size=3),
+       ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=12))
 def test_the_cut_is_the_shortest_beginning_whose_text_contains_a_string(decode, strings, ids):
     length, string = StopStrings(strings, decode).cut(ids)
     assert (length, string is not None) == first_cut(strings, decode, ids)
     assert string is None or string in decode(ids[:length])
 
 
-@given(
-    strings=st.lists(st.text("é。\n😀a", min_size=1, max_size=2), min_size=1, max_size=2),
-    text=st.text("é。\n😀ab", max_size=8),
-)
+@given(strings=st.lists(st.text("é。\n😀a", min_size=1, max_size=2), min_size=1, max_size=2),
+       text=st.text("é。\n😀ab", max_size=8))
 def test_characters_of_several_tokens_are_found_once_they_are_whole(strings, text):
     ids = list(text.encode())
     length, string = StopStrings(strings, utf8).cut(ids)

@@ -35,11 +35,8 @@ def second(limit: object, used: int = 0, files: int = 0) -> dict[str, object]:
 
 
 def first(limit: int, used: int) -> dict[str, object]:
-    return {
-        "memory__limit_in_bytes": limit,
-        "memory__usage_in_bytes": used,
-        "memory__stat": "inactive_file 1\ntotal_inactive_file 20",
-    }
+    return {"memory__limit_in_bytes": limit, "memory__usage_in_bytes": used,
+            "memory__stat": "inactive_file 1\ntotal_inactive_file 20"}
 
 
 @pytest.mark.parametrize("groups", [None, "0::/\n"], ids=["no groups", "no limit"])

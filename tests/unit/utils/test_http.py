@@ -86,16 +86,9 @@ def test_a_server_is_left_alone_for_its_retry_after_up_to_the_limit(asked_s, lim
     assert second - first >= waited_s
 
 
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        (None, "not set"),
-        ("", "0 characters"),
-        (f"{SECRET}\n", "19 characters"),
-        (f"a {SECRET}", "20 characters"),
-        (f"{SECRET}é", "printable ASCII"),
-    ],
-)
+@pytest.mark.parametrize(("value", "named"), [
+    (None, "not set"), ("", "0 characters"), (f"{SECRET}\n", "19 characters"), (f"a {SECRET}", "20 characters"),
+    (f"{SECRET}é", "printable ASCII")])
 def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch, value: str | None, named: str):
     monkeypatch.delenv("SENTINEL", raising=False)
     if value is not None:
