@@ -152,6 +152,8 @@ class ProfileConfig(Section):
 class EvaluationConfig(Section):
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
 
+    limit: Optional[PositiveInt] = None
+    """The first so many test problems alone; null: all."""
     samples: PositiveInt = 10
     """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""
     temperature: list[float] = field(default_factory=lambda: [1.0])
@@ -184,8 +186,8 @@ class EvaluationConfig(Section):
     def metrics(self) -> tuple[str, ...]:
         """The names of what an evaluation measures at the first temperature."""
         sampled = ("accuracy", f"vote@{self.samples}", *(f"pass@{k}" for k in range(1, self.samples + 1)))
-        diversity = ("distinct_4", "distinct_4_pooled", "distinct_answers", "answer_entropy", "entropy")
-        return ("greedy_accuracy", *sampled, *diversity, "well_formed", "response_length")
+        distinct = (*(f"distinct_{n}" for n in range(1, 5)), "distinct_4_pooled", "distinct_answers")
+        return ("greedy_accuracy", *sampled, *distinct, "answer_entropy", "entropy", "well_formed", "response_length")
 
 
 @dataclass

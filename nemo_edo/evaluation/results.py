@@ -46,7 +46,7 @@ NAMES = {
     "reward": "mean reward",
     "vote@": "vote@",
     "pass@": "pass@",
-    "distinct_4": "Distinct-4 per problem",
+    **{f"distinct_{n}": f"Distinct-{n} per problem" for n in range(1, 5)},
     POOLED: "pooled Distinct-4",
     "distinct_answers": "distinct answers",
     "answer_entropy": "answer entropy (nats)",
@@ -62,7 +62,8 @@ NAMES = {
 }
 """Metrics as a reader knows them, in the order of a table; a family such as ``pass@`` goes by its number."""
 SHARES = {
-    *("greedy_accuracy", "accuracy", "search_accuracy", "distinct_4", "well_formed", "abstained", *JUDGE_AND_RULES),
+    *("greedy_accuracy", "accuracy", "search_accuracy", "well_formed", "abstained", *JUDGE_AND_RULES),
+    *(f"distinct_{n}" for n in range(1, 5)),
     *("vote@", "pass@", "majority@", "best_of@", "weighted@"),
     *("vote", "pass"),
 }

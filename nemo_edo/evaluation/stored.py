@@ -39,7 +39,8 @@ ORACLE = "oracle"
 Scores = Mapping[str, np.ndarray]
 """name -> [P, N], one score for each response; best-of-k takes the highest score."""
 PLAIN = (
-    *("greedy_accuracy", "accuracy", "reward", "distinct_4", POOLED, "distinct_answers", "answer_entropy"),
+    *("greedy_accuracy", "accuracy", "reward", *(f"distinct_{n}" for n in range(1, 5)), POOLED),
+    *("distinct_answers", "answer_entropy"),
     SAMPLED_ENTROPY,
     *("well_formed", "response_length", "abstained", *JUDGE_AND_RULES),
 )

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nemo_edo.config import NONE
 from nemo_edo.config.training import ONE_STEP
 from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name, short_interval
 from nemo_edo.metrics.intervals import detectable_difference
@@ -99,6 +100,8 @@ def _result(comparison: Comparison) -> str:
         last = list(labels)[-1]
         found = [(metric, comparison.cell(last, metric)) for metric in main_metrics(comparison.metrics)]
         means = ", ".join(f"{plain(metric)} {cell.interval.mean:.3f}" for metric, cell in found if cell)
+        if trains_nothing(comparison):
+            return f"{labels[last]}, on {comparison.problems} test problems: {means}."
         missing = "second arm to compare with" if len(labels) == 1 else "common metric with a baseline arm"
         return f"{labels[last]}: {means}. There is no {missing}."
     baseline = labels[comparison.baseline]
@@ -191,8 +194,15 @@ def _limits(comparison: Comparison) -> list[str]:
     return said
 
 
+def trains_nothing(comparison: Comparison) -> bool:
+    """Whether it is one evaluation of a model as it is: there is nothing to say of arms and seeds."""
+    return comparison.is_one and comparison.runs.records[0].config.get("algorithm") == NONE
+
+
 def _scope(comparison: Comparison) -> str:
     problems, seeds = f"{comparison.problems} test problems", ", ".join(map(str, comparison.seeds))
+    if trains_nothing(comparison):
+        return "The 95 % intervals cover the choice of test problems."
     if comparison.is_one:
         return (
             f"This is one seed ({seeds}) on {problems}. The 95 % intervals cover the choice of test problems only, not "
@@ -321,10 +331,11 @@ def terminal_table(comparison: Comparison) -> str:
     if comparison.noise:
         noise = [f"±{comparison.noise[metric]:.3f} " if metric in comparison.noise else "" for metric in metrics]
         table.add_row("noise of training", *noise)
-    seeds = f"one seed ({comparison.seeds[0]})" if comparison.is_one else count(len(comparison.seeds), "seed")
     over = "" if comparison.is_one else "seeds; "
+    seeds = f", one seed ({comparison.seeds[0]})" if comparison.is_one else f", {count(len(comparison.seeds), 'seed')}"
+    seeds = "" if trains_nothing(comparison) else seeds
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
-    console.print(table, f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
+    console.print(table, f"95 % intervals over {over}{comparison.problems} problems{seeds}.")
     if any(difference.shown for difference in comparison.differences):
         baseline = comparison.labels[comparison.baseline]
         console.print(f"* differs from {baseline} (t test over seeds, Holm's correction).")

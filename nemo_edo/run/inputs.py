@@ -242,7 +242,7 @@ def load_data(
             f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
             "data.columns.solution, or set sft.steps=0"
         )
-    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems
+    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems[: cfg.evaluation.limit]
     trained = {problem.id: problem.source for problem in train}
     if shared := [problem for problem in test if problem.id in trained]:
         first = shared[0]

@@ -128,7 +128,7 @@ def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_jo
         (f"cluster.secrets_file={private}",): "chmod 600",
         ("cluster.secrets_file=/nowhere",): "no such file",
         ("+cluster.environment.HF_TOKEN=sesame",): r"cluster\.environment is 'HF_TOKEN'.*cluster\.secrets",
-        ("cluster.secrets=[A=b]",): "the name of a variable",
+        ("cluster.secrets=['A=b']",): "the name of a variable",
     }.items():
         with pytest.raises(UserError, match=told):
             launching.plan("quickstart", [*job, *overrides], None, multirun=False)
