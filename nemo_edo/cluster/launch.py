@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nemo_edo.checks.mounts import require_mounted
+from nemo_edo.checks.preflight import check_settings
 from nemo_edo.cluster import slurm
 from nemo_edo.cluster.slurm import Launch, Member
 from nemo_edo.config import ClusterConfig
@@ -49,6 +51,8 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
             "generation.servers.urls"
         )
+    require_mounted(cfg)
+    check_settings(cfg)
     limit_s = cfg.generation.servers.start_limit_s
     launch = Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep)
     _require_launchable(launch)

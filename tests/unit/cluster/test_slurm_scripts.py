@@ -145,3 +145,20 @@ def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_jo
         for env, status in ((environment, 0), ({}, 0 if place else 2)):
             command = ["bash", "-c", head + "\n[[ $WANDB_API_KEY == sesame ]]"]
             assert subprocess.run(command, env=env, check=False, capture_output=True).returncode == status
+
+
+@pytest.mark.parametrize(("kind", "path", "told"), [
+    ("pyxis", "/data/train.jsonl", r"data\.train is /data/train\.jsonl.*mounts=\[/data:/data\]"),
+    ("pyxis", "/models/train.jsonl", None), ("pyxis", "train.jsonl", "absolute path"),
+    ("apptainer", "/data/train.jsonl", r"mounts=\[/data:/data\]"), ("apptainer", "train.jsonl", None),
+    ("pyxis", "/modelsuite/train.jsonl", "container lacks"),
+])
+def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, kind: str, path: str, told: str | None):
+    overrides = [f"cluster.container.kind={kind}", "cluster.container.image=/images/a.sqsh",
+                 "cluster.container.mounts=['/shared/m:/models']", f"data.train={path}", "data.test=/models/test.jsonl",
+                 "sft.steps=0"]
+    if told is None:
+        assert "sbatch" not in script(tmp_path, *overrides)
+    else:
+        with pytest.raises(UserError, match=told):
+            script(tmp_path, *overrides)
