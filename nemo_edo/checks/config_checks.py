@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.algorithms.hazards import require_several_steps
 from nemo_edo.checks import advice, machine, workload
 from nemo_edo.checks.estimates import Memory, Workload, stage_memory
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
@@ -94,6 +93,8 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     # A judge may be started with the run.
     longest, train, test = _sizes(given, missing, scores=cfg.rewards.verifier != "judge")
     if cfg.has_arms and math.isfinite(train):
+        from nemo_edo.algorithms.hazards import require_several_steps  # imports torch
+
         require_several_steps(workload.arm_configs(cfg), int(train), cfg.sampling.samples_per_prompt)
     ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
     cfg = workload.for_estimate(given, ranks, longest=longest, train=train, test=test)

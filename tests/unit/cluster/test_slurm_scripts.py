@@ -158,7 +158,7 @@ def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, kind: str, 
                  "cluster.container.mounts=['/shared/m:/models']", f"data.train={path}", "data.test=/models/test.jsonl",
                  "sft.steps=0"]
     if told is None:
-        assert "sbatch" not in script(tmp_path, *overrides)
+        assert options(script(tmp_path, *overrides))
     else:
         with pytest.raises(UserError, match=told):
             script(tmp_path, *overrides)
