@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_edo.config import RunConfig
-from nemo_edo.config.compose import compose_run
+from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import (
     Evaluation,
@@ -29,7 +29,8 @@ from nemo_edo.evaluation.results import (
 )
 from nemo_edo.experiments.grid import train_command
 from nemo_edo.experiments.sweep import plan_sweep, run_sweep
-from nemo_edo.run.folder import METRICS
+from nemo_edo.report.run_set import SWEEP, sweep_members
+from nemo_edo.run.folder import CONFIG, METRICS
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.utils.processes import end_with
 from nemo_edo.utils.wording import did_you_mean
@@ -76,9 +77,9 @@ def train(
     return Run(Path(cfg.output_dir) / cfg.name)
 
 
-def load(path: str | Path) -> Run:
-    """A run by its folder, finished or not. Raises UserError where there is none."""
-    return Run(Path(path))
+def load(path: str | Path) -> Run | Sweep:
+    """A run, or a sweep, by its folder, finished or not. Raises UserError where there is none."""
+    return Sweep(Path(path)) if (Path(path) / SWEEP).is_file() else Run(Path(path))
 
 
 def sweep(
@@ -147,19 +148,35 @@ class Run:
     @property
     def rollouts(self) -> pd.DataFrame:
         """The responses of every arm's iterations in order, sorted by problem and sample: their question, text, tokens,
-        log-probabilities, answer, reward and the reason for it."""
+        log-probabilities, answer, reward and the reason for it. Of a run that trains nothing: ``responses``."""
+        if not self.arms:
+            return self.responses
+        folders = {arm: self._stored.folder.rollouts(arm) for arm in self.arms}
+        return self._responses("train", [(folder, {"arm": arm}) for arm, folder in folders.items()])
+
+    @property
+    def responses(self) -> pd.DataFrame:
+        """The responses of the evaluations, as ``rollouts`` has those of the training: ``kind`` is greedy or sampled,
+        with its temperature where there are several."""
+        found = []
+        for arm in self._stored.policies:
+            of_arm = self._stored.folder.evaluation(arm).with_suffix("")
+            folders = [path for path in sorted(of_arm.glob("*")) if path.is_dir() and ".new" not in path.name]
+            found += [(path, {"arm": arm, "kind": path.name}) for path in folders if not path.name.startswith("tuning")]
+        return self._responses("test", found)
+
+    def _responses(self, split: str, folders: Sequence[tuple[Path, Mapping[str, str]]]) -> pd.DataFrame:
         import pandas as pd
 
-        questions, parts = self._stored.questions("train"), []
-        for arm in self.arms:
-            for path in sorted(self._stored.folder.rollouts(arm).glob("iter_*/rank_*.parquet")):
+        questions, parts = self._stored.questions(split), []
+        for folder, about in folders:
+            for path in sorted(folder.glob("iter_*/rank_*.parquet")):
                 part = pd.read_parquet(path).sort_values(["problem_id", "sample_index"])
-                part.insert(0, "arm", arm)
-                part.insert(1, "iteration", int(path.parent.name.removeprefix("iter_")))
-                part.insert(3, "question", part["problem_id"].map(questions))
-                parts.append(part)
+                columns = {**about, "iteration": int(path.parent.name.removeprefix("iter_"))}
+                columns["question"] = part["problem_id"].map(questions)
+                parts.append(pd.concat([pd.DataFrame(columns, index=part.index), part], axis=1))
         if not parts:
-            return pd.DataFrame(columns=["arm", "iteration", "problem_id", "question"])
+            return pd.DataFrame(columns=["arm", "iteration", "question", "problem_id"])
         return pd.concat(parts, ignore_index=True)
 
     @property
@@ -224,6 +241,51 @@ class Run:
             values = {"here": here.mean(metric), "there": there.mean(metric)}
             bounds = {"difference": interval.mean, "low": interval.low, "high": interval.high}
             yield {"arm": arm, "metric": metric, **values, **bounds}
+
+
+class Sweep:
+    """A sweep's folder: its runs that have begun, and their tables one above the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._swept = {name: [one.partition("=")[0].lstrip("+") for one in overrides]
+                       for name, overrides in sweep_members(folder).items()}  # fmt: skip
+        self.runs = [Run(folder / name) for name in self._swept if (folder / name / CONFIG).is_file()]
+
+    def __repr__(self) -> str:
+        return f"Sweep({str(self.folder)!r}, {len(self.runs)} of {len(self._swept)} runs have begun)"
+
+    @property
+    def results(self) -> pd.DataFrame:
+        """The final evaluations: a row for each run and policy; columns ``run``, ``arm``, ``seed``, ``alpha`` (of the
+        arm), what the sweep varies by its key, such as ``grpo.alpha``, and the metrics."""
+        return self._together(lambda run: run.results.rename_axis("arm").reset_index())
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """``Run.metrics`` of every run, with the columns of ``results`` that say which it is."""
+        return self._together(lambda run: run.metrics)
+
+    def _together(self, table: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:
+        import pandas as pd
+
+        parts = []
+        for run in self.runs:
+            part, cfg, arms = table(run), run.config, arm_configs(run.config)
+            alphas = {name: settings.effective_alpha for name, settings in arms.items()}
+            swept = {key: _setting(cfg, key) for key in self._swept[run.folder.name]}
+            about = {"run": run.folder.name, "seed": cfg.seed, **swept}
+            if len(part):
+                about = pd.DataFrame({"arm": part["arm"], "alpha": part["arm"].map(alphas), **about}, index=part.index)
+                parts.append(pd.concat([about, part.drop(columns=part.columns.intersection(about.columns))], axis=1))
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "arm", "seed", "alpha"])
+
+
+def _setting(cfg: Any, key: str) -> Any:
+    """A setting by its dotted key, as text where it is no single value; None where the run does not have it."""
+    for name in key.split("."):
+        cfg = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
+    return cfg if cfg is None or isinstance(cfg, bool | int | float | str) else str(cfg)
 
 
 def _flat(line: dict[str, Any]) -> dict[str, Any]:

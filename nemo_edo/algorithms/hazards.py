@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nemo_edo.algorithms.plan import steps_per_collection
 from nemo_edo.config import GRPOConfig, IDPOConfig, LoopConfig
+from nemo_edo.config.training import ONE_STEP
+from nemo_edo.errors import UserError
 
 MANY_TRUNCATED = 0.5
 """A first collection with a larger share of truncated responses has a cause that training does not remove."""
 LOOK = "look at them in the run's rollouts"
 
 
-def exploration_hazards(config: LoopConfig, steps_per_collection: int, top_p: float = 1.0) -> list[str]:
+def require_several_steps(arms: Mapping[str, LoopConfig], problems: int, samples_per_prompt: int) -> None:
+    """Raises UserError for an arm whose exploration term can only add noise, unless its settings allow that by name."""
+    for name, config in arms.items():
+        steps = steps_per_collection(config, problems, samples_per_prompt)
+        if _only_adds_noise(config, steps) and not config.allow_one_step:
+            raise UserError(
+                f"arm {name}: {ONE_STEP} (minibatch_size {config.minibatch_size}, {problems} training problems): while "
+                "the policy equals its sampler the exploration term's expected gradient is zero, so that it would add "
+                "noise only; lower minibatch_size, raise epochs, set alpha=0, or set allow_one_step=true in its section"
+            )
+
+
+def _only_adds_noise(config: LoopConfig, steps: int) -> bool:
+    of_older = isinstance(config, GRPOConfig) and config.exploration_samples != "own"
+    return bool(config.exploration_weight) and steps == 1 and not of_older
+
+
+def exploration_hazards(config: LoopConfig, steps: int, top_p: float = 1.0) -> list[str]:
     """Where the exploration term cannot act as configured, or something else acts like it, each with the reason.
 
-    top_p: of the sampling (``sampling.top_p``)."""
+    steps: for each collection. top_p: of the sampling (``sampling.top_p``)."""
     weight, found = config.exploration_weight, []
     if isinstance(config, GRPOConfig):
         found += _hazards_of_kl(config)
@@ -27,9 +47,9 @@ def exploration_hazards(config: LoopConfig, steps_per_collection: int, top_p: fl
             "it pushes from what was kept towards what was cut off; sampling.top_p=1 is the method's"
         )
     of_older = isinstance(config, GRPOConfig) and config.exploration_samples != "own"
-    if steps_per_collection == 1 and not of_older:
+    if _only_adds_noise(config, steps):
         found.append(
-            "one optimizer step for each collection: while the policy equals its sampler the exploration term's "
+            f"{ONE_STEP}: while the policy equals its sampler the exploration term's "
             "expected gradient is zero, so it adds noise only; lower minibatch_size or raise epochs"
         )
     if isinstance(config, GRPOConfig) and config.dynamic_sampling and not of_older:

@@ -77,11 +77,17 @@ class Plan:
 
     @property
     def steps_per_collection(self) -> int:
-        """Optimizer steps on a whole collection; dynamic sampling may leave fewer."""
-        per_problem = self.sampling.samples_per_prompt if isinstance(self.config, GRPOConfig) else 1
-        return self.config.epochs * -(-self.collection_size * per_problem // self.config.minibatch_size)
+        return steps_per_collection(self.config, len(self.problems), self.sampling.samples_per_prompt)
 
     @property
     def total_steps(self) -> int:
         """The length of learning-rate schedules: an upper bound, as collections may give fewer steps."""
         return self.config.iterations * self.steps_per_collection
+
+
+def steps_per_collection(config: LoopConfig, problems: int, samples_per_prompt: int) -> int:
+    """Optimizer steps on a whole collection from so many problems; dynamic sampling may leave fewer."""
+    size = min(config.problems_per_iteration or problems, problems)
+    return config.epochs * -(
+        -size * (samples_per_prompt if isinstance(config, GRPOConfig) else 1) // config.minibatch_size
+    )

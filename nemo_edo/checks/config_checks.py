@@ -15,7 +15,8 @@ from nemo_edo.checks.estimates import Memory, Workload, stage_memory
 from nemo_edo.checks.findings import Finding, failed, impossible, passed
 from nemo_edo.checks.installed import WITHOUT_DEPENDENCIES, installed
 from nemo_edo.checks.iteration_time import Iteration, iteration_times
-from nemo_edo.checks.preflight import check_settings, with_fitted_parallelism
+from nemo_edo.checks.mounts import require_mounted
+from nemo_edo.checks.preflight import check_data_paths, check_settings, with_fitted_parallelism
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.generation import AUTO
@@ -85,10 +86,16 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
     workload.check_possible(given, shape, devices.count)
+    check_settings(cfg)
+    require_mounted(cfg)
     if devices.here:
-        check_settings(cfg)
+        check_data_paths(cfg)
     # A judge may be started with the run.
-    longest, train, test = _sizes(given, missing, scores=devices.here and cfg.rewards.verifier != "judge")
+    longest, train, test = _sizes(given, missing, scores=cfg.rewards.verifier != "judge")
+    if cfg.has_arms and math.isfinite(train):
+        from nemo_edo.algorithms.hazards import require_several_steps  # imports torch
+
+        require_several_steps(workload.arm_configs(cfg), int(train), cfg.sampling.samples_per_prompt)
     ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
     cfg = workload.for_estimate(given, ranks, longest=longest, train=train, test=test)
     if given.generation.max_batch_size == AUTO:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_edo.checks import machine, workload
 from nemo_edo.config import NONE, RunConfig
+from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
 from nemo_edo.data.source import load_source
@@ -32,10 +33,7 @@ def preflight(cfg: RunConfig) -> RunConfig:
     if is_main:
         check_folder(Path(cfg.output_dir) / cfg.name)
     check_world(_alone(cfg).parallelism, world)
-    for name in ("train", "test", *(["warmup"] if cfg.sft.steps else [])):
-        path = getattr(cfg.data, name)
-        if path is not None and not Path(path).exists():
-            raise UserError(f"data.{name} is {path!r}: there is no such file or folder; expected a file of problems")
+    check_data_paths(cfg)
     shape = _check_model(cfg)
     if cfg.data.source is not None:  # importing a user's module takes the time that it takes
         load_source(cfg.data.source, cfg.data.source_args)
@@ -47,6 +45,14 @@ def preflight(cfg: RunConfig) -> RunConfig:
     gpus = machine.gpus()
     each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
     return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
+
+
+def check_data_paths(cfg: RunConfig) -> None:
+    """Raises UserError for files of problems that are named and not there."""
+    for name in ("train", "test", *(["warmup"] if cfg.sft.steps else [])):
+        path = getattr(cfg.data, name)
+        if path not in (None, NOT_GIVEN) and not Path(path).exists():
+            raise UserError(f"data.{name} is {path!r}: there is no such file or folder; expected a file of problems")
 
 
 def check_settings(cfg: RunConfig, *, functions: bool = True) -> None:

@@ -14,6 +14,7 @@ from nemo_edo.cli.commands import RUN, say
 from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError, WorkerFailed
 from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun
+from nemo_edo.utils.ranks import check_ranks
 from nemo_edo.utils.wording import printable
 
 WITH_WORKERS = ("train", "collect", "evaluate", "search", "export", "replay")
@@ -33,12 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(given)
     args.given, args.own_process = given, argv is None
     has_workers = args.command in WITH_WORKERS and os.environ.get("WORLD_SIZE", "1") != "1"
-    if has_workers and os.environ["RANK"] != "0":
-        return serve()
-    if args.command in WITH_WORKERS and (few := _few_files()):
+    is_worker = has_workers and os.environ.get("RANK", "0") != "0"
+    if not is_worker and args.command in WITH_WORKERS and (few := _few_files()):
         _tell(f"nemo-edo: error: {few}")
         return 2
-    status = _run(args)
+    status = _run(args, is_worker=is_worker)
+    if is_worker:
+        return status
     if has_workers:
         dismiss(status)
     tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
@@ -76,9 +78,10 @@ def dismiss(status: int) -> None:
     dismiss_workers(met_only=status != 0)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
     try:
-        return RUN[args.command](args) or 0
+        check_ranks()
+        return serve() if is_worker else RUN[args.command](args) or 0
     except UserError as error:
         _tell(f"nemo-edo: error: {error}")
         return 2

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nemo_edo.checks.mounts import require_mounted
+from nemo_edo.checks.preflight import check_settings
 from nemo_edo.cluster import slurm
 from nemo_edo.cluster.slurm import Launch, Member
+from nemo_edo.config import ClusterConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
@@ -47,6 +51,8 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
             "generation.servers.urls"
         )
+    require_mounted(cfg)
+    check_settings(cfg)
     limit_s = cfg.generation.servers.start_limit_s
     launch = Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep)
     _require_launchable(launch)
@@ -75,11 +81,29 @@ def _require_launchable(launch: Launch) -> None:
         raise ConfigError(
             f"cluster.kind is {launch.cluster.kind!r}: launch needs cluster=slurm (conf/cluster/); train runs here"
         )
+    _check_secrets(launch.cluster)
     if not str(launch.folder).isprintable() or "\\" in str(launch.folder):
         raise UserError(
             f"{str(launch.folder)!r}: Slurm takes only folders whose names have printable characters and no \\; choose "
             "another output_dir=... or name=..."
         )
+
+
+def _check_secrets(cluster: ClusterConfig) -> None:
+    """Raises UserError where the job would not get the values of ``cluster.secrets``, or where others can read them."""
+    if cluster.secrets_file is not None:
+        path = Path(cluster.secrets_file).expanduser()
+        if not path.is_file():
+            raise UserError(f"cluster.secrets_file is {path}: there is no such file")
+        if mode := path.stat().st_mode & 0o077:
+            raise UserError(f"cluster.secrets_file: others may read or write it (mode {mode:03o}): chmod 600 {path}")
+        return
+    export = str(cluster.options.get("export", os.environ.get("SBATCH_EXPORT", "ALL")))
+    for name in cluster.secrets:
+        if not os.environ.get(name):
+            raise UserError(f"cluster.secrets: {name} is not set in this shell; set it, or cluster.secrets_file")
+        if not {"ALL", name} & {*export.split(",")}:
+            raise UserError(f"sbatch's export is {export}, and cluster.secrets has {name}: set cluster.secrets_file")
 
 
 def launch(plan: Launch, *, dry_run: bool) -> str:

@@ -135,6 +135,8 @@ def _render(job: Launch, template: str, **values: Any) -> str:
         launch=str(job.folder),
         setup=cluster.setup,
         environment=sorted(cluster.environment.items()),
+        secrets=cluster.secrets,
+        secrets_file=cluster.secrets_file and str(Path(cluster.secrets_file).expanduser().absolute()),
         code=str(job.folder / "code"),
         step_options=step_options,
         run_in_container=prefix,
@@ -177,16 +179,23 @@ def write_snapshot(launch: Launch) -> None:
     members = launch.folder / "members"
     members.mkdir(parents=True, exist_ok=True)
     for place, member in enumerate(launch.members):
-        (members / f"{place}.yaml").write_text(member.config, encoding="utf-8")
+        _write(members / f"{place}.yaml", member.config)
         arguments = member.arguments or ("train", "--config-path", str(members), "--config-name", str(place))
-        (members / f"{place}.json").write_text(json.dumps(arguments), encoding="utf-8")
+        _write(members / f"{place}.json", json.dumps(arguments))
     for place in launch.waiting:  # what was finished under this name and is to run again, such as a selftest
         (launch.folder / "finished" / str(place)).unlink(missing_ok=True)
-    (launch.folder / "job.sh").write_text(job_script(launch), encoding="utf-8")
+    _write(launch.folder / "job.sh", job_script(launch))
     if launch.sweep:
         names = {place: member.name for place, member in enumerate(launch.members)}
-        (launch.folder / "members.json").write_text(json.dumps(names, indent=1), encoding="utf-8")
-        (launch.folder / "report.sh").write_text(report_script(launch), encoding="utf-8")
+        _write(launch.folder / "members.json", json.dumps(names, indent=1))
+        _write(launch.folder / "report.sh", report_script(launch))
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that its owner alone can read: a site's environment may hold what is nobody else's business."""
+    path.touch(0o600)
+    path.chmod(0o600)
+    path.write_text(text, encoding="utf-8")
 
 
 _NO_CLUSTER = "Could not establish a configuration source"

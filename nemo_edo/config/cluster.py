@@ -21,6 +21,9 @@ from nemo_edo.config.checks import (
 )
 
 _TIME_LIMIT = re.compile(r"(\d+-)?\d{1,3}:\d\d(:\d\d)?|\d+(-\d+)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"(?i)(^|_)(api_?key|key|token|secret|password|passwd|credentials?)($|_)")
+"""Names of variables that hold keys; none of NCCL's or torch's is like these."""
 SlurmTime = Annotated[
     str,
     Constraint(lambda text: bool(_TIME_LIMIT.fullmatch(text)), "a time as Slurm writes it: MM, HH:MM:SS or D-HH:MM:SS"),
@@ -67,7 +70,13 @@ class ClusterConfig(Section):
     """Other options of sbatch: {exclusive: true, mem: 0} becomes --exclusive and --mem=0."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every task."""
+    """Environment variables of every task. They are written into the job's script: keys belong into ``secrets``."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of variables, such as WANDB_API_KEY, that the job takes from ``secrets_file`` or from the shell that
+    submits it. Their values are written nowhere."""
+    secrets_file: Optional[str] = None
+    """A file with lines NAME=VALUE, as a shell reads them, that its owner alone may read; where the site does not hand
+    on the environment of the shell."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before anything else in the job, such as module load cuda."""
     python: Optional[str] = None
@@ -94,6 +103,10 @@ class ClusterConfig(Section):
         for key, value in self.options.items():
             fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
             require(fits, "cluster.options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
-        for key in self.environment:
-            require(re.fullmatch(r"[A-Za-z_]\w*", key) is not None, "cluster.environment", key, "a variable's name")
+        known = {"environment": self.environment, "secrets": self.secrets}
+        for setting, name in ((setting, name) for setting, names in known.items() for name in names):
+            require(_VARIABLE.fullmatch(name) is not None, f"cluster.{setting}", name, "the name of a variable")
+        for name in self.environment:
+            expected = "no key, which files of the job would hold; name it in cluster.secrets"
+            require(_SECRET.search(name) is None, "cluster.environment", name, expected)
         return ()

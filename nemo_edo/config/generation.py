@@ -19,7 +19,8 @@ from nemo_edo.config.checks import (
 
 IN_PROCESS = "megatron"
 AUTO = "auto"
-BACKENDS = (IN_PROCESS, "vllm", "trtllm")
+PLAIN = "openai"
+BACKENDS = (IN_PROCESS, "vllm", "trtllm", PLAIN)
 TRANSPORTS = ("disk", "nccl")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -32,6 +33,11 @@ class ServersConfig(Section):
     """Running servers, such as http://node7:8000. Empty: the run starts its own on this machine."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key of the servers at ``urls``; null: they ask for none."""
+    model: Optional[str] = None
+    """With generation.backend openai: the model's name in requests; null: the first that the endpoint lists."""
+    chat: bool = False
+    """With generation.backend openai: send messages to the chat endpoint, which applies a chat template itself, instead
+    of the whole prompt as text to the completions endpoint."""
     launched: bool = False
     """Whether ``nemo-edo launch`` started the servers at ``urls``; launch sets this. They then renew a tied output
     layer
@@ -114,7 +120,8 @@ class RefitConfig(Section):
 @dataclass
 class GenerationConfig(Section):
     backend: Annotated[str, one_of(*BACKENDS)] = IN_PROCESS
-    """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``)."""
+    """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``). openai: any endpoint of
+    OpenAI's API at servers.urls, for what needs no log-probabilities: evaluation and search of a model."""
     max_batch_size: Union[int, str] = AUTO
     """Sequences decoded at a time at most on one data-parallel rank, in process; with torch's attention waiting ones
     take the places of those that have ended. auto: as many as the memory that is free when generation begins has room
@@ -145,6 +152,9 @@ class GenerationConfig(Section):
         yield from self.only_if(self.is_served, one_process, "one_step_off", "placement")
         unserved = f"with generation.backend {IN_PROCESS}: vLLM's completions do not return a response's experts"
         yield from self.only_if(not self.is_served, unserved, "routing_replay")
+        yield self.backend != PLAIN or bool(self.servers.urls), "servers.urls", "an endpoint's URL with backend openai"
+        plain = f"with generation.backend {self.backend}"
+        yield from self.only_if(self.backend == PLAIN, plain, "servers.model", "servers.chat")
         asleep = "with generation.placement shared: the servers sleep while the trainer trains"
         yield from self.only_if(apart, asleep, "one_step_off")
         one_gpu = "with generation.placement shared: NCCL refuses two processes on one GPU"

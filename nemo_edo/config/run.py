@@ -21,7 +21,7 @@ from nemo_edo.config.checks import (
 )
 from nemo_edo.config.cluster import ClusterConfig
 from nemo_edo.config.data import DataConfig, RewardsConfig
-from nemo_edo.config.generation import IN_PROCESS, GenerationConfig
+from nemo_edo.config.generation import IN_PROCESS, PLAIN, GenerationConfig
 from nemo_edo.config.parallelism import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.search import SearchLLMConfig
 from nemo_edo.config.training import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, SFTConfig
@@ -152,6 +152,8 @@ class ProfileConfig(Section):
 class EvaluationConfig(Section):
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
 
+    limit: Optional[PositiveInt] = None
+    """The first so many test problems alone; null: all."""
     samples: PositiveInt = 10
     """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""
     temperature: list[float] = field(default_factory=lambda: [1.0])
@@ -184,8 +186,8 @@ class EvaluationConfig(Section):
     def metrics(self) -> tuple[str, ...]:
         """The names of what an evaluation measures at the first temperature."""
         sampled = ("accuracy", f"vote@{self.samples}", *(f"pass@{k}" for k in range(1, self.samples + 1)))
-        diversity = ("distinct_4", "distinct_4_pooled", "distinct_answers", "answer_entropy", "entropy")
-        return ("greedy_accuracy", *sampled, *diversity, "well_formed", "response_length")
+        distinct = (*(f"distinct_{n}" for n in range(1, 5)), "distinct_4_pooled", "distinct_answers")
+        return ("greedy_accuracy", *sampled, *distinct, "answer_entropy", "entropy", "well_formed", "response_length")
 
 
 @dataclass
@@ -276,12 +278,16 @@ class RunConfig(Section):
         backend, sampling = self.generation.backend, self.sampling
         splits = ("parallelism.context_parallel_size", "parallelism.expert_model_parallel_size")
         yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
+        plain = (
+            f"none with generation.backend {PLAIN}: such an endpoint returns no log-probabilities, which training needs"
+        )
+        yield backend != PLAIN or self.algorithm == NONE, "algorithm", plain
         whole = "with generation.routing_replay: a pipeline stage knows only its layers' experts"
         yield from self.only_if(not self.generation.routing_replay, whole, "parallelism.pipeline_model_parallel_size")
         length, longest = self.model.seq_length, sampling.max_new_tokens
         room = f"room for a prompt and sampling.max_new_tokens = {longest} tokens"
         yield length is None or length > longest, "model.seq_length", room
-        if backend == "trtllm" or (self.generation.is_served and sampling.top_p < 1):
+        if backend == "trtllm" or (backend == "vllm" and sampling.top_p < 1):
             # Servers have log-probabilities before the temperature, or after the cut; trtllm the former alone.
             where = f"with generation.backend {backend}"
             where += f" and sampling.top_p {sampling.top_p}" if sampling.top_p < 1 else ""

@@ -37,6 +37,9 @@ MEANS = {
     "out_dir": "output_dir",
     "per_device_train_batch_size": "micro_batch_size",
     "pp": "pipeline_model_parallel_size",
+    "max_samples": "limit",
+    "num_problems": "limit",
+    "num_samples": "limit",
     "r": "rank",
     "rollout_n": "samples_per_prompt",
     "run_name": "name",
@@ -73,7 +76,7 @@ def _candidates(key: str, known: Collection[str]) -> list[str]:
             return (deeper or same_name)[:MOST]
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     anywhere = {one.rpartition(".")[2]: one for one in known}
-    for names, alike in ((siblings, 0.5), (anywhere, 0.8)):
+    for names, alike in ((siblings, 0.5), (anywhere, 0.85)):
         near = difflib.get_close_matches(name, names, n=1, cutoff=alike)
         if near:
             return [names[near[0]]]

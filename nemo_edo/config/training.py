@@ -81,6 +81,10 @@ class SFTConfig(MicroBatchConfig):
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
 
+ONE_STEP = "one optimizer step for each collection"
+"""How warnings of such a schedule begin, by which a report knows them."""
+
+
 @dataclass
 class LoopConfig(MicroBatchConfig):
     """Algorithm 1 around an objective: what ED-GRPO and ED-iDPO share."""
@@ -92,6 +96,9 @@ class LoopConfig(MicroBatchConfig):
     pass over the set in a new order."""
     epochs: PositiveInt = 1
     """Passes over an iteration's samples."""
+    allow_one_step: bool = False
+    """Whether to train with exploration where a collection gives one optimizer step, in which the term can only add
+    noise."""
     reference: Annotated[str, one_of("initial", "previous", "ema")] = "initial"
     """The centre of the trust region: initial, the policy that the arm starts from; previous, the policy that
     collected the iteration's samples; ema, an exponential moving average of those."""

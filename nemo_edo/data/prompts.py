@@ -174,6 +174,18 @@ def _rendered(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, s
     return prompts
 
 
+def chat_of(problem: Problem, style: PromptStyle) -> Sequence[Message]:
+    """The messages that a chat endpoint gets, which applies a chat template itself."""
+    asked = _messages(problem, style.template)
+    return style.chat.messages(asked) if style.chat else asked
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text that a server, which puts in front what the tokenizer does by itself, reads as these tokens."""
+    in_front = tokenizer.encode("")[:1] == list(ids[:1]) == [tokenizer.bos_token_id]
+    return tokenizer.decode(ids[in_front:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 def _messages(problem: Problem, template: str) -> Sequence[Message]:
     return problem.messages or [{"role": "user", "content": render_prompt(template, problem.question)}]
 

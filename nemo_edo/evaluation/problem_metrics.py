@@ -42,7 +42,7 @@ def plain_metrics(
         **of_greedy,
         "accuracy": (float(successes_N[has_verdict_N].sum()), verdicts),
         "reward": (float(rewards_N[has_verdict_N].sum()), verdicts),
-        "distinct_4": over_sets(tokens, distinct_n),
+        **{f"distinct_{n}": over_sets(tokens, lambda one, n=n: distinct_n(one, n)) for n in range(1, 5)},
         "distinct_answers": over_sets(answers, distinct_answers),
         "answer_entropy": over_sets(answers, answer_entropy),
         "well_formed": (float(well_formed_N.sum()), float(size)),

@@ -46,7 +46,7 @@ NAMES = {
     "reward": "mean reward",
     "vote@": "vote@",
     "pass@": "pass@",
-    "distinct_4": "Distinct-4 per problem",
+    **{f"distinct_{n}": f"Distinct-{n} per problem" for n in range(1, 5)},
     POOLED: "pooled Distinct-4",
     "distinct_answers": "distinct answers",
     "answer_entropy": "answer entropy (nats)",
@@ -62,7 +62,8 @@ NAMES = {
 }
 """Metrics as a reader knows them, in the order of a table; a family such as ``pass@`` goes by its number."""
 SHARES = {
-    *("greedy_accuracy", "accuracy", "search_accuracy", "distinct_4", "well_formed", "abstained", *JUDGE_AND_RULES),
+    *("greedy_accuracy", "accuracy", "search_accuracy", "well_formed", "abstained", *JUDGE_AND_RULES),
+    *(f"distinct_{n}" for n in range(1, 5)),
     *("vote@", "pass@", "majority@", "best_of@", "weighted@"),
     *("vote", "pass"),
 }
@@ -211,6 +212,13 @@ def seeds_interval(metric: str, values: Sequence[float], *, differences: bool = 
     if not (is_share(metric) or plain_name(metric) == POOLED) or math.isnan(found.low):
         return found
     return Interval(found.mean, max(found.low, -1.0 if differences else 0.0), min(found.high, 1.0))
+
+
+def short_interval(interval: Interval) -> str:
+    """Its ends in nine characters at most, for the narrow columns of a terminal: .74-1.00, 10.6-10.7."""
+    digits = [2 if abs(end) < 9.995 else 1 if abs(end) < 99.95 else 0 for end in (interval.low, interval.high)]
+    ends = (f"{end:.{n}f}" for end, n in zip((interval.low, interval.high), digits, strict=True))
+    return "-".join(end.replace("0.", ".", 1) if end.lstrip("-").startswith("0.") else end for end in ends)
 
 
 def at_temperature(temperature: float) -> str:

@@ -26,6 +26,7 @@ from nemo_edo.evaluation.results import (
     Sums,
     metric_name,
     paired_interval,
+    short_interval,
 )
 from nemo_edo.metrics import Interval, holm, mcnemar, paired_permutation_test, pooled_distinct
 from nemo_edo.metrics.paired import cohen_kappa
@@ -38,7 +39,8 @@ ORACLE = "oracle"
 Scores = Mapping[str, np.ndarray]
 """name -> [P, N], one score for each response; best-of-k takes the highest score."""
 PLAIN = (
-    *("greedy_accuracy", "accuracy", "reward", "distinct_4", POOLED, "distinct_answers", "answer_entropy"),
+    *("greedy_accuracy", "accuracy", "reward", *(f"distinct_{n}" for n in range(1, 5)), POOLED),
+    *("distinct_answers", "answer_entropy"),
     SAMPLED_ENTROPY,
     *("well_formed", "response_length", "abstained", *JUDGE_AND_RULES),
 )
@@ -122,10 +124,11 @@ def analyse(
         )
         compared = sampled.rules[place] >= 0
         judge, rules = sampled.rewards[place, compared] == 1, sampled.rules[place, compared] == 1
+        entropy = -float(sampled.logprobs[place].sum())
         agreement = ((judge == rules).sum(), judge.sum(), rules.sum())
         rows.append({
             **plain,
-            SAMPLED_ENTROPY: (-float(sampled.logprobs[place].sum()), float(sampled.lengths[place].sum())),
+            SAMPLED_ENTROPY: NOTHING if math.isnan(entropy) else (entropy, float(sampled.lengths[place].sum())),
             **{n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)},
             POOLED: (float(pooled[0][place]), float(pooled[1][place])),
             **_curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed),
@@ -200,7 +203,7 @@ def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -
             cells = [found.get(family.format(k)) for k in sizes]
             lines.append(_line(family.format("k"), [one and _number(one.mean) for one in cells]))
             if not family.startswith("tokens@"):
-                lines.append(_line("", [one and _short(one) for one in cells]))
+                lines.append(_line("", [one and short_interval(one) for one in cells]))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -259,7 +262,3 @@ def _line(label: str, cells: list[str | None]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def _short(interval: Interval) -> str:
-    return "-".join(f"{end:.2f}".removeprefix("0") for end in (interval.low, interval.high))

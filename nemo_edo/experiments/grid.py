@@ -7,7 +7,6 @@ system, may run a grid together. The first cell of a warm-up trains it; the othe
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -32,6 +31,7 @@ from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.results import START
 from nemo_edo.experiments.grid_console import GridConsole
 from nemo_edo.run.folder import CONFIG, JOURNAL, METRICS, RunFolder
+from nemo_edo.utils.owned_file import InUse, OwnedFile
 from nemo_edo.utils.processes import end_with
 
 POLL_SECONDS = 0.1
@@ -158,8 +158,8 @@ class _Training:
 
     cell: Cell
     process: subprocess.Popen
-    lock: IO
-    warm_up_lock: IO | None
+    lock: OwnedFile
+    warm_up_lock: OwnedFile | None
     """Held until the warm-up that this cell trains is finished."""
 
 
@@ -249,16 +249,16 @@ class _Runner:
         return news
 
 
-def hold(path: Path, *, wait: bool = False) -> IO | None:
-    """The open file with a lock, which lasts until the file is closed; None where another process has the lock."""
+def hold(path: Path, *, wait: bool = False) -> OwnedFile | None:
+    """The file, which belongs to this process until it is closed; None where it belongs to another process."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+    while True:
+        try:
+            return OwnedFile(path)
+        except InUse:
+            if not wait:
+                return None
+            time.sleep(0.1)
 
 
 def _reaching(config: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ note                       why a guard ended the training, which then has no met
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -74,7 +75,8 @@ def last_rows(rows: Iterable[Mapping[str, str]], temperature: str) -> dict[CellK
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Adds a cell's rows at once, whatever other processes add."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with hold(path.with_name(f".{path.name}.lock"), wait=True), path.open("a", encoding="utf-8", newline="") as file:
+    lock = hold(path.with_name(f".{path.name}.lock"), wait=True)
+    with contextlib.closing(lock), path.open("a", encoding="utf-8", newline="") as file:
         table = pd.DataFrame(rows, columns=COLUMNS)
         file.write(table.to_csv(index=False, header=file.tell() == 0, lineterminator="\n"))
 

@@ -12,7 +12,6 @@ from typing import Any
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import HEALTH
 from nemo_edo.utils.http import Fault, ServerError, TimeLimit, exchange, retrying, run_tasks
 
 CHECK_AFTER_S = 10.0
@@ -151,10 +150,12 @@ class Dispatcher:
         """True once the server calls itself healthy; False once its process has ended."""
         while not server.replica.has_ended:
             try:
-                await server.exchange("GET", HEALTH, self._settings.health_limit_s)
+                await server.exchange("GET", server.replica.health, self._settings.health_limit_s)
                 return True
             except (Fault, ServerError) as error:
                 server.last_error = str(error)
+                if isinstance(error, ServerError) and server.replica.means_health(error):
+                    return True
             await asyncio.sleep(self._settings.backoff_s)
         server.last_error = server.replica.ending()
         return False
@@ -201,8 +202,9 @@ class _ReplicaState:
         replica, wants_json = self.replica, body is not None
         url, server = replica.url + path, str(replica)
         return await exchange(
-            self.session, method, url, replica.key, server=server, limit_s=limit_s, body=body, answers_json=wants_json
-        )
+            self.session, method, url, replica.key, server=server, limit_s=limit_s, body=body, answers_json=wants_json,
+            is_own=replica.is_own,
+        )  # fmt: skip
 
     async def wait_until_in_doubt(self) -> None:
         """Until a fault, the end of its process, or, of a managed replica, silence in spite of requests."""

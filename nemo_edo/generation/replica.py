@@ -40,6 +40,8 @@ class Replica:
     """Starts so far; requests sent before the last one are lost. 0: the run does not start it."""
     model_folder: Path | None = None
     """What a managed server's next start loads."""
+    health = HEALTH
+    """The path that a healthy server answers."""
 
     def __init__(
         self,
@@ -63,9 +65,15 @@ class Replica:
         self.max_length: int | None = None
         """Tokens of prompt and response that the server accepts; None: it does not say."""
         self._ready_limit_s = ready_limit_s
+        self._last_fault = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.url else self.name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the run, or its job, has started the server."""
+        return self.is_managed or self.has_worker_extension
 
     @property
     def has_ended(self) -> bool:
@@ -94,18 +102,28 @@ class Replica:
             if self.has_ended:
                 raise ServerError(f"{self}: {self.ending()}")
             if time.monotonic() > deadline:
-                raise ServerError(f"{self} is not ready after {limit_s:g} s{self.log_tail()}")
+                why = "" if self.is_managed else f": {self._last_fault}"
+                raise ServerError(f"{self} is not ready after {limit_s:g} s{why}{self.log_tail()}")
             time.sleep(POLL_EVERY_S)
+        self.read_models()
+
+    def read_models(self) -> None:
+        """Asks for the model's name and its context."""
         models = self.request("GET", MODELS)["data"]
         self.model_name, self.max_length = models[0]["id"], models[0].get("max_model_len")
         self.served = f"{self.model_name} ({models[0].get('root') or self.model_name})"
 
     def is_healthy(self, timeout_s: float = 5.0) -> bool:
         try:
-            self.request("GET", HEALTH, timeout_s=timeout_s)
-        except ServerError:
-            return False
+            self.request("GET", self.health, timeout_s=timeout_s, answers_json=False)
+        except ServerError as error:
+            self._last_fault = str(error)
+            return self.means_health(error)
         return True
+
+    def means_health(self, error: ServerError) -> bool:
+        """Whether a server that refuses the health check so is well."""
+        return False
 
     def request(
         self,
@@ -123,7 +141,7 @@ class Replica:
             async with self.open_session() as session:
                 return await exchange(
                     session, method, self.url + path, self.key, server=str(self), limit_s=timeout_s, body=json,
-                    params=params, answers_json=answers_json,
+                    params=params, answers_json=answers_json, is_own=self.is_own,
                 )  # fmt: skip
 
         try:
@@ -132,8 +150,7 @@ class Replica:
             raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
 
     def open_session(self) -> aiohttp.ClientSession:
-        # A managed server is on this machine, so proxies of the environment do not apply.
-        return open_session(self.key, trust_env=not self.is_managed)
+        return open_session(self.key)
 
     def ending(self) -> str:
         """How a managed server's process has ended, for messages."""

@@ -109,9 +109,10 @@ def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int,
     """Token ids, log-probabilities and finish_reason of a completion.
 
     The server may be a user's, of another kind or with another model. Raises Fault where the answer lacks any of them,
-    and ServerError for another model's.
+    and ServerError for another model's, and for text without token ids.
     """
     require_model(body, model_name)
+    _require_more_than_text(body)
     try:
         [choice] = body["choices"]
         ids, logprobs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
@@ -124,6 +125,18 @@ def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int,
             f"log-probabilities and finish_reason {reason!r}"
         )
     return tuple(ids), tuple(logprobs), reason
+
+
+def _require_more_than_text(body: Any) -> None:
+    """Raises ServerError for an answer of a plain endpoint, which asking again does not change."""
+    choices = body.get("choices") if isinstance(body, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if isinstance(choice, dict) and "text" in choice and not (choice.get("token_ids") and choice.get("logprobs")):
+        lacking = "token ids" if not choice.get("token_ids") else "log-probabilities"
+        raise ServerError(
+            f"a server returns text without {lacking}, which training needs: take one that returns them (vLLM), or "
+            "evaluate and search with generation=openai (docs/evaluation.md)"
+        )
 
 
 def require_model(body: Any, model_name: str) -> None:

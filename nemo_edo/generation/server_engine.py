@@ -60,6 +60,7 @@ class ServerEngine:
         self._decode = decode
         self._after_temperature = logprobs_after_temperature
         self._progress = progress
+        self._path = COMPLETIONS
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: Event | None = None
@@ -72,9 +73,7 @@ class ServerEngine:
         """
         self._require_supported(sampling)
         strings = StopStrings(sampling.stop, self._decode)
-        bodies = [
-            completion_body(self._api, self.served_model, request, sampling, self._stop_ids) for request in requests
-        ]
+        bodies = [self._body(request, sampling) for request in requests]
         rollouts: dict[int, Rollout] = {}
         failure: ServerError | None = None
         with Counter("generate", len(requests), shown=self._progress) as counter:
@@ -86,7 +85,7 @@ class ServerEngine:
             restore = None if self.weights is None else self.weights.restore
             dispatcher = Dispatcher(self.replicas, self._settings, restore)
             try:
-                dispatcher.post_all(COMPLETIONS, bodies, read, stop)
+                dispatcher.post_all(self._path, bodies, read, stop)
             except ServerError as error:
                 failure = error
         for replica in self.replicas:
@@ -103,6 +102,19 @@ class ServerEngine:
         for replica in [*self.replicas, *self.excluded]:
             replica.stop()
 
+    def _body(self, request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
+        return completion_body(self._api, self.served_model, request, sampling, self._stop_ids)
+
+    def _read(self, answer: Any, strings: StopStrings) -> tuple[Sequence[int], Sequence[float], bool]:
+        """Token ids, log-probabilities, and whether a stop token ended the response. Raises Fault where the server
+        stopped at neither a stop token nor a string of the text."""
+        ids, logprobs, reason = read_answer(answer, self.served_model, self._vocab_size)
+        finished = ids[-1] in self._stop_ids
+        spoken = ids[:-1] if finished else ids
+        if reason == "stop" and not finished and strings.cut(spoken)[1] is None:
+            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self._decode(spoken)!r}")
+        return ids, logprobs, finished
+
     def _require_supported(self, sampling: SamplingParams) -> None:
         """The servers return the kind of log-probabilities that was chosen when they were started."""
         if sampling.temperature == 0:
@@ -116,13 +128,10 @@ class ServerEngine:
 
     def _rollout(self, request: GenerationRequest, answer: Any, strings: StopStrings) -> Rollout:
         """Looks for stop strings again: a server that knows them as token ids only (trtllm) misses those that other
-        tokens make up. Raises Fault where the server stopped at neither a stop token nor a string of the text."""
-        ids, logprobs, reason = read_answer(answer, self.served_model, self._vocab_size)
-        finished = ids[-1] in self._stop_ids
+        tokens make up. Raises Fault for an answer that is none."""
+        ids, logprobs, finished = self._read(answer, strings)
         spoken = ids[:-1] if finished else ids
         length, stop = strings.cut(spoken)
-        if reason == "stop" and not finished and stop is None:
-            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self._decode(spoken)!r}")
         finished = finished and stop is None
         kept = len(ids) if finished else length
         return Rollout(

@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nemo_edo.config import RunConfig, ServersConfig
+from nemo_edo.config.generation import PLAIN
 from nemo_edo.errors import UserError
+from nemo_edo.generation.plain_endpoint import PlainEngine, PlainReplica
 from nemo_edo.generation.replica import ManagedReplica, Replica
 from nemo_edo.generation.server_api import ServerAPI, server_python
 from nemo_edo.generation.server_engine import ServerEngine
@@ -28,7 +31,7 @@ APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 def check_servers(cfg: RunConfig, gpus: int) -> None:
     """Raises UserError where the config's servers cannot be started or reached without an environment, GPUs or a key
     that is missing. gpus: number of GPUs of this machine."""
-    check_environment(cfg.generation.servers, APIS[cfg.generation.backend], gpus)
+    check_environment(cfg.generation.servers, APIS.get(cfg.generation.backend, ServerAPI), gpus)
 
 
 def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
@@ -90,7 +93,7 @@ def build_replicas(
     what managed servers ask for; None: a new one."""
     generation = cfg.generation
     if generation.servers.urls:
-        return replicas_at_urls(generation.servers)
+        return replicas_at_urls(generation.servers, plain=generation.backend == PLAIN)
     nccl = generation.refit.transport == "nccl"
     api = APIS[generation.backend](
         settings=generation.servers,
@@ -106,11 +109,16 @@ def build_replicas(
     return managed_replicas(api, model_folder, gpus, key)
 
 
-def replicas_at_urls(settings: ServersConfig) -> list[Replica]:
-    """Running servers of any kind."""
-    key, limit_s, launched = _user_key(settings).value, settings.health_limit_s, settings.launched
+def replicas_at_urls(settings: ServersConfig, *, plain: bool = False) -> list[Replica]:
+    """Running servers of any kind. plain: endpoints that return text alone."""
+    key, limit_s = _user_key(settings).value, settings.health_limit_s
+    if plain:
+        return [
+            PlainReplica(f"endpoint {place}", url, key, ready_limit_s=limit_s, model=settings.model)
+            for place, url in enumerate(settings.urls)
+        ]
     return [
-        Replica(f"server {place}", url, key, ready_limit_s=limit_s, has_worker_extension=launched)
+        Replica(f"server {place}", url, key, ready_limit_s=limit_s, has_worker_extension=settings.launched)
         for place, url in enumerate(settings.urls)
     ]
 
@@ -157,17 +165,20 @@ def build_server_engine(
     vocab_size: int,
     decode: Callable[[Sequence[int]], str],
     progress: bool = False,
+    **of_plain_endpoints: Any,
 ) -> ServerEngine:
-    """replicas: ready ones."""
-    return ServerEngine(
+    """replicas: ready ones. of_plain_endpoints: as for ``PlainEngine``, with that backend."""
+    kind = PlainEngine if of_plain_endpoints else ServerEngine
+    return kind(
         replicas,
-        APIS[cfg.generation.backend],
+        APIS.get(cfg.generation.backend, ServerAPI),
         cfg.generation.servers,
         stop_ids=stop_ids,
         vocab_size=vocab_size,
         decode=decode,
         logprobs_after_temperature=_after_temperature(cfg),
         progress=progress,
+        **of_plain_endpoints,
     )
 
 

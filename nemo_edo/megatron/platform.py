@@ -80,7 +80,7 @@ def init_process_group(device: torch.device) -> None:
     if torch.distributed.is_initialized():
         return
     end_with_torchrun()
-    if "RANK" in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         torch.distributed.init_process_group(backend(device))
     else:  # a store in memory: no port that could be taken
         torch.distributed.init_process_group(backend(device), store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -102,6 +102,16 @@ def mean_p_value(values: Sequence[float]) -> float:
     return float(mean == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -abs(mean) / error))
 
 
+def detectable_difference(values: ArrayLike, *, level: float, power: float) -> float:
+    """The true mean that a two-sided t test at the level would find with probability ``power`` in as many values that
+    spread as these (the usual approximation by two quantiles of t); NaN for fewer than two."""
+    size = np.size(values)
+    if size < 2:
+        return math.nan
+    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / math.sqrt(size)
+    return error * float(stdtrit(size - 1, 1 - level / 2) + stdtrit(size - 1, power))
+
+
 def check_level(level: float) -> None:
     if not 0 < level < 1:
         raise ValueError(f"level is {level}, expected a number between 0 and 1, for example 0.95")

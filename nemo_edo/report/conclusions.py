@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from itertools import product
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name
+from nemo_edo.config import NONE
+from nemo_edo.config.training import ONE_STEP
+from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name, short_interval
+from nemo_edo.metrics.intervals import detectable_difference
 from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate
 from nemo_edo.report.run_set import arm_settings
 
 MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
+TRUNCATED_ABOVE = 0.1
+"""A larger share of truncated responses is named."""
+POWER = 0.8
 MOST_NAMED = 3
 """Differences that the first sentence names."""
 WIDTH, LABEL_WIDTH = 80, 19
@@ -93,6 +100,8 @@ def _result(comparison: Comparison) -> str:
         last = list(labels)[-1]
         found = [(metric, comparison.cell(last, metric)) for metric in main_metrics(comparison.metrics)]
         means = ", ".join(f"{plain(metric)} {cell.interval.mean:.3f}" for metric, cell in found if cell)
+        if trains_nothing(comparison):
+            return f"{labels[last]}, on {comparison.problems} test problems: {means}."
         missing = "second arm to compare with" if len(labels) == 1 else "common metric with a baseline arm"
         return f"{labels[last]}: {means}. There is no {missing}."
     baseline = labels[comparison.baseline]
@@ -101,7 +110,7 @@ def _result(comparison: Comparison) -> str:
         shown = [f"{labels[d.arm]}: {_in_words(d)}" for d in tested if d.shown]
         those = f"{count(len(tested), 'difference')} from {baseline}"
         if not shown:
-            return f"{over}, none of the {those} is shown ({METHOD})."
+            return f"{over}, none of the {those} is shown ({METHOD}).{_power(comparison, tested)}"
         more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
         verb = "is" if len(shown) == 1 else "are"
         return f"{over}, {len(shown)} of {those} {verb} shown ({METHOD}): {'; '.join(shown[:MOST_NAMED] + more)}."
@@ -117,9 +126,55 @@ def _result(comparison: Comparison) -> str:
     return f"On {where}, {who} from {baseline} in {plain(metric)} by {span}; {noise}. One seed gives no verdict."
 
 
+def _power(comparison: Comparison, tested: list[Difference]) -> str:
+    """The difference that so many seeds would have shown, by the spread of theirs; Holm's first level, as no other
+    difference is shown."""
+    metric = largest([d.metric for d in tested], "vote@") or tested[0].metric
+    found = [d for d in tested if d.metric == metric]
+    level = LEVEL / len(tested)
+    sizes = [detectable_difference([*d.by_seed.values()], level=level, power=POWER) for d in found]
+    most = max(size for size in sizes if not math.isnan(size))
+    return (
+        f" That is no evidence of equality: to be shown with probability {POWER:g}, a true difference in "
+        f"{plain(metric)} would have to be about {most:.3f}."
+    )
+
+
+def _warnings(comparison: Comparison) -> list[str]:
+    """What the runs warned of while they trained, each once, with the arms and the seeds that it is about."""
+    said: dict[str, dict[str, list[int]]] = {}
+    for record in comparison.runs.records:
+        for one in record.summary.get("warnings", []):
+            arm = next((arm for arm, by_seed in comparison.runs.policies.items() for trained in by_seed.values()
+                        if trained.record is record and trained.name == one["arm"]), "")  # fmt: skip
+            said.setdefault(one["text"], {}).setdefault(comparison.labels.get(arm, one["arm"]), []).append(record.seed)
+    sentences = []
+    for text, arms in said.items():
+        who = [
+            f"{arm or 'all arms'}{'' if comparison.is_one else f' (seed {chr(44).join(map(str, seeds))})'}"
+            for arm, seeds in arms.items()
+        ]
+        sentences.append(f"Warning, {', '.join(who)}: {text}.")
+    return sentences
+
+
+def _truncated(comparison: Comparison) -> list[str]:
+    """Arms many of whose last responses in training reached the length limit."""
+    said = []
+    for arm, by_seed in comparison.arms.items():
+        shares = [trained.lines("collection") for trained in by_seed.values()]
+        last = [float(lines["truncated"].iloc[-1]) for lines in shares if len(lines) and "truncated" in lines]
+        if last and (share := sum(last) / len(last)) > TRUNCATED_ABOVE:
+            said.append(
+                f"{comparison.labels[arm]}: {share:.0%} of the responses of its last iteration reached the length "
+                "limit (sampling.max_new_tokens) and count as wrong."
+            )
+    return said
+
+
 def _limits(comparison: Comparison) -> list[str]:
-    """Runs that were left out, arms with one seed, and arms whose answers lost their form."""
-    said, labels = [], comparison.labels
+    """Warnings, runs that were left out, arms with one seed, and arms whose answers were cut or lost their form."""
+    said, labels = [*_warnings(comparison), *_truncated(comparison)], comparison.labels
     if comparison.runs.left_out:
         named = "; ".join(f"{folder}: {reason}" for folder, reason in comparison.runs.left_out.items())
         said.append(f"Left out, because incomplete: {named}.")
@@ -139,8 +194,15 @@ def _limits(comparison: Comparison) -> list[str]:
     return said
 
 
+def trains_nothing(comparison: Comparison) -> bool:
+    """Whether it is one evaluation of a model as it is: there is nothing to say of arms and seeds."""
+    return comparison.is_one and comparison.runs.records[0].config.get("algorithm") == NONE
+
+
 def _scope(comparison: Comparison) -> str:
     problems, seeds = f"{comparison.problems} test problems", ", ".join(map(str, comparison.seeds))
+    if trains_nothing(comparison):
+        return "The 95 % intervals cover the choice of test problems."
     if comparison.is_one:
         return (
             f"This is one seed ({seeds}) on {problems}. The 95 % intervals cover the choice of test problems only, not "
@@ -162,6 +224,13 @@ def _exploration(comparison: Comparison) -> list[str]:
     settings = {arm: next(iter(by_seed.values())).settings for arm, by_seed in comparison.arms.items()}
     without = [arm for arm, known in settings.items() if known.exploration_weight == 0]
     metrics = [largest(comparison.metrics, family) for family in ("vote@", "pass@")]
+    idle = {
+        arm
+        for arm, by_seed in comparison.arms.items()
+        for trained in by_seed.values()
+        for one in trained.record.summary.get("warnings", [])
+        if one["arm"] == trained.name and one["text"].startswith(ONE_STEP)
+    }
     for arm in (arm for arm in settings if arm not in without):
         found = [d for d in _tested(comparison, arm) if d.metric in metrics]
         gains = [d for d in found if direction(d) == "better"]
@@ -177,6 +246,8 @@ def _exploration(comparison: Comparison) -> list[str]:
                 others = f"The other arms without exploration, for comparison: {', '.join(plainer)}."
             where = f"in {' and '.join(names)} over {count(len(found[0].by_seed), 'seed')}"
             said.append(f"{labels[arm]} exceeds {labels[comparison.baseline]} {where}. {others}")
+        elif found and arm in idle:
+            said.append(f"{labels[arm]} took {ONE_STEP}, where exploration adds noise only: this is no test of it.")
         elif found:
             said.append(f"{labels[arm]} shows no gain over {labels[comparison.baseline]} in {' or '.join(names)}.")
     return said
@@ -249,22 +320,22 @@ def terminal_table(comparison: Comparison) -> str:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     table.add_column("arm", width=LABEL_WIDTH)
     for metric in metrics:
-        table.add_column(short_name(metric), justify="right", width=9)
+        table.add_column(short_name(metric), justify="right", width=10)
     for arm, label in comparison.labels.items():
         texts = []
         for cell, difference in ((comparison.cell(arm, m), comparison.difference(arm, m)) for m in metrics):
             star = "*" if difference and difference.shown else " "
-            ends = (cell.interval.low, cell.interval.high) if cell and cell.known else ()
-            short = "-".join(f"{end:.2f}".removeprefix("0") for end in ends)
+            short = short_interval(cell.interval) if cell and cell.known else ""
             texts.append(f"{cell.interval.mean:.3f}{star}\n{short}" if cell else "-")
         table.add_row(label, *texts)
     if comparison.noise:
         noise = [f"±{comparison.noise[metric]:.3f} " if metric in comparison.noise else "" for metric in metrics]
         table.add_row("noise of training", *noise)
-    seeds = f"one seed ({comparison.seeds[0]})" if comparison.is_one else count(len(comparison.seeds), "seed")
     over = "" if comparison.is_one else "seeds; "
+    seeds = f", one seed ({comparison.seeds[0]})" if comparison.is_one else f", {count(len(comparison.seeds), 'seed')}"
+    seeds = "" if trains_nothing(comparison) else seeds
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
-    console.print(table, f"95 % intervals over {over}{comparison.problems} problems, {seeds}.")
+    console.print(table, f"95 % intervals over {over}{comparison.problems} problems{seeds}.")
     if any(difference.shown for difference in comparison.differences):
         baseline = comparison.labels[comparison.baseline]
         console.print(f"* differs from {baseline} (t test over seeds, Holm's correction).")

@@ -24,7 +24,7 @@ from nemo_edo.report.run_record import setting
 from nemo_edo.report.run_set import RunSet, arm_settings
 from nemo_edo.report.sample_browser import sample_browser
 from nemo_edo.report.search_tree import read_trees
-from nemo_edo.report.table_export import numbers
+from nemo_edo.report.table_export import numbers, results
 from nemo_edo.utils.files import write_text
 from nemo_edo.utils.phases import PHASES
 
@@ -68,6 +68,8 @@ def write_report(found: RunSet, out: Path | None = None, baseline: str | None = 
     texts = {".html": render(comparison, said, title=path.parent.name or "runs"), **numbers(comparison, said)}
     for suffix, text in texts.items():
         write_whole(path.with_suffix(suffix), text)
+    if comparison.is_one and out is None:
+        write_whole(path.with_name("results.json"), results(comparison))
     return Report(path, comparison, said)
 
 

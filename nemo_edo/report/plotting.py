@@ -162,4 +162,6 @@ def chart(key: str, title: str, caption: str, figure: go.Figure, legend: Sequenc
         default_height=f"{HEIGHT}px",
         config={"responsive": True, "displayModeBar": False},
     )
+    # A module runs once the page is parsed: before, the chart's column is as wide as the page, as it is the only one.
+    text = text.replace("<script>", '<script type="module">', 1)
     return Chart(key, title, caption, tuple(legend), text)

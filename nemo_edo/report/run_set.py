@@ -23,9 +23,13 @@ from nemo_edo.evaluation.results import START, Evaluation, require_same_problems
 from nemo_edo.report.run_record import ArmSettings, RunRecord, read_run
 from nemo_edo.utils.files import read_mapping
 
+SWEEP = "sweep.yaml"
+"""The file of a sweep's folder that names its members."""
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
-WITHOUT_EFFECT = ("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement")
+WITHOUT_EFFECT = (
+    *("micro_batch_size", "micro_batch_tokens", "packing", "share_prompts", "reference_placement", "allow_one_step"),
+)
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
     *("name", "experiment", "output_dir", "replicate_baseline", "seed", "threads", "parallelism", "generation"),
@@ -124,7 +128,7 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
         for match in matches:
             if (match / "config.yaml").is_file():
                 runs.append(match)
-            elif (match / "sweep.yaml").is_file():
+            elif (match / SWEEP).is_file():
                 runs += [match / name for name in sweep_members(match)]
             else:
                 runs += sorted(config.parent for config in match.glob("*/config.yaml"))
@@ -191,7 +195,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def sweep_members(folder: Path) -> dict[str, list[str]]:
     """The overrides of each member by name, from a sweep's folder. Raises UserError for a ``sweep.yaml`` of others."""
-    path = folder / "sweep.yaml"
+    path = folder / SWEEP
     members = read_mapping(path).get("members")
     if not isinstance(members, dict):
         raise UserError(f"{path}: members is {members!r:.40}, expected a mapping from names to overrides")

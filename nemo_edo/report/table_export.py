@@ -73,6 +73,21 @@ def _as_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
+def results(comparison: Comparison) -> str:
+    """The text of a run's results.json: a row for each arm and metric, with its value, its 95 % interval over problems
+    and the number of problems that it was measured on."""
+    rows = []
+    for arm, label in comparison.labels.items():
+        [trained] = comparison.runs.policies[arm].values()
+        metrics = {**trained.evaluation.metrics, **(trained.test_time.metrics if trained.test_time else {})}
+        for metric, cell in comparison.table[arm].items():
+            ends = _ends(cell.interval)
+            measured = int((metrics[metric][1] > 0).sum()) if metric in metrics else comparison.problems
+            rows.append({"arm": label, "metric": metric, "value": ends.pop("mean"), **ends, "n": measured})
+    lines = ",\n ".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+    return f"[{lines}]\n"
+
+
 def _ends(interval: Interval) -> dict[str, float | None]:
     """The ends are None where one seed leaves them open."""
     return {name: _finite(end) for name, end in vars(interval).items()}

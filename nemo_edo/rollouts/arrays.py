@@ -43,7 +43,7 @@ class Samples:
     lengths: np.ndarray
     """[P, N] int64, sampled tokens, the stop token included."""
     logprobs: np.ndarray
-    """[P, N] float64, the sum of a response's log-probabilities under the sampler."""
+    """[P, N] float64, the sum of a response's log-probabilities under the sampler; NaN where it told none."""
     tokens: np.ndarray
     """int32, all responses' tokens end to end, problem by problem."""
     checksum: str
@@ -87,7 +87,9 @@ def read_samples(store: RolloutStore, iteration: int) -> Samples:
     shape = (len(problems), each)
     tokens, lengths = _lists(table["response_ids"])
     logprobs, of_logprobs = _lists(table["response_logprobs"])
-    if not np.array_equal(lengths, of_logprobs):
+    if not of_logprobs.any():  # of an endpoint that returns text alone
+        logprobs = np.full(lengths.sum(), np.nan, np.float32)
+    elif not np.array_equal(lengths, of_logprobs):
         raise UserError(f"{store.folder}: iteration {iteration} has responses without a log-probability of each token")
     ends = np.cumsum(lengths)
     summed = np.concatenate([[0.0], np.cumsum(logprobs, dtype=np.float64)])

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.config import NONE, GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, RunConfig, SFTConfig
 from nemo_edo.config.arms import arm_seed
+from nemo_edo.config.generation import PLAIN
+from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
@@ -168,6 +170,7 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
         vocab_size=fields["vocab_size"],
         decode=data.decode,
         progress=True,
+        **_of_plain_endpoints(cfg, data),
     )
     if cfg.generation.placement == "shared":
         from nemo_edo.refit.setup import build_sleep
@@ -175,6 +178,18 @@ def start_servers(cfg: RunConfig, run: RunFolder, data: Data) -> ServerEngine | 
 
         build_sleep(cfg, workers()).begin(engine.replicas)
     return engine
+
+
+def _of_plain_endpoints(cfg: RunConfig, data: Data) -> dict[str, Any]:
+    """What an engine over them needs to know of texts and tokens."""
+    if cfg.generation.backend != PLAIN:
+        return {}
+    chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
+    return {
+        "encode": lambda text: data.tokenizer.encode(text, add_special_tokens=False),
+        "prompt_text": lambda ids: prompt_text(data.tokenizer, ids),
+        "chats": chats if cfg.generation.servers.chat else None,
+    }
 
 
 def _trainers_gpus(cfg: RunConfig) -> int:

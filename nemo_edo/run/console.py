@@ -47,6 +47,10 @@ class RunConsole:
         self._all_phases: Counter[str] = Counter()
         """Seconds of the run, as far as this process has seen it."""
 
+    @property
+    def stage(self) -> str:
+        return self._stage
+
     def begin(self, stage: str) -> None:
         self._stage, self._reached, self._text = stage, [], ""
 
@@ -74,7 +78,8 @@ class RunConsole:
             means = (f"{_NAMES.get(name, name)} {short(metrics[name]['mean'])}" for name in shown)
             if values["final"]:
                 self._evaluation_s = values["evaluation_s"]
-            self.say(self._with_place(f"after {values['iteration']}: {' '.join(means)}"))
+            when = f"after {values['iteration']}: " if total else ""
+            self.say(self._with_place(f"{when}{' '.join(means)}"))
         elif kind == "phases":
             seconds = {name: values[f"{name}_s"] for name in ("wall", *PHASES)}
             self._phases.update(seconds)
@@ -115,7 +120,10 @@ class RunConsole:
         return list(self._sizes).index(self._stage)
 
     def _with_place(self, text: str) -> str:
-        """The stage in front, its name cut where the line would be too wide for a terminal."""
+        """The stage in front, its name cut where the line would be too wide for a terminal; of a run that trains
+        nothing, which has one stage, nothing."""
+        if not any(self._sizes.values()):
+            return text
         place = f"[{self._place + 1}/{len(self._sizes)}]"
         room, name = max(WIDTH - len(place) - len(text) - 2, SHORTEST_NAME), self._stage
         if len(name) > room and self._line.is_possible:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_edo.config import RunConfig
+from nemo_edo.config import NONE, RunConfig
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, START, Evaluation, load_evaluation
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
@@ -15,6 +15,8 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stored_run import final_iteration, open_run
 from nemo_edo.utils.files import read_object
+
+AS_IT_IS = "model as it is"
 
 
 def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
@@ -37,7 +39,8 @@ def _evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]
     said: list[str] = []
     for folder, cfg, name in chosen:
         alone = [run.name for run in runs].count(folder.path.name) == 1
-        label = name if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{name}"
+        shown = AS_IT_IS if cfg.algorithm == NONE else name
+        label = shown if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{shown}"
         stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
         temperature = load_evaluation(folder.evaluation(name)).temperature
         evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -27,6 +24,7 @@ from nemo_edo.utils.files import (
     temporary_name,
     write_text,
 )
+from nemo_edo.utils.owned_file import InUse, OwnedFile
 
 MAY_CHANGE = (
     *(
@@ -40,6 +38,7 @@ MAY_CHANGE = (
         "model.seq_length",
     ),
     *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
+    *("grpo.allow_one_step", "idpo.allow_one_step"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently (and ``SKIPPING``). Searches keep their own settings."""
@@ -65,7 +64,7 @@ class RunFolder:
         self.data = path / "data"
         self.base = path / "base"
         self.logs = path / "logs"
-        self._lock: IO[str] | None = None
+        self._lock: OwnedFile | None = None
 
     def checkpoint(self, arm: str) -> Path:
         """Checkpoint of the policy that a finished arm has trained."""
@@ -239,22 +238,12 @@ class RunFolder:
         return earlier
 
     def _take(self) -> None:
-        lock = (self.path / LOCK).open("a+", encoding="utf-8")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it, however the process ends
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip()
-            lock.close()
+            self._lock = OwnedFile(self.path / LOCK)
+        except InUse as holder:
             raise UserError(
-                f"{self.path} is in use by {holder or 'another process'}; wait for it, or end it, or choose another "
-                "name=..."
+                f"{self.path} is in use by {holder}; wait for it, or end it, or choose another name=..."
             ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
-        lock.flush()
-        os.register_at_fork(after_in_child=lock.close)  # otherwise it would last as long as any forked process
-        self._lock = lock
 
     # --- how far the run came --------------------------------------------------------------------------------------
 

@@ -80,6 +80,8 @@ class Data:
     """The special tokens that responses' texts are without; None: all."""
     warnings: list[str] = field(default_factory=list)
     """What a person should know of the prompts."""
+    style: PromptStyle = field(default_factory=lambda: PromptStyle("{question}"))
+    """What makes prompts of problems."""
 
     @property
     def overlap(self) -> list[tuple[Problem, Problem]]:
@@ -240,7 +242,7 @@ def load_data(
             f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
             "data.columns.solution, or set sft.steps=0"
         )
-    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems
+    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems[: cfg.evaluation.limit]
     trained = {problem.id: problem.source for problem in train}
     if shared := [problem for problem in test if problem.id in trained]:
         first = shared[0]
@@ -283,6 +285,7 @@ def load_data(
         made_from=inputs,
         begun=begun,
         left_out=left_out_tokens(tokenizer, style),
+        style=style,
         warnings=warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids),
     )
 

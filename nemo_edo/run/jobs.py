@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_edo.algorithms.hazards import require_several_steps
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
@@ -24,6 +25,7 @@ from nemo_edo.run.control import control_folder
 from nemo_edo.run.early_stop import early_stop
 from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
+from nemo_edo.run.kept_warnings import kept, kept_warnings
 from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy
 from nemo_edo.run.replay import replay
@@ -62,8 +64,9 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
         with clock.phase("start"), large_imports():
             run, settings = _prepare(cfg, stop, clock)
         try:
-            for name in (WARMUP, *settings.arms):
-                do_stage(run, settings, name)
+            with kept_warnings(run.folder.path, lambda: run.console.stage):
+                for name in (WARMUP, *settings.arms):
+                    do_stage(run, settings, name)
             run.console.close()
             _finish(run, settings, page)
         finally:
@@ -220,9 +223,10 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
     folder.require_unused()
-    _start_processes(cfg)
+    _start_processes(cfg, stop)
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = inputs.load_checked_data(cfg, folder, arms.values())
+    require_several_steps(arms, len(data.train), cfg.sampling.samples_per_prompt)
     for arm, training in arms.items():
         given = inputs.given_rollouts(cfg, arm, data)
         if given is not None:
@@ -268,12 +272,12 @@ def _warn_of_experts(cfg: RunConfig, folder: RunFolder) -> None:
         )
 
 
-def _start_processes(cfg: RunConfig) -> None:
+def _start_processes(cfg: RunConfig, stop: StopSignal) -> None:
     """Connects the ranks, and checks the model that they, or the servers alone, load."""
     if build.holds_no_model(cfg):
         inputs.check_served_model(cfg)
     else:
-        workers().call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)
+        workers(stop.is_asked).call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)
         inputs.check_model(cfg)
     build.check_servers(cfg)
 
@@ -343,7 +347,18 @@ def _write_summary(run: RunServices, settings: RunSettings) -> None:
         if stop := early_stop(settings.early_stop, run.folder, name):
             about["arms"][name] = {**arm, "stopped_early": stop.in_words(arm["iterations"])}
     kernels = {} if run.builder.holds_no_model else run.folder.read_json("kernels.json")
-    run.folder.write_json("summary.json", {**about, "kernels": kernels})
+    said = [*({"arm": "", "text": text} for text in _about_data(run.data)), *kept(run.folder.path)]
+    run.folder.write_json("summary.json", {**about, "kernels": kernels, "warnings": said})
+
+
+def _about_data(data: inputs.Data) -> list[str]:
+    """What changes the meaning of every arm's results."""
+    said = [text.removeprefix("warning: ") for text in data.warnings]
+    if data.skipped_rows:
+        said.append(f"{data.skipped_rows} bad rows of the problems files were left out")
+    if data.overlap:
+        said.append(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too")
+    return said
 
 
 def _examples(run: RunServices, settings: RunSettings, name: str) -> dict[str, list[dict[str, Any]]]:

@@ -91,6 +91,8 @@ def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
 
 
 def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[RewardFolder, RewardFormat]) -> list[str]:
+    if cfg.generation.servers.chat:
+        raise UserError("generation.servers.chat is true: a search continues responses, which chat endpoints do not")
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)

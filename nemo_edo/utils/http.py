@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Coroutine, Mapping
 from email.utils import parsedate_to_datetime
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -60,11 +63,46 @@ def retrying(attempts: int, backoff_s: float, backoff_limit_s: float) -> AsyncRe
     )
 
 
-def open_session(key: ApiKey, *, trust_env: bool = True) -> aiohttp.ClientSession:
-    """A session without limits of connections and time. trust_env: whether the environment's proxies apply."""
+def open_session(key: ApiKey) -> aiohttp.ClientSession:
+    """A session without limits of connections and time."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=connector, headers=key.headers, timeout=timeout, trust_env=trust_env)
+    return aiohttp.ClientSession(connector=connector, headers=key.headers, timeout=timeout)
+
+
+def proxy_for(url: str) -> tuple[str, str] | None:
+    """The environment variable that names the URL's proxy, and the proxy's URL; None: there is none, as for loopback
+    addresses always. Raises ServerError for a proxy that cannot be used. aiohttp's own reading (``trust_env``) sends
+    requests to loopback through the proxy, too, and has no message for values that it cannot use."""
+    parts = urlsplit(url)
+    host, known = parts.hostname or "", getproxies_environment()
+    excepted = [one.strip().strip("[]") for one in known.get("no", "").split(",")]
+    if host in excepted or is_loopback(host) or proxy_bypass_environment(host, known) or parts.scheme not in known:
+        return None
+    name, text = f"{parts.scheme}_proxy", known[parts.scheme]
+    text = text if "://" in text else f"http://{text}"
+    try:
+        proxy = urlsplit(text)
+        fits = proxy.scheme in ("http", "https") and bool(proxy.hostname) and proxy.port != 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ServerError(
+            f"{name} is {_without_password(text)}, which {url} would be asked through: expected an HTTP proxy, "
+            f"http://HOST:PORT (SOCKS is not supported), or {host} in no_proxy"
+        )
+    return name, text
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(?<=//)[^/]*@", "", url)
 
 
 async def exchange(
@@ -78,17 +116,24 @@ async def exchange(
     body: Any = None,
     params: Mapping[str, Any] | None = None,
     answers_json: bool = True,
+    is_own: bool = False,
 ) -> Any:
     """The value of the answer's JSON; None where it is empty, or not wanted (``answers_json``).
 
-    server: for messages. limit_s: until the whole answer is here. Raises Fault where a retry may succeed, otherwise
+    server: for messages. limit_s: until the whole answer is here. is_own: the server is the run's, to which no proxy of
+    the environment leads. Raises Fault where a retry may succeed, otherwise
     ServerError. Neither shows the key.
     """
-    asked = f"{method} {urlsplit(url).path}"
+    asked, proxy = f"{method} {urlsplit(url).path}", None
+    if not is_own and (named := proxy_for(url)) is not None:
+        name, proxy = named
+        asked += f" through {name}={_without_password(proxy)}"
     try:
         async with asyncio.timeout(limit_s):
             # A redirect would send the key elsewhere.
-            async with session.request(method, url, json=body, params=params, allow_redirects=False) as response:
+            async with session.request(
+                method, url, json=body, params=params, allow_redirects=False, proxy=proxy
+            ) as response:
                 text = key.hide((await response.read()).decode(errors="replace"))
     except TimeoutError:
         raise TimeLimit(f"{asked}: no answer within {limit_s:g} s") from None

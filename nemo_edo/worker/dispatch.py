@@ -8,6 +8,7 @@ other process does.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import io
 import json
@@ -30,12 +31,18 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_edo.errors import UserError, WorkerFailed
+from nemo_edo.utils.ranks import waiting
 from nemo_edo.worker.worker import Worker
 
 T = TypeVar("T")
 KEY = "nemo_edo/controller"
 """In torch's store: where the controller listens, and the secret that a worker shows there; empty: nowhere."""
-MEETING_S = 1800.0
+MEETING_S = 600.0
+"""How long rank 0 waits for the others, which have begun with it and have nothing to do before."""
+CONTROLLER_S = 1800.0
+"""How long the others wait for rank 0, which checks the command's input first."""
+DISMISSED = f"{KEY}/dismissed"
+"""How many ranks have read that there is no work for them."""
 GRACE_S = 30.0
 """How long rank 0 may take to come out of a collective after another rank has failed: NCCL waits for ten minutes."""
 ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
@@ -251,23 +258,29 @@ class _Pickler(pickle.Pickler):
 _workers: Workers | None = None
 
 
-def workers() -> Workers:
-    """This run's workers, on rank 0. The first call waits until all ranks are there."""
+def workers(is_asked_to_stop: Callable[[], bool] = bool) -> Workers:
+    """This run's workers, on rank 0. The first call waits until all ranks are there; errors as for ``waiting``."""
     global _workers
     if _workers is None:
         others = int(os.environ.get("WORLD_SIZE", "1")) - 1
-        _workers = Workers(_meet(others) if others else ())
+        _workers = Workers(_meet(others, is_asked_to_stop) if others else ())
     return _workers
 
 
 def dismiss(*, met_only: bool = False) -> None:
     """Lets the other ranks end, whether the command had work for them or not. met_only: only where it had."""
     global _workers
+    others = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if _workers is not None:
         _workers.end()
         _workers = None
-    elif not met_only and os.environ.get("WORLD_SIZE", "1") != "1":
-        _store().set(KEY, "")
+    elif not met_only and others:
+        store = _store()
+        store.set(KEY, "")
+        for _ in waiting(lambda: f"{others} other ranks at {_place()}", MEETING_S, bool):
+            if store.add(DISMISSED, 0) == others:  # the store may end with this process
+                return
+            time.sleep(0.05)
 
 
 def asked_to_stop() -> bool:
@@ -286,33 +299,65 @@ def write_stacks(folder: Path) -> None:
         _workers.write_stacks(str(folder))
 
 
+def _place() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
 @cache
-def _store() -> torch.distributed.Store:
-    return next(torch.distributed.rendezvous("env://", timeout=timedelta(seconds=MEETING_S)))[0]
+def _store(is_asked_to_stop: Callable[[], bool] = bool) -> torch.distributed.Store:
+    """Torch's store, which rank 0 has unless torchrun does; errors as for ``waiting``."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    for _ in () if serves else waiting(lambda: f"rank 0 at {_place()}", CONTROLLER_S, is_asked_to_stop):
+        try:
+            socket.create_connection((address, port), 5.0).close()
+            break
+        except OSError:
+            time.sleep(0.2)
+    try:
+        # It would wait for all ranks without a word, and run no handler of a signal meanwhile.
+        return torch.distributed.TCPStore(
+            address, port, is_master=serves, timeout=timedelta(seconds=MEETING_S), wait_for_workers=False,
+            multi_tenant=True,
+        )  # fmt: skip
+    except torch.distributed.DistError as error:
+        first = str(error).partition("\n")[0]
+        raise UserError(f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT, {_place()}: {first}") from error
 
 
-def _meet(others: int) -> list[_Rank]:
-    secret = secrets.token_hex(16)
+def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
+    secret, met = secrets.token_hex(16), []
+
+    def missing() -> str:
+        there = {other.rank for other in met}
+        names = [str(rank) for rank in range(1, others + 1) if rank not in there]
+        return f"rank{'s' * (len(names) > 1)} {', '.join(names)} of {others + 1} at {_place()}"
+
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(
         ("", 0), family=family, backlog=others, dualstack_ipv6=family == socket.AF_INET6
     ) as server:
-        _store().set(KEY, json.dumps([server.getsockname()[1], secret]))
-        met: list[_Rank] = []
-        while len(met) < others:
-            connection = _connection(server.accept()[0])
-            shown, rank, node = json.loads(connection.recv_bytes(1024))
-            if hmac.compare_digest(shown, secret):  # nothing is unpickled before
-                met.append(_Rank(rank, node, connection))
+        server.settimeout(0.5)
+        _store(is_asked_to_stop).set(KEY, json.dumps([server.getsockname()[1], secret]))
+        for _ in waiting(missing, MEETING_S, is_asked_to_stop):
+            with contextlib.suppress(TimeoutError):
+                connection = _connection(server.accept()[0])
+                shown, rank, node = json.loads(connection.recv_bytes(1024))
+                if hmac.compare_digest(shown, secret):  # nothing is unpickled before
+                    met.append(_Rank(rank, node, connection))
+            if len(met) == others:
+                break
     return sorted(met, key=lambda other: other.rank)
 
 
-def meet_controller() -> Connection | None:
-    """A worker's connection to the controller; None where the command has no work for workers."""
-    store = _store()
+def meet_controller(is_asked_to_stop: Callable[[], bool] = bool) -> Connection | None:
+    """A worker's connection to the controller; None where the command has no work for workers. Errors as for
+    ``ranks.waiting``."""
+    store = _store(is_asked_to_stop)
     store.set_timeout(timedelta(days=365))
     where = store.get(KEY).decode()
     if not where:
+        store.add(DISMISSED, 1)
         return None
     port, secret = json.loads(where)
     connection = _connection(socket.create_connection((os.environ["MASTER_ADDR"], port)))

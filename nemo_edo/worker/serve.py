@@ -21,7 +21,7 @@ def serve() -> int:
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))
-    connection = meet_controller()
+    connection = meet_controller(lambda: bool(received))
     if connection is None:
         return 0
     calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()

@@ -42,8 +42,8 @@ def test_train_gpt_grpo_trains_an_arm_on_gsm8k_rows_and_writes_the_report(tmp_pa
 
 
 TINY = [
-    "sft.steps=10", "sft.batch_size=16", "sft.micro_batch_size=16", "grpo.iterations=2", "grpo.minibatch_size=40",
-    "grpo.micro_batch_size=40", "grpo.problems_per_iteration=4", "sampling.max_new_tokens=6", "evaluation.samples=4",
+    "sft.steps=10", "sft.batch_size=16", "sft.micro_batch_size=16", "grpo.iterations=2", "grpo.minibatch_size=20",
+    "grpo.micro_batch_size=40", "grpo.problems_per_iteration=4", "sampling.max_new_tokens=6",
     "evaluation.rollouts=1", "evaluation.bootstrap=50", "data.arithmetic.warmup_problems=32",
     "data.arithmetic.train_problems=8", "data.arithmetic.test_problems=4", "arms=[grpo,ed_grpo]",
 ]  # fmt: skip

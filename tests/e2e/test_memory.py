@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 ARMS = 3
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 2048}
 SETTINGS = [
-    "sft.steps=1", "sft.batch_size=4", "grpo.iterations=1", "grpo.problems_per_iteration=2", "grpo.minibatch_size=4",
+    "sft.steps=1", "sft.batch_size=4", "grpo.iterations=1", "grpo.problems_per_iteration=2", "grpo.minibatch_size=2",
     "sampling.samples_per_prompt=2", "sampling.max_new_tokens=4", "evaluation.samples=2", "evaluation.rollouts=1",
     "evaluation.bootstrap=10", "data.arithmetic.test_problems=2", "data.arithmetic.train_problems=4",
     "data.arithmetic.warmup_problems=8", "threads=1", "replicate_baseline=false",

@@ -43,7 +43,7 @@ def controlled(work: Callable[[Workers], T]) -> T | None:
     import torch
 
     default = torch.distributed.distributed_c10d._get_default_store()
-    dispatch._store = lambda: torch.distributed.PrefixStore("controller", default)
+    dispatch._store = lambda *_: torch.distributed.PrefixStore("controller", default)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     if torch.distributed.get_rank():
         assert serve() == 0

@@ -157,9 +157,10 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(run_set, "read_runs", lambda found: found)
     monkeypatch.setattr(run_set, "find_runs", lambda runs: run_set.FoundRuns((), {}, None))
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "of the shell that submits")
     try:
         # A cluster's shared folder is one of this test: a launch makes it, to see that it can be written to.
-        here = [argument.replace("=/shared/", f"={folder_of_the_docs}/shared/") for argument in arguments]
+        here = [one.replace("dir=/shared/", f"dir={folder_of_the_docs}/shared/") for one in arguments]
         status = main([ends_of_lists(argument) for argument in here])
     except SystemExit as stopped:  # --version
         status = stopped.code

@@ -115,3 +115,50 @@ def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_writes_nothing(tmp_pa
 def test_bad_settings_are_refused_before_anything_is_submitted(tmp_path, override: str, named: str):
     with pytest.raises(ConfigError, match=named):
         script(tmp_path, override)
+
+
+def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_job(tmp_path, monkeypatch):
+    private = tmp_path / "keys"
+    private.write_text("WANDB_API_KEY=sesame\n")
+    private.chmod(0o644)
+    job, named = [f"output_dir={tmp_path}", "cluster=slurm"], "cluster.secrets=[WANDB_API_KEY]"
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for overrides, told in {
+        (named,): "WANDB_API_KEY is not set",
+        (f"cluster.secrets_file={private}",): "chmod 600",
+        ("cluster.secrets_file=/nowhere",): "no such file",
+        ("+cluster.environment.HF_TOKEN=sesame",): r"cluster\.environment is 'HF_TOKEN'.*cluster\.secrets",
+        ("cluster.secrets=['A=b']",): "the name of a variable",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            launching.plan("quickstart", [*job, *overrides], None, multirun=False)
+    private.chmod(0o600)
+    monkeypatch.setattr(slurm, "_sbatch", lambda *_: "1")
+    monkeypatch.setenv("WANDB_API_KEY", "sesame")
+    for place, overrides in enumerate([[named], [named, f"cluster.secrets_file={private}"]]):
+        plan = launching.plan("quickstart", [*job, f"name=job_{place}", *overrides], None, multirun=False)
+        launching.launch(plan, dry_run=False)
+        own = [path for path in plan.folder.rglob("*") if path.is_file() and "code" not in path.parts]
+        assert own and not any("sesame" in path.read_text() or path.stat().st_mode & 0o077 for path in own)
+        head = (plan.folder / "job.sh").read_text().partition("export PYTHONPATH")[0]
+        environment = {} if place else {"WANDB_API_KEY": "sesame"}
+        for env, status in ((environment, 0), ({}, 0 if place else 2)):
+            command = ["bash", "-c", head + "\n[[ $WANDB_API_KEY == sesame ]]"]
+            assert subprocess.run(command, env=env, check=False, capture_output=True).returncode == status
+
+
+@pytest.mark.parametrize(("kind", "path", "told"), [
+    ("pyxis", "/data/train.jsonl", r"data\.train is /data/train\.jsonl.*mounts=\[/data:/data\]"),
+    ("pyxis", "/models/train.jsonl", None), ("pyxis", "train.jsonl", "absolute path"),
+    ("apptainer", "/data/train.jsonl", r"mounts=\[/data:/data\]"), ("apptainer", "train.jsonl", None),
+    ("pyxis", "/modelsuite/train.jsonl", "container lacks"),
+])
+def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, kind: str, path: str, told: str | None):
+    overrides = [f"cluster.container.kind={kind}", "cluster.container.image=/images/a.sqsh",
+                 "cluster.container.mounts=['/shared/m:/models']", f"data.train={path}", "data.test=/models/test.jsonl",
+                 "sft.steps=0"]
+    if told is None:
+        assert options(script(tmp_path, *overrides))
+    else:
+        with pytest.raises(UserError, match=told):
+            script(tmp_path, *overrides)

@@ -56,6 +56,11 @@ def test_shipped_config_of_another_job_composes_as_that_and_not_as_a_run(config_
 def test_every_choice_of_every_group_composes_onto_the_quickstart(choice: str):
     group, name = choice.split("/")
     pretrained = group == "model" and name != "tiny_llama"
+    if choice == "generation/openai":  # which trains nothing
+        evaluated = compose_run("evaluate", ["model.path=/m", "data.test=/t", choice.replace("/", "="),
+                                             "generation.servers.urls=[http://node7:8000]"])
+        assert evaluated.generation.is_served
+        return
     made = {"arithmetic": [], "source": ["data.source=a:b"], "reasoning_gym": ["data.source_args.name=ab"]}
     needed = MANDATORY[:1] if pretrained else made.get(name, MANDATORY[1:]) if group == "data" else []
     compose_run("quickstart", [f"{group}={name}", *needed])

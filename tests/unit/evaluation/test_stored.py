@@ -53,7 +53,7 @@ def test_every_metric_of_the_evaluation_comes_out_of_its_stored_responses(evalua
     evaluation, greedy, sampled = evaluated
     found = stored(greedy, sampled)
     shared = evaluation.metrics.keys() - {f"vote@{SAMPLES}"}
-    assert len(shared) == 9 + SAMPLES and shared <= found.metrics.keys()
+    assert len(shared) == 12 + SAMPLES and shared <= found.metrics.keys()
     for name in shared:
         np.testing.assert_allclose(means(found, name), means(evaluation, name), rtol=1e-6, err_msg=name)
     assert found.problems == evaluation.problems

@@ -151,6 +151,7 @@ def test_what_a_run_does_not_have_is_one_message_and_leaves_it_as_it_was(nemo_ed
 
 
 SMALL = ["grpo.iterations=1", "grpo.minibatch_size=8", "idpo.iterations=1", "idpo.minibatch_size=2",
+         "grpo.allow_one_step=true",
          "sampling.samples_per_prompt=2", "sampling.max_new_tokens=4", "evaluation.samples=2",
          "evaluation.rollouts=1", "evaluation.bootstrap=10", "~arms"]
 

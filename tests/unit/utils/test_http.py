@@ -18,7 +18,7 @@ from nemo_edo.rewards.judge import Judge
 from nemo_edo.rewards.judge_cache import JudgeCache
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.api_key import ApiKey, key_of_environment
-from nemo_edo.utils.http import ServerError
+from nemo_edo.utils.http import ServerError, proxy_for
 
 SECRET = "sentinel0123456789"
 KEY = f"sk-{SECRET}/+="
@@ -102,3 +102,36 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch, va
 @pytest.mark.parametrize("quoted", [SECRET, f"{SECRET[:5]}\n{SECRET[5:]}", f"{SECRET[:3]}\\n {SECRET[3:]}"])
 def test_a_quoted_key_is_hidden_also_where_a_line_breaks_it(quoted: str):
     assert ApiKey(SECRET).hide(f"you sent {quoted}.") == "you sent ***."
+
+
+@pytest.mark.parametrize(("http_proxy", "url", "found"), [
+    ("http://p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
+    ("p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
+    ("http://p:3128", "https://node7/x", None), (None, "http://node7:8000/x", None),
+    ("http://p:3128", "http://spared:8000/x", None), ("http://p:3128", "http://[fe80::2]:8000/x", None),
+    *(("socks5://p:1", f"http://{host}:8000/x", None) for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]")),
+    *((wrong, "http://node7:8000/x", ServerError) for wrong in
+      ("socks5://user:sesame@p:1", "http://user:sesame@:1", "http://sesame@p:port", "http://p:99999", "http://[::1")),
+])  # fmt: skip
+def test_a_proxy_leads_to_no_loopback_address_and_one_that_cannot_be_used_is_named(
+    monkeypatch, http_proxy: str | None, url: str, found
+):
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "NO_PROXY", "REQUEST_METHOD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "spared,[fe80::2]")
+    if http_proxy is not None:
+        monkeypatch.setenv("http_proxy", http_proxy)
+    if found is not ServerError:
+        assert proxy_for(url) == found
+        return
+    with pytest.raises(ServerError, match="http_proxy is ") as error:
+        proxy_for(url)
+    assert "sesame" not in str(error.value)
+
+
+def test_a_message_names_the_proxy_that_a_request_went_through(monkeypatch):
+    monkeypatch.setenv("no_proxy", "")
+    with ChatServer(lambda *_: (403, b"not from here")) as server:
+        monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+        with pytest.raises(ServerError, match=r"through http_proxy=http://127\.0\.0\.1:\d+: status 403: not from here"):
+            Replica("server 0", "http://node7.example:8000").request("GET", "/v1/models")
