@@ -107,7 +107,8 @@ class DataConfig(Section):
     answer_format: Annotated[str, one_of(*ANSWER_FORMATS)] = "hashes"
     """Where a response states its answer. hashes: a line "#### 72"; hashes_text: all after the last "####", a text of
     any kind and as it is; boxed: the last \\boxed{}; final_answer_is, so_the_answer_is: after the last such phrase;
-    pattern: the last match of ``answer_pattern``."""
+    pattern: the last match of ``answer_pattern``; flexible: "#### 72", else the last box, else after "answer is", else
+    the last number (lm-eval's flexible-extract)."""
     answer_pattern: Optional[str] = None
     """A regular expression whose group "answer", or first group, or whole match is the answer."""
     on_bad_rows: Annotated[str, one_of("error", "skip")] = "error"
