@@ -13,15 +13,15 @@ FUNCTIONS = frozenset(
     "and or".split()
 )
 """Words that are mathematics."""
-_MULTIPLIERS = {"k": 10**3, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-                "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9, "lakh": 10**5,
-                "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
+_MULTIPLIERS = {"k": 10**3, "dozen": 12, "tens": 10, "hundred": 10**2, "thousand": 10**3, "million": 10**6,
+                "billion": 10**9, "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9,
+                "lakh": 10**5, "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
 NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "
     "plus minus over off mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce "
     "halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth "
     "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
-    "none doubled tripled quadrupled halved bps to".split()
+    "none doubled tripled quadrupled halved bps to it percentage".split()
 )
 """Words that say something else of the number than its unit."""
 _IN = Fraction(254, 10000)
@@ -65,10 +65,10 @@ NAMES = frozenset(_UNITS)
 """Units that have a size, in the singular."""
 _MARK = "\x01"
 """Put where a text or a sign of a unit began."""
-_SIGNS = {"$": "dollars", "€": "euros", "£": "sterling", "¥": "yen", "₹": "rupees", "元": "yuan"}
+_SIGNS = {"$": "dollars", "¢": "cents", "€": "euros", "£": "sterling", "¥": "yen", "₹": "rupees", "元": "yuan"}
 _MONEY = re.compile(
     r"(?P<sign>[-+]?)\s*(?:(?:US)?\\?(?P<mark>[$€£¥₹])|(?:\\text\{\s*)?(?P<word>USD|EUR|GBP|INR|Rs)\.?(?![a-zA-Z])[\s}]*)"
-    r"\s*(?P<amount>[-+]?[.\d\\](?:(?![,;]\s)[^$])*)|(?P<before>.*\d)\s*\\?(?P<last>[$€£¥₹元])"
+    r"\s*(?P<amount>[-+]?[.\d\\](?:(?![,;]\s)[^$])*)|(?P<before>.*\d)\s*\\?(?P<last>[$¢€£¥₹元])"
 )
 _PRIMES = (
     (re.compile(r"(?<=\d)\s*(?:''|\")$"), _MARK + "inches prime"),
@@ -131,8 +131,8 @@ def measure(answer: str, *, letters: bool = False) -> Measure | None:
     marked = TEXT.sub(lambda text: f"{_MARK}{text['words']} ", answer)
     marked = re.sub(r"\^\{?\\circ\}?|°", _MARK + "degrees ", marked)
     match = _FORMULA_THEN_TEXT.fullmatch(marked) or _NUMBER_THEN_WORDS.fullmatch(marked)
-    if match is None and letters:
-        match = re.fullmatch(r"(?P<value>[\d.]+)(?P<unit>[a-z])", marked)
+    if match is None and (letters or currency):
+        match = re.fullmatch(r"(?P<value>[\d.,]+)(?P<unit>[a-zA-Z])", marked)
     if match is None:
         return _read(answer, "", currency) if currency else None
     if not re.search(r"[\da-z]", match["value"]):

@@ -126,8 +126,8 @@ class Evaluator:
         if formed < FEW_WELL_FORMED:
             warnings.warn(
                 f"{arm}: {formed:.1%} of the responses state an answer in the form that the scorer reads. Likely "
-                "causes: another form than data.answer_format (flexible also takes the last number), data.prompt, a chat "
-                "template that is missing or not this model's (data.chat_template), or responses that are cut "
+                "causes: another form than data.answer_format (flexible also takes the last number), data.prompt, a "
+                "chat template that is missing or not this model's (data.chat_template), or responses that are cut "
                 "(sampling.max_new_tokens)",
                 stacklevel=2,
             )

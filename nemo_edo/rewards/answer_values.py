@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy.logic.boolalg import Boolean
 
 from nemo_edo.data.answers import simple_fraction
@@ -24,6 +25,7 @@ from nemo_edo.rewards.words import number_in_words
 _NORMALIZED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
+_CASES = ConversionConfig(lowercase_symbols=False)
 _MISREAD = re.compile(
     r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])|%|,|;|"
     r"\\(?:angle|triangle)(?![a-zA-Z])"
@@ -39,7 +41,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z0-9' .,-]*")
 _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 _CHOICE = re.compile(
     r"(?i:(?:the )?(?:correct |right |final )?(?:option|choice|letter|answer)(?: is)?:?\s+){0,2}"
-    r"(?:\((?P<closed>[A-J])\)|(?P<letter>[A-J])(?=$|[.:)]))"
+    r"(?:\((?P<closed>[A-Ja-j])\)|(?P<letter>[A-J](?=$|[.:)])|[a-j](?=[.)])))"
     r"(?P<rest>.*)"
 )
 _NOT_A_CHOICE = re.compile(rf"\b(?:[A-J]|{'|'.join(NO_UNIT)})\b|[=+*/^<>_]|^\s*[,(]")
@@ -67,6 +69,8 @@ class Text:
     """In lower case, without article; of a choice, its letter."""
     kind: str = "words"
     """words, choice, or base: digits in another base than ten."""
+    rest: str = ""
+    """What follows the letter of a choice."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def _parsed(text: str) -> sympy.Basic | None:
     if _INDEX_OF_A_NUMBER.search(shown) or TEXT.search(re.sub(r"\\math(?:rm|bf)\{\w\}", "", shown)):
         return None
     try:
-        parsed = latex2sympy(shown, normalization_config=_NORMALIZED)
+        parsed = latex2sympy(shown, conversion_config=_CASES, normalization_config=_NORMALIZED)
         known = {symbol: {"i": sympy.I, "e": sympy.E}[symbol.name] for symbol in parsed.free_symbols
                  if symbol.name in ("i", "e")}  # fmt: skip
         decimals = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
@@ -205,7 +209,8 @@ def _text(text: str, letters: bool) -> Value | None:
     said = plain(text).rstrip(".")
     choice = _CHOICE.fullmatch(said)
     if choice is not None and not _NOT_A_CHOICE.search(choice["rest"]):
-        return Text(choice["closed"] or choice["letter"], "choice")
+        rest = " ".join(choice["rest"].strip(" .:)").split())
+        return Text((choice["closed"] or choice["letter"]).upper(), "choice", rest)
     words = " ".join(re.sub(r"^(?:an?|the) (?=\w\w)", "", said.casefold()).split())
     for pattern, meaning in _MEANINGS:
         if pattern.fullmatch(words):
@@ -219,6 +224,8 @@ def _text(text: str, letters: bool) -> Value | None:
     if verdict := _VERDICT.fullmatch(words):
         return Text(verdict["verdict"])
     is_marked = TEXT.fullmatch(text) is not None
+    if is_marked and said[:1].isdigit():
+        return read(said) or _NOTHING
     if (
         not _WORDS.fullmatch(said)
         or re.search(r"\d to \d", said)

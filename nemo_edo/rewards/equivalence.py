@@ -35,6 +35,8 @@ _POINTS = ((0.6180339, 0.3141592), (2.2360679, 0.1414213), (-1.7320508, -0.27182
 _ROUNDED = re.compile(r"-?\d*\.\d+")
 _FEWEST_DIGITS = 6
 """Of a decimal that may stand for 1/3 or a root."""
+_VARIABLE = re.compile(r"(?<![a-zA-Z])[a-df-hj-zA-Z](?![a-zA-Z])")
+_BOUND = re.compile(r"\\(?:sum|prod|int|lim)(?![a-zA-Z])")
 _RUN, _COMMAND = re.compile(r"[a-zA-Z]{2,}"), re.compile(r"\\(?:(?:begin|end)\{\w+\}|[a-zA-Z]+)")
 _WARM_UP = (
     r"\frac{1}{2}", r"-3\sqrt{2}+1", r"(1,2]", r"(-\infty,2)\cup[3,\infty)", r"\{1,2\}", "x^2+2x+1", "y=2x+3",
@@ -153,7 +155,7 @@ def _same_text(gold: Value, answer: Value) -> bool:
         return isinstance(gold, Number) and _same_value(gold.value, sympy.Integer(int(digits, int(base))))
     if "choice" in kinds:
         letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
-        return len(letters) == 1
+        return len(letters) == 1 and not all(getattr(one, "rest", "") for one in (gold, answer))
     return False
 
 
@@ -254,8 +256,11 @@ def _same_measure(gold: Number, answer: Number) -> bool:
 
 def _has_prose(gold: Number, answer: Number) -> bool:
     """Whether there are words that are neither mathematics nor letters of the gold answer: the parser takes them for a
-    product of variables, and 0 times any product is 0."""
+    product of variables, and 0 times any product is 0. Also whether there are variables that the value is without."""
     said, known = (_COMMAND.sub(" ", text) for text in (answer.text, gold.text))
+    if _VARIABLE.search(said) and not _VARIABLE.search(known) and not _BOUND.search(answer.text):
+        if not getattr(answer.value.doit(), "free_symbols", True):
+            return True
     return any(run not in FUNCTIONS and not set(run) <= set(known) for run in _RUN.findall(said))
 
 

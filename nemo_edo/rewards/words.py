@@ -23,18 +23,18 @@ def _spelled(number: int) -> str:
 _NUMBERS = {_spelled(number): number for number in range(1000)}
 _PARTS = "half third quarter fifth sixth seventh eighth ninth tenth".split()
 _FRACTIONS = {
-    f"{_SMALL[above]} {part}{'s' if above > 1 else ''}": f"{above}/{below}"
-    for below, part in enumerate(_PARTS, start=2) for above in range(1, below)
+    f"{_SMALL[above]} {part}{'s' if above > 1 else ''}".replace("halfs", "halves"): f"{above}/{below}"
+    for below, part in enumerate(_PARTS, start=2) for above in range(1, 20)
 }  # fmt: skip
 _FRACTIONS |= {text.replace("quarter", "fourth"): fraction for text, fraction in _FRACTIONS.items()}
 
 
 def number_in_words(text: str) -> tuple[str, str] | None:
     """The number that a text begins with, in LaTeX, and the rest: ("5", "apples"); None where it begins with none."""
-    words = re.sub(r"\ba (?=half|third|quarter|fourth|dozen)", "one ", text.replace("-", " ")).split()
+    words = re.sub(r"\ba (?=half|third|quarter|fourth)", "one ", text.replace("-", " ")).split()
     sign = "-" if words[:1] in (["minus"], ["negative"]) else ""
     words = words[len(sign) :]
-    if words in (["half"], ["dozen"]):
+    if words and words[0] in ("half", "dozen", "hundred", "thousand", "million"):
         words = ["one", *words]
     for count in range(len(words), 0, -1):
         number = _number(" ".join(words[:count]))

@@ -58,7 +58,8 @@ def table(rows: list[list[str]], wrong: dict[str, list[list[str]]]) -> str:
     counts = {name: Counter((row[0], row[3]) for row in of_name) for name, of_name in wrong.items()}
     lines = [
         f"Errors of {len(rows)} pairs, with math-verify {version('math-verify')} in its default settings.", "",
-        f"| kind | pairs | right | accepted though wrong: {OURS} | {THEIRS} | refused though right: {OURS} | {THEIRS} |",
+        f"| kind | pairs | right | accepted though wrong: {OURS} | {THEIRS} | "
+        f"refused though right: {OURS} | {THEIRS} |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for kind in [*dict.fromkeys(row[0] for row in rows), "all"]:
