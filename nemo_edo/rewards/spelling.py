@@ -46,7 +46,7 @@ _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"(?<=[\dy}])\s*\[(?=$|\s*\\cup)", ")"),
     (r"^\{(?P<items>[^{}]*[^{},],[^{}]+)\}$", r"\\{\g<items>\\}"),
     (r"\\(?:math(?:rm|it)|text)\{(?P<letter>[ei])\}", r" \g<letter>"),
-    (r"^(?:=|\\approx(?![a-zA-Z])|≈)\s*", ""),
+    (r"^(?:=|(?:[a-zA-Z]\s*)?(?:\\approx(?![a-zA-Z])|≈))\s*", ""),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"(?<=\d)[个個人天岁名次米]$", ""),
     (r"^\d{1,3}(?:'\d{3})+(?=\D|$)|^\d{1,3}(?:\.\d{3}){2,}(?=,\d+$|$)|^\d{1,3}(?:_\d{3}){2,}$", _joined),
