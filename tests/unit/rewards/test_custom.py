@@ -151,7 +151,7 @@ def test_an_async_function_scores_responses_at_the_same_time(scorer):
 
 
 def test_trl_functions_get_messages_where_the_data_are_chats(scorer, tmp_path):
-    code = "def chat(prompts, completions): return [len(c[0]['content']) + len(p) for p, c in zip(prompts, completions)]"
+    code = "def chat(prompts, completions): return [len(c[0]['content']) + len(prompts[0]) for c in completions]"
     (tmp_path / "my_rewards.py").write_text(code)
     chats = [replace(one, messages=({"role": "user", "content": one.question},)) for one in PROBLEMS]
     assert [one.reward for one in scorer("chat").score(rollouts(["four", "5"]), chats)] == [5, 2]
