@@ -95,7 +95,8 @@ class Unit:
     def fits(self, other: Unit) -> bool:
         """Whether values in these units can be equal."""
         if self.is_any or other.is_any:
-            return "prime" not in self.counted | other.counted  # 5'' may be no length
+            # 5'' may be no length, and a fifth 1/5
+            return "th" in self.counted & other.counted or not {"prime", "spelled"} & (self.counted | other.counted)
         if self.dimensions or other.dimensions:  # 5 N m is no length, 5 m of rope is
             letters = [{word for word in unit.counted if len(word) == 1} for unit in (self, other)]
             return self.dimensions == other.dimensions and letters[0] == letters[1]

@@ -50,7 +50,7 @@ _BOUND = re.compile(r"<=|>=|[<>]|\\(?:le|ge)(?:q|qslant)?(?![a-zA-Z])|\\neq?(?![
 _AND, _OR = r"\\text\{\s*and\s*\}|\band\b|\\land(?![a-zA-Z])", r"\\text\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])"
 _PLUS_MINUS, _MINUS_PLUS = r"\\pm(?![a-zA-Z])", r"\\mp(?![a-zA-Z])"
 _MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in (
-    (r"(?:there (?:is|are) )?no (?:real )?(?:solution|value|root)s?|(?:the )?empty set", r"\emptyset"),
+    (r"(?:there (?:is|are) )?no (?:real )?(?:solution|value|root)s?(?: exists?)?|(?:the )?empty set", r"\emptyset"),
     (r"all real numbers|all reals|any real number", r"\mathbb{R}"),
     (r"(?:positive )?infinity|infinitely many(?: solutions)?|infinite", r"\infty"),
     (r"(?:negative|minus) infinity", r"-\infty"),
@@ -220,7 +220,7 @@ def _text(text: str, letters: bool) -> Value | None:
     ordinal = re.fullmatch(r"(\d+)\s*(?:\^\{?)?\s*(?:st|nd|rd|th)\s*\}?", words)
     if ordinal or words in _ORDINALS:
         digits = ordinal[1] if ordinal else str(_ORDINALS.index(words) + 1)
-        return Number(digits, sympy.Integer(digits), Unit(counted=frozenset({"th"})))
+        return Number(digits, sympy.Integer(digits), Unit(counted=frozenset({"th"} if ordinal else {"th", "spelled"})))
     if verdict := _VERDICT.fullmatch(words):
         return Text(verdict["verdict"])
     is_marked = TEXT.fullmatch(text) is not None
