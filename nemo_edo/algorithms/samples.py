@@ -9,8 +9,8 @@ from nemo_edo.algorithms.collection import by_problem, response_statistics
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.requests import group_parts
 from nemo_edo.algorithms.services import Services
-from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.resumable import Parts, require_version
 from nemo_edo.rollouts.store import RolloutStore
@@ -83,7 +83,7 @@ def _responses(
 ) -> list[ScoredRollout]:
     """Scored responses to the problems, a part at a time; the run may stop before each part."""
     responses: list[ScoredRollout] = []
-    for requests in minibatches(plan.requests(problems, here.iteration), plan.part_size):
+    for requests in group_parts(plan.requests(problems, here.iteration), plan.part_size):
         part = parts.on_disk(requests)
         if not part:
             with run.clock.phase("checkpoint"):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Optional, Union, get_args, get_origin
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
@@ -74,13 +74,20 @@ def _composed(
 ) -> tuple[DictConfig, Sources, list[str]]:
     """The composed values on the defaults and types of their job, their sources, and the keys that lack a value."""
     folders = search_order(config_name, Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir())
-    values, sources = compose_values(config_name, overrides, folders)
+    values, sources = compose_values(config_name, overrides, folders, _texts())
     job = values.get(JOB)
     if job not in JOBS:
         known = ", ".join(name for name in JOBS if name)
         raise ConfigError(f"{JOB} is {job!r}, expected one of {known} ({sources.place(JOB)})")
     merged = _merged(_structured(JOBS[job]), values, "", sources.place)
     return merged, sources, _missing(OmegaConf.to_container(values))
+
+
+@cache
+def _texts() -> frozenset[str]:
+    """The keys of all jobs whose values are texts."""
+    types = (item for job in JOBS.values() for item in setting_types(job).items())
+    return frozenset(key for key, hint in types if hint in (str, Optional[str]))
 
 
 def _missing(values: dict, prefix: str = "") -> list[str]:
@@ -189,6 +196,8 @@ def _built(node: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:
                 value = _built(value, f"{prefix}{name}.", place)
             elif isinstance(value, Container):
                 value = OmegaConf.to_object(value)
+            elif isinstance(value, str) and value.startswith("~/"):
+                value = str(Path(value).expanduser())
         except InterpolationResolutionError as error:
             key = f"{prefix}{name}"
             raise ConfigError(f"{key}: {str(error).splitlines()[0]} ({place(key)})") from error

@@ -80,12 +80,13 @@ class DataConfig(Section):
     """The benchmark of ``warmup`` and ``train``; null: GSM8K's JSONL format with any number of rows."""
     test_benchmark: Optional[Benchmark] = None
     """The benchmark of ``test``; null: as ``benchmark``."""
-    check_rows: bool = True
-    """An official file must have as many rows as its benchmark's split. false: parts and copies are taken, too."""
+    check_rows: bool = False
+    """Whether a file of a benchmark with another number of rows than the official split is an error; otherwise it is a
+    warning."""
     columns: Columns = field(default_factory=Columns)
     """Names of the columns of ``train`` and ``test`` (JSONL, JSON, Parquet, or folders of ``Dataset.save_to_disk``), or
     of the rows of ``source``; a name with a dot is that of a field of a column (reward_model.ground_truth). Where all
-    are null, files are in GSM8K's format or a benchmark's."""
+    are null, files are in ``benchmark``'s format or GSM8K's."""
     source: Optional[ImportPath] = None
     """Import path of a function that makes the problems, such as my_data:make, in place of files
     (docs/data_and_rewards.md)."""
@@ -107,7 +108,8 @@ class DataConfig(Section):
     answer_format: Annotated[str, one_of(*ANSWER_FORMATS)] = "hashes"
     """Where a response states its answer. hashes: a line "#### 72"; hashes_text: all after the last "####", a text of
     any kind and as it is; boxed: the last \\boxed{}; final_answer_is, so_the_answer_is: after the last such phrase;
-    pattern: the last match of ``answer_pattern``."""
+    pattern: the last match of ``answer_pattern``; flexible: "#### 72", else the last box, else after "answer is", else
+    the last number (lm-eval's flexible-extract)."""
     answer_pattern: Optional[str] = None
     """A regular expression whose group "answer", or first group, or whole match is the answer."""
     on_bad_rows: Annotated[str, one_of("error", "skip")] = "error"
@@ -128,8 +130,6 @@ class DataConfig(Section):
         yield from self.only_if(self.source is not None, "without data.source", "source_args")
         files = ("warmup", "train", "test", "benchmark", "test_benchmark")
         yield from self.only_if(self.source is None, "with data.source, which makes the problems", *files)
-        own = "with data.columns, as a benchmark has its own columns"
-        yield from self.only_if(not self.columns.are_named, own, "benchmark", "test_benchmark")
         both = self.train is None or self.test is not None
         yield both, "test", "a file with data.train, or neither for the built-in task"
         yield self.warmup is None or self.train is not None, "train", "a file with data.warmup"

@@ -128,7 +128,7 @@ class GenerationConfig(Section):
     for, on a CPU 512 at most."""
     part_size: PositiveInt = 2048
     """Responses of a collection that are generated, scored and written to disk at a time: what a killed run loses, at
-    most."""
+    most. Those to one prompt stay together, however many they are."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     placement: Annotated[str, one_of("apart", "shared")] = "apart"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -76,11 +77,13 @@ class Sources:
         return DEFAULT
 
 
-def compose_values(config_name: str, overrides: list[str], folders: list[Path]) -> tuple[DictConfig, Sources]:
+def compose_values(
+    config_name: str, overrides: list[str], folders: list[Path], texts: Collection[str] = ()
+) -> tuple[DictConfig, Sources]:
     """The composed values, not yet typed, and their sources. Hydra reads the files that the config and the overrides
     choose; overrides of values are applied here, since the files have differences only, of which Hydra would take a
-    new key for a mistake."""
-    parsed = _parse(overrides)
+    new key for a mistake. texts: the keys whose values are texts, whatever else they look like (1e-3, it's)."""
+    parsed = _parse(overrides, texts)
     choices = [f"hydra.searchpath=[file://{folders[1]}]"]
     choices += [override.input_line for override in parsed if _is_choice(override, folders)]
     try:
@@ -127,10 +130,13 @@ def _apply(override: Override, values: DictConfig) -> None:
     OmegaConf.update(values, key, value, merge=bool(arm) or not changes_arms, force_add=True)
 
 
-def _parse(overrides: list[str]) -> list[Override]:
+def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
     parser = OverridesParser.create()
     try:
-        parsed = parser.parse_overrides(overrides)
+        parsed = [
+            _as_text(parser, line) if _is_a_text(parser, line, texts) else parser.parse_overrides([line])[0]
+            for line in overrides
+        ]
     except OverrideParseException as error:
         # Hydra cannot read some values, such as a path with letters that are not ASCII, but for in quotes.
         key, equals, value = error.override.partition("=")
@@ -148,6 +154,25 @@ def _parse(overrides: list[str]) -> list[Override]:
             hint = "arms are chosen by arms=NAME or arms=[NAME,NAME]; ~arms.NAME leaves one out"
             raise bad_override(override, hint)
     return parsed
+
+
+def _is_a_text(parser: OverridesParser, line: str, texts: Collection[str]) -> bool:
+    """Whether an override is of a text that Hydra would take for something else, or cannot read."""
+    key, equals, value = line.partition("=")
+    if key.lstrip("+") not in texts or not equals:
+        return False
+    try:
+        return isinstance(parser.parse_override(line).value(), int | float)
+    except HydraException:
+        return value[:1] not in ("'", '"')
+
+
+def _as_text(parser: OverridesParser, line: str) -> Override:
+    key, _, value = line.partition("=")
+    escaped = re.sub(r'(\\*)"', r"\1\1\"", value)  # Hydra's quotes: a backslash is one but before a quote
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    override = parser.parse_override(f'{key}="{escaped}{trailing * chr(92)}"')
+    return replace(override, input_line=line)
 
 
 def _is_choice(override: Override, folders: list[Path]) -> bool:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from nemo_edo.data.units import measure
+
 _NUMBER = re.compile(
-    r"(?P<sign>[+-]?\$?|\$[+-])"  # -3, $5, -$5, $-5
+    r"(?P<sign>[+-]?(?:\\?\$)?|\\?\$[+-])"  # -3, $5, -$5, $-5, \$5
     r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)"  # 1,234 or 1234; nothing in .5
-    r"(?:\.(?P<fraction>[0-9]*))?"
+    r"(?:\.(?P<fraction>[0-9]+))?"
     r"\.?"  # the full stop of a sentence
 )
 LONGEST_ANSWER = 1000
@@ -26,10 +28,18 @@ _BOX_OR_BRACE = re.compile(
     r"\\(?:boxed|fbox)\s*(?P<opens>\{)|\\(?:boxed|fbox) +(?P<bare>[^\s{}$\\]+)|\\.|[{}]", re.DOTALL
 )
 _PHRASES = {"final_answer_is": "the final answer is", "so_the_answer_is": "so the answer is"}
+_ANY_PHRASE = {"answer_is": "answer is", **_PHRASES}
+_ANY_NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?:\.\d+)?|(?<!\d)\.\d+")
+_BOLD = re.compile(r"^[\s:]*\*\*([^*]+)\*\*")
+_NAME = re.compile(r"^[a-zA-Z]\s*=\s*")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~|\\quad|\\qquad")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,?|,\\!| )(?=\d{3}(?!\d))")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
+_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or)\b)[\s$]*(?:[a-z]\s*=\s*)?")
+_DOLLAR = "\x02"
+"""Put for the sign of dollars, which is no delimiter."""
+_BARE_DOLLAR = re.compile(r"^([-+]?)\$(?=\s*[-+]?[\d.]+[^$]*$)")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"'))
 
 
 def canonical_number(text: str) -> str | None:
@@ -60,8 +70,20 @@ def simple_fraction(text: str) -> Fraction | None:
     return Fraction(sign * int(above), int(below)) if int(below) else None
 
 
+def stated_number(text: str) -> str | None:
+    """The canonical number that an answer states, whatever is between it and a number alone: a name (``x = 42``), a
+    unit (``42 apples``, ``50%``, ``£42``), a box, bold face. None for anything else, such as ``42 or 43``."""
+    if len(text) > LONGEST_ANSWER:
+        return None
+    text = _NAME.sub("", clean_answer(text)).removesuffix("%")
+    number = canonical_number(text)
+    if number is None and (measured := measure(text)) and measured.multiplier == 1 and measured.more is None:
+        number = canonical_number(measured.value)
+    return number
+
+
 def final_answer(text: str) -> str | None:
-    """The canonical number on the last line that starts with ``####``; None if there is no such line or number."""
+    """The number that the last line that starts with ``####`` states; None if there is no such line or number."""
     markers = [line for line in _lines(text) if line.startswith(_MARKER)]
     return _marked_number(markers[-1]) if markers else None
 
@@ -76,9 +98,10 @@ def is_well_formed(text: str) -> bool:
 def clean_answer(text: str) -> str:
     """An answer without what surrounds it: math delimiters, a box, bold face, typographic spaces, a closing full stop.
 
-    Digits that a space or ``{,}`` groups by thousands are joined. Nothing else of the mathematics is changed.
+    Digits that a space or ``{,}`` groups by thousands are joined, and the sign of dollars is ``\\$``. Nothing else of
+    the mathematics is changed.
     """
-    before = None
+    before, text = None, _SPACES.sub(" ", _THOUSANDS.sub("", text.replace(r"\$", _DOLLAR)))
     while text != before:  # one thing may surround another
         before = text
         text = text.strip()
@@ -91,9 +114,9 @@ def clean_answer(text: str) -> str:
         boxes = _boxes(text)
         if len(boxes) == 1 and boxes[0].start == 0 and boxes[0].end == len(text):
             text = boxes[0].content
-    text = _THOUSANDS.sub("", text.replace(r"\$", ""))
-    text = _SPACES.sub(" ", text).replace(r"\left", "").replace(r"\right", "").replace(r"\%", "%").replace("−", "-")
-    return " ".join(text.replace("$", "").split())
+    text = _THOUSANDS.sub("", _BARE_DOLLAR.sub(rf"\1{_DOLLAR}", text))
+    text = text.replace(r"\left", "").replace(r"\right", "").replace(r"\%", "%").replace("−", "-")
+    return " ".join(text.replace("$", "").replace(_DOLLAR, r"\$").split())
 
 
 @dataclass(frozen=True)
@@ -101,7 +124,7 @@ class AnswerFormat:
     """Where responses state their final answer."""
 
     name: str
-    """hashes, hashes_text, boxed, final_answer_is, so_the_answer_is, or pattern."""
+    """One of ``ANSWER_FORMATS``."""
     extract: Callable[[str], str | None]
     """The last answer that the text states, cleaned (hashes_text, and above LONGEST_ANSWER characters: as it is); None
     without one."""
@@ -116,18 +139,21 @@ def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
     at a line's beginning, as it is: a text of any kind, of one line or several. boxed: ``\\boxed{...}``, with braces
     inside. final_answer_is, so_the_answer_is: what follows "The final answer is" or "So the answer is" to the end of
     the sentence, or the box there. pattern: the last match of the regular expression ``pattern``: its group ``answer``,
-    or its first group, or all of it.
+    or its first group, or all of it. flexible: the first of ``#### N``, the last box, what follows the last "answer
+    is", and the last number that there is; only the last is not well formed.
     """
     if name == "hashes":
         return HASHES
     if name == "hashes_text":
         return HASHES_TEXT
+    if name == "flexible":
+        return FLEXIBLE
     if name == "boxed":
-        return _format(name, lambda text: [(box.content, box.end) for box in _boxes(text)])
+        return _format(name, lambda text: [(box.content, box.end) for box in _joined(text, _boxes(text))])
     if name == "pattern":
         expression = re.compile(pattern)
         return _format(name, lambda text: [(_matched(m), m.end()) for m in expression.finditer(text)])
-    return _format(name, lambda text: _after_phrase(text, _PHRASES[name]))
+    return _format(name, lambda text: _after_phrase(text, _ANY_PHRASE[name]))
 
 
 def _after_hashes(text: str) -> str | None:
@@ -139,7 +165,7 @@ def _after_hashes(text: str) -> str | None:
 HASHES = AnswerFormat("hashes", final_answer, is_well_formed)
 """GSM8K's."""
 HASHES_TEXT = AnswerFormat("hashes_text", _after_hashes, lambda text: len(_HASHES.findall(text)) == 1)
-ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", *_PHRASES, "pattern")
+ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", *_PHRASES, "pattern", "flexible")
 
 
 def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
@@ -156,6 +182,21 @@ def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFo
         return "\n" not in text[found[0][1] :].strip(" \n.$]\\*")
 
     return AnswerFormat(name, extract, well_formed)
+
+
+def _stated_somewhere(text: str) -> str | None:
+    answers = (form.extract(text) for form in (HASHES, *map(answer_format, ("boxed", "answer_is"))))
+    return next((answer for answer in answers if answer), None)
+
+
+def _last_number(text: str) -> str | None:
+    numbers = _ANY_NUMBER.findall(text.replace("−", "-"))
+    return canonical_number(numbers[-1]) if numbers else None
+
+
+FLEXIBLE = AnswerFormat(
+    "flexible", lambda text: _stated_somewhere(text) or _last_number(text), lambda text: bool(_stated_somewhere(text))
+)
 
 
 @dataclass(frozen=True)
@@ -185,6 +226,19 @@ def _boxes(text: str) -> list[_Box]:
     return [_Box(text[content:close], start, end) for start, content, close, end in found]
 
 
+def _joined(text: str, boxes: list[_Box]) -> list[_Box]:
+    """Boxes with only a comma, and, or or between them are one that has several answers."""
+    joined: list[_Box] = []
+    for box in boxes:
+        last = joined[-1] if joined else None
+        is_next = last is not None and _BETWEEN_BOXES.fullmatch(text, last.end, box.start)
+        if not is_next or box.content in last.content.split(", "):
+            joined.append(box)
+        else:
+            joined[-1] = _Box(f"{last.content}, {box.content}", last.start, box.end)
+    return joined
+
+
 def _after_phrase(text: str, phrase: str) -> list[tuple[str, int]]:
     """What follows each occurrence of the phrase: the first box before the next one, or the sentence's rest."""
     starts = [match.end() for match in re.finditer(re.escape(phrase), text, re.IGNORECASE)]
@@ -197,10 +251,9 @@ def _after_phrase(text: str, phrase: str) -> list[tuple[str, int]]:
 
 def _stated(rest: str) -> str:
     """The answer in the text after a phrase."""
-    boxes = _boxes(rest)
-    if boxes:
-        return rest[boxes[0].start : boxes[0].end]
-    rest = rest.lstrip(" \t\n:*'\"")
+    if boxes := _joined(rest, _boxes(rest)):
+        return boxes[0].content
+    rest = _BOLD.sub(r"\1", rest).lstrip(" \t\n:*'\"")
     for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):  # a displayed formula
         if rest.startswith(opening) and closing in rest[len(opening) :]:
             return rest[len(opening) : rest.index(closing, len(opening))]
@@ -220,4 +273,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _marked_number(line: str) -> str | None:
-    return canonical_number(line.removeprefix(_MARKER)) if line.startswith(_MARKER) else None
+    return stated_number(line.removeprefix(_MARKER)) if line.startswith(_MARKER) else None

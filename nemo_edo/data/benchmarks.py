@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed
-from nemo_edo.data.rows import Row, RowError, text_of
+from nemo_edo.data.rows import NAME_COLUMNS, Row, RowError, plain_values, text_of
 from nemo_edo.types import Problem
 
 NUMBER, MATH, TEXT = "number", "math", "text"
@@ -61,12 +61,16 @@ class Benchmark:
         }
         for ours, names in self.columns.items():
             if values[ours] is None:
-                there = ", ".join(content) or "none"
-                raise RowError(f'has no "{names[0]}" (its columns: {there}); expected {self.expected}')
+                there = ", ".join(map(str, content)) or "none"
+                raise RowError(f'has no "{names[0]}" (its columns: {there}); expected {self.expected}; {NAME_COLUMNS}')
+        known = {name for names in (*self.columns.values(), *self.optional.values()) for name in names}
         gold = self.read(values)
         for name in ("question", "solution", "answer"):
             text_of(getattr(gold, name), name, may_be_blank=name == "solution")
-        return Problem(f"{stem}-{row.number}", gold.question, gold.solution, gold.answer, row.source, gold.kind)
+        metadata = plain_values({name: value for name, value in content.items() if name not in known})
+        return Problem(
+            f"{stem}-{row.number}", gold.question, gold.solution, gold.answer, row.source, gold.kind, metadata
+        )
 
     @property
     def expected(self) -> str:
@@ -117,9 +121,11 @@ def _aime_gold(values: Mapping[str, Any]) -> Gold:
     return Gold(gold.question, gold.solution, digits[1], MATH)
 
 
-def _minerva_gold(values: Mapping[str, Any]) -> Gold:
+def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:
+    if values["answer"] is None and values["solution"] is None:
+        raise RowError(f'has neither "solution" nor "answer"; {NAME_COLUMNS}')
     if values["answer"] is None:
-        return _boxed_gold({**values, "solution": values["solution"] or ""})
+        return _boxed_gold(values)
     return _stated_gold(values)
 
 
@@ -190,7 +196,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             "math", "MATH", "EleutherAI/hendrycks_math", {"train": 7500, "test": 5000},
-            {"question": ("problem",), "solution": ("solution",)}, _boxed_gold, "boxed", "MIT", hub_configs=_SUBJECTS,
+            {"question": ("problem", "question")}, _stated_or_boxed_gold, "boxed", "MIT", hub_configs=_SUBJECTS,
+            optional={"answer": ("answer",), **_SOLUTION},
         ),
         Benchmark("s1k", "s1K", "simplescaling/s1K", {"train": 1000}, licence="Apache-2.0", **_S1K),
         Benchmark(
@@ -211,7 +218,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             "minerva", "Minerva Math", "math-ai/minervamath", {"test": 272}, {"question": ("question", "problem")},
-            _minerva_gold, "final_answer_is", "not stated (MIT OpenCourseWare's problems: CC BY-NC-SA 4.0)",
+            _stated_or_boxed_gold, "final_answer_is", "not stated (MIT OpenCourseWare's problems: CC BY-NC-SA 4.0)",
             optional={"answer": ("answer",), **_SOLUTION},
         ),
         Benchmark(

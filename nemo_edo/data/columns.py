@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -10,9 +9,9 @@ from typing import Any, Optional
 from nemo_edo.data.answers import canonical_number
 from nemo_edo.data.benchmarks import MATH, NUMBER
 from nemo_edo.data.chat import chat_of, question_of
-from nemo_edo.data.rows import Row, RowError, text_of
+from nemo_edo.data.rows import NAME_COLUMNS, Row, RowError, plain_values, text_of
 from nemo_edo.types import Problem
-from nemo_edo.utils.wording import did_you_mean, shown
+from nemo_edo.utils.wording import did_you_mean
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Columns:
                 names = [str(one) for one in content]
                 near = f"{did_you_mean(column, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"
                 named_by = f" (data.columns.{name})" if setting is not None else ""
-                raise RowError(f'has no column "{column}"{named_by}{near}')
+                raise RowError(f'has no column "{column}"{named_by}{near}{"" if named_by else f"; {NAME_COLUMNS}"}')
         kind = MATH if canonical_number(texts["answer"]) is None else NUMBER
         return Problem(
             f"{stem}-{texts['id']}", texts["question"], texts["solution"], texts["answer"], row.source, kind,
@@ -67,17 +66,3 @@ def _field(content: Mapping[str, Any], path: str) -> Any:
     for name in path.split("."):
         content = content.get(name) if isinstance(content, Mapping) else None
     return content
-
-
-def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as JSON has it. Raises RowError for another value."""
-    values = {}
-    for name, value in metadata.items():
-        try:
-            values[name] = json.loads(json.dumps(value))
-        except (TypeError, ValueError) as error:
-            raise RowError(
-                f'column "{name}" is {shown(value)}, which is not a text, a number, true, false, null, or a list or '
-                "mapping of them; convert the column, or leave it out"
-            ) from error
-    return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,16 @@ from typing import Any
 
 from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, TEXT, Benchmark, gsm8k_solution
 from nemo_edo.data.columns import Columns
-from nemo_edo.data.rows import ProblemFileError, Row, RowError, read_bytes, read_rows, text_of
+from nemo_edo.data.rows import (
+    NAME_COLUMNS,
+    ProblemFileError,
+    Row,
+    RowError,
+    plain_values,
+    read_bytes,
+    read_rows,
+    text_of,
+)
 from nemo_edo.types import Problem
 
 __all__ = ["BadRow", "LoadedProblems", "ProblemFileError", "load_problems", "read_benchmark", "write_problems"]
@@ -46,15 +56,15 @@ def load_problems(
     on_bad_rows: str,
     benchmark: str | None = None,
     split: str = "train",
-    check_rows: bool = True,
+    check_rows: bool = False,
     columns: Columns | None = None,
 ) -> LoadedProblems:
     """The problems of a file, in its order.
 
     A file with a manifest next to it is what ``write_problems`` wrote: its checksum, its rows and, if given, the
-    benchmark have to be the manifest's. Otherwise ``benchmark`` names whose official file (or folder) it is, and
-    ``check_rows`` has it hold as many rows as the official ``split``.
-    None: rows with the named ``columns``, as they are; or where none is named GSM8K's format, with any number of rows.
+    benchmark have to be the manifest's. Otherwise it has rows with the named ``columns``, as they are; or where none is
+    named those of ``benchmark``'s official files, or without one GSM8K's. ``check_rows``: a benchmark's file must have
+    as many rows as the official ``split``; otherwise another number is a warning.
     Solutions lose GSM8K's calculator annotations; nothing else of the text is changed. Blank lines and a UTF-8 byte
     order mark are passed over, and GSM8K's questions that differ only in white space count as duplicates: all but the
     first are bad rows. (Official files of benchmarks may repeat some.) The other columns are the problem's metadata.
@@ -80,13 +90,15 @@ def load_problems(
         metadata = row.fields()
         for name in ("question", "answer"):
             if name not in metadata:
-                raise RowError(f'has no "{name}" (its keys: {", ".join(metadata) or "none"}); {_GSM8K_ROW}')
+                raise RowError(
+                    f'has no "{name}" (its keys: {", ".join(metadata) or "none"}); {_GSM8K_ROW}; {NAME_COLUMNS}'
+                )
         question = text_of(metadata["question"], "question")
         solution, answer = gsm8k_solution(text_of(metadata["answer"], "answer"))
         first = first_seen.setdefault(" ".join(question.split()), row.source)
         if first != row.source:
             raise RowError(f'"question" is the same as in {first}, expected each question once')
-        metadata = {name: value for name, value in metadata.items() if name not in ("question", "answer")}
+        metadata = plain_values({name: value for name, value in metadata.items() if name not in ("question", "answer")})
         return Problem(f"{path.stem}-{row.number}", question, solution, answer, row.source, metadata=metadata)
 
     return read_problems(path, read_rows(path), gsm8k_problem, on_bad_rows, _GSM8K_ROW)
@@ -102,11 +114,14 @@ def read_benchmark(
         path, rows, lambda row: benchmark.problem(row, stem), on_bad_rows, f"expected {benchmark.expected}"
     )
     split = benchmark.split_of(split)
-    if check_rows and len(rows) != benchmark.splits[split]:
-        raise ProblemFileError(
+    if len(rows) != benchmark.splits[split]:
+        other = (
             f"{path}: has {len(rows)} rows, but {benchmark.title}'s {split} split has {benchmark.splits[split]} "
-            f"({benchmark.hub}): it is of another version, or a part (data.check_rows=false takes it as it is)"
+            f"({benchmark.hub}): it is of another version, or a part"
         )
+        if check_rows:
+            raise ProblemFileError(f"{other} (data.check_rows=false takes it as it is)")
+        warnings.warn(f"{other}; results are not comparable with those on the whole split", stacklevel=2)
     return loaded
 
 
@@ -149,6 +164,9 @@ def write_problems(
     """
     names = (*_PREPARED_FIELDS, *(_OF_SOURCES if benchmark == MADE else ()))
     rows = [{name: getattr(problem, name) for name in names} for problem in problems]
+    for row, problem in zip(rows, problems, strict=True):
+        if problem.metadata:
+            row["metadata"] = dict(problem.metadata)
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     manifest = {
         "benchmark": benchmark,

@@ -4,15 +4,21 @@ was saved to disk, or the hub."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import shown
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}
+"""JSON files that the hub's data sets have next to their rows."""
+NAME_COLUMNS = "other columns are named with data.columns.question=NAME and data.columns.answer=NAME"
 
 
 class ProblemFileError(UserError):
@@ -43,6 +49,8 @@ class Row:
 
 def text_of(value: Any, name: str, *, may_be_number: bool = False, may_be_blank: bool = False) -> str:
     """A row's value as a text. Raises RowError for a value of another type, a blank one, and half a surrogate pair."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # what pandas makes of whole numbers with a gap between them
     is_number = may_be_number and isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, str) and not is_number:
         expected = "a text or a whole number" if may_be_number else "a text"
@@ -55,17 +63,44 @@ def text_of(value: Any, name: str, *, may_be_number: bool = False, may_be_blank:
     return text
 
 
+def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as JSON has it; times and decimals are texts, and null stands for bytes. Raises RowError for another
+    value."""
+    values = {}
+    for name, value in metadata.items():
+        try:
+            values[name] = json.loads(json.dumps(value, default=_as_json))
+        except (TypeError, ValueError) as error:
+            raise RowError(
+                f'column "{name}" is {shown(value)}, which is not a text, a number, true, false, null, or a list or '
+                "mapping of them; convert the column, or leave it out"
+            ) from error
+    return values
+
+
+def _as_json(value: Any) -> str | None:
+    if isinstance(value, bytes):
+        return None
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    raise TypeError
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a ``.json``, ``.parquet`` or JSON-lines file, or those of all such files below a folder, in the order
-    of their names, numbers by value. In a folder, a ``.json`` file that holds one object is one row (MATH). Also those
-    of a folder that ``Dataset.save_to_disk`` wrote.
+    of their names, numbers by value, without hidden ones (.ipynb_checkpoints). In a folder, a ``.json`` file that holds
+    one object is one row (MATH). Also those of a folder that ``Dataset.save_to_disk`` wrote.
 
     Raises ProblemFileError where a file cannot be read.
     """
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _numbered(path, _saved_rows(path))
     elif path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix in (".json", ".jsonl", ".parquet")]
+        files = [
+            file for file in path.rglob("*")
+            if file.suffix in (".json", ".jsonl", ".parquet") and file.name not in _NOT_ROWS
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]  # fmt: skip
         if not files:
             raise ProblemFileError(f"{path}: has no .json, .jsonl or .parquet file")
         rows = (row for file in sorted(files, key=_by_number) for row in _rows_of_a_folder(file))
@@ -179,7 +214,11 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     try:
         table = parquet.read_table(path, page_checksum_verification=True)
         images = [name for name in table.column_names if name.startswith("image")]
-        return table.drop_columns(images).to_pylist()
+        table = table.drop_columns(images)
+        for place, column in enumerate(table.schema):
+            if pyarrow.types.is_timestamp(column.type):  # nanoseconds and time zones need other packages
+                table = table.set_column(place, column.name, table.column(place).cast(pyarrow.string()))
+        return table.to_pylist()
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ProblemFileError(f"{path}: is not a readable Parquet file ({error}); download it again") from error
 

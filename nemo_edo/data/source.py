@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_edo.data.chat import chat_of
-from nemo_edo.data.columns import Columns, plain_values
+from nemo_edo.data.columns import Columns
 from nemo_edo.data.problems import read_problems
-from nemo_edo.data.rows import ProblemFileError, Row, RowError, text_of
+from nemo_edo.data.rows import ProblemFileError, Row, RowError, plain_values, text_of
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import load_function, said

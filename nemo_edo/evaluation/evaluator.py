@@ -7,6 +7,7 @@ entropy it is.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
 from nemo_edo.metrics import pass_at_k, pooled_distinct
 from nemo_edo.test_time import expected_vote_score
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
+
+FEW_WELL_FORMED = 0.05
+"""An evaluation with a smaller share of responses that state an answer as asked measures the form, not the skill."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,15 @@ class Evaluator:
                 row | {name + suffix: value for name, value in other.items() if name not in left_out}
                 for row, other in zip(rows, others_rows, strict=True)
             ]
+        formed = sum(one.well_formed for one in everything) / len(everything)
+        if formed < FEW_WELL_FORMED:
+            warnings.warn(
+                f"{arm}: {formed:.1%} of the responses state an answer in the form that the scorer reads. Likely "
+                "causes: another form than data.answer_format (flexible also takes the last number), data.prompt, a "
+                "chat template that is missing or not this model's (data.chat_template), or responses that are cut "
+                "(sampling.max_new_tokens)",
+                stacklevel=2,
+            )
         unneeded = {
             "abstained": all(item.has_verdict for item in everything),
             "reward": all(item.reward == item.success for item in everything),

@@ -15,28 +15,33 @@ from itertools import accumulate, pairwise
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy.logic.boolalg import Boolean
 
 from nemo_edo.data.answers import simple_fraction
-from nemo_edo.rewards.units import FUNCTIONS, NO_UNIT, TEXT, Measure, Unit, measure
+from nemo_edo.data.units import FUNCTIONS, NO_UNIT, TEXT, Measure, Unit, measure
+from nemo_edo.rewards.words import number_in_words
 
 _NORMALIZED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
+_CASES = ConversionConfig(lowercase_symbols=False)
 _MISREAD = re.compile(
-    r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])|%|,|;"
+    r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])|%|,|;|"
+    r"\\(?:angle|triangle)(?![a-zA-Z])"
 )
 """What the parser takes for something else in a formula: 5' for 5, 3 4 for 7."""
 _INDEX_OF_A_NUMBER = re.compile(r"(?<![\w}])\d+\\?_")
 _ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREES = re.compile(r"(?P<angle>\d+(?:\.\d+)?)\s*(?:\^\{?\\circ\}?|°)")
-_BASE = re.compile(r"(?P<digits>[0-9A-Za-z]+)_\{?(?P<base>\d+)\}?")
+_BASE = re.compile(r"\(?(?P<digits>[0-9A-Za-z]+)\)?_\{?(?P<base>\d+)\}?")
 _NO_NAME = re.compile(r"[\d+*/^<>%,-]|\\(?:[dt]?frac|cdot|times|sqrt|pm|infty|pi(?![a-zA-Z]))|^$")
 _ARGUMENTS = re.compile(r"(?:\^\{-1\})?\([^()=]*\)|_\{[^{}]*\}|_\w|\\text\{[^{}]*\}(?=.)")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z0-9' .,-]*")
 _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 _CHOICE = re.compile(
-    r"(?:(?i:the |an? )?(?i:option|choice|letter|answer)\s+)?(?:\((?P<closed>[A-J])\)|(?P<letter>[A-J])(?=$|[.:)]))"
+    r"(?i:(?:the )?(?:correct |right |final )?(?:option|choice|letter|answer)(?: is)?:?\s+){0,2}"
+    r"(?:\((?P<closed>[A-Ja-j])\)|(?P<letter>[A-J](?=$|[.:)])|[a-j](?=[.)])))"
     r"(?P<rest>.*)"
 )
 _NOT_A_CHOICE = re.compile(rf"\b(?:[A-J]|{'|'.join(NO_UNIT)})\b|[=+*/^<>_]|^\s*[,(]")
@@ -44,17 +49,15 @@ _BOUNDS = {"<": sympy.Lt, r"\le": sympy.Le, ">": sympy.Gt, r"\ge": sympy.Ge, r"\
 _BOUND = re.compile(r"<=|>=|[<>]|\\(?:le|ge)(?:q|qslant)?(?![a-zA-Z])|\\neq?(?![a-zA-Z])")
 _AND, _OR = r"\\text\{\s*and\s*\}|\band\b|\\land(?![a-zA-Z])", r"\\text\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])"
 _PLUS_MINUS, _MINUS_PLUS = r"\\pm(?![a-zA-Z])", r"\\mp(?![a-zA-Z])"
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-)
-_NUMBERS = {word: str(number) for number, word in enumerate(f"{_SMALL} eighteen nineteen twenty".split())}
-_NUMBERS |= {"thirty": "30", "forty": "40", "fifty": "50", "sixty": "60", "seventy": "70", "eighty": "80",
-             "ninety": "90", "dozen": "12", "half": "1/2", "one half": "1/2", "one third": "1/3",
-             "one quarter": "1/4", "infinity": r"\infty", "negative infinity": r"-\infty",
-             "minus infinity": r"-\infty"}  # fmt: skip
+_MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in (
+    (r"(?:there (?:is|are) )?no (?:real )?(?:solution|value|root)s?(?: exists?)?|(?:the )?empty set", r"\emptyset"),
+    (r"all real numbers|all reals|any real number", r"\mathbb{R}"),
+    (r"(?:positive )?infinity|infinitely many(?: solutions)?|infinite", r"\infty"),
+    (r"(?:negative|minus) infinity", r"-\infty"),
+    (r"(?:limit )?does not exist", r"\text{dne}"),
+))  # fmt: skip
+"""Words for a formula."""
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
-_SAME_TEXTS = {"does not exist": "dne", "no solutions": "no solution", "no real solutions": "no solution",
-               "no real solution": "no solution", "empty set": "no solution"}  # fmt: skip
 _BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")
 """x : x < 2"""
 _VERDICT = re.compile(r"(?P<verdict>yes|no|true|false)(?:, [^0-9]*)?")
@@ -65,7 +68,19 @@ class Text:
     words: str
     """In lower case, without article; of a choice, its letter."""
     kind: str = "words"
-    """words, choice, time, or base: digits in another base than ten."""
+    """words, choice, or base: digits in another base than ten."""
+    rest: str = ""
+    """What follows the letter of a choice."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """A time of day."""
+
+    shown: int
+    """Seconds, without am and pm."""
+    since_midnight: int | None
+    """None where it may be in the morning or in the afternoon."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,8 @@ class Number:
     unit: Unit = Unit()
     size: Fraction = Fraction(1)
     """The unit's, in the first unit of its dimension."""
-    percent: bool = False
+    percent: str = ""
+    """%, or percent in words, which never means the number itself."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,7 @@ class Named:
     """The left side where it is no name."""
 
 
-Value = Text | Number | Items | Region | Named
+Value = Text | Time | Number | Items | Region | Named
 
 
 @lru_cache(maxsize=512)
@@ -120,10 +136,10 @@ def read(text: str, *, letters: bool = False) -> Value | None:
     text = text.strip()
     if not text:
         return None
-    number = simple_fraction(text)
+    number = None if "$" in text else simple_fraction(text)
     if number is not None:
         return Number(text, sympy.Rational(number))
-    for reader in (_text, _time, _percent, _measured, _list, _set, _relation, _equation, _ratio, _in_base):
+    for reader in (_text, _time, _percent, _measured, _list, _member, _set, _relation, _equation, _ratio, _in_base):
         value = reader(text, letters)
         if value is not None:
             return None if value is _NOTHING else value
@@ -131,6 +147,7 @@ def read(text: str, *, letters: bool = False) -> Value | None:
     return formula(text) or (Region(parsed) if isinstance(parsed, sympy.Set | Boolean) else None)
 
 
+NO_SOLUTION = Text("no solution")
 _NOTHING = Text("")
 """Read by a reader that knows the kind of the answer, but not its value."""
 
@@ -154,7 +171,7 @@ def _parsed(text: str) -> sympy.Basic | None:
     if _INDEX_OF_A_NUMBER.search(shown) or TEXT.search(re.sub(r"\\math(?:rm|bf)\{\w\}", "", shown)):
         return None
     try:
-        parsed = latex2sympy(shown, normalization_config=_NORMALIZED)
+        parsed = latex2sympy(shown, conversion_config=_CASES, normalization_config=_NORMALIZED)
         known = {symbol: {"i": sympy.I, "e": sympy.E}[symbol.name] for symbol in parsed.free_symbols
                  if symbol.name in ("i", "e")}  # fmt: skip
         decimals = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
@@ -192,28 +209,45 @@ def _text(text: str, letters: bool) -> Value | None:
     said = plain(text).rstrip(".")
     choice = _CHOICE.fullmatch(said)
     if choice is not None and not _NOT_A_CHOICE.search(choice["rest"]):
-        return Text(choice["closed"] or choice["letter"], "choice")
+        rest = " ".join(choice["rest"].strip(" .:)").split())
+        return Text((choice["closed"] or choice["letter"]).upper(), "choice", rest)
     words = " ".join(re.sub(r"^(?:an?|the) (?=\w\w)", "", said.casefold()).split())
-    if words in _NUMBERS:
-        return formula(_NUMBERS[words])
+    for pattern, meaning in _MEANINGS:
+        if pattern.fullmatch(words):
+            return read(meaning)
+    if number := number_in_words(words):
+        return read(" ".join(filter(None, number)))
     ordinal = re.fullmatch(r"(\d+)\s*(?:\^\{?)?\s*(?:st|nd|rd|th)\s*\}?", words)
     if ordinal or words in _ORDINALS:
         digits = ordinal[1] if ordinal else str(_ORDINALS.index(words) + 1)
-        return Number(digits, sympy.Integer(digits), Unit(counted=frozenset({"th"})))
+        return Number(digits, sympy.Integer(digits), Unit(counted=frozenset({"th"} if ordinal else {"th", "spelled"})))
     if verdict := _VERDICT.fullmatch(words):
         return Text(verdict["verdict"])
     is_marked = TEXT.fullmatch(text) is not None
-    if not _WORDS.fullmatch(said) or not (is_marked or (_LONG_WORD.search(said) and said.split()[0] not in FUNCTIONS)):
+    if is_marked and said[:1].isdigit():
+        return read(said) or _NOTHING
+    if (
+        not _WORDS.fullmatch(said)
+        or re.search(r"\d to \d", said)
+        or not (is_marked or (_LONG_WORD.search(said) and said.split()[0] not in FUNCTIONS))
+    ):
         return None
     if is_marked and len(words) == 1:
         return formula(said)
-    words = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", words)
-    return Text(_SAME_TEXTS.get(words, words))
+    return Text(re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", words))
 
 
 def _time(text: str, letters: bool) -> Value | None:
-    match = re.fullmatch(r"(\d{1,2}:[0-5]\d(?::[0-5]\d)?)\s*(am|pm)?", plain(text).replace(".", "").casefold())
-    return Text(f"{match[1].lstrip('0')} {match[2] or ''}".strip(), "time") if match else None
+    said = plain(text).replace(".", "").casefold()
+    match = re.fullmatch(r"(\d{1,2})(?::([0-5]\d))?(?::([0-5]\d))?\s*(am|pm|o'clock)?", said)
+    if match is None or not (match[2] or match[4]):
+        return None
+    hour, rest = int(match[1]), 60 * int(match[2] or 0) + int(match[3] or 0)
+    if match[4] in ("am", "pm"):
+        day_hour = hour % 12 + 12 * (match[4] == "pm")
+    else:
+        day_hour = hour if not 1 <= hour <= 12 else None
+    return Time(3600 * hour + rest, None if day_hour is None else 3600 * day_hour + rest)
 
 
 def _measured(text: str, letters: bool) -> Value | None:
@@ -241,7 +275,7 @@ def _list(text: str, letters: bool) -> Value | None:
         both = [re.sub(_MINUS_PLUS, other, re.sub(_PLUS_MINUS, sign, text)) for sign, other in ("+-", "-+")]
         values = [read(one.removeprefix("+")) for one in both]
         return Items("", tuple(values)) if None not in values else None
-    for connective, combine in ((_OR, sympy.Union), (_AND, sympy.Intersection)):
+    for connective, combine in ((_OR, sympy.Union), (f"{_AND}|,", sympy.Intersection)):
         regions = [read(part) for part in _split(text, connective) if part != text]
         if regions and all(isinstance(part, Named) and isinstance(part.value, Region) for part in regions):
             return Named(regions[0].name, Region(combine(*(part.value.numbers for part in regions))))
@@ -256,9 +290,19 @@ def _list(text: str, letters: bool) -> Value | None:
     return Items("", tuple(values))
 
 
+def _member(text: str, letters: bool) -> Value | None:
+    name, is_member, rest = (
+        part.strip() for part in re.sub(r"\\in(?![a-zA-Z])", "\x01", text, count=1).partition("\x01")
+    )
+    if not is_member or "{" in name:
+        return None
+    value = read(rest)
+    return Named(_bare(name), value) if _is_name(name) and value is not None else _NOTHING
+
+
 def _set(text: str, letters: bool) -> Value | None:
     if text in (r"\emptyset", r"\varnothing"):
-        return Text("no solution")
+        return NO_SOLUTION
     if text == r"\mathbb{R}":
         return Region(sympy.S.Reals)
     unions = _split(text, r"\\cup(?![a-zA-Z])")
@@ -275,7 +319,7 @@ def _set(text: str, letters: bool) -> Value | None:
     inside = match["inside"].strip()
     if brackets == "{}":
         if not inside:
-            return Text("no solution")
+            return NO_SOLUTION
         if condition := _BUILDER.fullmatch(inside):
             return read(condition["rest"]) or _NOTHING
     parts = _split(inside, "[,;]")
@@ -298,12 +342,6 @@ def region(value: Value | None) -> Region | None:
 
 
 def _relation(text: str, letters: bool) -> Value | None:
-    name, is_member, rest = (
-        part.strip() for part in re.sub(r"\\in(?![a-zA-Z])", "\x01", text, count=1).partition("\x01")
-    )
-    if is_member:
-        value = read(rest)
-        return Named(_bare(name), value) if _is_name(name) and value is not None else _NOTHING
     signs = [re.sub("q.*", "", sign.replace("<=", r"\le").replace(">=", r"\ge")) for sign in _BOUND.findall(text)]
     if not signs:
         return None
@@ -355,7 +393,7 @@ def _equation(text: str, letters: bool) -> Value | None:
 
 
 def _ratio(text: str, letters: bool) -> Value | None:
-    said = plain(text)
+    said = plain(text).removeprefix("from ")
     is_range = re.search(r"\bto\b", said) is not None
     parts = [formula(part) for part in re.split(r"\bto\b" if is_range else ":", said)]
     if len(parts) == 1:
@@ -382,4 +420,5 @@ def _percent(text: str, letters: bool) -> Value | None:
     if not spoken.endswith("%") or spoken == "%":
         return None
     number = formula(spoken[:-1].strip())
-    return _NOTHING if number is None else Number(number.text, number.value, percent=True)
+    percent = "%" if spoken == text else "percent"
+    return _NOTHING if number is None else Number(number.text, number.value, percent=percent)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.function_calls import ARGUMENTS, IDS, SCORE, Failure, Result, Signature
+from nemo_edo.rewards.function_calls import ARGUMENTS, COLUMN, IDS, SCORE, Failure, Result, Signature
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
@@ -37,7 +38,8 @@ class CustomScorer:
     success's is the problem's, and no other response's is.
 
     time_limit_s: wall time for one response; a call with several has the sum of theirs. failures: the folder that a
-    response is written to whose scoring failed. The process starts with the first ``check`` or call.
+    response is written to whose scoring failed. columns: our names of columns by the data's names. The process starts
+    with the first ``check`` or call.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CustomScorer:
         failures: Path,
         success_at: float = ScoredRollout.success_at,
         require_unchanged: Callable[[], None] = lambda: None,
+        columns: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._answers = answers
         self._functions = functions
@@ -56,8 +59,15 @@ class CustomScorer:
         self._failures = failures
         self._success_at = success_at
         self._require_unchanged = require_unchanged
+        self._columns = columns
         self._pool = WorkerPool(None)
         self._signatures: list[Signature] = []  # empty where the worker has not imported the functions
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a function takes several responses: then it sees all of a problem's in one call."""
+        self.check()
+        return any(signature.batch for signature in self._signatures)
 
     def check(self) -> None:
         """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
@@ -108,7 +118,10 @@ class CustomScorer:
             results, failure = self._results(index, responses)
             of_functions.append(results)
             if failure is not None:
-                failed, responses = responses[len(results) + failure.row], responses[: len(results)]
+                failed, kept = responses[len(results) + failure.row], len(results)
+                while self.by_group and 0 < kept < len(responses) and _are_of_one(responses[kept - 1 : kept + 1]):
+                    kept -= 1
+                responses = responses[:kept]
                 stopped = self._described(function, failed, failure)
         scored = [
             self._scored(response, [results[row] for results in of_functions]) for row, response in enumerate(responses)
@@ -125,13 +138,21 @@ class CustomScorer:
         """One function's results up to the first call that failed, and why that failed."""
         self.check()
         function, signature, results = self._functions[index], self._signatures[index], []
-        size = max(1, len(responses)) if signature.batch else 1
+        size = max(1, len(responses)) if signature.batch or signature.concurrent else 1
         for start in range(0, len(responses), size):
             rows = responses[start : start + size]
-            given = [_arguments(response) for response in rows]
-            columns = {name: [one[field] for one in given] for name, field in signature.arguments.items()}
-            arguments = columns if signature.batch else {name: column[0] for name, column in columns.items()}
-            call = (function.path, function.key, arguments, signature.batch, len(rows))
+            given = [self._arguments(response) for response in rows]
+            shared = set.intersection(*(set(one) for one in given))
+            wanted = signature.arguments.items()
+            fields = {name: field for name, field in wanted if field in shared or name not in signature.optional}
+            if signature.all_columns:
+                fields |= {name.removeprefix(COLUMN): name for name in sorted(shared) if name.startswith(COLUMN)}
+            for row, one in enumerate(given):
+                if missing := next((name for name in fields.values() if name not in one), None):
+                    there = ", ".join(sorted(name.removeprefix(COLUMN) for name in one if name.startswith(COLUMN)))
+                    return results, Failure(f"takes the {missing}, which the data has not; there are {there}", row=row)
+            arguments = {name: [one[field] for one in given] for name, field in fields.items()}
+            call = (function.path, function.key, arguments, signature, len(rows))
             [answer] = self._pool.run(f"{_CALLS}:call", [call], wall_s=self._time_limit_s * len(rows))
             if isinstance(answer, TaskFailure):
                 self._signatures = []  # a new worker imports the functions, which may take longer than a call
@@ -152,7 +173,7 @@ class CustomScorer:
         path = self._failures / f"reward_{file_name(problem.id)}_sample_{rollout.sample_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {
-            **_arguments(response), "source": problem.source, "sample_index": rollout.sample_index,
+            **_own(response), "source": problem.source, "sample_index": rollout.sample_index,
             "function": function.path, "error": failure.reason, "traceback": failure.traceback,
         }  # fmt: skip
         text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -182,9 +203,28 @@ class CustomScorer:
         same = response.problem.answer in (form, response.answer)
         return replace(scored, answer=f"{form} (no success)" if same else form)
 
+    def _arguments(self, response: Response) -> dict[str, Any]:
+        """All that a function can ask for."""
+        problem, own, text = response.problem, _own(response), response.rollout.text
+        columns = {**own["metadata"], "answer": problem.answer, "solution": problem.solution}
+        columns |= {name: own[field] for name, field in self._columns.items() if field in own}
+        is_chat = bool(problem.messages)
+        return {
+            **own,
+            "prompt": list(problem.messages) if is_chat else problem.question,
+            "completion": [{"role": "assistant", "content": text}] if is_chat else text,
+            "data_source": columns.get("data_source", problem.source),
+            "extra_info": columns.get("extra_info", own["metadata"]),
+            **{COLUMN + name: value for name, value in columns.items()},
+        }
 
-def _arguments(response: Response) -> dict[str, Any]:
-    """What a function can ask for (``ARGUMENTS``)."""
+
+def _are_of_one(responses: Sequence[Response]) -> bool:
+    return len({response.problem.id for response in responses}) == 1
+
+
+def _own(response: Response) -> dict[str, Any]:
+    """``ARGUMENTS`` of a response."""
     problem, rollout = response.problem, response.rollout
     values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), response.answer)
     ids = list(rollout.prompt_ids), list(rollout.response_ids)

@@ -12,9 +12,21 @@ from collections.abc import Sequence
 import sympy
 from math_verify import verify
 
-from nemo_edo.rewards.answer_values import Items, Named, Number, Region, Text, Value, plain, read, region
+from nemo_edo.data.units import FUNCTIONS
+from nemo_edo.rewards.answer_values import (
+    NO_SOLUTION,
+    Items,
+    Named,
+    Number,
+    Region,
+    Text,
+    Time,
+    Value,
+    plain,
+    read,
+    region,
+)
 from nemo_edo.rewards.spelling import respelled
-from nemo_edo.rewards.units import FUNCTIONS
 
 _DIGITS = 40
 """Decimals of numbers that are compared; they are equal where three quarters of these agree."""
@@ -23,6 +35,8 @@ _POINTS = ((0.6180339, 0.3141592), (2.2360679, 0.1414213), (-1.7320508, -0.27182
 _ROUNDED = re.compile(r"-?\d*\.\d+")
 _FEWEST_DIGITS = 6
 """Of a decimal that may stand for 1/3 or a root."""
+_VARIABLE = re.compile(r"(?<![a-zA-Z])[a-df-hj-zA-Z](?![a-zA-Z])")
+_BOUND = re.compile(r"\\(?:sum|prod|int|lim)(?![a-zA-Z])")
 _RUN, _COMMAND = re.compile(r"[a-zA-Z]{2,}"), re.compile(r"\\(?:(?:begin|end)\{\w+\}|[a-zA-Z]+)")
 _WARM_UP = (
     r"\frac{1}{2}", r"-3\sqrt{2}+1", r"(1,2]", r"(-\infty,2)\cup[3,\infty)", r"\{1,2\}", "x^2+2x+1", "y=2x+3",
@@ -81,6 +95,9 @@ def _form(value: Value | None) -> str | None:
             return _form(value.value)
         case Text():
             return value.words
+        case Time():
+            shown = value.shown if value.since_midnight is None else value.since_midnight
+            return f"{shown // 3600}:{shown // 60 % 60:02}{'' if value.since_midnight is None else ' of 24'}"
         case Region():
             return str(value.numbers)
         case Items():
@@ -100,7 +117,8 @@ def _form(value: Value | None) -> str | None:
 
 def _only(value: Value) -> Value:
     """The value in a set of one."""
-    return value.items[0] if isinstance(value, Items) and value.brackets == "{}" and len(value.items) == 1 else value
+    is_one = isinstance(value, Items) and value.brackets == "{}" and len(value.items) == 1
+    return value.items[0] if is_one and value.items[0] != NO_SOLUTION else value
 
 
 def _same(gold: Value, answer: Value) -> bool:
@@ -111,6 +129,8 @@ def _same(gold: Value, answer: Value) -> bool:
     if isinstance(answer, Named) and answer.formula is not None and len(answer.formula.free_symbols) < 2:
         return False  # x + y = 5 states 5, and 2x = 5 does not
     gold, answer = (one.value if isinstance(one, Named) else one for one in (gold, answer))
+    if isinstance(gold, Time) or isinstance(answer, Time):
+        return _same_time(gold, answer)
     if isinstance(gold, Text) or isinstance(answer, Text):
         return _same_text(gold, answer)
     if isinstance(gold, Number) and isinstance(answer, Number):
@@ -129,16 +149,22 @@ def _same_text(gold: Value, answer: Value) -> bool:
         return True
     kinds = [one.kind if isinstance(one, Text) else None for one in (gold, answer)]
     if kinds == ["base", None]:  # a question that names a base may have an answer that does not
-        return isinstance(answer, Number) and answer.text == gold.words.partition("_")[0]
+        return isinstance(answer, Number) and answer.text.upper() == gold.words.partition("_")[0]
     if kinds == [None, "base"]:
         digits, _, base = answer.words.partition("_")
         return isinstance(gold, Number) and _same_value(gold.value, sympy.Integer(int(digits, int(base))))
-    if kinds == ["time", "time"]:
-        return gold.words.split()[0] == answer.words.split()[0] and not ("m" in gold.words and "m" in answer.words)
     if "choice" in kinds:
         letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
-        return len(letters) == 1
+        return len(letters) == 1 and not all(getattr(one, "rest", "") for one in (gold, answer))
     return False
+
+
+def _same_time(gold: Value, answer: Value) -> bool:
+    if not isinstance(gold, Time) or not isinstance(answer, Time):
+        return False
+    if gold.since_midnight is None or answer.since_midnight is None:
+        return gold.shown == answer.shown
+    return gold.since_midnight == answer.since_midnight
 
 
 def _same_items(gold: Items, answer: Items) -> bool:
@@ -217,19 +243,24 @@ def _same_measure(gold: Number, answer: Number) -> bool:
             return _same_value(gold.value, answer.value * sympy.Rational(answer.size / gold.size))
         rounded = _is_rounded(answer.text, gold) or _is_rounded(gold.text, answer)
         return rounded or _same_value(gold.value, answer.value)
+    if gold.percent and answer.percent:
+        return _same_value(gold.value, answer.value)
     percent, other = (gold, answer) if gold.percent else (answer, gold)
     if not other.unit.is_any or other.unit.counted:  # 50 cents are not 50%
         return False
     # 25 may mean 25%, but 1/2 does not mean 0.5%.
     number = other.value
-    as_written = gold.percent or (number.is_Rational and abs(number) >= 1)
+    as_written = gold.percent or (answer.percent == "%" and number.is_Rational and abs(number) >= 1)
     return (as_written and _same_value(percent.value, number)) or _same_value(percent.value, 100 * number)
 
 
 def _has_prose(gold: Number, answer: Number) -> bool:
     """Whether there are words that are neither mathematics nor letters of the gold answer: the parser takes them for a
-    product of variables, and 0 times any product is 0."""
+    product of variables, and 0 times any product is 0. Also whether there are variables that the value is without."""
     said, known = (_COMMAND.sub(" ", text) for text in (answer.text, gold.text))
+    if _VARIABLE.search(said) and not _VARIABLE.search(known) and not _BOUND.search(answer.text):
+        if not getattr(answer.value.doit(), "free_symbols", True):
+            return True
     return any(run not in FUNCTIONS and not set(run) <= set(known) for run in _RUN.findall(said))
 
 

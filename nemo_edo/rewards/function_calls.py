@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -21,8 +22,20 @@ ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solu
 """What a function can take by name."""
 _PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "solutions", "problem_ids", "finished",
            *IDS)  # fmt: skip
-"""The same in the batch form, which takes lists: a function with one of ``_MARKS_BATCH`` has it."""
-_MARKS_BATCH = {"responses", "final_answers"}
+COMPLETIONS = "completions"
+_TRL = {"prompts": "prompt", COMPLETIONS: "completion", "completion_ids": "response_ids"}
+_VERL = {"data_source": "data_source", "solution_str": "response", "ground_truth": "answer", "extra_info": "extra_info"}
+_FORMS: tuple[tuple[set[str], bool, dict[str, str]], ...] = (
+    ({COMPLETIONS}, True, _TRL),
+    ({"solution_strs"}, True, {f"{name}s": field for name, field in _VERL.items()}),
+    ({"solution_str"}, False, _VERL),
+    ({"responses", "final_answers"}, True, dict(zip(_PLURAL, ARGUMENTS, strict=True))),
+    (set(), False, dict(zip(ARGUMENTS, ARGUMENTS, strict=True))),
+)
+"""The forms of functions: the parameters that mark each, whether it takes lists, and what its parameters get. TRL's
+also takes columns of the data by their names. The last form needs no mark."""
+COLUMN = "column "
+"""Begins what a parameter gets that is the name of a column."""
 SCORE = "score"
 """The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
 LARGEST = 1e12
@@ -36,8 +49,15 @@ Result = dict[str, float]
 @dataclass(frozen=True)
 class Signature:
     batch: bool
+    """Whether it takes lists."""
+    concurrent: bool
+    """Whether it is ``async`` and takes one response: then a call is of many, at the same time."""
     arguments: dict[str, str]
-    """The function's parameters, and which of ``ARGUMENTS`` each gets."""
+    """The function's parameters, and what each gets: one of ``ARGUMENTS``, or of TRL's or verl's."""
+    optional: frozenset[str]
+    """The parameters that have a default."""
+    all_columns: bool
+    """Whether it takes every column of the data by name."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +76,46 @@ def signature(path: str, key: str) -> Signature | UserError:
     given."""
     try:
         function = _function(path, key)
-        batch = bool(_MARKS_BATCH & inspect.signature(function).parameters.keys())
-        names = dict(zip(_PLURAL if batch else ARGUMENTS, ARGUMENTS, strict=True))
+        declared = inspect.signature(function).parameters
+        _, batch, names = next(form for form in _FORMS if not form[0] or form[0] & declared.keys())
+        is_trl, variable = names is _TRL, any(one.kind is one.VAR_KEYWORD for one in declared.values())
+        if is_trl:
+            own = [name for name, one in declared.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+            names = {**{name: COLUMN + name for name in own}, **names}
         wanted = wanted_arguments(function, names, f"{key} ({path})")
-        declared = inspect.signature(function).parameters  # a function of **kwargs has no need of thousands of ids
-        wanted = [name for name in wanted if name not in IDS or name in declared]
+        # A function of **kwargs has no need of thousands of ids.
+        wanted = [name for name in wanted if is_trl or name not in IDS or name in declared]
     except UserError as error:
         return error
-    return Signature(batch, {name: names[name] for name in wanted})
+    called = function if inspect.isroutine(function) else type(function).__call__
+    concurrent = inspect.iscoroutinefunction(called) and not batch
+    optional = frozenset(name for name, one in declared.items() if one.default is not one.empty)
+    return Signature(batch, concurrent, {name: names[name] for name in wanted}, optional, is_trl and variable)
 
 
-def call(path: str, key: str, arguments: Mapping[str, Any], batch: bool, responses: int) -> list[Result] | Failure:
-    """The ``Result`` of each response."""
+def call(
+    path: str, key: str, arguments: Mapping[str, list], signature: Signature, responses: int
+) -> list[Result] | Failure:
+    """The ``Result`` of each response. arguments: lists."""
+    function = _function(path, key)
     try:
-        returned = _function(path, key)(**arguments)
+        if signature.batch:
+            returned = function(**arguments)
+        else:
+            rows = [{name: values[row] for name, values in arguments.items()} for row in range(responses)]
+            returned = [function(**row) for row in rows]
+        if signature.concurrent:
+            returned = asyncio.run(_all(returned))
+        elif inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
+    except _RowError as error:
+        reason = error.__cause__
+        return Failure(f"raised {said(reason)}", "".join(traceback.format_exception(reason)), error.row)
     except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error
         return Failure(f"raised {said(error)}", traceback.format_exc())
     finally:
         sys.stdout.flush()  # a worker that is killed later has lost nothing
-    if not batch:
-        returned = [returned]
-    elif hasattr(returned, "tolist"):  # an array or a tensor
+    if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, list | tuple) or len(returned) != responses:
         size = f"{len(returned)} results" if isinstance(returned, list | tuple) else shown(returned)
@@ -84,10 +123,30 @@ def call(path: str, key: str, arguments: Mapping[str, Any], batch: bool, respons
     results = []
     for row, value in enumerate(returned):
         try:
-            results.append(as_result(value))
+            # None of TRL's: the reward says nothing of this response.
+            results.append(as_result(0.0 if value is None and COMPLETIONS in arguments else value))
         except ValueError as error:
             return Failure(f"returned {error}", row=row)
     return results
+
+
+class _RowError(Exception):
+    """A call of many failed at one of them."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+
+async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    returned = await asyncio.gather(*calls, return_exceptions=True)
+    for row, one in enumerate(returned):
+        if isinstance(one, BaseException):
+            raise _RowError(row) from one
+    return returned
+
+
+async def _awaited(call: Awaitable[Any]) -> Any:
+    return await call
 
 
 def as_result(value: Any) -> Result:

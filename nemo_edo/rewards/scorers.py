@@ -81,6 +81,7 @@ def _custom_scorer(cfg: RunConfig, require_unchanged: Callable[[], None] = lambd
         failures=Path(cfg.output_dir) / cfg.name / "failures",
         success_at=rewards.success_at,
         require_unchanged=require_unchanged,
+        columns={column: name for name, column in vars(cfg.data.columns).items() if column},
     )
 
 

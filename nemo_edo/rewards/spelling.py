@@ -8,18 +8,13 @@ import unicodedata
 from fractions import Fraction
 
 from nemo_edo.data.answers import clean_answer
-from nemo_edo.rewards.units import NAMES
+from nemo_edo.data.units import NAMES
 
 _SYMBOLS = {
     "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "–": "-", "—": "-",
-    "。": "",
-    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-    "\u200b": "", "\u2060": "", "\ufeff": "",
+    "∕": "/", "⁄": "/", "º": "°", "。": "", "、": ",", "“": "", "”": "", "\u200b": "", "\u2060": "", "\ufeff": "",
 }  # fmt: skip
-_DOLLARS = re.compile(r"\$?(?P<sign>-?)\\\$(?P<number>[\d,.]*\d)\$?")
-_FULL_WIDTH = 0xFEE0
-"""Between a full-width character and its ASCII one."""
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _REPEATING = re.compile(
     r"(?P<whole>\d*)\.(?P<head>\d*)\\(?:overline|bar|dot)(?:\s*\{(?P<cycle>\d+)\}|\s*(?P<digit>\d))"
@@ -37,28 +32,33 @@ def _decimal_comma(number: re.Match[str]) -> str:
 
 
 _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
+    (r"\\(?:displaystyle|[lL]arge|LARGE|huge|color\{\w+\})(?![a-zA-Z])\s*", ""),
+    (r"\\(?:boldsymbol|bm|underline)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\pounds(?![a-zA-Z])", "£"),
+    (r"\{([:.])\}", r"\1"),
+    (r"^\{(\w+)\}$", r"\1"),
     (r"\\langle(?![a-zA-Z])\s*", "("),
     (r"\s*\\rangle(?![a-zA-Z])", ")"),
     (r"\\lbrace(?![a-zA-Z])", r"\\{"),
     (r"\\rbrace(?![a-zA-Z])", r"\\}"),
     (r"\\[bB]igg?[lrm]?\s*(?=[()\[\]|]|\\[{}])", ""),
+    (r"(?:^|(?<=\\cup))\s*\](?=[^\[\]()]*,)", "("),  # ]1, 2[
+    (r"(?<=[\dy}])\s*\[(?=$|\s*\\cup)", ")"),
     (r"^\{(?P<items>[^{}]*[^{},],[^{}]+)\}$", r"\\{\g<items>\\}"),
     (r"\\(?:math(?:rm|it)|text)\{(?P<letter>[ei])\}", r" \g<letter>"),
-    (r"^(?:=|\\approx(?![a-zA-Z])|≈)\s*", ""),
+    (r"^(?:=|(?:[a-zA-Z]\s*)?(?:\\approx(?![a-zA-Z])|≈))\s*", ""),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-    (r"(?<=\d)[个元人天岁名次米]$", ""),
+    (r"(?<=\d)[个個人天岁名次米]$", ""),
     (r"^\d{1,3}(?:'\d{3})+(?=\D|$)|^\d{1,3}(?:\.\d{3}){2,}(?=,\d+$|$)|^\d{1,3}(?:_\d{3}){2,}$", _joined),
     (r"^(?P<whole>\d{1,3}(?:\.\d{3})*),(?P<cents>\d\d)(?=\s*[€£])|"
      r"^(?P<grouped>\d{1,3}(?:\.\d{3})+),(?P<decimals>\d+)$", _decimal_comma),
-    (r"^(?:Rs\.?|USD|EUR|INR)\s*(?P<number>\d[\d,.]*)$", r"\g<number>"),
-    (r"^\\text\{\s*the (?:final )?answer is:?\s*\}\s*|^the (?:final )?answer is:?\s+", ""),
+    (r"(?i)^\\text\{\s*the (?:final )?answer is:?\s*\}\s*|^the (?:final )?answer is:?\s+", ""),
     (r"\\frac\s*\{\\(?:text|mathrm)\{(?P<per>[a-z]+)\}\}\s*\{\\(?:text|mathrm)\{(?P<unit>[a-z]+)\}"
      r"(?P<power>\^\{?\d\}?)?\}", r"\\text{\g<per>/\g<unit>\g<power>}"),
-    (r"\\(?:text|mathrm|mathbf)\{\s*(?P<number>-?[\d.]+)\s*\}", r"\g<number>"),
+    (r"\\(?:text|mathrm|mathbf)\{\s*(?P<number>-?(?:\\?\$)?[\d.]+)\s*\}", r"\g<number>"),
     (r"\\gt(?![a-zA-Z])", ">"),
     (r"\\lt(?![a-zA-Z])", "<"),
     (r"√\s*(?:\((?P<inside>[^()]*)\)|(?P<plain>\d+|[a-z]))", r"\\sqrt{\g<inside>\g<plain>}"),
-    (r"(?P<sign>-?)(?P<currency>[€£¥])\s*(?P<number>\d[\d,.]*)$", r"\g<sign>\g<number> \g<currency>"),
     (r"\s*\*\*\s*(?P<power>-?\d+|[a-z]|\([^()]*\))", r"^{\g<power>}"),
     (rf"\^\s*(?P<power>-\d+|{_FRACTION}|\\sqrt\{{[^{{}}]*\}})", r"^{\g<power>}"),
     (r"(?<![\w.^_}])(?P<whole>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)(?![\d.])",
@@ -69,26 +69,30 @@ _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"(?<=[\d)])\s*(?=\((?=[^()]*\d)[^(),]*\)(?!,))(?<!_\d)(?<!\^\d)", r"\\cdot "),
 ))  # fmt: skip
 _NUMBER_WITH_UNIT = re.compile(r"(?P<number>(?:^|(?<=[-+=\s/]))[\d,.]*\d)(?P<unit>[a-z]{2,})(?![a-zA-Z(])")
-_CURRENCIES = str.maketrans({"€": " euros", "£": " sterling", "¥": " yen"})
 
 
 def respelled(answer: str) -> str:
     """An answer, cleaned, in spellings that the parser reads as they are meant."""
     text = answer if answer.isascii() else _SUPERSCRIPT.sub(_power, "".join(map(_ascii, answer)))
-    text = clean_answer(_DOLLARS.sub(r"\g<sign>\g<number> dollars", text.strip()))
-    text = _REPEATING.sub(_fraction, text)
+    text = _REPEATING.sub(_fraction, clean_answer(text))
     for pattern, by in _REWRITTEN:
         text = pattern.sub(by, text)
-    return " ".join(_NUMBER_WITH_UNIT.sub(_apart, text).translate(_CURRENCIES).split())
+    return " ".join(_NUMBER_WITH_UNIT.sub(_apart, text).split())
 
 
 def _ascii(character: str) -> str:
-    """The ASCII spelling of digits of any script, full-width characters and common symbols; others stay."""
+    """The ASCII spelling of digits of any script, of fractions, wide and small characters and common symbols."""
+    if character in _SYMBOLS:
+        return _SYMBOLS[character]
     if character.isdecimal():
         return str(unicodedata.decimal(character))
-    if "\uff01" <= character <= "\uff5e":
-        return chr(ord(character) - _FULL_WIDTH)
-    return _SYMBOLS.get(character, character)
+    form, _, points = unicodedata.decomposition(character).partition(" ")
+    spelled = "".join(chr(int(point, 16)) for point in points.split())
+    if form == "<fraction>":
+        return r"\frac{{{}}}{{{}}}".format(*spelled.split("⁄"))
+    if form in ("<wide>", "<small>"):
+        return spelled
+    return f"_{spelled}" if form == "<sub>" else character
 
 
 def _power(exponent: re.Match[str]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_edo.data.answers import HASHES, AnswerFormat, canonical_number
+from nemo_edo.data.answers import HASHES, AnswerFormat, canonical_number, stated_number
+from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 
 UNFINISHED, MISSING, CORRECT = "did not finish", "no final answer", "correct"
@@ -52,7 +53,7 @@ class ExactAnswerScorer:
 
     The reward is 1 exactly where ``answer`` is the problem's, and a vote over one response agrees with its reward. Text
     around the answer line costs no reward; ``well_formed`` reports it. Where the problem's answer is a number, only
-    numbers are answers.
+    numbers are answers, with or without a unit.
     """
 
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
@@ -68,7 +69,9 @@ class ExactAnswerScorer:
     def _score(self, response: Response) -> ScoredRollout:
         problem, stated = response.problem, response.answer
         number = None if stated is None else canonical_number(stated)
-        answer = number if problem.answer_kind == "number" else number or stated
+        if stated and number is None and problem.answer_kind == NUMBER:
+            number = stated_number(stated)
+        answer = number if problem.answer_kind == NUMBER else number or stated
         expected = canonical_number(problem.answer) or problem.answer
         if answer is None:
             return response.scored(0.0, None, response.why_no_answer)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.interfaces import GenerationEngine, Scorer
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
+from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout
 from nemo_edo.utils.phases import PhaseClock
 
 
@@ -68,7 +69,8 @@ class Parts:
                 with clock.phase("generate"):
                     rollouts = engine.generate(missing, sampling) if missing else []
             except PartlyGenerated as partly:
-                raise PartlyGenerated(str(partly), scorer.score(partly.responses, problems)) from partly
+                kept = self._scorable(partly.responses, requests, scorer)
+                raise PartlyGenerated(str(partly), scorer.score(kept, problems)) from partly
             self._seconds += time.monotonic() - begun
             self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
             with clock.phase("score"):
@@ -86,6 +88,16 @@ class Parts:
         self._store.write_part(self._iteration, self._parts, part)
         self._count(part)
         return part
+
+    def _scorable(
+        self, rollouts: Sequence[Rollout], requests: Sequence[GenerationRequest], scorer: Scorer
+    ) -> Sequence[Rollout]:
+        """The rollouts that a scorer can score now: one that compares a problem's responses needs all of them."""
+        if not getattr(scorer, "by_group", False):
+            return rollouts
+        asked = Counter(request.problem_id for request in requests)
+        there = Counter(rollout.problem_id for rollout in rollouts)
+        return [rollout for rollout in rollouts if there[rollout.problem_id] == asked[rollout.problem_id]]
 
     def _count(self, part: Sequence[ScoredRollout]) -> None:
         self._taken += len(part)

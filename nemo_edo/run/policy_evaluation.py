@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nemo_edo.algorithms.requests import sampling_requests
-from nemo_edo.data.batching import minibatches
+from nemo_edo.algorithms.requests import group_parts, sampling_requests
 from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.evaluator import Evaluator, Keeping, Tuning
 from nemo_edo.evaluation.results import START as WARMUP
@@ -174,7 +173,7 @@ class KeepsParts(Keeping):
         parts = Parts(store, self._iteration)
         scorer.begin(parts.earlier)
         responses: list[ScoredRollout] = []
-        for asked in minibatches(requests, self._part_size):
+        for asked in group_parts(requests, self._part_size):
             part = parts.on_disk(asked)
             if not part:
                 if self._stop.is_asked():

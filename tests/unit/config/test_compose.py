@@ -168,7 +168,7 @@ def test_settings_of_an_arm_and_its_section_that_do_not_fit_are_told_with_the_ar
     ("arms=[grpo,nois]", ["no config nois in group arm; did you mean noise?"]),
     ("~arms.ed_gpro", ["the config has no arm ed_gpro; did you mean ed_grpo?"]),
     ("~grpo.iteration", ["no file of the config sets grpo.iteration; did you mean iterations?"]),
-    ("output_dir=/tmp/größe 1", ["KEY=VALUE; quote a value", """'output_dir="/tmp/größe 1"'"""]),
+    ("output_dir='/tmp/größe", ["output_dir='/tmp/größe", "KEY=VALUE"]),
     ("+arm=grpo", ["arms are chosen by arms=NAME"]),
     ("+data=gsm8k", ["the config chooses data already; data=gsm8k replaces it"]),
 ])
@@ -211,3 +211,10 @@ def test_unknown_config_name_is_told_with_the_nearest_and_a_missing_folder_is_na
     message = message_of("alpha_sweap", [], tmp_path)
     assert all(part in message for part in (str(tmp_path), "did you mean alpha_sweep?", "alpha_sweep, other"))
     assert f"{tmp_path / 'none'} is not a folder" in message_of("quickstart", [], tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["1e-3", "nan", "007", "true", "it's", r"/a b/größe\\", "{question} it's", "a=b"])
+def test_a_text_setting_takes_any_value_as_it_is_and_a_path_s_tilde_is_the_home(monkeypatch, text):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compose_run("quickstart", [f"data.system_prompt={text}"]).data.system_prompt == text
+    assert compose_run("quickstart", ["output_dir=~/it's"]).output_dir == "/home/me/it's"

@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_edo.data.answers import (
-    answer_format,
-    canonical_number,
-    final_answer,
-    is_well_formed,
-)
+from nemo_edo.data.answers import HASHES, answer_format, canonical_number, final_answer, is_well_formed
 
 DECIMALS = st.decimals(min_value=-(10**12), max_value=10**12, places=3, allow_nan=False)
 
@@ -37,6 +32,9 @@ def test_canonical_numbers_keep_the_value_and_are_the_same_exactly_if_they_are_e
 @pytest.mark.parametrize(("text", "answer", "well_formed"), [
     ("1 + 1 = 2\n#### 2", "2", True), ("#### 2\n\n", "2", True), ("a\r\n  #### $5.00  \r\n", "5", True),
     ("#### 2\nno, wait\n#### 1,003\nthat is it", "1003", False), ("#### 2\nmore", "2", False),
+    ("#### 42 apples", "42", True), ("#### **42**", "42", True), (r"#### \boxed{42}", "42", True),
+    ("#### 50%", "50", True), ("#### £42", "42", True), ("#### −42", "-42", True), ("#### x = 42", "42", True),
+    *((f"#### {text}", None, False) for text in ("42 or 43", "42 dozen", "42k", "42 + 1", "42 is wrong", "12:30")),
     ("#### 2\n#### 2", "2", False), ("#### 12\n#### twelve", None, False), ("1 + 1 = 2\n#### two", None, False),
     ("the answer is 12", None, False), ("the answer is #### 12", None, False), ("", None, False),
 ])
@@ -46,7 +44,7 @@ def test_final_answer_is_the_number_of_the_last_marker_line_and_well_formed_if_i
     assert (final_answer(text), is_well_formed(text)) == (answer, well_formed)
 
 
-BOXED, FINAL, SO = (answer_format(name) for name in ("boxed", "final_answer_is", "so_the_answer_is"))
+BOXED, FINAL, SO, FLEXIBLE = map(answer_format, ("boxed", "final_answer_is", "so_the_answer_is", "flexible"))
 
 
 @pytest.mark.parametrize(("form", "text", "answer"), [
@@ -56,6 +54,17 @@ BOXED, FINAL, SO = (answer_format(name) for name in ("boxed", "final_answer_is",
     (BOXED, r"\fbox{7} it is", "7"),
     (BOXED, r"it is \boxed 5$", "5"),
     (BOXED, r"\boxed{ 3", None),
+    (BOXED, r"$\boxed{3}$ and $\boxed{4}$", "3, 4"),
+    (BOXED, r"either \boxed{3} or $x=\boxed{4}$", "3, 4"),
+    (BOXED, r"\boxed{3}. No: \boxed{4}", "4"),
+    (BOXED, r"\boxed{\$5}", r"\$5"),
+    (BOXED, r"$\boxed{\$5.50}$", r"\$5.50"),
+    (FLEXIBLE, "#### 5\nor 6", "5"),
+    (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),
+    (FLEXIBLE, "The answer is **42** apples. There are 7 left.", "42 apples"),
+    (FLEXIBLE, "5 - 3 leaves $1,234.50 in 2 days", "2"),
+    (FLEXIBLE, "it falls to -3 degrees", "-3"),
+    (FLEXIBLE, "no number", None),
     (FINAL, "The final answer is 5.", "5"),
     (FINAL, "The final answer is: $5.25$. I hope it is right.", "5.25"),
     (FINAL, "The final answer is $\\boxed{(1,2)}$, as was asked.", "(1,2)"),
@@ -77,6 +86,8 @@ def test_the_answer_is_in_the_last_closed_box_or_after_the_last_phrase_or_the_la
     (BOXED, "\\boxed{5}\nbut then\nmore", False),
     (FINAL, "Think.\nThe final answer is $5$.\n", True),
     (FINAL, "The final answer is $5$.\nOr maybe\nnot", False),
+    (FLEXIBLE, "The answer is 5.", True),
+    (FLEXIBLE, "It is 5.", False),
 ])
 def test_well_formed_is_one_answer_on_the_last_line(form, text, good):
     assert form.is_well_formed(text) is good
@@ -86,12 +97,13 @@ HOSTILE = {
     "open boxes": "\\boxed{" * 140_000, "closed boxes": r"\boxed{1}" * 110_000, "braces": "{" * 1_000_000,
     "nested": "\\boxed{" * 70_000 + "}" * 70_000, "phrases": "the final answer is " * 50_000,
     "phrase and digits": "The final answer is " + "9" * 1_000_000, "backslashes": "\\" * 1_000_000,
+    "hashes": "####" + "9" * 1_000_000, "words": "#### 5" + " apples" * 140_000, "dots": "1." * 500_000,
     "spaces": "The final answer is" + " " * 1_000_000, "dollars": r"\boxed{" + "$" * 1_000_000 + "}",
 }
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("form", [BOXED, FINAL], ids=["boxed", "final"])
+@pytest.mark.parametrize("form", [BOXED, FINAL, FLEXIBLE, HASHES], ids=["boxed", "final", "flexible", "hashes"])
 def test_a_megabyte_takes_no_longer_than_its_length_asks_for(form, text):
     """A search whose time is the square of the length would take hours: it would run into the suite's time limit."""
     form.extract(text), form.is_well_formed(text)

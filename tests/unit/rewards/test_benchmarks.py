@@ -1,5 +1,6 @@
 """Each benchmark's sample, in its official format, from the file to the reward."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from helpers.responses import scored
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import BENCHMARKS
-from nemo_edo.data.problems import load_problems
+from nemo_edo.data.problems import load_problems, write_problems
 from nemo_edo.data.prompts import render_prompt
 from nemo_edo.rewards.math_verifier import MathScorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
@@ -48,13 +49,30 @@ def test_sample_loads_prompts_and_verifies(verifier, name):
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "s1k_eval"])
-def test_other_number_of_rows_than_the_official_one_is_an_error_that_names_both(name, tmp_path):
+def test_other_number_of_rows_than_the_official_one_is_a_warning_or_an_error_that_names_both(name, tmp_path):
     path = tmp_path / "part.jsonl"
     path.write_text("\n".join(FILES[name].read_text().splitlines()[:7]))
     split, official = next(iter(BENCHMARKS[name].splits.items()))
     with pytest.raises(ValueError, match=rf"has 7 rows, but .* has {official} .*data\.check_rows"):
         load(path, name, check_rows=True, split=split)
-    assert len(load(path, name, split=split).problems) == 7
+    with pytest.warns(UserWarning, match=rf"has 7 rows, but .* has {official}"):
+        assert len(load(path, name, split=split).problems) == 7
+
+
+def test_math_s_rows_keep_their_other_columns_and_may_have_the_answer_alone(tmp_path):
+    path, kept = tmp_path / "math.jsonl", tmp_path / "kept.jsonl"
+    rows = [{"problem": "a", "solution": r"\boxed{5}", "level": "Level 2", "type": "Algebra"},
+            {"question": "b", "answer": r"$\frac12$", "level": 3}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.warns(UserWarning, match="has 2 rows"):
+        problems = load(path, "math").problems
+    assert [(p.answer, dict(p.metadata)) for p in problems] == [
+        ("5", {"level": "Level 2", "type": "Algebra"}), (r"\frac12", {"level": 3})]  # fmt: skip
+    write_problems(kept, problems, benchmark="math", split="test", source={}, skipped=0)
+    assert [one.metadata for one in load(kept, "math").problems] == [one.metadata for one in problems]
+    path.write_text(json.dumps({"problem": "a", "gold": "5"}))
+    with pytest.raises(ValueError, match=r'has neither "solution" nor "answer"; .*data\.columns\.answer=NAME'):
+        load(path, "math")
 
 
 @pytest.mark.parametrize("name", ["aime24", "aime25"])

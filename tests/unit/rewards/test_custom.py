@@ -1,6 +1,7 @@
 """Custom rewards: what a function may take and return, and what becomes of one that fails."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.types import Problem
 
 CODE = """
-import os, time
+import asyncio, os, time
 import numpy as np
 
 def right(*, final_answer, answer): return float(final_answer == answer)
@@ -37,6 +38,24 @@ def too_few(*, responses): return [1.0]
 huge, digits = on(lambda: 1e200), on(lambda: 10**400)
 def one_bad(*, responses): return [float("nan") if r == "bad" else 1.0 for r in responses]
 
+async def at_once(*, response, answer):
+    started.append(time.monotonic())
+    await asyncio.sleep(0.3)
+    if response == "bad" and answer == "3": raise KeyError("late")
+    return max(started) - min(started) < 0.2
+async def all_at_once(*, responses): return [len(responses)] * len(responses)
+started = []
+def trl(completions, **kwargs):
+    assert sorted(kwargs) == ["answer", "completion_ids", "prompts", "solution", "target", "weight"]
+    return [w if c.endswith(t) else None for c, t, w in zip(completions, kwargs["target"], kwargs["weight"])]
+def trl_columns(prompts, completions, weight, missing=None): return [w + len(p) for p, w in zip(prompts, weight)]
+def trl_without(completions, color): return [0.0] * len(completions)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str.endswith(ground_truth)), "weight": extra_info["weight"]}
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    return [float(s.endswith(g)) for s, g in zip(solution_strs, ground_truths, strict=True)]
+def best(responses): return [float(len(r) == max(map(len, responses))) for r in responses]
+
 def misspelled(*, respons): return 1.0
 not_a_function = 3
 """
@@ -56,7 +75,7 @@ def scorer(tmp_path: Path, monkeypatch):
         functions = [RewardFunction(path, f"rewards.functions.{path}.path", f"my_rewards:{path}", weight)
                      for path, weight in zip(paths, weights, strict=False)]
         processes.append(CustomScorer(HASHES_TEXT, functions, time_limit_s=time_limit_s, success_at=success_at,
-                                      failures=tmp_path / "failures"))
+                                      failures=tmp_path / "failures", columns={"target": "answer"}))
         return processes[-1]
 
     yield make
@@ -74,6 +93,11 @@ def rollouts(texts=TEXTS, **fields):
     (["parts"], [2], [2.5] * 4, {"style": 0.25, "finished": 1}),  # their sum
     (["batch"], [1], [60, 60, 300, 800], {}),
     (["right", "everything"], [2, 0.5], [10, 8, 53, 53], {"right": 1, "everything": 16, "everything.length": 6}),
+    (["all_at_once"], [1], [4] * 4, {}),
+    (["trl"], [1], [10, 0, 0, 100], {}),
+    (["trl_columns"], [1], [15, 15, 105, 105], {}),
+    (["compute_score"], [1], [1, 0, 0, 1], {"weight": 10}),
+    (["compute_scores"], [1], [1, 0, 0, 1], {}),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_scores_and_parts_are_kept(scorer, paths, weights, rewards, parts):
     found = scorer(*paths, weights=weights).score(rollouts(), PROBLEMS)
@@ -100,6 +124,8 @@ def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_only_its
     ("slow", 2, "took longer than rewards.function_time_limit_s = 0.5"),
     ("one_bad", 0, "returned nan (float)"),
     ("too_few", 0, "returned 1 results for 4 responses"),
+    ("at_once", 0, "raised KeyError: 'late' (/"),
+    ("trl_without", 0, "takes the column color, which the data has not; there are answer, solution, target, weight"),
 ])  # fmt: skip
 def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_was_scored(
     scorer, tmp_path, path, before, message
@@ -107,7 +133,7 @@ def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_wa
     own = scorer(path, time_limit_s=0.5 if path == "slow" else 30.0)
     with pytest.raises(PartlyGenerated) as failed:
         own.score(rollouts(), PROBLEMS)
-    said, sample = str(failed.value), 0 if path == "too_few" else 2
+    said, sample = str(failed.value), 0 if path in ("too_few", "trl_without") else 2
     problem = PROBLEMS[sample // 2]
     saved = tmp_path / "failures" / f"reward_{problem.id}_sample_{sample}.json"
     place = f"response {sample} to problem {problem.id} ({problem.source})"
@@ -116,8 +142,26 @@ def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_wa
     record = json.loads(saved.read_text())
     assert (record["response"], record["metadata"]) == (TEXTS[sample], problem.metadata)
     assert [one.reward for one in failed.value.responses] == [0.5] * before
-    rest = own.score(rollouts(["good"]), PROBLEMS) if path not in ("too_few", "one_bad") else []
+    rest = own.score(rollouts(["good"]), PROBLEMS) if before else []
     assert [one.reward for one in rest] == [0.5] * len(rest)  # it continues in a new process
+
+
+def test_an_async_function_scores_responses_at_the_same_time(scorer):
+    assert [one.reward for one in scorer("at_once").score(rollouts(["a", "b", "c"]), PROBLEMS)] == [1, 1, 1]
+
+
+def test_trl_functions_get_messages_where_the_data_are_chats(scorer, tmp_path):
+    code = "def chat(prompts, completions): return [len(c[0]['content']) + len(prompts[0]) for c in completions]"
+    (tmp_path / "my_rewards.py").write_text(code)
+    chats = [replace(one, messages=({"role": "user", "content": one.question},)) for one in PROBLEMS]
+    assert [one.reward for one in scorer("chat").score(rollouts(["four", "5"]), chats)] == [5, 2]
+
+
+def test_what_is_kept_of_a_failed_call_never_splits_a_group_of_a_function_that_compares_responses(scorer):
+    with pytest.raises(PartlyGenerated) as failed:
+        scorer("best", "raises").score(rollouts(["a", "b", "bb", "bad"]), PROBLEMS)
+    assert [one.rollout.problem_id for one in failed.value.responses] == ["p-1", "p-1"]
+    assert scorer("best").by_group and not scorer("right").by_group
 
 
 @pytest.mark.parametrize(("path", "message"), [

@@ -15,6 +15,7 @@ def rollout(text: str, *, problem_id: str = "p-1", finished: bool = True, sample
     ("5 + 6 = 11\n#### 11", 1.0, "11", True, "correct"),
     ("#### 12\nno:\n#### 11", 1.0, "11", False, "correct"),
     ("5 + 6 = 12\n#### 12", 0.0, "12", True, "final answer 12, expected 11"),
+    ("#### 11 apples", 1.0, "11", True, "correct"),
     ("It is 11.", 0.0, None, False, "no final answer"),
 ])
 def test_reward_answer_and_reason_of_a_response(text, reward, answer, well_formed, reason):

@@ -1,4 +1,4 @@
-"""What follows a number in an answer: a unit, what is counted, or a multiplier such as million."""
+"""What stands beside a number in an answer: a unit, a currency, what is counted, or a multiplier such as million."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FUNCTIONS = frozenset(
     "and or".split()
 )
 """Words that are mathematics."""
-_MULTIPLIERS = {"k": 10**3, "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-                "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9, "lakh": 10**5,
-                "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
+_MULTIPLIERS = {"k": 10**3, "dozen": 12, "tens": 10, "hundred": 10**2, "thousand": 10**3, "million": 10**6,
+                "billion": 10**9, "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9,
+                "lakh": 10**5, "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
 NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "
     "plus minus over off mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce "
     "halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth "
     "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
-    "none doubled tripled quadrupled halved bps to".split()
+    "none doubled tripled quadrupled halved bps to it percentage".split()
 )
 """Words that say something else of the number than its unit."""
 _IN = Fraction(254, 10000)
@@ -37,8 +37,16 @@ _SIZES: dict[str, dict[str, Fraction | int]] = {
     "mass": {"g gram": 1, "kg kilogram kilo": 1000, "mg milligram": Fraction(1, 1000)},
     "weight": {"oz ounce": 1, "lb pound": 16, "ton": 32000},
     "volume": {"cup": 1, "pt pint": 2, "qt quart": 4, "gal gallon": 16},
-    "dollars": {"dollar usd": 1, "cent": Fraction(1, 100)},
+    "energy": {"j joule": 1, "kj kilojoule": 1000},
+    "power": {"w watt": 1, "kw kilowatt": 1000},
+    "force": {"n newton": 1},
+    "voltage": {"v volt": 1},
+    "dollars": {"dollar usd buck": 1, "cent": Fraction(1, 100)},
     "euros": {"euro eur": 1},
+    "sterling": {"sterling gbp": 1},
+    "rupees": {"rupee inr rs": 1},
+    "yen": {"yen jpy": 1},
+    "yuan": {"yuan cny rmb": 1},
     "degrees": {"degree deg": 1},
     "radians": {"radian rad": 1},
 }  # fmt: skip
@@ -56,11 +64,20 @@ for _name, _size in (("l liter litre", Fraction(1, 1000)), ("ml milliliter milli
 NAMES = frozenset(_UNITS)
 """Units that have a size, in the singular."""
 _MARK = "\x01"
-"""Put where a text or a degree sign began."""
+"""Put where a text or a sign of a unit began."""
+_SIGNS = {"$": "dollars", "¢": "cents", "€": "euros", "£": "sterling", "¥": "yen", "₹": "rupees", "元": "yuan"}
+_MONEY = re.compile(
+    r"(?P<sign>[-+]?)\s*(?:(?:US)?\\?(?P<mark>[$€£¥₹])|(?:\\text\{\s*)?(?P<word>USD|EUR|GBP|INR|Rs)\.?(?![a-zA-Z])[\s}]*)"
+    r"\s*(?P<amount>[-+]?[.\d\\](?:(?![,;]\s)[^$])*)|(?P<before>.*\d)\s*\\?(?P<last>[$¢€£¥₹元])"
+)
+_PRIMES = (
+    (re.compile(r"(?<=\d)\s*(?:''|\")$"), _MARK + "inches prime"),
+    (re.compile(r"(?<=\d)\s*'$"), _MARK + "feet prime"),
+)
 _FORMULA_THEN_TEXT = re.compile(rf"(?P<value>[^{_MARK}]*\S)\s*{_MARK}(?P<unit>.+)")
 _NUMBER_THEN_WORDS = re.compile(r"(?P<value>[^a-zA-Z\\]*\d|.*\\[dt]?frac\s*\{\d+\}\s*\{\d+\}) (?P<unit>[a-zA-Z].*)")
 _TOKENS = re.compile(r"[a-z]+|\^\{?-?\d+\}?|/")
-_ANOTHER = re.compile(r"(?P<first>\D+?)(?:\s*,)?(?:\s+and)?\s+(?P<rest>\d.*)")
+_ANOTHER = re.compile(r"(?P<first>\D+?)(?:\s*,)?(?:\s+and)?\s+(?P<number>\d[\d.]*)\s+(?P<rest>\D.*)")
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,8 @@ class Unit:
     def fits(self, other: Unit) -> bool:
         """Whether values in these units can be equal."""
         if self.is_any or other.is_any:
-            return True
+            # 5'' may be no length, and a fifth 1/5
+            return "th" in self.counted & other.counted or not {"prime", "spelled"} & (self.counted | other.counted)
         if self.dimensions or other.dimensions:  # 5 N m is no length, 5 m of rope is
             letters = [{word for word in unit.counted if len(word) == 1} for unit in (self, other)]
             return self.dimensions == other.dimensions and letters[0] == letters[1]
@@ -104,42 +122,58 @@ def measure(answer: str, *, letters: bool = False) -> Measure | None:
 
     letters: whether a single letter outside of a text may be a unit: 5 m may be a product.
     """
+    currency = ""
+    if money := _MONEY.fullmatch(answer):
+        answer = money["before"] or money["sign"] + money["amount"]
+        currency = _SIGNS.get(money["mark"] or money["last"]) or money["word"].casefold()
+    for prime, words in _PRIMES:
+        answer = prime.sub(words, answer)
+    answer = re.sub(r"(\\(?:text|mathrm)\s*\{[^{}]*)\^\{(-?\d)\}", r"\1^\2", answer)
     marked = TEXT.sub(lambda text: f"{_MARK}{text['words']} ", answer)
     marked = re.sub(r"\^\{?\\circ\}?|°", _MARK + "degrees ", marked)
     match = _FORMULA_THEN_TEXT.fullmatch(marked) or _NUMBER_THEN_WORDS.fullmatch(marked)
-    if match is None or not re.search(r"[\da-z]", match["value"]):
+    if match is None and (letters or currency):
+        match = re.fullmatch(r"(?P<value>[\d.,]+)(?P<unit>[a-zA-Z])", marked)
+    if match is None:
+        return _read(answer, "", currency) if currency else None
+    if not re.search(r"[\da-z]", match["value"]):
         return None
-    words = " ".join(match["unit"].replace(_MARK, " ").split())
-    if _MARK not in marked and not (letters and words in _UNITS):
+    words = " ".join(match["unit"].replace(_MARK, " ").replace(r"\cdot", " ").split())
+    if _MARK not in marked and not (letters and words in _UNITS) and not currency:
         first = re.match(r"[a-zA-Z]+", words)[0]  # one letter may be a variable
-        if first in FUNCTIONS or (len(first) == 1 and not re.fullmatch(r"[a-z]+/[a-z]+(?:\^\{?\d\}?)?", words)):
+        if first in FUNCTIONS or (
+            len(first) == 1 and not re.fullmatch(r"[a-z]+/[a-z]+(?:\^\{?\d\}?)?|h \d+ min", words)
+        ):
             return None
     if "degrees" in words and not re.fullmatch(r"[-+\d.,/ ]+|.*\\[dt]?frac.*\d.*", match["value"]):
         return None  # \sin 30^\circ is a number
     value, more = match["value"].strip(), _ANOTHER.fullmatch(words)
+    if value.endswith("/"):
+        value, words = value[:-1].strip(), f"/ {words}"
     if more is not None:
-        parts = _read(value, more["first"]), measure(more["rest"])
+        parts = _read(value, more["first"]), _read(more["number"], more["rest"])
         if None in parts or not parts[0].unit.dimensions or parts[0].unit != parts[1].unit:
             return None
         return Measure(value, parts[0].multiplier, parts[0].size, parts[0].unit, parts[1])
-    return _read(value, words)
+    return _read(value, words, currency)
 
 
-def _read(value: str, words: str) -> Measure | None:
+def _read(value: str, words: str, currency: str = "") -> Measure | None:
     """The measure of a value and the words after it; None where they are no unit."""
     if words == "M":  # 5 M is 5 million, and 5 m five metres
-        return Measure(value, 10**6, Fraction(1), Unit())
+        words = "million"
     text = words.casefold().replace("²", "^2").replace("³", "^3").replace(".", "")
     text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)
     tokens = _TOKENS.findall(text)
-    if not tokens or len("".join(tokens)) != len(text.replace(" ", "")) or NO_UNIT & set(tokens):
+    if len("".join(tokens)) != len(text.replace(" ", "")) or NO_UNIT & set(tokens) or not (tokens or currency):
         return None
-    if tokens[0] in ("squared", "cubed"):  # of the number
+    if tokens[:1] in (["squared"], ["cubed"]):  # of the number
         return None
     multiplier = 1
     while tokens and (factor := _MULTIPLIERS.get(tokens[0], _MULTIPLIERS.get(tokens[0].removesuffix("s")))):
         multiplier *= factor
         tokens.pop(0)
+    tokens = [*currency.split(), *tokens]
     powers: list[tuple[str, int]] = []  # units that have a size, with their exponents
     counted, sign, power = set(), 1, 1
     for token in tokens:
