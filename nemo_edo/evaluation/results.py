@@ -36,6 +36,8 @@ AT_BEST = "/best"
 BEST_TEMPERATURE = "best_temperature"
 SAMPLED_ENTROPY = "entropy_sampled"
 """The mean entropy as the sampled tokens' log-probabilities estimate it, without the whole distributions."""
+OF_ANSWERS = ("distinct_answers", "answer_entropy")
+"""Metrics that, as votes, need responses that state an answer."""
 JUDGE_AND_RULES = ("judge_agreement", "accuracy_by_judge", "accuracy_by_rules")
 """Metrics over the responses that both a judge and the rules compared."""
 POOLED = "distinct_4_pooled"

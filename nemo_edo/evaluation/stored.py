@@ -20,6 +20,7 @@ from nemo_edo.evaluation.problem_metrics import plain_metrics
 from nemo_edo.evaluation.results import (
     JUDGE_AND_RULES,
     NOTHING,
+    OF_ANSWERS,
     POOLED,
     SAMPLED_ENTROPY,
     Evaluation,
@@ -134,6 +135,9 @@ def analyse(
                 for k in range(1, total + 1)}  # fmt: skip
     if sampled.has_verdict.all() and greedy.has_verdict.all():
         unneeded.add("abstained")
+    if all(answer is None for answer in sampled.answers.flat):
+        unneeded.update(OF_ANSWERS, *({f"majority@{k}", *(f"weighted@{k}/{name}" for name in scores)}
+                                      for k in range(1, total + 1)))  # fmt: skip
     if (sampled.rewards == sampled.successes).all():
         unneeded.add("reward")
     if (sampled.rules < 0).all():

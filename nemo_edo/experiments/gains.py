@@ -110,7 +110,11 @@ def _votes(rows: Iterable[Row], baselines: Sequence[str], metric: str) -> pd.Dat
     """A column for each trained arm, a row for each task and seed; 0 where a guard stopped the training."""
     last = last_rows(rows, AT_BEST.removeprefix("/")).items()
     cells = pd.DataFrame(
-        [(*cell, 0.0 if row["note"] else float(row[metric])) for cell, row in last if cell[1] != START],
+        [
+            (*cell, 0.0 if row["note"] else float(row[metric]))
+            for cell, row in last
+            if cell[1] != START and (row["note"] or row[metric])
+        ],  # a task without answers has no votes
         columns=["task", "arm", "dose", "seed", "vote"],
     )
     for arm, doses in cells.groupby("arm")["dose"].unique().items():

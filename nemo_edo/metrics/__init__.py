@@ -18,7 +18,7 @@ from nemo_edo.metrics.intervals import (
     paired_bootstrap,
 )
 from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
-from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k
+from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
 from nemo_edo.metrics.shares import paired_share_interval, proportion_interval, share_interval, share_intervals
 
 __all__ = [
@@ -47,4 +47,5 @@ __all__ = [
     "share_interval",
     "share_intervals",
     "solved_and_lost",
+    "vote_success",
 ]
