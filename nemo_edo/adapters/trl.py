@@ -46,7 +46,8 @@ PAPER = {
     "title": "Exploration-Driven Optimization for Test-Time Large Language Model Reasoning",
     "citation": """@article{li2026exploration,
     title        = {{Exploration-Driven Optimization for Test-Time Large Language Model Reasoning}},
-    author       = {Changhao Li and Yuchen Zhuang and Chenxiao Gao and Haotian Sun and Rushi Qiang and Chao Zhang and Bo Dai},
+    author       = {Changhao Li and Yuchen Zhuang and Chenxiao Gao and Haotian Sun and Rushi Qiang and Chao Zhang
+                    and Bo Dai},
     year         = 2026,
 }""",
 }  # fmt: skip
@@ -130,7 +131,7 @@ class _Exploring(Trainer):
         if self.is_world_process_zero():
             lines = "".join(f"- `{name}`: {value}\n" for name, value in self._record().items())
             with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as file:
-                file.write(f"\n## Exploration\n\nTrained with the term of *{PAPER['title']}*:\n\n{lines}")
+                file.write(f"\n\n## Exploration\n\nTrained with the term of *{PAPER['title']}*:\n\n{lines}")
 
 
 @dataclass(frozen=True)
