@@ -14,14 +14,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOTrainer, Novelty
+from nemo_edo.adapters import trl as adapter
+from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOConfig, EDGRPOTrainer, Novelty
 from nemo_edo.losses import each_path
 
 COEFFICIENT, STEPS = 0.3, 8
@@ -230,14 +230,14 @@ def example_of_the_docs() -> list[str]:
     """The metrics that the page's Python logs, with a tiny model under the name that it loads, on the CPU."""
     page = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    [code] = [block for block in blocks if "from trl" in block]
+    [code] = [block for block in blocks if "adapters.trl" in block]
     [name] = re.findall(r'model="(.*?)"', code)
     os.chdir(tempfile.mkdtemp())
     model().save_pretrained(name)
     tokenizer().save_pretrained(name)
     here = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 4, "max_completion_length": 4,
             "logging_steps": 1, "save_strategy": "no", "gradient_checkpointing": False}  # fmt: skip
-    trl.GRPOConfig = partial(GRPOConfig, **here)
+    adapter.EDGRPOConfig = partial(EDGRPOConfig, **here)
     found = {}
     exec(code, found)
     return sorted(set().union(*found["trainer"].state.log_history))
