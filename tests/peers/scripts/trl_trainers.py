@@ -5,6 +5,7 @@ python trl_trainers.py GRPO_LOSS_TYPES RESULTS.pt, alone or under torchrun (gloo
 Run alone, it also runs the example of docs/trainers.md.
 """
 
+import json
 import os
 import re
 import sys
@@ -184,6 +185,37 @@ def refused_schedule() -> str:
     return ""
 
 
+def by_command() -> dict:
+    """``python -m nemo_edo.adapters.trl grpo`` with a YAML file, then resumed with the same and another coefficient."""
+    os.chdir(tempfile.mkdtemp())
+    model().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    Dataset.from_list([{"prompt": f"{a} {b}"} for a in "abcd" for b in "efgh"]).to_json("data/train.jsonl")
+    settings = {
+        "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": ["trl_trainers.letters"],
+        "output_dir": "out", "max_steps": 4, "num_generations": 2, "num_iterations": 2, "max_completion_length": 4,
+        "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_steps": 2,
+        "gradient_checkpointing": False, "exploration_coefficient": 0.1, "log_ratio_floor": -0.5,
+    }  # fmt: skip
+    Path("x.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    Path("misspelled.yaml").write_text(json.dumps({**settings, "log_ratio_flor": -1}))
+    resume = ["--config", "x.yaml", "--resume_from_checkpoint", "out/checkpoint-2"]
+    runs = {"first": ["--config", "x.yaml"], "same": resume, "other": [*resume, "--exploration_coefficient", "0.2"],
+            "misspelled": ["--config", "misspelled.yaml"]}  # fmt: skip
+    said = {}
+    for name, arguments in runs.items():
+        try:
+            adapter.main(["grpo", *arguments])
+            said[name] = ""
+        except ValueError as error:
+            said[name] = str(error)
+    trainer = grpo_trainer(EDGRPOTrainer, "grpo", {}, exploration_coefficient=0.1)
+    trainer.create_model_card("name")
+    card = (Path(trainer.args.output_dir) / "README.md").read_text()
+    kept = json.loads(Path("out/checkpoint-2/exploration.json").read_text())
+    return {**said, "kept": kept, "card": card, "args": str(trainer.args.to_dict()["exploration_coefficient"])}
+
+
 # --- DPO -----------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +280,7 @@ def main(loss_types: str, results: str) -> None:
     output = {"grpo": {name: grpo(name) for name in loss_types.split(",")}, "novelty": novelty()}
     if alone:
         output |= {"dpo": dpo(), "refused": refused_schedule(), "example": example_of_the_docs()}
+        output["command"] = by_command()
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(output, Path(results))
 
