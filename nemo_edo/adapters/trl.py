@@ -72,7 +72,10 @@ class EDDPOConfig(DPOConfig):
     log_ratio_floor: float | None = _FLOOR
 
 
-class _Exploring(Trainer):
+_Trainer: Any = Trainer  # TRL, which has no types, adds attributes to it
+
+
+class _Exploring(_Trainer):
     """What both trainers do with the settings: they are in the arguments, in every folder that is saved, and in the
     model card, and a resume with others is refused."""
 
