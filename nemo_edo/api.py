@@ -237,7 +237,7 @@ class Run:
         resamples, seed = self.config.evaluation.bootstrap, self.config.seed
         for metric in main_metrics([name for name in here.metrics if name in there.metrics]):
             pairs = there.metrics[metric], here.metrics[metric]
-            interval = paired_interval(metric, *pairs, resamples=resamples, seed=seed)
+            interval, _ = paired_interval(metric, *pairs, resamples=resamples, seed=seed)
             values = {"here": here.mean(metric), "there": there.mean(metric)}
             bounds = {"difference": interval.mean, "low": interval.low, "high": interval.high}
             yield {"arm": arm, "metric": metric, **values, **bounds}

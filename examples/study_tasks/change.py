@@ -7,8 +7,8 @@
               9 - 9 = 0
               #### 0
 
-Each coin may be used any number of times. Every response states 0 as its answer, so that the payment is verified
-(``score``): a vote is right where most of the payments are.
+Each coin may be used any number of times. Every response ends in 0, so that the payment is verified (``score``). Votes
+compare the coins that are paid, in any order: payments by other coins are other answers, be they right or wrong.
 """
 
 from __future__ import annotations
@@ -47,10 +47,21 @@ def change(mistakes: Mistakes, rng: random.Random) -> Iterator[Item]:
         )
 
 
-def score(responses: Sequence[str], metadata: Sequence[dict], finished: Sequence[bool]) -> list[float]:
-    """1 for each response that pays the amount."""
-    pairs = zip(responses, metadata, finished, strict=True)
-    return [float(done and is_payment(text, one["amount"], one["coins"])) for text, one, done in pairs]
+def score(responses: Sequence[str], metadata: Sequence[dict], finished: Sequence[bool]) -> list[dict]:
+    """1 for each response that pays the amount, and the coins that it pays with."""
+    return [
+        {"score": float(done and is_payment(text, one["amount"], one["coins"])), "vote": coins_paid(text)}
+        for text, one, done in zip(responses, metadata, finished, strict=True)
+    ]
+
+
+def coins_paid(text: str) -> str | None:
+    """``4 9 9 9``, without regard to the results of the lines; None where a line but the last pays no coin."""
+    *lines, last = text.strip().split("\n")
+    steps = [_STEP.fullmatch(line) for line in lines]
+    if not steps or None in steps or not last.startswith("####"):
+        return None
+    return " ".join(map(str, sorted(int(step[2]) for step in steps)))
 
 
 def is_payment(text: str, amount: int, coins: Sequence[int]) -> bool:

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
 from nemo_edo.losses import exploration_per_token, floor_share, one_check
 from nemo_edo.losses.checks import check_coefficient
+
+TESTED = {
+    "trl": ("1.5", "1.16"),
+    "verl": ("0.9", "0.9"),
+    "nemo-rl": ("0.6", "0.7"),
+    "slime": ("0.3", "0.3"),
+    "prime-rl": ("0.8", "0.8"),
+}
+"""The oldest and the newest minor version of each package that its adapter was tested with."""
+
+
+@cache
+def warn_of_untested(package: str) -> None:
+    """Warns, once, where the installed version of a package is outside the tested range; a package that is not
+    installed, but on the path, has no version."""
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        return
+    oldest, newest = TESTED[package]
+    numbers = [tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (oldest, installed, newest)]
+    if sorted(numbers) != numbers:
+        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        warnings.warn(f"nemo_edo's adapter was tested with {package} {tested}; this is {installed}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -25,8 +52,9 @@ class ExplorationSettings:
 
     def __post_init__(self) -> None:
         check_coefficient("exploration_coefficient", self.coefficient)
-        if self.log_ratio_floor is not None and not self.log_ratio_floor < 0:
-            raise ValueError(f"log_ratio_floor is {self.log_ratio_floor}, expected None or a number below 0 (nats)")
+        floor = self.log_ratio_floor
+        if floor is not None and (isinstance(floor, str | bool) or not floor < 0):
+            raise ValueError(f"log_ratio_floor is {floor!r}, expected None or a number below 0 (nats)")
 
     def term(
         self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, weights: Tensor | None = None

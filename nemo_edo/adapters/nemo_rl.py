@@ -1,4 +1,4 @@
-"""ED-GRPO in NeMo-RL (0.6 to 0.7): ``EDGRPOLossFn``, and a launcher, because NeMo-RL's ``setup`` names its own loss.
+"""ED-GRPO in NeMo-RL: ``EDGRPOLossFn``, and a launcher, because NeMo-RL's ``setup`` names its own loss.
 
     python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py --config ... \\
         +loss_fn.exploration_coefficient=0.01 +loss_fn.log_ratio_floor=-0.1
@@ -9,10 +9,15 @@ this package must be importable in their environments too.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import runpy
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +26,9 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedP
 from nemo_rl.algorithms.utils import masked_mean
 from torch import Tensor
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
+
+SETTINGS = ("exploration_coefficient", "log_ratio_floor")
 
 
 class EDGRPOLossFn(ClippedPGLossFn):
@@ -38,6 +45,7 @@ class EDGRPOLossFn(ClippedPGLossFn):
 
         Raises ValueError without a coefficient, and with ``force_on_policy_ratio``, which has no policy to leave.
         """
+        warn_of_untested("nemo-rl")
         super().__init__(cfg, *args, **kwargs)
         self.exploration = exploration_of(cfg)
         if self.force_on_policy_ratio:
@@ -92,7 +100,12 @@ class EDGRPOLossFn(ClippedPGLossFn):
 
 
 def exploration_of(cfg: ClippedPGLossConfig) -> ExplorationSettings:
-    """The settings in ``loss_fn``; raises ValueError where the coefficient is missing, or a value refused."""
+    """The settings in ``loss_fn``. Raises ValueError where the coefficient is missing, a value is refused, or another
+    key looks like one of them: NeMo-RL keeps keys that it does not know."""
+    keys = cfg if isinstance(cfg, Mapping) else getattr(cfg, "model_extra", None) or vars(cfg)
+    for key in set(map(str, keys)) - set(SETTINGS):
+        if near := get_close_matches(key, SETTINGS, 1, 0.8):
+            raise ValueError(f"loss_fn.{key} is not a setting; did you mean loss_fn.{near[0]}?")
     coefficient = _field(cfg, "exploration_coefficient")
     if coefficient is None:
         raise ValueError("loss_fn.exploration_coefficient is missing: add +loss_fn.exploration_coefficient=0.01")
@@ -117,16 +130,46 @@ def _field(config: Any, name: str) -> Any:
 
 
 def install() -> None:
-    """Puts ``EDGRPOLossFn`` where ``setup`` of GRPO makes its loss, and has it check the schedule first."""
+    """Puts ``EDGRPOLossFn`` where ``setup`` of GRPO makes its loss, and has it check the schedule first.
+
+    Wherever else NeMo-RL makes its own loss, it raises ValueError: that would train without the term.
+    """
     grpo: Any = importlib.import_module("nemo_rl.algorithms.grpo")
-    setup = grpo.setup
+    setup, make = grpo.setup, ClippedPGLossFn.__init__
+
+    @wraps(make)
+    def refuse_stock(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is ClippedPGLossFn:
+            raise ValueError(f"NeMo-RL makes its own loss here, without the exploration term: {ONLY_GRPO}")
+        make(self, *args, **kwargs)
 
     def setup_after_check(master_config: Any, *args: Any, **kwargs: Any) -> Any:
         check_schedule(master_config)
         return setup(master_config, *args, **kwargs)
 
+    ClippedPGLossFn.__init__ = refuse_stock  # type: ignore[method-assign]
     grpo.ClippedPGLossFn = EDGRPOLossFn
     grpo.setup = setup_after_check
+
+
+ONLY_GRPO = "the launcher serves scripts that use setup of nemo_rl.algorithms.grpo, not PPO and the single controller"
+
+
+def check_script(script: str) -> None:
+    """Exits with a message for a script whose loss the launcher cannot replace, before it loads anything: by what it
+    imports, as the single controller makes its loss in another process."""
+    tree = ast.parse(Path(script).read_text(encoding="utf-8"), script)
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imported |= {
+        f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    others = sorted(one for one in imported if re.search(r"single_controller|algorithms\.ppo", one))
+    if others or not imported & {"nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo.setup"}:
+        found = f"it imports {others[0]}" if others else "it does not import that"
+        sys.exit(f"{script}: {ONLY_GRPO}; {found}. It would train without the exploration term")
 
 
 def main(arguments: list[str]) -> None:
@@ -134,6 +177,7 @@ def main(arguments: list[str]) -> None:
     if not arguments:
         sys.exit("usage: python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py [its arguments]")
     script, *_ = arguments
+    check_script(script)
     # By its importable name, and not as __main__: Ray's workers must find the class of the loss.
     importlib.import_module("nemo_edo.adapters.nemo_rl").install()
     sys.argv = arguments

@@ -1,4 +1,4 @@
-"""ED-GRPO as a custom loss of prime-rl (0.8): ``[trainer.loss] type = "custom"``, ``import_path`` this function.
+"""ED-GRPO as a custom loss of prime-rl: ``[trainer.loss] type = "custom"``, ``import_path`` this function.
 
 prime-rl calls it for each packed sequence and divides the sum over all of them by the step's number of tokens.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from prime_rl.configs.trainer import DefaultLossConfig
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs, default_loss_fn
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
 
 STALENESS = (
     "prime-rl takes one optimizer step for each batch: the exploration term is zero-mean noise on samples of the "
@@ -37,6 +37,7 @@ def ed_grpo(
     Metrics: the default's, ``exploration`` (mean over tokens, in nats, floored, without the coefficient), and
     ``floor_share``; prime-rl averages them over sequences.
     """
+    warn_of_untested("prime-rl")
     exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
     outputs = default_loss_fn(inputs, DefaultLossConfig(**(default_loss or {})))
     one_row = inputs.trainer_logprobs[None], inputs.inference_logprobs[None], inputs.loss_mask[None]

@@ -1,4 +1,4 @@
-"""ED-GRPO as a custom loss of slime (0.3): ``--loss-type custom_loss --custom-loss-function-path`` this function.
+"""ED-GRPO as a custom loss of slime: ``--loss-type custom_loss --custom-loss-function-path`` this function.
 
 slime's own policy loss plus coefficient * E_old[log pi_theta - log pi_old], reduced by the function that slime gives to
 each loss. The settings come from the YAML file of ``--custom-config-path``.
@@ -16,7 +16,7 @@ from slime.backends.megatron_utils import loss as slime_loss
 from slime.utils.misc import load_function
 from torch import Tensor
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
 
 
 def ed_grpo_loss(
@@ -33,6 +33,7 @@ def ed_grpo_loss(
     of slime's.
     Raises ValueError for a schedule with one optimizer step for each rollout.
     """
+    warn_of_untested("slime")
     if not hasattr(args, "exploration_coefficient"):
         raise ValueError("exploration_coefficient is missing: set it in the YAML file of --custom-config-path")
     exploration = ExplorationSettings(args.exploration_coefficient, getattr(args, "log_ratio_floor", None))

@@ -1,4 +1,6 @@
-"""ED-GRPO and ED-iDPO as subclasses of TRL's trainers (TRL 1.5 to 1.16).
+"""ED-GRPO and ED-iDPO as subclasses of TRL's trainers and configs.
+
+    python -m nemo_edo.adapters.trl grpo --config x.yaml    # trl grpo with the term; dpo too
 
 ``EDGRPOTrainer`` adds coefficient * E_old[log pi_theta - log pi_old] to any of ``GRPOTrainer``'s losses, over the same
 tokens and with the same denominators, from the log-probabilities of TRL's own forward pass. ``EDDPOTrainer`` does so
@@ -7,9 +9,14 @@ for ``DPOTrainer``, whose pairs were sampled from the policy as it was before th
 
 from __future__ import annotations
 
+import copy
+import importlib
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +24,12 @@ import trl
 from accelerate.utils import gather_object
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import TrainerCallback
-from trl import DPOTrainer, GRPOTrainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.trainer.utils import selective_log_softmax
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
 from nemo_edo.losses import NgramPaths, PathFunction, novelty_advantages, redundancy_shares
 
 # From here on TRL rescales the tokens of a generation batch to one optimizer step.
@@ -30,6 +38,103 @@ SEQUENCE_MEANS = ("grpo", "sapo")
 TOKEN_MEANS = ("cispo", "dapo", "vespo")
 NO_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 LOSS_TYPES = (*SEQUENCE_MEANS, *TOKEN_MEANS, "bnpo", "dr_grpo", "luspo")
+
+
+RECORD = "exploration.json"
+"""In the output folder and in every checkpoint: the settings, which a resume is compared with."""
+PAPER = {
+    "title": "Exploration-Driven Optimization for Test-Time Large Language Model Reasoning",
+    "citation": """@article{li2026exploration,
+    title        = {{Exploration-Driven Optimization for Test-Time Large Language Model Reasoning}},
+    author       = {Changhao Li and Yuchen Zhuang and Chenxiao Gao and Haotian Sun and Rushi Qiang and Chao Zhang
+                    and Bo Dai},
+    year         = 2026,
+}""",
+}  # fmt: skip
+_COEFFICIENT = field(default=None, metadata={"help": "Weight of the exploration term, alpha * beta of the paper."})
+_FLOOR = field(default=None, metadata={"help": "Nats below 0: tokens below this log-ratio have no gradient of it."})
+
+
+@dataclass
+class EDGRPOConfig(GRPOConfig):
+    """``GRPOConfig`` with the settings of the exploration term (``ExplorationSettings``), of which the coefficient must
+    be given, here or to the trainer."""
+
+    exploration_coefficient: float | None = _COEFFICIENT
+    log_ratio_floor: float | None = _FLOOR
+
+
+@dataclass
+class EDDPOConfig(DPOConfig):
+    """``DPOConfig`` with the settings of ``EDGRPOConfig``."""
+
+    exploration_coefficient: float | None = _COEFFICIENT
+    log_ratio_floor: float | None = _FLOOR
+
+
+_Trainer: Any = Trainer  # TRL, which has no types, adds attributes to it
+
+
+class _Exploring(_Trainer):
+    """What both trainers do with the settings: they are in the arguments, in every folder that is saved, and in the
+    model card, and a resume with others is refused."""
+
+    exploration: ExplorationSettings
+
+    def _configured(self, args: Any, plain: type, ours: type, coefficient: float | None, floor: float | None) -> Any:
+        """A copy of the arguments (None: TRL makes them) with the settings, which may come from both but not differ."""
+        warn_of_untested("trl")
+        found: dict[str, float | None] = {"exploration_coefficient": coefficient, "log_ratio_floor": floor}
+        for name, value in found.items():
+            stated = getattr(args, name, None)
+            if value is not None and stated is not None and value != stated:
+                raise ValueError(f"{name} is {value} as an argument and {stated} in args; give one of them")
+            found[name] = stated if value is None else value
+        if found["exploration_coefficient"] is None:
+            raise ValueError(f"exploration_coefficient is missing: give it to {ours.__name__}, or to the trainer")
+        self.exploration = ExplorationSettings(found["exploration_coefficient"], found["log_ratio_floor"])
+        if args is None:
+            return ours(output_dir="trainer_output", **found)
+        args = copy.copy(args)
+        if type(args) is plain:
+            args.__class__ = ours
+        for name, value in found.items():
+            setattr(args, name, value)
+        return args
+
+    def _record(self) -> dict[str, float | None]:
+        return {
+            "exploration_coefficient": self.exploration.coefficient,
+            "log_ratio_floor": self.exploration.log_ratio_floor,
+        }
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """``Trainer.train``. Raises ValueError where the checkpoint was trained with other settings of the term."""
+        folder = resume_from_checkpoint or None
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)
+        if folder is not None:
+            path = Path(folder) / RECORD
+            known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+            if (known or {"exploration_coefficient": 0.0, "log_ratio_floor": None}) != self._record():
+                trained = f"{path}: {known}" if known else f"{folder} has no {RECORD}: it was trained without the term"
+                raise ValueError(
+                    f"{trained}; this trainer has {self._record()}. Resume with the same settings, or start another "
+                    "training from the checkpoint as its model"
+                )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        text = json.dumps(self._record(), indent=2) + "\n"
+        (Path(output_dir or self.args.output_dir) / RECORD).write_text(text, encoding="utf-8")
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            lines = "".join(f"- `{name}`: {value}\n" for name, value in self._record().items())
+            with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as file:
+                file.write(f"\n\n## Exploration\n\nTrained with the term of *{PAPER['title']}*:\n\n{lines}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +149,7 @@ class Novelty:
     """The reward function, by TRL's name for it, that is 1 where a completion is correct. None: the only one."""
 
 
-class EDGRPOTrainer(GRPOTrainer):
+class EDGRPOTrainer(_Exploring, GRPOTrainer):
     """``GRPOTrainer`` with the exploration term; with a coefficient of 0 its losses and gradients to the last bit.
 
     The term is reduced as ``args.loss_type`` says. With vLLM's importance sampling correction its tokens have the same
@@ -53,22 +158,28 @@ class EDGRPOTrainer(GRPOTrainer):
     without the coefficient) and ``floor_share``.
     """
 
+    _name, _paper, _tag_names = "ED-GRPO", PAPER, [*GRPOTrainer._tag_names, "ed-grpo"]
+
     def __init__(
         self,
-        *args: Any,
-        exploration_coefficient: float,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *more: Any,
+        exploration_coefficient: float | None = None,
         log_ratio_floor: float | None = None,
         novelty: Novelty | None = None,
         **kwargs: Any,
     ) -> None:
-        """exploration_coefficient, log_ratio_floor: ``ExplorationSettings``. All else: ``GRPOTrainer``'s.
+        """args: an ``EDGRPOConfig``, or any ``GRPOConfig`` where the next two are given. exploration_coefficient,
+        log_ratio_floor: ``ExplorationSettings``. All else: ``GRPOTrainer``'s.
 
         Raises ValueError for a schedule with one optimizer step for each generation batch, a loss type that is not in
         ``LOSS_TYPES``, Liger's fused loss, which never shows its log-probabilities, and a novelty reward that TRL does
         not know. Warns of sampling from a cut distribution (``ExplorationSettings.warn_of_cut_sampling``).
         """
-        self.exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
-        super().__init__(*args, **kwargs)
+        args = self._configured(args, GRPOConfig, EDGRPOConfig, exploration_coefficient, log_ratio_floor)
+        super().__init__(model, reward_funcs, args, *more, **kwargs)
         self._logprobs: Tensor | None = None
         self.novelty = novelty
         if novelty is not None:
@@ -171,7 +282,7 @@ class EDGRPOTrainer(GRPOTrainer):
         return mean / accumulation
 
 
-class EDDPOTrainer(DPOTrainer):
+class EDDPOTrainer(_Exploring, DPOTrainer):
     """``DPOTrainer`` with the exploration term of ED-iDPO, over both responses of each pair.
 
     The pairs must be samples of pi_old: the policy before the first step, to which TRL's reference model is equal if
@@ -180,22 +291,28 @@ class EDDPOTrainer(DPOTrainer):
     ``EDGRPOTrainer``. Start a trainer for each collection.
     """
 
+    _name, _paper, _tag_names = "ED-iDPO", PAPER, [*DPOTrainer._tag_names, "ed-idpo"]
+
     def __init__(
         self,
-        *args: Any,
-        exploration_coefficient: float,
+        model: Any,
+        ref_model: Any = None,
+        args: DPOConfig | None = None,
+        *more: Any,
+        exploration_coefficient: float | None = None,
         log_ratio_floor: float | None = None,
         sampler_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """exploration_coefficient, log_ratio_floor: ``ExplorationSettings``. All else: ``DPOTrainer``'s.
+        """args: an ``EDDPOConfig``, or any ``DPOConfig`` where the next two are given. exploration_coefficient,
+        log_ratio_floor: ``ExplorationSettings``. All else: ``DPOTrainer``'s.
 
         Raises ValueError where TRL runs no reference model that could stand for pi_old (``precompute_ref_log_probs``),
         moves it (``sync_ref_model``) or hides its log-probabilities (Liger); when training starts, for a schedule of
         one optimizer step.
         """
-        self.exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
-        super().__init__(*args, **kwargs)
+        args = self._configured(args, DPOConfig, EDDPOConfig, exploration_coefficient, log_ratio_floor)
+        super().__init__(model, ref_model, args, *more, **kwargs)
         if self.args.use_liger_kernel and hasattr(self, "_compute_loss_liger"):
             raise ValueError("use_liger_kernel computes the loss without log-probabilities: set it to False")
         self.sampler_model = sampler_model
@@ -271,3 +388,22 @@ def _log_means(trainer: GRPOTrainer | DPOTrainer, sums: Tensor) -> None:
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
         metrics["exploration"].append(exploration / tokens)
         metrics["floor_share"].append(below / tokens)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs TRL's script ``grpo`` or ``dpo`` with the classes of this module in the place of TRL's. A YAML file has two
+    more keys, ``exploration_coefficient`` and ``log_ratio_floor``; unknown ones are refused."""
+    ours = {"grpo": ("GRPO", EDGRPOConfig, EDGRPOTrainer), "dpo": ("DPO", EDDPOConfig, EDDPOTrainer)}
+    if not arguments or arguments[0] not in ours:
+        sys.exit("usage: python -m nemo_edo.adapters.trl {grpo,dpo} --config FILE.yaml [trl's arguments]")
+    name, *rest = arguments
+    script = importlib.import_module(f"trl.scripts.{name}")
+    method, config, trainer = ours[name]
+    for kind, replacement in (("Config", config), ("Trainer", trainer)):
+        setattr(trl, method + kind, replacement)
+    script.main(*script.make_parser(prog=f"python -m nemo_edo.adapters.trl {name}").parse_args_and_config(rest))
+
+
+if __name__ == "__main__":
+    # By its importable name, and not as __main__: checkpoints name the classes.
+    importlib.import_module("nemo_edo.adapters.trl").main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""ED-GRPO as a policy loss of verl (0.9): ``actor.policy_loss.loss_mode=ed_grpo``.
+"""ED-GRPO as a policy loss of verl: ``actor.policy_loss.loss_mode=ed_grpo``.
 
 verl loads this module by the entry point ``verl.plugins`` whenever it is imported. The loss is one of verl's own
 (``base_loss``) plus coefficient * E_old[log pi_theta - log pi_old], aggregated by verl's ``agg_loss`` like all its
@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_adv_est, register_policy_loss
+from verl.trainer.ppo.core_algos import (
+    POLICY_LOSS_REGISTRY,
+    agg_loss,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
+from verl.utils import config as verl_config
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
 from nemo_edo.losses import group_advantages
 
 LOSS_MODE = "ed_grpo"
@@ -26,8 +34,8 @@ LOSS_MODE = "ed_grpo"
 class EDGRPOPolicyLossConfig(PolicyLossConfig):
     """The settings, as ``actor_rollout_ref.actor.policy_loss._target_``; verl's own stay where they are.
 
-    Raises ValueError for a missing coefficient, values that ``ExplorationSettings`` refuses, and a ``base_loss`` that
-    is this very loss.
+    Raises ValueError for another ``loss_mode``, with which verl would train without the term, a missing coefficient,
+    values that ``ExplorationSettings`` refuses, and a ``base_loss`` that verl does not have or that is this very loss.
     """
 
     loss_mode: str = LOSS_MODE
@@ -38,9 +46,16 @@ class EDGRPOPolicyLossConfig(PolicyLossConfig):
     """The policy loss of verl's that the term is added to."""
 
     def __post_init__(self) -> None:
+        warn_of_untested("verl")
+        if self.loss_mode != LOSS_MODE:
+            raise ValueError(
+                f"policy_loss.loss_mode is {self.loss_mode!r}, which has no exploration term: set it to {LOSS_MODE}, "
+                f"and base_loss to {self.loss_mode}; or leave out _target_ and the settings of the term"
+            )
         self.exploration()
-        if self.base_loss == LOSS_MODE:
-            raise ValueError(f"base_loss is {LOSS_MODE!r}, expected another policy loss, such as vanilla or gspo")
+        if self.base_loss == LOSS_MODE or self.base_loss not in POLICY_LOSS_REGISTRY:
+            known = ", ".join(name for name in POLICY_LOSS_REGISTRY if name != LOSS_MODE)
+            raise ValueError(f"policy_loss.base_loss is {self.base_loss!r}, expected one of verl's losses: {known}")
 
     def exploration(self) -> ExplorationSettings:
         if self.exploration_coefficient is None:
@@ -139,3 +154,24 @@ def _validate_actor_and_schedule(
 
 
 ActorConfig.validate = _validate_actor_and_schedule
+
+_validate_config = verl_config.validate_config
+
+
+def _validate_config_and_sampling(config: DictConfig, *args: Any, **kwargs: Any) -> None:
+    """verl's own validation, the first thing its trainers do, then a warning for responses of a cut distribution."""
+    _validate_config(config, *args, **kwargs)
+    rollout, policy_loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss
+    if policy_loss.loss_mode == LOSS_MODE:
+        whole = {"top_p": (1.0,), "top_k": (None, 0, -1), "min_p": (None, 0.0)}  # the values that cut nothing
+        settings = ExplorationSettings(policy_loss.exploration_coefficient, policy_loss.get("log_ratio_floor"))
+        settings.warn_of_cut_sampling(
+            {
+                f"rollout.{name}": value
+                for name, none in whole.items()
+                if (value := rollout.get(name)) not in (None, *none)
+            }
+        )
+
+
+verl_config.validate_config = _validate_config_and_sampling

@@ -13,7 +13,7 @@ from nemo_edo.config import LoopConfig
 from nemo_edo.data.batching import build_batch, epoch_order, place_experts
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import kl_per_token, reduce_tokens, sampler_mismatch
-from nemo_edo.metrics import distinct_answers, distinct_n, expected_vote_score, pass_at_k
+from nemo_edo.metrics import distinct_answers, distinct_n, pass_at_k, vote_success
 from nemo_edo.types import UNVERIFIED, ScoredRollout, TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
 
@@ -175,9 +175,9 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     Means over responses: "reward", "accuracy" (share of successes), "well_formed", "truncated" (share that did not
     end by itself), "unverified" (share whose answer exceeded the verifier's limits), "response_length" (tokens), and
     "reward/PART" of each part of a custom reward, over the responses that have it.
-    Means over the groups of responses to one prompt: "voted_accuracy" (probability that the majority's answer is a
-    success's, ties broken at random), "pass@k" (unbiased; k up to the smallest group's size), "distinct_4",
-    "distinct_answers" and "zero_advantage_groups" (share whose rewards are all equal).
+    Means over the groups of responses to one prompt: "voted_accuracy" (``vote_success``), "pass@k" (unbiased; k up to
+    the smallest group's size), "distinct_4", "distinct_answers" and "zero_advantage_groups" (share whose rewards are
+    all equal).
     Over all responses together: "distinct_4_pooled".
     """
     groups = list(by_problem(scored).values())
@@ -206,19 +206,13 @@ def _of_group(group: Sequence[ScoredRollout], largest_k: int) -> Values:
     parts = {f"reward/{name}": [item.parts[name] for item in group if name in item.parts] for name in names}
     correct = sum(item.success for item in group)
     per_group = {
-        "voted_accuracy": _vote(group),
+        "voted_accuracy": vote_success([item.answer for item in group], [item.success for item in group]),
         **{f"pass@{k}": pass_at_k(len(group), correct, k) for k in range(1, largest_k + 1)},
         "distinct_4": distinct_n([item.rollout.response_ids for item in group], n=4),
         "distinct_answers": float(distinct_answers(item.answer for item in group)),
         "zero_advantage_groups": float(len({item.reward for item in group}) == 1),
     }
     return {**per_response, **parts, **{name: [value] for name, value in per_group.items()}}
-
-
-def _vote(group: Sequence[ScoredRollout]) -> float:
-    """A scorer may accept several answers: the vote can give each of them."""
-    right = {item.answer for item in group if item.success} - {None}
-    return sum(expected_vote_score([item.answer for item in group], answer) for answer in right)
 
 
 def step_statistics(batch: TrainingBatch) -> dict[str, float]:

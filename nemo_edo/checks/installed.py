@@ -62,10 +62,12 @@ def _lacks(needs: list[str]) -> str:
 
 
 def _remedy(extra: str, needs: list[str]) -> str:
-    """The command that installs what is missing."""
+    """The command that installs what is missing; the package is on no index."""
     if extra == BRIDGE:
         return " ".join(["pip install --no-deps", *(f"'{need}'" for need in needs)])
-    return f'pip install "nemo-edo[{extra}]"'
+    hosts = [name for name in ADAPTED if installed(name) is not None] if extra == TRAINER else []
+    apart = f", in a separate environment: here it would change what {' and '.join(hosts)} needs" if hosts else ""
+    return f'pip install ".[{extra}]" in a checkout{apart}'
 
 
 def what_trainer_lacks() -> str | None:

@@ -20,8 +20,8 @@ try:
     from reasoning_gym.factory import DATASETS
 except ModuleNotFoundError as error:
     raise UserError(
-        f"data=reasoning_gym needs a package that is not installed ({error.name}): pip install "
-        "'nemo-edo[reasoning-gym]'"
+        f"data=reasoning_gym needs a package that is not installed ({error.name}): pip install '.[reasoning-gym]' in a "
+        "checkout"
     ) from error
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)

@@ -21,6 +21,7 @@ from nemo_edo.evaluation.results import (
     BEST_TEMPERATURE,
     GREEDY,
     NOTHING,
+    OF_ANSWERS,
     POOLED,
     SAMPLED_ENTROPY,
     Evaluation,
@@ -30,8 +31,7 @@ from nemo_edo.evaluation.results import (
     plain_name,
 )
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
-from nemo_edo.metrics import pass_at_k, pooled_distinct
-from nemo_edo.test_time import expected_vote_score
+from nemo_edo.metrics import pass_at_k, pooled_distinct, vote_success
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 
 FEW_WELL_FORMED = 0.05
@@ -86,14 +86,15 @@ class Evaluator:
 
         Metrics, each a sum and a count for each problem:
         greedy_accuracy (one greedy response); accuracy (share of sampled responses that are right); reward (their mean
-        reward, where rewards are graded: where some reward is not 1 for a success or 0 for a failure); vote@N (expected
-        score of the majority vote over N = ``config.samples`` responses, averaged over rollouts); pass@k (unbiased,
+        reward, where rewards are graded: where some reward is not 1 for a success or 0 for a failure); vote@N
+        (``vote_success`` of N = ``config.samples`` responses, averaged over rollouts); pass@k (unbiased,
         over all samples; the largest k is the best of all samples); distinct_4, distinct_answers and answer_entropy
         (nats; each among a problem's N responses, averaged over rollouts); distinct_4_pooled (among all responses to
         all problems, ``pooled_distinct``); entropy (exact, mean over the response
         positions of the first rollout), or without a policy entropy_sampled (minus the mean log-probability of the
         sampled tokens, whose expectation it is); well_formed; response_length (tokens). Where a judge abstained on a
-        response, accuracies, votes and pass@k leave it out, and "abstained" is the share of those.
+        response, accuracies, votes and pass@k leave it out, and "abstained" is the share of those. Where no response
+        states an answer, there is no vote@N, nor what is measured among answers, nor a best temperature.
 
         At the config's first temperature they have these names, at the others ``results.at_temperature``'s. With
         ``tuning``, those at the temperature whose votes are best on its problems have ``results.AT_BEST``'s, too, and
@@ -111,7 +112,8 @@ class Evaluator:
             measured[temperature], found = self._rows(requests, temperature, None, rollouts)
             everything += [one for responses in found for one in responses]
         named = [(at_temperature(temperature), measured[temperature]) for temperature in others]
-        if tuning is not None:
+        has_answers = any(item.answer is not None for item in everything)
+        if tuning is not None and has_answers:
             votes = self.tuned(tuning)
             best = max(measured, key=votes.get)  # the first of equals
             named += [(AT_BEST, measured[best]), ("", [{BEST_TEMPERATURE: (best, 1.0)}] * len(rows))]
@@ -131,7 +133,7 @@ class Evaluator:
                 "(sampling.max_new_tokens)",
                 stacklevel=2,
             )
-        unneeded = {
+        unneeded = dict.fromkeys((f"vote@{samples}", *OF_ANSWERS), not has_answers) | {
             "abstained": all(item.has_verdict for item in everything),
             "reward": all(item.reward == item.success for item in everything),
         }
@@ -145,8 +147,7 @@ class Evaluator:
             kind = kind_at(temperature, self.config, tuning=True)
             scored = self._scored(kind, tuning.requests, temperature, tuning.problems)
             of_problem = minibatches(scored, self.config.samples)
-            paired = zip(tuning.problems, of_problem, strict=True)
-            votes = [_metrics(problem, [responses], None)[vote] for problem, responses in paired]
+            votes = [_metrics([responses], None)[vote] for responses in of_problem]
             sums, counts = map(math.fsum, zip(*votes, strict=True))
             means[temperature] = sums / counts if counts else 0.0  # a judge may have abstained on all of them
         return means
@@ -169,10 +170,10 @@ class Evaluator:
             name, entropies = SAMPLED_ENTROPY, [(-math.fsum(one), float(len(one))) for one in logprobs]
         of_all = pooled_distinct([item.rollout.response_ids for item in responses] for responses in of_problem)
         pooled = zip(*(values.tolist() for values in of_all), strict=True)
-        columns = (self.problems, of_problem, greedy or [None] * len(of_problem), entropies, pooled)
+        columns = (of_problem, greedy or [None] * len(of_problem), entropies, pooled)
         rows = [
-            {**_metrics(problem, minibatches(responses, samples), answer), POOLED: distinct, name: entropy}
-            for problem, responses, answer, entropy, distinct in zip(*columns, strict=True)
+            {**_metrics(minibatches(responses, samples), answer), POOLED: distinct, name: entropy}
+            for responses, answer, entropy, distinct in zip(*columns, strict=True)
         ]
         return rows, of_problem
 
@@ -195,7 +196,7 @@ class Evaluator:
         return list(zip(sums.tolist(), counts.tolist(), strict=True))
 
 
-def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout | None) -> Sums:
+def _metrics(rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout | None) -> Sums:
     responses, samples = [item for rollout in rollouts for item in rollout], len(rollouts[0])
     answers, tokens = ([one.answer for one in responses], [one.rollout.response_ids for one in responses])
     of_greedy = None if greedy is None else float(greedy.success) if greedy.has_verdict else math.nan
@@ -209,8 +210,8 @@ def _metrics(problem: Problem, rollouts: Sequence[Sequence[ScoredRollout]], gree
         has_verdict_N=np.array([one.has_verdict for one in responses], dtype=bool),
         well_formed_N=np.array([one.well_formed for one in responses], dtype=bool),
     )
-    voting = [[item.answer for item in rollout if item.has_verdict] for rollout in rollouts]
-    votes = [expected_vote_score(given, problem.answer) for given in voting if given]
+    voting = [[item for item in rollout if item.has_verdict] for rollout in rollouts]
+    votes = [vote_success([one.answer for one in given], [one.success for one in given]) for given in voting if given]
     found[f"vote@{samples}"] = (sum(votes) / len(votes), 1.0) if votes else NOTHING
     correct, judged = map(int, found["accuracy"])
     for k in range(1, samples + 1):

@@ -16,9 +16,9 @@ import numpy as np
 
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.errors import UserError
-from nemo_edo.metrics.intervals import Interval, bootstrap_ratios, mean_interval, paired_bootstrap
-from nemo_edo.metrics.paired import solved_and_lost
-from nemo_edo.metrics.shares import paired_share_interval, share_intervals
+from nemo_edo.metrics.intervals import Interval, bootstrap_ratios, mean_interval
+from nemo_edo.metrics.paired import paired_difference, solved_and_lost
+from nemo_edo.metrics.shares import share_intervals
 from nemo_edo.utils.files import read_object
 
 START = "warmup"
@@ -36,6 +36,8 @@ AT_BEST = "/best"
 BEST_TEMPERATURE = "best_temperature"
 SAMPLED_ENTROPY = "entropy_sampled"
 """The mean entropy as the sampled tokens' log-probabilities estimate it, without the whole distributions."""
+OF_ANSWERS = ("distinct_answers", "answer_entropy")
+"""Metrics that, as votes, need responses that state an answer."""
 JUDGE_AND_RULES = ("judge_agreement", "accuracy_by_judge", "accuracy_by_rules")
 """Metrics over the responses that both a judge and the rules compared."""
 POOLED = "distinct_4_pooled"
@@ -199,10 +201,10 @@ def ratio_intervals(pairs: Mapping[str, Pair], *, resamples: int, seed: int) -> 
     return {metric: found[metric] for metric in pairs}
 
 
-def paired_interval(metric: str, a: Pair, b: Pair, *, resamples: int, seed: int) -> Interval:
-    """The metric of a minus that of b on the same problems, with its 95 % interval over problems."""
-    of = paired_share_interval if is_share(metric) else paired_bootstrap
-    return of(*a, *b, resamples=resamples, seed=seed)
+def paired_interval(metric: str, a: Pair, b: Pair, *, resamples: int, seed: int) -> tuple[Interval, float]:
+    """The metric of a minus that of b on the same problems, with its 95 % interval over problems and the p-value of no
+    difference, of one test (``metrics.paired_difference``)."""
+    return paired_difference(*a, *b, resamples=resamples, seed=seed, share=is_share(metric))
 
 
 def seeds_interval(metric: str, values: Sequence[float], *, differences: bool = False) -> Interval:

@@ -20,6 +20,7 @@ from nemo_edo.evaluation.problem_metrics import plain_metrics
 from nemo_edo.evaluation.results import (
     JUDGE_AND_RULES,
     NOTHING,
+    OF_ANSWERS,
     POOLED,
     SAMPLED_ENTROPY,
     Evaluation,
@@ -28,7 +29,7 @@ from nemo_edo.evaluation.results import (
     paired_interval,
     short_interval,
 )
-from nemo_edo.metrics import Interval, holm, mcnemar, paired_permutation_test, pooled_distinct
+from nemo_edo.metrics import Interval, holm, pooled_distinct
 from nemo_edo.metrics.paired import cohen_kappa
 from nemo_edo.rollouts.arrays import Samples
 from nemo_edo.test_time.best_of_n import aggregate_steps
@@ -46,6 +47,8 @@ PLAIN = (
 )
 COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", SAMPLED_ENTROPY)
 """Plain metrics that are tested between arms, along with each curve at its largest k."""
+FEWEST_PATTERNS = 10_000
+"""Sign patterns of a test: Holm's correction for many tests needs small p-values."""
 LABEL_WIDTH, CELL_WIDTH, COLUMNS = 24, 10, 7
 
 
@@ -57,8 +60,13 @@ class Tested:
     metric: str
     interval: Interval
     p: float
-    """p-value of no difference: McNemar's exact test for greedy answers, otherwise the paired permutation test;
-    adjusted by Holm's method for all that were tested together."""
+    """p-value of no difference by the test that the interval inverts, adjusted by Holm's method for all that were
+    tested together: with several, an interval may leave out 0 where this is above 0.05."""
+
+    @property
+    def detectable(self) -> float:
+        """The least true difference that one such test finds with probability 0.8, by the interval's width."""
+        return (1.960 + 0.842) / (2 * 1.960) * (self.interval.high - self.interval.low)
 
 
 def aggregated(name: str, steps: Sequence[Sequence[Sequence[float]]], how: str) -> np.ndarray:
@@ -137,6 +145,9 @@ def analyse(
                 for k in range(1, total + 1)}  # fmt: skip
     if sampled.has_verdict.all() and greedy.has_verdict.all():
         unneeded.add("abstained")
+    if all(answer is None for answer in sampled.answers.flat):
+        unneeded.update(OF_ANSWERS, *({f"majority@{k}", *(f"weighted@{k}/{name}" for name in scores)}
+                                      for k in range(1, total + 1)))  # fmt: skip
     if (sampled.rewards == sampled.successes).all():
         unneeded.add("reward")
     if (sampled.rules < 0).all():
@@ -233,26 +244,21 @@ def differences(
             is_tested = not metric.startswith("tokens@") and not metric.endswith(f"/{ORACLE}")
             if not (is_tested and evaluation.has(metric) and base.has(metric)):
                 continue
-            (sums_a, counts_a), (sums_b, counts_b) = ours, theirs = evaluation.metrics[metric], base.metrics[metric]
-            both = (counts_a > 0) & (counts_b > 0)
-            values = sums_a[both] / counts_a[both], sums_b[both] / counts_b[both]
-            if not both.any():
-                p = 1.0
-            elif metric == "greedy_accuracy" and np.isin(values, (0.0, 1.0)).all():
-                p = mcnemar(*values)
-            else:
-                p = paired_permutation_test(*values, seed=seed)
-            interval = paired_interval(metric, ours, theirs, resamples=resamples, seed=seed)
-            tests.append(Tested(label, metric, interval, p))
+            ours, theirs = evaluation.metrics[metric], base.metrics[metric]
+            size = max(resamples, FEWEST_PATTERNS)
+            tests.append(Tested(label, metric, *paired_interval(metric, ours, theirs, resamples=size, seed=seed)))
     adjusted = holm([one.p for one in tests])
     return tuple(replace(one, p=float(p)) for one, p in zip(tests, adjusted, strict=True))
 
 
 def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
-    lines = [f"differences from {baseline} on the same problems, 95 % intervals, p adjusted for {len(tested)} tests:"]
+    lines = [
+        f"differences from {baseline} on the same problems, with the 95 % interval, the least difference that would be",
+        f"found with probability 0.8, and p, adjusted for {len(tested)} tests:",
+    ]
     for one in tested:
         interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
-        lines.append(f"  {one.arm:<24} {metric_name(one.metric):<34} {interval}  p = {one.p:.3g}")
+        lines.append(f"  {one.arm:<24} {metric_name(one.metric):<34} {interval}  {one.detectable:.4f}  p = {one.p:.3g}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 
 from nemo_edo.evaluation.results import AT_BEST, START, seeds_interval
 from nemo_edo.experiments.study_table import Row, last_rows
-from nemo_edo.metrics import Interval, holm, mean_p_value
+from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
 
 MARGIN = 0.03
@@ -43,6 +43,11 @@ class Gain:
     """The mean over seeds with Student's t interval (95 %)."""
     p: float
     """Two-sided; adjusted by Holm's method for all tests of the table."""
+
+    @property
+    def detectable(self) -> float:
+        """The least true difference that these seeds show with probability 0.8, before any correction."""
+        return detectable(self.values)
 
     @property
     def stands(self) -> bool:
@@ -96,11 +101,12 @@ def verdict(found: Sequence[Gain]) -> str:
 
 
 def markdown(found: Sequence[Gain]) -> str:
-    heads = ["candidate", "task", "minus", "seeds", "difference in votes [95 %]", "p (Holm)", f"at least {MARGIN:g}"]
+    heads = ["candidate", "task", "minus", "seeds", "difference in votes [95 %]", "detectable", "p (Holm)",
+             f"at least {MARGIN:g}"]  # fmt: skip
     lines = [
         [one.candidate, one.task, one.rival, str(len(one.values)),
-         f"{one.interval.mean:+.3f} [{one.interval.low:+.3f}, {one.interval.high:+.3f}]", f"{one.p:.3f}",
-         "yes" if one.stands else "no"]
+         f"{one.interval.mean:+.3f} [{one.interval.low:+.3f}, {one.interval.high:+.3f}]", f"{one.detectable:.3f}",
+         f"{one.p:.3f}", "yes" if one.stands else "no"]
         for one in found
     ]  # fmt: skip
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
@@ -110,7 +116,11 @@ def _votes(rows: Iterable[Row], baselines: Sequence[str], metric: str) -> pd.Dat
     """A column for each trained arm, a row for each task and seed; 0 where a guard stopped the training."""
     last = last_rows(rows, AT_BEST.removeprefix("/")).items()
     cells = pd.DataFrame(
-        [(*cell, 0.0 if row["note"] else float(row[metric])) for cell, row in last if cell[1] != START],
+        [
+            (*cell, 0.0 if row["note"] else float(row[metric]))
+            for cell, row in last
+            if cell[1] != START and (row["note"] or row[metric])
+        ],  # a task without answers has no votes
         columns=["task", "arm", "dose", "seed", "vote"],
     )
     for arm, doses in cells.groupby("arm")["dose"].unique().items():

@@ -21,6 +21,9 @@ R = TypeVar("R")
 Check = tuple[Tensor, Callable[[], ValueError]]
 """A boolean scalar on the device, and the error where it is False."""
 
+ABOVE_0 = 0.01
+"""Nats by which rounding may put a log-probability above 0, with a margin."""
+
 _collected: ContextVar[list[Check] | None] = ContextVar("collected", default=None)
 _enabled: ContextVar[bool] = ContextVar("enabled", default=True)
 
@@ -98,9 +101,28 @@ def require_finite(name: str, values: Tensor) -> None:
 
 
 def check_coefficient(name: str, value: float) -> None:
-    """Raises ValueError unless the number is finite and at least 0."""
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value}, expected a finite number of at least 0")
+    """Raises ValueError unless the value is a finite number of at least 0."""
+    if isinstance(value, str | bool | None) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}, expected a finite number of at least 0")
+
+
+def constant(name: str, values: Tensor) -> Tensor:
+    """The tensor without its gradient. Raises ValueError where none was given."""
+    if not isinstance(values, Tensor):
+        raise ValueError(
+            f"{name} is {values!r}, expected a tensor: the log-probabilities under the policy that sampled"
+        )
+    return values.detach()
+
+
+def require_logprobs(name: str, values: Tensor) -> None:
+    """Raises ValueError for a value that is clearly above 0."""
+
+    def error() -> ValueError:
+        place = (values > ABOVE_0).nonzero()[0].tolist()
+        return ValueError(f"{name} has {values[tuple(place)]:.3g} at {place}: a log-probability is at most 0")
+
+    require_values((values <= ABOVE_0).all(), error)
 
 
 def _off() -> bool:

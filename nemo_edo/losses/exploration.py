@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
-from nemo_edo.losses.checks import check_coefficient, checked, require_finite
+from nemo_edo.losses.checks import check_coefficient, checked, constant, require_finite
 from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_tokens, token_mean
 
 
@@ -155,6 +155,6 @@ def _read(
     """Which tokens count, their log-ratios, and their weights as constants."""
     weights = weights if weights is None else per_token(weights.detach(), mask)
     valid, (logprobs, old_logprobs, weights) = read_tokens(
-        mask, on_empty, logprobs=logprobs, old_logprobs=old_logprobs.detach(), weights=weights
+        mask, on_empty, logprobs=logprobs, old_logprobs=constant("old_logprobs", old_logprobs), weights=weights
     )
     return valid, logprobs - old_logprobs, weights

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
-from nemo_edo.losses.checks import checked, require_finite, require_values
+from nemo_edo.losses.checks import checked, constant, require_finite, require_values
 from nemo_edo.losses.exploration import below_floor, first_tokens, noise_weights, step_weight, weighted_log_ratio
 from nemo_edo.losses.importance import sampler_weights
 from nemo_edo.losses.kl import kl_per_token
@@ -94,7 +94,7 @@ def ppo_clip_loss(
         mask,
         on_empty,
         logprobs=logprobs,
-        old_logprobs=old_logprobs.detach(),
+        old_logprobs=constant("old_logprobs", old_logprobs),
         advantages=per_token(advantages.detach(), mask),
     )
     log_ratio = logprobs - old_logprobs
@@ -153,7 +153,7 @@ def grpo_loss(
         on_empty,
         advantages=per_token(advantages.detach(), mask),
         logprobs=logprobs,
-        old_logprobs=old_logprobs.detach(),
+        old_logprobs=constant("old_logprobs", old_logprobs),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
         sampler_logprobs=None if sampler_logprobs is None else sampler_logprobs.detach(),
         exploration_factors=None if exploration_factors is None else per_token(exploration_factors.detach(), mask),
@@ -218,7 +218,7 @@ def grpo_exploration(
         mask,
         on_empty,
         logprobs=logprobs,
-        old_logprobs=old_logprobs.detach(),
+        old_logprobs=constant("old_logprobs", old_logprobs),
         sampler_logprobs=None if sampler_logprobs is None else sampler_logprobs.detach(),
         exploration_factors=None if exploration_factors is None else per_token(exploration_factors.detach(), mask),
     )

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_edo.config import DPOLossConfig
-from nemo_edo.losses.checks import check_coefficient, checked
+from nemo_edo.losses.checks import check_coefficient, checked, constant
 from nemo_edo.losses.exploration import below_floor, step_weight, weighted_log_ratio
 from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_rows, read_tokens, sum_over_rows, token_mean
 
@@ -191,7 +191,7 @@ def ed_idpo_loss(
         on_empty if len(sample_mask) else "zero",
         mask_name="sample_mask",
         sample_logprobs=sample_logprobs,
-        sample_old_logprobs=sample_old_logprobs.detach(),
+        sample_old_logprobs=constant("sample_old_logprobs", sample_old_logprobs),
         sample_weights=None if sample_weights is None else per_token(sample_weights.detach(), sample_mask),
     )
     reduced = Reduction(valid_BT, "seq-mean-token-mean" if config.length_normalized else "seq-sum")

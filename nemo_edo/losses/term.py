@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_edo.losses.checks import checked, require_finite, require_values
+from nemo_edo.losses.checks import checked, require_finite, require_logprobs, require_values
 
 REDUCTIONS = ("seq-sum", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 ROWS = ("non-empty", "all")
@@ -84,7 +84,7 @@ def read_tokens(
         caller; or "zero": sums are 0 and have a gradient, of zeros. For trainers that form such micro-batches (all
         responses truncated and masked): an error on one rank would leave the others waiting.
     Raises ValueError for a mask that is not two-dimensional or has values other than 0 and 1, and, naming the argument,
-    for a tensor that differs from it in shape, or that is not finite where the mask is 1.
+    for a tensor that differs from it in shape, or that is not finite where the mask is 1, or log-probabilities above 0.
     """
     if on_empty not in ON_EMPTY:
         raise ValueError(f"on_empty is {on_empty!r}, expected one of {', '.join(ON_EMPTY)}")
@@ -94,7 +94,11 @@ def read_tokens(
     if on_empty == "error":
         message = f"{mask_name} is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts"
         require_values(valid_BT.any(), lambda: ValueError(message))
-    return valid_BT, [x if x is None else _clean(name, x, valid_BT, mask_name) for name, x in tensors_BT.items()]
+    clean = [x if x is None else _clean(name, x, valid_BT, mask_name) for name, x in tensors_BT.items()]
+    for name, x in zip(tensors_BT, clean, strict=True):
+        if x is not None and "logprobs" in name:
+            require_logprobs(name, x)
+    return valid_BT, clean
 
 
 def read_rows(mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor) -> tuple[Tensor, list[Tensor]]:

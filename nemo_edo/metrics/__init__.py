@@ -13,12 +13,20 @@ from nemo_edo.metrics.intervals import (
     Interval,
     bootstrap_ratio,
     bootstrap_ratios,
+    detectable,
     mean_interval,
     mean_p_value,
     paired_bootstrap,
 )
-from nemo_edo.metrics.paired import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
-from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k
+from nemo_edo.metrics.paired import (
+    SolvedAndLost,
+    holm,
+    mcnemar,
+    paired_difference,
+    paired_permutation_test,
+    solved_and_lost,
+)
+from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
 from nemo_edo.metrics.shares import paired_share_interval, proportion_interval, share_interval, share_intervals
 
 __all__ = [
@@ -27,6 +35,7 @@ __all__ = [
     "answer_entropy",
     "bootstrap_ratio",
     "bootstrap_ratios",
+    "detectable",
     "distinct_answers",
     "distinct_counts",
     "distinct_n",
@@ -38,6 +47,7 @@ __all__ = [
     "mean_interval",
     "mean_p_value",
     "paired_bootstrap",
+    "paired_difference",
     "paired_permutation_test",
     "paired_share_interval",
     "pass_at_k",
@@ -47,4 +57,5 @@ __all__ = [
     "share_interval",
     "share_intervals",
     "solved_and_lost",
+    "vote_success",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtr, stdtrit
+from scipy.special import nctdtrinc, stdtr, stdtrit
 
 from nemo_edo.metrics.whole_number import whole_number
 
@@ -102,14 +102,18 @@ def mean_p_value(values: Sequence[float]) -> float:
     return float(mean == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -abs(mean) / error))
 
 
-def detectable_difference(values: ArrayLike, *, level: float, power: float) -> float:
-    """The true mean that a two-sided t test at the level would find with probability ``power`` in as many values that
-    spread as these (the usual approximation by two quantiles of t); NaN for fewer than two."""
-    size = np.size(values)
-    if size < 2:
+def detectable(values: Sequence[float], *, level: float = 0.05, power: float = 0.8) -> float:
+    """The minimum detectable effect: the least true mean that the t test of ``mean_p_value`` at ``level`` finds with
+    probability ``power``, for as many values as these with their standard deviation; NaN for one value.
+
+    From the noncentral t distribution. Raises ValueError as ``mean_interval`` does.
+    """
+    mean_interval(values)
+    if len(values) == 1:
         return math.nan
-    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / math.sqrt(size)
-    return error * float(stdtrit(size - 1, 1 - level / 2) + stdtrit(size - 1, power))
+    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / math.sqrt(len(values))
+    least = stdtrit(len(values) - 1, 1 - level / 2)
+    return float(error * nctdtrinc(len(values) - 1, 1 - power, least))
 
 
 def check_level(level: float) -> None:

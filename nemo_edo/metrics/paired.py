@@ -2,11 +2,12 @@
 would do it, and how far the raters agree.
 
 A run's results are a sequence, one entry for each problem in the same order for both, or a mapping from problem id to
-result, in any order. The bootstrap interval of the difference is ``intervals.paired_bootstrap``.
+result, in any order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import bdtr
 
-from nemo_edo.metrics.intervals import chunks
+from nemo_edo.metrics.intervals import Interval, check_level, chunks, paired_bootstrap, ratio_data
+from nemo_edo.metrics.shares import paired_share_interval
 from nemo_edo.metrics.whole_number import whole_number
 
 Results = ArrayLike | Mapping[Hashable, float]
 """[P], or a mapping by problem id."""
+FEWEST_DIFFERENT = 6
+"""Differences other than 0 below which no sign pattern is rarer than 0.05: 2 / 2^5."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,70 @@ def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: 
             flipped_RP = rng.integers(0, 2, size=(rows.stop - rows.start, size), dtype=np.int8)
         hits += int((np.abs(total - 2 * (flipped_RP @ differences_P)) >= extreme).sum())
     return hits / num_patterns if exact else (1 + hits) / (1 + num_patterns)
+
+
+def paired_difference(
+    sums_a: ArrayLike,
+    counts_a: ArrayLike,
+    sums_b: ArrayLike,
+    counts_b: ArrayLike,
+    *,
+    resamples: int,
+    seed: int,
+    level: float = 0.95,
+    share: bool = True,
+) -> tuple[Interval, float]:
+    """The ratio of a minus that of b on the same problems, with its interval, and the two-sided p-value of none: one
+    test, so that the p-value is at most 1 - level exactly where the interval leaves out 0.
+
+    The test is ``paired_permutation_test`` of the differences d_P minus a shift, in which ratios are linear; the
+    interval has the shifts that it does not reject. Flipping the signs of a set of problems rejects a shift below the
+    mean unless the set's mean difference, or the others', is below the shift too, so that the ends are quantiles of the
+    means of random halves (Hartigan 1969). With fewer than ``FEWEST_DIFFERENT`` differences other than 0 no shift could
+    be rejected: the interval has 0, and with one or two it is that of ``paired_share_interval`` (of what is no
+    ``share``: the bootstrap's). Raises ValueError as these do.
+    """
+    check_level(level)
+    (sums_MP, counts_MP), resamples = (
+        ratio_data((sums_a, counts_a), (sums_b, counts_b)),
+        whole_number("resamples", resamples, least=1),
+    )
+    totals_M = counts_MP.sum(axis=1)
+    ratios_M = sums_MP.sum(axis=1) / totals_M
+    asked = (counts_MP > 0).any(axis=0)
+    parts_MP = (sums_MP - ratios_M[:, None] * counts_MP)[:, asked] / totals_M[:, None]
+    mean = float(ratios_M[0] - ratios_M[1])
+    d_P = mean + asked.sum() * (parts_MP[0] - parts_MP[1])
+    rounding = 1e-12 * max(np.abs(d_P).max(), 1e-300)
+    lower_R, upper_R = _means_of_halves(d_P, resamples, seed)
+    lower_R, upper_R = lower_R - rounding, upper_R + rounding
+    hits = int((lower_R <= 0).sum() if mean > 0 else (upper_R >= 0).sum()) if abs(mean) > rounding else resamples
+    p = (1 + hits) / (1 + resamples)
+    rank = int((1 - level) * (1 + resamples) + 1e-9)
+    low, high = (np.sort(lower_R)[rank - 1], np.sort(upper_R)[-rank]) if rank else (lower_R.min(), upper_R.max())
+    different = int((np.abs(d_P) > rounding).sum())
+    if different < FEWEST_DIFFERENT:
+        if different < 3:
+            of = paired_share_interval if share else paired_bootstrap
+            few = of(sums_a, counts_a, sums_b, counts_b, resamples=resamples, seed=seed, level=level)
+            low, high = few.low, few.high
+        low, high, p = min(low, 0.0), max(high, 0.0), max(p, 1 - level)
+    most = 1.0 if share else math.inf
+    return Interval(mean, float(np.clip(low, -most, mean)), float(np.clip(high, mean, most))), p
+
+
+def _means_of_halves(d_P: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """[R] twice: the smaller and the larger of the means of a random set of problems and of the others."""
+    size, total, rng = len(d_P), d_P.sum(), np.random.default_rng(seed)
+    lower_R, upper_R = np.empty((2, resamples))
+    for rows in chunks(resamples, size):
+        inside = rng.integers(0, 2, size=(rows.stop - rows.start, size), dtype=np.int8)
+        count, part = inside.sum(axis=1, dtype=np.int64), inside @ d_P
+        sets = part / np.maximum(count, 1), (total - part) / np.maximum(size - count, 1)
+        empty = (count == 0) | (count == size)  # its mean is that of all, or nothing
+        lower_R[rows] = np.where(empty, d_P.min(), np.minimum(*sets))
+        upper_R[rows] = np.where(empty, d_P.max(), np.maximum(*sets))
+    return lower_R, upper_R
 
 
 def holm(p_values: ArrayLike) -> np.ndarray:

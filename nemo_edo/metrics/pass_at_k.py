@@ -44,6 +44,18 @@ def expected_vote_score(answers: Sequence[Hashable | None], reference: Hashable)
     return 1.0 / tied if most and votes[reference] == most else 0.0
 
 
+def vote_success(answers: Sequence[Hashable | None], successes: Sequence[bool]) -> float:
+    """Probability that the majority vote over the answers is right, ties broken at random.
+
+    The verdicts choose no winner: an answer that wins counts with the share of the responses that state it which are
+    successes, as if the vote returned one of them. None is an abstention; 0.0 where all abstain.
+    """
+    stated = Counter(answer for answer in answers if answer is not None)
+    most = max(stated.values(), default=0)
+    right = sum(bool(is_right) for answer, is_right in zip(answers, successes, strict=True) if stated[answer] == most)
+    return right / sum(count for count in stated.values() if count == most) if most else 0.0
+
+
 def majority_at_k(
     answers: Sequence[Hashable | None], reference: Hashable, k: int, *, draws: int = 2000, seed: int = 0
 ) -> float:

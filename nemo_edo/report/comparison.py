@@ -27,7 +27,7 @@ from nemo_edo.evaluation.results import (
     plain_name,
     seeds_interval,
 )
-from nemo_edo.metrics import Interval, holm, mean_p_value
+from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
 from nemo_edo.report.run_record import setting
 from nemo_edo.report.run_set import RunSet, Trained
@@ -70,6 +70,10 @@ class Difference(Estimate):
     """Two-sided, of a mean of 0 over seeds (paired t test); NaN with one seed."""
     p_adjusted: float
     """The p-value corrected by Holm's method for all the differences of the report that have one."""
+
+    detectable: float
+    """The least true difference that these seeds show with probability 0.8, at the level of the strictest of the
+    report's tests; NaN with one seed."""
 
     @property
     def shown(self) -> bool:
@@ -193,13 +197,17 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
                 np.sum([policies[name][seed].evaluation.metrics[metric] for seed in by_seed], axis=0)
                 for name in (arm, baseline)
             ]
-            paired = paired_interval(metric, *pooled, **over_problems)
+            paired, _ = paired_interval(metric, *pooled, **over_problems)
             over_seeds = seeds_interval(metric, [*by_seed.values()], differences=True)
             rows.append((by_seed, paired if runs.is_one else over_seeds, arm, metric, paired))
     p_values = np.array([mean_p_value(list(by_seed.values())) for by_seed, *_ in rows])
     adjusted, tested = np.full(len(rows), math.nan), ~np.isnan(p_values)
     adjusted[tested] = holm(p_values[tested])
-    differences = [Difference(*row, float(p), float(q)) for row, p, q in zip(rows, p_values, adjusted, strict=True)]
+    level = LEVEL / max(int(tested.sum()), 1)
+    differences = [
+        Difference(*row, float(p), float(q), detectable([*row[0].values()], level=level))
+        for row, p, q in zip(rows, p_values, adjusted, strict=True)
+    ]
 
     again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in policies.get(REPLICATE, {}).values()]
     noise = {}
@@ -259,7 +267,7 @@ def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
     for seed in runs.seeds:
         collections = {arm: found[seed].lines("collection") for arm, found in runs.arms.items() if seed in found}
         curves = {arm: lines[["reward", *MATCHED_MEASURES]].to_numpy(float) for arm, lines in collections.items()}
-        matched = match_accuracy(curves)
+        matched = match_accuracy(curves, baseline)
         for arm, reason in matched.reasons.items():
             left_out.setdefault(arm, {})[seed] = reason
         if matched.accuracy is not None:

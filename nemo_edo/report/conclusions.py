@@ -18,7 +18,7 @@ from rich.table import Table
 from nemo_edo.config import NONE
 from nemo_edo.config.training import ONE_STEP
 from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name, short_interval
-from nemo_edo.metrics.intervals import detectable_difference
+from nemo_edo.metrics import detectable
 from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate
 from nemo_edo.report.run_set import arm_settings
 
@@ -132,7 +132,7 @@ def _power(comparison: Comparison, tested: list[Difference]) -> str:
     metric = largest([d.metric for d in tested], "vote@") or tested[0].metric
     found = [d for d in tested if d.metric == metric]
     level = LEVEL / len(tested)
-    sizes = [detectable_difference([*d.by_seed.values()], level=level, power=POWER) for d in found]
+    sizes = [detectable([*d.by_seed.values()], level=level, power=POWER) for d in found]
     most = max(size for size in sizes if not math.isnan(size))
     return (
         f" That is no evidence of equality: to be shown with probability {POWER:g}, a true difference in "

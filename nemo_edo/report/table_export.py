@@ -14,11 +14,12 @@ from nemo_edo.report.comparison import Comparison
 COLUMNS = (
     *("arm", "metric", "seeds", "mean", "low", "high"),
     *("difference", "difference_low", "difference_high", "common_seeds"),
-    *("problems_low", "problems_high", "p_value", "p_holm", "noise", "baseline"),
+    *("problems_low", "problems_high", "p_value", "p_holm", "detectable", "noise", "baseline"),
 )
 """Columns of the CSV file: low and high are the ends of 95 % intervals over seeds (of one run over problems),
 problems_low and problems_high those of the paired interval over problems. p_value is of a paired t test over seeds,
-p_holm corrected for all of them; noise is the distance between the baseline and its replicate."""
+p_holm corrected for all of them; detectable is the least true difference that such a test, at the level of the
+strictest, finds with probability 0.8; noise is the distance between the baseline and its replicate."""
 
 
 def numbers(comparison: Comparison, conclusions: list[str]) -> dict[str, str]:
@@ -35,6 +36,7 @@ def numbers(comparison: Comparison, conclusions: list[str]) -> dict[str, str]:
                     **{"common_seeds": len(difference.by_seed), "noise": comparison.noise.get(metric)},
                     **{"problems_low": problems.low, "problems_high": problems.high},
                     **{"p_value": _finite(difference.p_value), "p_holm": _finite(difference.p_adjusted)},
+                    "detectable": _finite(difference.detectable),
                     "baseline": labels[comparison.baseline],
                 }
             rows.append(dict.fromkeys(COLUMNS) | row)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.function_calls import ARGUMENTS, COLUMN, IDS, SCORE, Failure, Result, Signature
+from nemo_edo.rewards.function_calls import ARGUMENTS, COLUMN, IDS, SCORE, VOTE, Failure, Result, Signature
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
@@ -34,8 +34,8 @@ class RewardFunction:
 
 
 class CustomScorer:
-    """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes: a
-    success's is the problem's, and no other response's is.
+    """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes:
+    the first that a function returns (``function_calls.VOTE``), otherwise what the response states.
 
     time_limit_s: wall time for one response; a call with several has the sum of theirs. failures: the folder that a
     response is written to whose scoring failed. columns: our names of columns by the data's names. The process starts
@@ -190,18 +190,14 @@ class CustomScorer:
         for function, result in zip(self._functions, results, strict=True):
             prefix = f"{function.name}." if len(results) > 1 else ""
             parts |= {function.name: result[SCORE]} if prefix else {}
-            parts |= {prefix + name: value for name, value in result.items() if name != SCORE}
+            parts |= {prefix + name: value for name, value in result.items() if name not in (SCORE, VOTE)}
         total = math.fsum(one.weight * result[SCORE] for one, result in zip(self._functions, results, strict=True))
         listed = ", ".join(f"{name} {value:g}" for name, value in parts.items())
         reason = f"reward {total:g}{f' ({listed})' if listed else ''}"
-        scored = response.scored(total, response.answer, reason, parts, self._success_at)
-        if response.answer is None:
-            return scored
-        if scored.success:
-            return replace(scored, answer=response.problem.answer)
-        form = canonical_number(response.answer) or response.answer
-        same = response.problem.answer in (form, response.answer)
-        return replace(scored, answer=f"{form} (no success)" if same else form)
+        stated = None if response.answer is None else canonical_number(response.answer) or response.answer
+        answer = next((result[VOTE] for result in results if VOTE in result), stated)
+        answer = answer if response.rollout.finished else None
+        return response.scored(total, answer, reason, parts, self._success_at)
 
     def _arguments(self, response: Response) -> dict[str, Any]:
         """All that a function can ask for."""

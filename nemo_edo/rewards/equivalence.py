@@ -48,8 +48,7 @@ _WARM_UP = (
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Whether the answer is equivalent to the gold answer, and the answer's canonical form.
 
-    Answers with the same canonical form are equivalent, up to the names of what they are: the canonical form of a wrong
-    answer is never the gold answer's.
+    Answers with the same canonical form are equivalent, up to the names of what they are.
     """
     meant, given = respelled(gold), respelled(answer)
     form = canonical(answer)
@@ -60,7 +59,7 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         values = [read(text) for text in (meant, given)]  # 5 m may be a product
     if None not in values and _same(*map(_only, values)):
         return True, form
-    return False, form if form not in (gold, canonical(gold)) else f"{form} (another)"
+    return False, form
 
 
 def canonical(answer: str) -> str:

@@ -40,10 +40,13 @@ SCORE = "score"
 """The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
 LARGEST = 1e12
 """Rewards are trained on in float32: there the squares of these, times weights, add up to a finite number."""
+VOTE = "vote"
+"""The entry of a dict that votes compare: the answer that the response states, as a text that equal answers share, or
+None. It must not depend on what is right: a vote at test time does not know that."""
 _EXPECTED = f"expected a number from {-LARGEST:g} to {LARGEST:g}, or a dict of named ones"
 
-Result = dict[str, float]
-"""A response's reward as ``SCORE``, and named parts."""
+Result = dict[str, Any]
+"""A response's reward as ``SCORE``, named parts, and ``VOTE`` where the function gave it."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,13 @@ async def _awaited(call: Awaitable[Any]) -> Any:
 
 def as_result(value: Any) -> Result:
     """Raises ValueError for what is no reward."""
-    entries = value if isinstance(value, dict) else {SCORE: value}
+    entries = dict(value) if isinstance(value, dict) else {SCORE: value}
+    vote = {VOTE: entries.pop(VOTE)} if VOTE in entries else {}
+    if not isinstance(vote.get(VOTE), str | None):
+        raise ValueError(f"{shown(vote[VOTE])} as {VOTE!r}; expected the answer as a text, or None")
     if not entries:
-        raise ValueError(f"an empty dict; {_EXPECTED}")
-    result = {}
+        raise ValueError(f"a dict without a number; {_EXPECTED}")
+    result: Result = {}
     for name, one in entries.items():
         number = one.item() if getattr(one, "shape", None) == () else one  # of NumPy and torch
         if not isinstance(number, Real) or not -LARGEST <= number <= LARGEST:  # neither has NaN
@@ -165,7 +171,7 @@ def as_result(value: Any) -> Result:
         result = {SCORE: math.fsum(result.values()), **result}
     if abs(result[SCORE]) > LARGEST:
         raise ValueError(f"parts whose sum is {result[SCORE]:g}; {_EXPECTED}")
-    return result
+    return vote | result
 
 
 @cache

@@ -113,8 +113,7 @@ class Judge:
 
 
 class JudgeScorer:
-    """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong, and the
-    reward is 1 exactly where ``answer`` is the problem's."""
+    """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong."""
 
     def __init__(self, answers: AnswerFormat, judge: Judge) -> None:
         self._answers = answers
@@ -153,10 +152,9 @@ def _scored(response: Response, judged: Judgment) -> ScoredRollout:
     rules = ""
     if judged.rules is not None:
         rules = RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
-    if judged.verdict:
-        return response.scored(1.0, problem.answer, CORRECT + rules)
     form = canonical_number(answer) or clean_answer(answer)
-    own = form if form != problem.answer else f"{form} (not judged correct)"
+    if judged.verdict:
+        return response.scored(1.0, form, CORRECT + rules)
     if judged.verdict is None:
-        return response.scored(0.0, own, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
-    return response.scored(0.0, own, f"final answer {own}, expected {problem.answer}, by the judge{rules}")
+        return response.scored(0.0, form, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
+    return response.scored(0.0, form, f"final answer {form}, expected {problem.answer}, by the judge{rules}")

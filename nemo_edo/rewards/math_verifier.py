@@ -1,10 +1,9 @@
 """Rewards by mathematical equivalence: reward 1 where math-verify finds the final answer equal to the problem's.
 
-Votes compare strings, so equivalent answers must become the same string. Each answer gets a canonical form: the
-problem's answer where it is correct, otherwise ``equivalence.canonical``. Comparing the n answers of a problem pairwise
-would take n^2 comparisons and is not transitive; a canonical form depends on no other answer, on no order, and not on
-how a collection is split into parts. Its price: two wrong answers that only an identity beyond expansion makes equal
-count as two, which can cost a wrong answer its majority.
+Votes compare strings, so each answer gets a canonical form (``equivalence.canonical``), which does not depend on the
+problem's answer: a vote at test time does not know that. Comparing the n answers of a problem pairwise would take n^2
+comparisons and is not transitive; a canonical form depends on no other answer, on no order, and not on how a collection
+is split into parts. Its price: two answers that only an identity beyond expansion makes equal count as two.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _REMEMBERED = 100_000
 class Verdict:
     correct: bool
     answer: str
-    """The problem's answer if correct, otherwise the answer's canonical form, or its text where finding that failed."""
+    """The answer's canonical form, or its text where finding that failed."""
     failure: str | None = None
     """Why the answer could not be verified."""
 
@@ -66,11 +65,12 @@ class MathVerifier:
         verdicts = {pair: _without_parser(*pair) for pair in new}
         hard = [pair for pair in new if verdicts[pair] is None]
         for (gold, answer), result in zip(hard, self._run("compare", hard), strict=True):
-            if isinstance(result, TaskFailure):
-                verdicts[gold, answer] = Verdict(False, clean_answer(answer), f"{UNVERIFIED}{result.reason}")
+            if not isinstance(result, TaskFailure):
+                verdicts[gold, answer] = Verdict(*result)
+            elif (text := clean_answer(answer)) == clean_answer(gold):  # it has no canonical form, but is right
+                verdicts[gold, answer] = Verdict(True, text)
             else:
-                correct, form = result
-                verdicts[gold, answer] = Verdict(correct, gold if correct else form)
+                verdicts[gold, answer] = Verdict(False, text, f"{UNVERIFIED}{result.reason}")
         self._known |= verdicts
         found = [self._known[pair] for pair in pairs]
         failures = Counter(verdict.failure for verdict in found if verdict.failure is not None)
@@ -113,7 +113,7 @@ class MathVerifier:
 
 class MathScorer:
     """Scores responses by a verifier's verdicts. As in ``ExactAnswerScorer``, a response that did not finish has reward
-    0, and the reward is 1 exactly where ``answer`` is the problem's."""
+    0."""
 
     def __init__(self, answers: AnswerFormat, verifier: MathVerifier) -> None:
         self._answers = answers
@@ -153,19 +153,15 @@ def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *,
 
 
 def _without_parser(gold: str, answer: str) -> Verdict | None:
-    """The verdict where no parser is needed: for equal texts, numbers and fractions, and texts that are too long. None:
-    ask a worker."""
+    """The verdict where no parser is needed: for numbers and fractions, and texts that are too long. None: ask a
+    worker."""
     if len(answer) > LONGEST_ANSWER:
         return Verdict(False, answer[:LONGEST_ANSWER] + "...", TOO_LONG)
-    if clean_answer(gold) == clean_answer(answer):
-        return Verdict(True, gold)
     meant, given = simple_fraction(gold), simple_fraction(answer)
     if meant is None or given is None:
         return None
-    if meant == given:
-        return Verdict(True, gold)
     exact = "." not in gold + answer  # a decimal may be rounded
-    return Verdict(False, str(given)) if exact else None
+    return Verdict(meant == given, str(given)) if exact or meant == given else None
 
 
 def _shortened(text: str) -> str:

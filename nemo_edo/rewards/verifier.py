@@ -25,7 +25,7 @@ class Response:
     well_formed: bool
 
     def scored(self, reward: float, answer: str | None, reason: str, *more: Any) -> ScoredRollout:
-        """answer: the string that votes compare: the problem's exactly where the reward is a success."""
+        """answer: what the response states, in the form that votes compare; the verdict has no part in it."""
         return ScoredRollout(self.rollout, reward, answer, self.well_formed, reason, *more)
 
     @property
@@ -51,9 +51,8 @@ def read_responses(rollouts: Sequence[Rollout], problems: Sequence[Problem], ans
 class ExactAnswerScorer:
     """Compares final answers in canonical form (exact match, as the paper scores GSM8K).
 
-    The reward is 1 exactly where ``answer`` is the problem's, and a vote over one response agrees with its reward. Text
-    around the answer line costs no reward; ``well_formed`` reports it. Where the problem's answer is a number, only
-    numbers are answers, with or without a unit.
+    Text around the answer line costs no reward; ``well_formed`` reports it. Where the problem's answer is a number,
+    only numbers are answers, with or without a unit.
     """
 
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
@@ -76,5 +75,5 @@ class ExactAnswerScorer:
         if answer is None:
             return response.scored(0.0, None, response.why_no_answer)
         if answer == expected:
-            return response.scored(1.0, problem.answer, CORRECT)
+            return response.scored(1.0, answer, CORRECT)
         return response.scored(0.0, answer, f"final answer {answer}, expected {expected}")

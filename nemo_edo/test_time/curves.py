@@ -70,12 +70,12 @@ class Circles:
 def vote_curve(
     answers: Sequence[Hashable | None], right: Sequence[bool], circles: Circles, weights: ArrayLike | None = None
 ) -> np.ndarray:
-    """[K] the expected score of a vote of k: the probability that it gives a right answer, ties broken at random.
+    """[K] the probability that a vote of k is right, ties broken at random (``metrics.vote_success``).
 
     The answer with the most votes wins, or with ``weights`` the one with the largest total weight among those that
-    have votes. None is an abstention: it is sampled but has no vote. Equal answers are one answer, and right together.
-    weights: [n], for example a reward model's scores. Raises ValueError for lengths that differ from the circles', an
-    answer that is right in one place and wrong in another, and weights that are negative or not finite.
+    have votes. None is an abstention: it is sampled but has no vote. An answer counts with the share of its responses
+    that are right. weights: [n], for example a reward model's scores. Raises ValueError for lengths that differ from
+    the circles', and weights that are negative or not finite.
     """
     n = circles.orders.shape[1]
     if len(answers) != n or len(right) != n:
@@ -99,7 +99,7 @@ def vote_curve(
             leading = weight_KnA >= weight_KnA.max(axis=2, keepdims=True) - ROUNDING * weights_n.sum()
         leading &= votes_KnA > 0
         leaders_Kn = leading.sum(axis=2)
-        wins_Kn = leading[:, :, right_A].sum(axis=2) / np.maximum(leaders_Kn, 1)
+        wins_Kn = (leading @ right_A) / np.maximum(leaders_Kn, 1)
         total += wins_Kn.mean(axis=1)
     return total / len(circles.orders)
 
@@ -113,20 +113,12 @@ def _windows(rows_nA: np.ndarray) -> np.ndarray:
 
 
 def _classes(answers: Sequence[Hashable | None], right: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """[n] the number of each response's answer, -1 for None, and [A] whether that answer is right."""
+    """[n] the number of each response's answer, -1 for None, and [A] the share of its responses that are right."""
     numbers: dict[Hashable, int] = {}
-    is_right: list[bool] = []
-    classes = np.full(len(answers), -1)
-    for place, (answer, mark) in enumerate(zip(answers, right, strict=True)):
-        if answer is None:
-            continue
-        number = numbers.setdefault(answer, len(numbers))
-        if number == len(is_right):
-            is_right.append(bool(mark))
-        elif is_right[number] != bool(mark):
-            raise ValueError(f"the answer {answer!r} is right in one response and wrong in another")
-        classes[place] = number
-    return classes, np.array(is_right, dtype=bool)
+    classes = np.array([-1 if answer is None else numbers.setdefault(answer, len(numbers)) for answer in answers])
+    stated, marks = classes >= 0, np.asarray(right, dtype=np.float64)
+    sizes = np.bincount(classes[stated], minlength=len(numbers))
+    return classes, np.bincount(classes[stated], weights=marks[stated], minlength=len(numbers)) / sizes
 
 
 @lru_cache(maxsize=64)

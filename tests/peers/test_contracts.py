@@ -70,6 +70,7 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(r
     assert "loss_fn.force_on_policy_ratio" in nemo_rl["forced"]
     assert "--num-steps-per-rollout" in slime["one"] and "--global-batch-size (now 32)" in slime["one"]
     assert "loss_fn.exploration_coefficient is missing" in nemo_rl["missing"]
+    assert "did you mean loss_fn.log_ratio_floor" in nemo_rl["misspelled"]
     assert "--custom-config-path" in slime["missing"]
     assert "orchestrator.max_off_policy_steps" in results["stderr"]  # prime-rl shows its schedule to no loss
 
@@ -77,3 +78,11 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(r
 def test_launcher_runs_nemo_rls_script_with_our_loss_and_check(results):
     launched = results["nemo_rl_launched"]
     assert (launched["loss"], launched["setup"]) == ("EDGRPOLossFn", "nemo_edo.adapters.nemo_rl")
+
+
+def test_the_launcher_refuses_what_would_train_nemo_rls_own_loss(results):
+    launched = results["nemo_rl_launched"]
+    for script, found in (("run_ppo", "algorithms.ppo"), ("run_grpo_single_controller", "SingleControllerActor"),
+                          ("run_sft", "does not import that")):  # fmt: skip
+        assert f"{script}.py" in launched["scripts"][script] and found in launched["scripts"][script]
+    assert "without the exploration term" in launched["stock"]

@@ -123,3 +123,16 @@ def test_novelty_moves_advantage_within_groups_from_repeated_to_rare_correct_pat
             torch.testing.assert_close(after, expected, **close)
             changed += int(not torch.equal(before, after))
     assert changed > 0
+
+
+@pytest.mark.parametrize("run", ["newest", "oldest"])
+def test_by_command_and_config_the_settings_are_recorded_and_compared_on_resume(results, run):
+    found = results(run)["command"]
+    assert found["first"] == found["same"] == ""
+    if run == "newest":  # the script of TRL 1.5 does not resume
+        assert "out/checkpoint-2/exploration.json" in found["other"] and "0.2" in found["other"]
+    coefficient = 0.1 if run == "newest" else 0.2
+    assert found["kept"] == {"exploration_coefficient": coefficient, "log_ratio_floor": -0.5}
+    assert "log_ratio_flor" in found["misspelled"] and found["args"] == "0.1"
+    for words in ("ED-GRPO", "Exploration-Driven Optimization", "`exploration_coefficient`: 0.1"):
+        assert words in found["card"]

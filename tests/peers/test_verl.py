@@ -102,3 +102,18 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(t
         assert words in refused["one"]
     assert "policy_loss._target_ to nemo_edo.adapters.verl.EDGRPOPolicyLossConfig" in refused["no settings"]
     assert "policy_loss.exploration_coefficient is missing" in refused["no coefficient"]
+
+
+def test_what_would_train_without_the_term_is_refused_when_the_config_is_validated(theirs):
+    refused = theirs["refused"]
+    for case, words in (("another mode", "loss_mode is 'gspo'"), ("no mode", "loss_mode is 'vanilla'"),
+                        ("misspelled", "log_ratio_flor"), ("unknown base", "base_loss is 'vanila'")):  # fmt: skip
+        assert words in refused[case]
+    assert "rollout.top_p=0.9" in refused["cut"] and refused["whole"] == ""
+
+
+def test_every_loss_of_verls_gets_the_same_term(theirs):
+    first, *others = theirs["bases"].values()
+    assert first != 0
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-4, atol=1e-6)

@@ -85,7 +85,8 @@ def files(found: list[Study]) -> list[list[Row]]:
 
 
 def meaned(rows: list[Row], temperature: str = "1") -> list[Row]:
-    """A row for each arm, dose and seed that every task has, with the means over the tasks; none for one task."""
+    """A row for each arm, dose and seed that every task has, with the means over the tasks (of votes, over those that
+    have votes); none for one task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     of_tasks = [by_seed([row for row in rows if row["task"] == task], temperature) for task in tasks]
     found: list[Row] = []
@@ -93,8 +94,8 @@ def meaned(rows: list[Row], temperature: str = "1") -> list[Row]:
         for seed, first in seeds.items():
             same = [one[arm][seed] for one in of_tasks if seed in one.get(arm, {})]
             if len(same) == len(tasks):
-                metrics = [metric for metric in MEANED if all(row[metric] for row in same)]
-                means = {metric: str(fmean(float(row[metric]) for row in same)) for metric in metrics}
+                values = {metric: [float(row[metric]) for row in same if row[metric]] for metric in MEANED}
+                means = {metric: str(fmean(known)) if known else "" for metric, known in values.items()}
                 found.append({**first, "task": ", ".join(tasks), **means})
     return found
 
@@ -177,7 +178,7 @@ def over_tasks(rows: list[Row], study: Study, at: Mapping[str, str] = AT_1) -> l
         over = by_seed(meaned(rows, temperature), temperature)
         for arm in dict.fromkeys((cell.arm, cell.dose) for cell in study.cells if cell.arm != BASELINE):
             own, plain = over.get(arm, {}), over.get((ITS_BASELINE.get(arm[0], BASELINE), ""), {})
-            seeds = sorted(own.keys() & plain.keys())
+            seeds = sorted(seed for seed in own.keys() & plain.keys() if own[seed][metric] and plain[seed][metric])
             if seeds:
                 apart = [float(own[seed][metric]) - float(plain[seed][metric]) for seed in seeds]
                 found.append(Difference(arm, metric, apart))
@@ -205,7 +206,7 @@ def temperature_table(rows: list[Row], study: Study) -> str | None:
     for task in study.tasks:
         of_task = [row for row in rows if row["task"] == task]
         plain, tuned = (by_seed(of_task, at).get((BASELINE, ""), {}) for at in ("1", "best"))
-        pairs = [(plain[seed], tuned[seed]) for seed in plain if seed in tuned]
+        pairs = [(plain[seed], tuned[seed]) for seed in plain if seed in tuned and plain[seed]["vote"]]
         if pairs:
             chosen = Counter(float(at_1["best_temperature"]) for at_1, _ in pairs)
             each = ", ".join(f"{one:g} ({chosen[one]})" for one in sorted(chosen))
@@ -224,7 +225,8 @@ def choice_table(rows: list[Row], study: Study) -> str | None:
     for arm, dose in dict.fromkeys((cell.arm, cell.dose) for cell in study.cells):
         seeds = [found[task].get((arm, dose), {}) for task in study.tasks]
         if all(set(of_task) == set(study.seeds) for of_task in seeds):
-            scores[arm][dose] = fmean(fmean(float(row["vote"]) for row in of_task.values()) for of_task in seeds)
+            votes = [[float(row["vote"]) for row in of_task.values() if row["vote"]] for of_task in seeds]
+            scores[arm][dose] = fmean(fmean(of_task) for of_task in votes if of_task)
     lines = []
     for arm, of_dose in scores.items():
         best = max(of_dose, key=of_dose.__getitem__)
@@ -246,8 +248,8 @@ def difference(found: BySeed, arm: Arm, metric: str) -> str:
     baseline = found.get((BASELINE, ""), {})
     if arm[0] in (START, BASELINE) or not baseline:
         return ""
-    apart = [float(row[metric]) - float(baseline[seed][metric]) for seed, row in found[arm].items() if seed in baseline]
-    return in_words(metric, apart)
+    pairs = [(row[metric], baseline[seed][metric]) for seed, row in found[arm].items() if seed in baseline]
+    return in_words(metric, [float(ours) - float(theirs) for ours, theirs in pairs if ours and theirs])
 
 
 def in_words(metric: str, apart: list[float]) -> str:

@@ -61,7 +61,9 @@ def charts() -> dict[str, str]:
     """The SVG of each picture, by its file's name."""
     found = {f"{study}.svg": differences(rows_of(study)) for study in DIFFERENCES}
     mapped = [row for study in MAPPED for row in rows_of(study)]
-    found["held_out.svg"] = differences(held_out_rows(), ", meaned over the tasks; votes at the best temperature")
+    found["held_out.svg"] = differences(
+        held_out_rows(), ", meaned over the tasks (of votes, three); votes at the best temperature"
+    )
     return {**found, "search.svg": accuracy_by_tokens(rows_of("search")), "dose_map.svg": dose_map(mapped)}
 
 
@@ -129,6 +131,9 @@ def dose_map(rows: list[Row]) -> str:
             y0 = head + line * (height + foot)
             y = Axis(-reach, reach, y0 + height, y0)
             parts += [text(0, y(0) + 4, task, weight="bold")] if column == 0 else []
+            if not found[task]:
+                parts.append(text(x0 + width / 2, y(0) + 4, "no votes", anchor="middle"))
+                continue
             for value in (-reach, 0.0, reach):
                 parts.append(stroke([(x0, y(value)), (x0 + width, y(value))], GRID if value else START_COLOR))
                 parts.append(text(x0 - 4, y(value) + 4, f"{value:+g}" if value else "0", size=10, anchor="end"))
@@ -150,7 +155,9 @@ def dose_map(rows: list[Row]) -> str:
 
 def dose_differences(rows: list[Row], task: str, metric: str, temperature: str) -> list[tuple[str, float, float]]:
     """(arm, weight of exploration, the metric minus the baseline's of the same seed) of each training."""
-    of_task = [row for row in rows if (row["task"], row["temperature"], row["note"]) == (task, temperature, "")]
+    of_task = [
+        row for row in rows if (row["task"], row["temperature"], row["note"]) == (task, temperature, "") and row[metric]
+    ]
     values = {(row["arm"], row["dose"], row["seed"]): float(row[metric]) for row in of_task}
     found = []
     for family in FAMILIES:

@@ -92,12 +92,29 @@ def nemo_rl(changes: dict) -> dict:
     return compared(loss_of, -random(3, 4, WIDTH - 1), old[:, 1:])
 
 
+SCRIPTS = {
+    "run_ppo": "from nemo_rl.algorithms.ppo import MasterConfig, ppo_train, setup",
+    "run_grpo_single_controller": "from nemo_rl.algorithms.grpo import MasterConfig\n"
+    "from nemo_rl.algorithms.single_controller import SingleControllerActor",
+    "run_sft": "def main():\n    from nemo_rl.algorithms.sft import setup",
+}
+"""The imports of NeMo-RL's scripts whose losses are made elsewhere."""
+
+
 def nemo_rl_launched() -> dict:
     """The launcher with a script that is like run_grpo.py: it imports ``setup`` and calls it."""
     import nemo_rl.algorithms.grpo
-    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 
-    from nemo_edo.adapters.nemo_rl import check_schedule
+    from nemo_edo.adapters.nemo_rl import check_schedule, main
+
+    def exit_of(script: Path, text: str) -> str:
+        script.write_text(f"{text}\nraise AssertionError('it ran')\n")
+        try:
+            main([str(script)])
+        except SystemExit as error:
+            return str(error)
+        return ""
 
     def config(batch: int, **extra: float) -> SimpleNamespace:
         return SimpleNamespace(
@@ -121,6 +138,9 @@ def nemo_rl_launched() -> dict:
         "one": refusal(lambda: check_schedule(config(512, **explored))),
         "several": refusal(lambda: check_schedule(config(128, **explored))),
         "missing": refusal(lambda: check_schedule(config(128))),
+        "misspelled": refusal(lambda: check_schedule(config(128, **explored, log_ratio_flor=-1.0))),
+        "stock": refusal(lambda: ClippedPGLossFn(ClippedPGLossConfig(**explored))),
+        "scripts": {name: exit_of(folder / f"{name}.py", text) for name, text in SCRIPTS.items()},
         "forced": refusal(lambda: nemo_rl.algorithms.grpo.ClippedPGLossFn(
             ClippedPGLossConfig(**explored, force_on_policy_ratio=True))),
     }  # fmt: skip

@@ -5,6 +5,7 @@ python trl_trainers.py GRPO_LOSS_TYPES RESULTS.pt, alone or under torchrun (gloo
 Run alone, it also runs the example of docs/trainers.md.
 """
 
+import json
 import os
 import re
 import sys
@@ -14,14 +15,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOTrainer, Novelty
+from nemo_edo.adapters import trl as adapter
+from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOConfig, EDGRPOTrainer, Novelty
 from nemo_edo.losses import each_path
 
 COEFFICIENT, STEPS = 0.3, 8
@@ -184,6 +185,37 @@ def refused_schedule() -> str:
     return ""
 
 
+def by_command() -> dict:
+    """``python -m nemo_edo.adapters.trl grpo`` with a YAML file, then resumed with the same and another coefficient."""
+    os.chdir(tempfile.mkdtemp())
+    model().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    Dataset.from_list([{"prompt": f"{a} {b}"} for a in "abcd" for b in "efgh"]).to_json("data/train.jsonl")
+    settings = {
+        "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": ["trl_trainers.letters"],
+        "output_dir": "out", "max_steps": 4, "num_generations": 2, "num_iterations": 2, "max_completion_length": 4,
+        "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_steps": 2,
+        "gradient_checkpointing": False, "exploration_coefficient": 0.1, "log_ratio_floor": -0.5,
+    }  # fmt: skip
+    Path("x.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    Path("misspelled.yaml").write_text(json.dumps({**settings, "log_ratio_flor": -1}))
+    resume = ["--config", "x.yaml", "--resume_from_checkpoint", "out/checkpoint-2"]
+    runs = {"first": ["--config", "x.yaml"], "same": resume, "other": [*resume, "--exploration_coefficient", "0.2"],
+            "misspelled": ["--config", "misspelled.yaml"]}  # fmt: skip
+    said = {}
+    for name, arguments in runs.items():
+        try:
+            adapter.main(["grpo", *arguments])
+            said[name] = ""
+        except ValueError as error:
+            said[name] = str(error)
+    trainer = grpo_trainer(EDGRPOTrainer, "grpo", {}, exploration_coefficient=0.1)
+    trainer.create_model_card("name")
+    card = (Path(trainer.args.output_dir) / "README.md").read_text()
+    kept = json.loads(Path("out/checkpoint-2/exploration.json").read_text())
+    return {**said, "kept": kept, "card": card, "args": str(trainer.args.to_dict()["exploration_coefficient"])}
+
+
 # --- DPO -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,14 +262,14 @@ def example_of_the_docs() -> list[str]:
     """The metrics that the page's Python logs, with a tiny model under the name that it loads, on the CPU."""
     page = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    [code] = [block for block in blocks if "from trl" in block]
+    [code] = [block for block in blocks if "adapters.trl" in block]
     [name] = re.findall(r'model="(.*?)"', code)
     os.chdir(tempfile.mkdtemp())
     model().save_pretrained(name)
     tokenizer().save_pretrained(name)
     here = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 4, "max_completion_length": 4,
             "logging_steps": 1, "save_strategy": "no", "gradient_checkpointing": False}  # fmt: skip
-    trl.GRPOConfig = partial(GRPOConfig, **here)
+    adapter.EDGRPOConfig = partial(EDGRPOConfig, **here)
     found = {}
     exec(code, found)
     return sorted(set().union(*found["trainer"].state.log_history))
@@ -248,6 +280,7 @@ def main(loss_types: str, results: str) -> None:
     output = {"grpo": {name: grpo(name) for name in loss_types.split(",")}, "novelty": novelty()}
     if alone:
         output |= {"dpo": dpo(), "refused": refused_schedule(), "example": example_of_the_docs()}
+        output["command"] = by_command()
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(output, Path(results))
 

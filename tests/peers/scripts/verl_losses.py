@@ -1,6 +1,7 @@
 """Runs verl with nemo_edo's plugin, in an environment that has verl: python verl_losses.py RESULTS.pt."""
 
 import sys
+import warnings
 from functools import cache
 
 import numpy as np
@@ -77,6 +78,13 @@ def refusal(*overrides: str) -> str:
     return ""
 
 
+def warnings_of(*overrides: str) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert refusal(*overrides) == ""
+    return "; ".join(str(one.message) for one in caught if "rollout." in str(one.message))
+
+
 def advantages() -> dict:
     """verl's ``grpo`` estimator and ours, for groups of 3, 2 and 1 with strings as ids."""
     index = np.array(["a", "b", "a", "b", "a", "c"], dtype=object)
@@ -117,11 +125,22 @@ def main(results: str) -> None:
             },
             "batch": {name: batch(False)[name] for name in ("old_log_probs", "response_mask", "rollout_is_weights")},
             "advantages": advantages(),
+            "bases": {
+                name: loss_of(*EXPLORED, f"+{ACTOR}.policy_loss.base_loss={name}")["loss"]
+                - loss_of(f"{ACTOR}.policy_loss.loss_mode={name}")["loss"]
+                for name in ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "sapo", "dppo_tv")
+            },
             "refused": {
                 "several": refusal(*gpus, *several, *EXPLORED), "one": refusal(*gpus, *one, *EXPLORED),
                 "one without the term": refusal(*gpus, *one, *ZERO),
                 "no coefficient": refusal(*gpus, *several, *EXPLORED[:2]),
                 "no settings": refusal(*gpus, *several, EXPLORED[0]),
+                "another mode": refusal(*gpus, *several, f"{ACTOR}.policy_loss.loss_mode=gspo", *EXPLORED[1:]),
+                "no mode": refusal(*gpus, *several, *EXPLORED[1:]),
+                "misspelled": refusal(*gpus, *several, *EXPLORED, f"+{ACTOR}.policy_loss.log_ratio_flor=-1"),
+                "unknown base": refusal(*gpus, *several, *EXPLORED, f"+{ACTOR}.policy_loss.base_loss=vanila"),
+                "cut": warnings_of(*gpus, *several, *EXPLORED, "actor_rollout_ref.rollout.top_p=0.9"),
+                "whole": warnings_of(*gpus, *several, *EXPLORED),
             },
         }, results,
     )  # fmt: skip

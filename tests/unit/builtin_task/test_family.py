@@ -55,7 +55,7 @@ def test_the_warm_up_is_right_without_mistakes_and_wrong_with_them(name: str):
     for share, noise, expected in ((0.0, 0.0, 60), (1.0, 0.0, 0)):
         made = make(name, **SIZES, weak_fact_share=share, weak_fact_accuracy=0.0, step_noise=noise)["warmup"]
         right = [
-            score([problem.solution], [problem.metadata], [True]) == [1.0]
+            score([problem.solution], [problem.metadata], [True])[0]["score"] == 1.0
             if name == "change" else final_answer(problem.solution) == problem.answer for problem in made
         ]
         # With every fact wrong a chain can be right by chance, and gcd's remainder of 1 has no wrong one.
@@ -89,7 +89,14 @@ def test_a_tokenizer_of_the_tasks_words_gives_every_text_back(name: str, tmp_pat
 ])
 def test_change_takes_any_payment_of_the_amount_and_no_other(text: str, right: bool):
     facts = {"metadata": [{"amount": 14, "coins": [4, 5, 9]}] * 2, "finished": [True, False]}
-    assert score(responses=[text] * 2, **facts) == [float(right), 0.0]
+    assert [one["score"] for one in score(responses=[text] * 2, **facts)] == [float(right), 0.0]
+
+
+def test_votes_on_change_compare_the_coins_that_are_paid_in_any_order_and_no_verdict():
+    texts = ["14 - 5 = 9\n9 - 9 = 0\n#### 0", "14 - 9 = 5\n5 - 5 = 0\n#### 0", "14 - 9 = 6\n6 - 5 = 1\n#### 1",
+             "14 - 4 = 10\n10 - 5 = 5\n5 - 5 = 0\n#### 0", "14 - 5 is 9\n#### 0", "#### 0", ""]  # fmt: skip
+    found = score(texts, [{"amount": 14, "coins": [4, 5, 9]}] * len(texts), [True] * len(texts))
+    assert [one["vote"] for one in found] == ["5 9", "5 9", "5 9", "4 5 5", None, None, None]
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -169,6 +169,14 @@ def test_every_temperature_has_its_own_metrics_and_the_best_is_chosen_on_trainin
         "vote@4, temperature 0.5", "vote@4, best temperature"]
 
 
+def test_without_an_answer_in_any_response_there_are_no_votes_and_no_best_temperature():
+    tuning = Tuning(PROBLEMS[:1], sampling_requests(PROBLEMS[:1], {PROBLEMS[0].id: (3,)}, SAMPLES, 42, "tune"))
+    evaluation, _, _ = evaluate(lambda *_: "no answer", tuning=tuning, temperature=[1.0, 0.5], tuning_problems=1)
+    names = {name.partition("/")[0] for name in evaluation.metrics}
+    assert not names & {f"vote@{SAMPLES}", "distinct_answers", "answer_entropy", "best_temperature"}
+    assert {"accuracy", "pass@4", "distinct_4"} <= names
+
+
 class Softmax:
     """A policy whose logits depend on the position alone, with its engine; it trains at one temperature."""
 

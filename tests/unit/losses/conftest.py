@@ -16,7 +16,7 @@ def _random_batch(seed: int, sequences: int = 6, tokens: int = 5) -> SimpleNames
 
     lengths = torch.randint(0, tokens + 1, (sequences,), generator=generator)
     lengths[:3] = torch.tensor([tokens, 1, 0])
-    old = -normal(sequences, tokens).abs() - 0.1
+    old = -normal(sequences, tokens).abs() - 2
     return SimpleNamespace(
         old=old,
         logprobs=(old + 0.3 * normal(sequences, tokens)).requires_grad_(),

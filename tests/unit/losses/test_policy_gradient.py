@@ -338,8 +338,8 @@ def test_metrics_tell_the_mean_weight_and_the_share_of_bounded_tokens(changes, w
     ratios = torch.tensor([[4.0, 1.5, 0.5, 2.0, 9.0]], dtype=torch.float64)
     zeros, mask = torch.zeros(1, 5, dtype=torch.float64), torch.tensor([[1, 1, 1, 1, 0]])
     term, metrics = grpo_loss(
-        zeros, zeros, zeros, torch.ones(1), mask, config(aggregation="token-mean", **changes),
-        sampler_logprobs=-ratios.log(),
+        zeros - 2, zeros - 2, zeros - 2, torch.ones(1), mask, config(aggregation="token-mean", **changes),
+        sampler_logprobs=-2 - ratios.log(),
     )
     assert metrics["sampler_weight"].mean().item() == pytest.approx(weight)
     assert metrics["sampler_bounded"].mean().item() == bounded

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, permutation_test
 from sklearn.metrics import cohen_kappa_score
 
-from nemo_edo.metrics import SolvedAndLost, holm, mcnemar, paired_permutation_test, solved_and_lost
+from nemo_edo.metrics import (
+    SolvedAndLost,
+    detectable,
+    holm,
+    mcnemar,
+    mean_p_value,
+    paired_difference,
+    paired_permutation_test,
+    solved_and_lost,
+)
 from nemo_edo.metrics.paired import cohen_kappa
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
@@ -86,3 +95,45 @@ def test_kappa_is_scikit_learns(counts):
 ])
 def test_kappa_in_closed_form(counts, kappa):
     assert cohen_kappa(*counts) == kappa
+
+
+def test_a_paired_interval_leaves_out_0_exactly_where_its_p_value_is_below_005():
+    rng, ones, sides = np.random.default_rng(0), np.ones(30), set()
+    for shift in np.linspace(0, 0.3, 60):
+        a, b = np.clip(rng.normal([[0.5 + shift], [0.5]], 0.25, (2, 30)), 0, 1)
+        interval, p = paired_difference(a, ones, b, ones, resamples=999, seed=1)
+        assert (p < 0.05) == (not interval.low <= 0 <= interval.high) and interval.low <= interval.mean <= interval.high
+        assert p == pytest.approx(paired_permutation_test(a, b), abs=0.07)
+        sides.add(p < 0.05)
+    assert sides == {True, False}
+
+
+@pytest.mark.parametrize(("shift", "shape", "samples"), [(0, 1, 10), (0.1, 1, 10), (0.1, 0.3, 10), (0.15, 1, 1)])
+def test_paired_intervals_of_thirty_problems_cover_the_difference_95_times_in_100(shift, shape, samples):
+    """500 sets: of .93 and .97 a share is beyond .91 and .99 with probability .05 and .001."""
+    rng, ones = np.random.default_rng(2), np.ones(30)
+    chances = rng.beta(shape, shape, 10**6)
+    truth, held = (np.minimum(chances + shift, 1) - chances).mean(), 0
+    for place in range(500):
+        chances = rng.beta(shape, shape, 30)
+        a, b = (rng.binomial(samples, one) / samples for one in (np.minimum(chances + shift, 1), chances))
+        interval, _ = paired_difference(a, ones, b, ones, resamples=999, seed=place)
+        held += interval.low <= truth <= interval.high
+    assert 0.91 <= held / 500 <= 0.985
+
+
+def test_one_problem_more_or_less_is_no_difference_and_ratios_weigh_problems_by_their_counts():
+    ones, one = np.ones(30), np.eye(30)[0]
+    interval, p = paired_difference(one, ones, 0 * one, ones, resamples=999, seed=0)
+    assert interval.low <= 0 < interval.mean < interval.high and p > 0.05
+    counts = np.arange(1.0, 31.0)
+    interval, _ = paired_difference(counts * 0.5, counts, ones * 0.25, ones, resamples=99, seed=0)
+    assert (interval.low, interval.mean, interval.high) == pytest.approx((0.25, 0.25, 0.25))
+
+
+def test_the_detectable_difference_is_found_with_probability_08():
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(5)
+    least = detectable(values, level=0.01)
+    found = np.mean([mean_p_value(least + values.std(ddof=1) * rng.standard_normal(5)) < 0.01 for _ in range(4000)])
+    assert found == pytest.approx(0.8, abs=0.03) and math.isnan(detectable([1.0]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.metrics import expected_vote_score, majority_at_k, pass_at_k
+from nemo_edo.metrics import expected_vote_score, majority_at_k, pass_at_k, vote_success
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 votes = st.lists(st.sampled_from(["a", "b", "c", None]), min_size=1, max_size=7)
@@ -58,3 +58,16 @@ def test_beyond_the_exact_form_an_estimate_converges_to_it_and_its_seed_fixes_it
     assert majority_at_k(answers, "a", 5, seed=3) != majority_at_k(answers, "a", 5, seed=4)
     assert majority_at_k(answers, "a", 10) == 1.0
     assert majority_at_k(["a"] + 9 * [None], "a", 5) == pytest.approx(0.5, abs=0.045)  # no vote is no win
+
+
+@given(answers=votes)
+def test_where_answers_decide_a_votes_success_is_that_it_gives_a_right_answer(answers):
+    score = expected_vote_score(answers, "a") + expected_vote_score(answers, "b")
+    assert vote_success(answers, [answer in ("a", "b") for answer in answers]) == pytest.approx(score)
+
+
+def test_where_all_state_the_same_a_vote_is_right_as_often_as_they_are_and_no_verdict_elects():
+    assert [vote_success(["0"] * 10, [True] * k + [False] * (10 - k)) for k in (4, 5, 6)] == [0.4, 0.5, 0.6]
+    assert vote_success(["0", "0", "0", "1", None], [True, False, False, True, True]) == pytest.approx(1 / 3)
+    assert vote_success(["0", "1", None], [True, False, True]) == 0.5
+    assert vote_success([None, None], [True, True]) == 0.0

@@ -12,7 +12,7 @@ from nemo_edo.report.conclusions import conclusions, terminal_table
 from nemo_edo.report.run_set import find_runs, read_runs
 
 HALF = np.tile([0.0, 1.0], 40)
-STRAIGHT = ((0.3, 0.3), (0.6, 0.2))
+STRAIGHT = ((0.3, 0.3), (0.45, 0.25), (0.6, 0.2))
 PAPER, FLOOR, ALONE = "ED-GRPO, the paper's alpha", "ED-GRPO 0.3, floor -0.1", "ED-GRPO α=0.1"
 
 
@@ -40,8 +40,8 @@ VERDICTS = ("better", "worse", "higher", "lower", "exceed")
     ({"explorer": HALF * 0 + 1, "again": HALF * 0.5},
      ["GRPO, trained again with other samples, differs from itself by 0.250. One seed gives no verdict"]),
     ({"entropy": 1.0, "well_formed": 0.1}, ["broke down: only 10% of its answers are well-formed"]),
-    ({"curve": ((0.3, 0.3), (0.5, 0.28))},
-     ["0.410", "GRPO 0.263; Explorer 0.289 (+0.026); Bonus 0.263 (+0.000)", "carry no interval"]),
+    ({"curve": ((0.3, 0.3), (0.4, 0.29), (0.5, 0.28))},
+     ["0.410", "GRPO 0.263; Explorer 0.295 (+0.031); Bonus 0.263 (+0.000)", "carry no interval"]),
     ({"curve": ((0.3, 0.3), (0.3, 0.28))}, ["Explorer is left out of the matched", "never left the start"]),
 ])
 def test_words_of_one_seed_have_values_and_the_noise_and_no_verdict(changes: dict, said: list):

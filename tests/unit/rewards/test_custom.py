@@ -26,6 +26,7 @@ def everything(*, question, response, answer, metadata, **rest):
 def parts(*, finished): return {"style": 0.25, "finished": finished}
 def batch(responses, *, metadata): return np.array([len(r) * m["weight"] for r, m in zip(responses, metadata)])
 def constant(response): return True
+def letters(response): return {"score": 1, "vote": "".join(sorted(response)) if response.isalpha() else None}
 
 def on(what):
     def call(*, response):
@@ -33,6 +34,7 @@ def on(what):
         return what()
     return call
 nan, text, bad_part = on(lambda: float("nan")), on(lambda: "1"), on(lambda: {"score": 1, "style": None})
+bad_vote = on(lambda: {"score": 1, "vote": 2})
 raises, leaves, dies, slow = on(lambda: {}["key"]), on(exit), on(lambda: os._exit(7)), on(lambda: time.sleep(60))
 def too_few(*, responses): return [1.0]
 huge, digits = on(lambda: 1e200), on(lambda: 10**400)
@@ -105,19 +107,22 @@ def test_the_reward_is_the_weighted_sum_of_scores_and_parts_are_kept(scorer, pat
     assert found[0].parts == parts
 
 
-def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_only_its_answer_is_the_problems(scorer):
+def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_answers_are_what_responses_state(scorer):
     texts = ["#### 2", "#### 1,5", "#### 3", "#### a\nb"]
     found = scorer("everything", success_at=106).score(rollouts(texts), PROBLEMS)
-    assert [(one.success, one.answer) for one in found] == [
-        (False, "2 (no success)"), (False, "1,5"), (True, "3"), (True, "3")]  # fmt: skip
-    cut = scorer("constant").score(rollouts(["#### 2"], finished=False), PROBLEMS)
-    assert [(one.reward, one.success, one.answer) for one in cut] == [(1.0, False, None)]
+    assert [(one.success, one.answer) for one in found] == [(False, "2"), (False, "1,5"), (True, "3"), (True, "a\nb")]
+    found = scorer("constant", "letters").score(rollouts(["ba", "#### 2", "ab"]), PROBLEMS)
+    assert [(one.reward, one.answer, one.parts) for one in found] == [
+        (2.0, answer, {"constant": 1, "letters": 1}) for answer in ("ab", None, "ab")]  # fmt: skip
+    cut = scorer("letters").score(rollouts(["#### 2", "ab"], finished=False), PROBLEMS)
+    assert [(one.reward, one.success, one.answer) for one in cut] == [(1.0, False, None)] * 2
 
 
 @pytest.mark.parametrize(("path", "before", "message"), [
     ("nan", 2, "returned nan (float)"),
     ("text", 2, "returned '1' (str)"), ("huge", 2, "returned 1e+200 (float)"), ("digits", 2, "returned 1000"),
     ("bad_part", 2, "returned None (NoneType) as 'style'"),
+    ("bad_vote", 2, "returned 2 (int) as 'vote'; expected the answer as a text, or None"),
     ("raises", 2, "raised KeyError: 'key' (/"),
     ("leaves", 2, "raised SystemExit"),
     ("dies", 2, "ended its process (exit status 7)"),

@@ -36,7 +36,6 @@ def test_verdicts_on_the_answer_pairs_are_correct_except_for_the_known_errors(ve
     verdicts = verifier.verify([(gold, boxed(rf"\boxed{{{answer}}}") or "") for _, gold, answer, _ in PAIRS])
     accepted, refused = set(), set()
     for (_, gold, answer, right), verdict in zip(PAIRS, verdicts, strict=True):
-        assert verdict.correct == (verdict.answer == gold)
         if verdict.correct != (right == "1"):
             (accepted if verdict.correct else refused).add((gold, answer))
     assert accepted == WRONGLY_ACCEPTED and len(refused) <= WRONGLY_REFUSED
@@ -44,8 +43,8 @@ def test_verdicts_on_the_answer_pairs_are_correct_except_for_the_known_errors(ve
 
 
 @pytest.mark.parametrize(("text", "reward", "answer", "well_formed", "reason"), [
-    (r"It is \boxed{0.5}.", 1.0, r"\frac{1}{2}", True, "correct"),
-    (r"\boxed{3}, no, \boxed{2/4}", 1.0, r"\frac{1}{2}", False, "correct"),
+    (r"It is \boxed{0.5}.", 1.0, "1/2", True, "correct"),
+    (r"\boxed{3}, no, \boxed{2/4}", 1.0, "1/2", False, "correct"),
     (r"It is \boxed{\sqrt{2}}", 0.0, "sqrt(2)", True, r"final answer sqrt(2), expected \frac{1}{2}"),
     (r"\boxed{ }", 0.0, None, False, "no final answer"),
 ])
@@ -56,14 +55,15 @@ def test_reward_answer_and_reason_of_a_response(verifier, text, reward, answer, 
     assert (cut.reward, cut.answer, cut.reason) == (0.0, None, "did not finish")
 
 
-def test_equal_answers_share_their_votes_right_or_wrong_whatever_other_answers_there_are(verifier):
+def test_equal_answers_share_their_votes_whatever_is_right_and_whatever_other_answers_there_are(verifier):
     answers = answers_of(verifier, "7", "7", "7.0", r"\frac{1}{2}", "0.5", r"\frac{2}{4}", "x=7")
     assert answers == ["7", "7", "1/2", "1/2", "1/2", "7"]
     assert expected_vote_score(answers, "7") == 0.5
     assert majority_vote(answers[:5]) == "1/2"
     wrong = ["(x+1)^2", "x^2+2x+1", r"\{2,1\}", "1, 2", r"\sqrt{8}"]
     together = answers_of(verifier, "0", *wrong)
-    assert together == [answers_of(verifier, "0", one)[0] for one in wrong] and len(set(together)) == 3
+    assert together == [answers_of(verifier, gold, one)[0] for gold, one in zip(reversed(wrong), wrong, strict=True)]
+    assert together == answers_of(verifier, wrong[0], *wrong) and len(set(together)) == 3
 
 
 class CountingPool:
@@ -87,7 +87,7 @@ def test_each_distinct_pair_is_verified_once_and_failures_are_counted_each_time(
     with pytest.warns(UserWarning, match="verification timed out: 3"):
         verdicts = counting.verify([("x", "hang"), ("x", "same"), ("x", "hang"), ("y", "same"), ("x", "hang")])
     assert verdicts[0] == Verdict(False, "hang", UNVERIFIED + "timed out")
-    assert verdicts[1] == Verdict(True, "x")
+    assert verdicts[1] == Verdict(True, "form")
     with pytest.warns(UserWarning):
         counting.verify([("x", "hang")])
     assert pool.asked == [("x", "hang"), ("x", "same"), ("y", "same")]
