@@ -15,6 +15,9 @@ FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 class PrecisionConfig(Section):
     dtype: Annotated[str, one_of("fp32", "bf16")] = "fp32"
     """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
+    tf32: bool = False
+    """Whether GPUs may compute fp32 products in TF32, of 11 bits: several times as fast. Of a bf16 model it concerns
+    what is kept in fp32."""
     fp8: Optional[Annotated[str, one_of("hybrid", "e4m3")]] = None
     """Number format of the layers' matrix products: hybrid, e4m3 forward and e5m2 for gradients; e4m3 for both; null:
     that of ``dtype``. It needs dtype bf16, Transformer Engine and a GPU that has them."""
