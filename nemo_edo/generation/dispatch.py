@@ -54,7 +54,7 @@ class Dispatcher:
         self._replicas = replicas
         self._settings = settings
         self._after_restart = after_restart
-        self._answers, self._tokens, self._seconds = 0, 0, 0.0
+        self._measured, self._tokens, self._seconds = 0, 0, 0.0
         """Of the requests so far."""
 
     def post_all(
@@ -149,18 +149,16 @@ class Dispatcher:
         """Seconds that a request may take, its wait in the server's queue included."""
         if self._settings.request_limit_s is not None:
             return self._settings.request_limit_s
-        measured = self._answers >= MEASURED_ANSWERS and self._tokens
-        of_a_token = PACE_FACTOR * self._seconds / self._tokens if measured else ASSUMED_TOKEN_S
+        is_known = self._measured >= MEASURED_ANSWERS
+        of_a_token = PACE_FACTOR * self._seconds / self._tokens if is_known else ASSUMED_TOKEN_S
         return limit_s(body.get("max_tokens", 0), of_a_token)
 
     def _measure(self, answer: Any, seconds: float) -> None:
         tokens = (answer.get("usage") or {}).get("completion_tokens") if isinstance(answer, dict) else None
         if tokens:
-            self._answers, self._tokens, self._seconds = (
-                self._answers + 1,
-                self._tokens + tokens,
-                self._seconds + seconds,
-            )
+            self._measured += 1
+            self._tokens += tokens
+            self._seconds += seconds
 
     def _with_room(self) -> list[_ReplicaState]:
         return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
