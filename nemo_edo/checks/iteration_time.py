@@ -126,7 +126,10 @@ def generation_seconds(plan: Iteration) -> float:
     cached = 2 * shape.num_layers * shape.key_width * number  # a token's keys and values in all layers
     weights = shape.parameters * number
     room = CACHE_SHARE * size * plan.stages * GPU_BYTES - weights
-    mean_length = plan.prompt + plan.response / 2
+    # A token's mean position: long responses have most tokens. With lengths as spread as mean and longest tell, up to
+    # an exponential distribution's spread.
+    spread = min(1.0, (plan.longest / plan.response - 1) ** 2 / 3)
+    mean_length = plan.prompt + plan.response / 2 * (1 + spread)
     each = plan.samples / (plan.server_gpus // (size * plan.stages))
     fits = room / (cached * (plan.prompt + plan.response))
     if fits < 1:

@@ -70,26 +70,26 @@ class Simulated(CompletionsServer):
                 self.queue, self.running, self.aborts = [], [], False
             left, before = (now - before) * FASTER, now
             self.busy += left if self.running else 0.0
-            # A response that waits gets in where the others, as long as they are now, leave room for it.
-            while self.queue and self.used() + self.prompt * self.cached < 0.97 * self.room:
-                self.running.append(self.queue.pop(0))
-            while left > 0 and self.running:
+            while left > 0 and (self.running or self.queue):
+                while self.queue and self.used() + self.size(self.queue[0]) < 0.97 * self.room:
+                    self.running.append(self.queue.pop(0))
                 step = (self.weights_bytes + self.used()) / (GPU_BANDWIDTH * DECODING_BANDWIDTH)
                 nearest = min(length - done for done, length, _ in self.running)
-                steps = min(nearest, left / step)
-                left -= max(steps, 1e-6) * step
+                steps = max(1.0, min(nearest, left / step, 100.0))
+                left -= steps * step
                 for entry in list(self.running):
                     entry[0] += steps
-                    if entry[0] >= entry[1] - 1e-6:
+                    if entry[0] >= entry[1]:
                         self.running.remove(entry)
                         entry[2].set_result(None)
-                while self.used() > self.room and len(self.running) > 1:  # the newest begins again, as vLLM's does
-                    entry = self.running.pop()
-                    entry[0] = 0.0
-                    self.queue.insert(0, entry)
+                while self.used() > self.room and len(self.running) > 1:  # the newest waits again, as vLLM's does
+                    self.queue.insert(0, self.running.pop())
+
+    def size(self, entry) -> float:
+        return (self.prompt + entry[0]) * self.cached
 
     def used(self) -> float:
-        return sum(self.prompt + done for done, _, _ in self.running) * self.cached
+        return sum(map(self.size, self.running))
 
 
 @pytest.fixture
