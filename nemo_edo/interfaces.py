@@ -20,6 +20,31 @@ class GenerationEngine(Protocol):
         """One rollout for each request, in the order of the requests."""
 
 
+class Arrivals(Protocol):
+    """Takes responses while others are generated."""
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Some responses that have ended, a sign of life. From any thread; returns at once."""
+
+    def alive(self) -> None:
+        """A sign of life without any. From any thread."""
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop. From any thread."""
+
+
+class StreamingEngine(GenerationEngine, Protocol):
+    """Hands over responses as they end."""
+
+    takes_all: bool
+    """Whether it wants all requests at a time: a part's end leaves servers idle. Otherwise it gets them in parts."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, arrivals: Arrivals | None = None
+    ) -> list[Rollout]:
+        """As any engine; what it returns, ``arrivals`` may have already."""
+
+
 class Scorer(Protocol):
     """Scores responses."""
 

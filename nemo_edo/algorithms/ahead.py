@@ -7,7 +7,7 @@ after a restart.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -18,9 +18,11 @@ from nemo_edo.algorithms.progress import Ahead, Position, Progress
 from nemo_edo.algorithms.samples import generate_samples
 from nemo_edo.algorithms.services import Services
 from nemo_edo.errors import RunStopped
-from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
+
+LOOKED_EVERY_S = 0.5
+"""How often a training that waits for responses looks whether it is asked to stop."""
 
 
 class InBackground(Ahead):
@@ -31,17 +33,14 @@ class InBackground(Ahead):
         self.speed: dict[str, float] = {}
         self.stop = Event()
         self._clock, self._plan = run.clock, plan
-        self._run = replace(run, progress=_Stoppable(self.stop), clock=PhaseClock())
+        self._progress = run.progress
+        self._waits = Event()
+        self._run = replace(run, progress=_Stoppable(self.stop, self._waits, run.progress), clock=PhaseClock())
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate ahead")
         self._running: Future | None = None
 
-    def engine(self) -> GenerationEngine:
-        """The engine that generates the next samples."""
-        return self._run.engine
-
     def begin(self, iteration: int) -> None:
-        run = replace(self._run, engine=self.engine())
-        self._running = self._pool.submit(generate_samples, run, self._plan, Position(iteration))
+        self._running = self._pool.submit(generate_samples, self._run, self._plan, Position(iteration))
 
     def is_done(self) -> bool:
         return self._running is None or self._running.done()
@@ -49,8 +48,12 @@ class InBackground(Ahead):
     def finish(self) -> None:
         if self._running is not None:
             running, self._running = self._running, None
+            self._waits.set()
             with self._clock.phase("wait"):
+                while not wait([running], LOOKED_EVERY_S).done:
+                    self._progress.stop_if_asked()
                 self.speed = running.result().speed
+            self._waits.clear()
 
     def close(self) -> None:
         self.stop.set()
@@ -59,14 +62,21 @@ class InBackground(Ahead):
 
 
 class _Stoppable(Progress):
-    """Ends generation between two parts."""
+    """Ends generation. Its signs of life count while the training ``waits`` for it: otherwise that gives its own."""
 
-    def __init__(self, stop: Event) -> None:
-        self._stop = stop
+    def __init__(self, stop: Event, waits: Event, training: Progress) -> None:
+        self._stop, self._waits, self._training = stop, waits, training
 
     def reached(self, position: Position, *, saves: bool = True) -> None:
+        self.stop_if_asked()
+
+    def alive(self) -> None:
+        if self._waits.is_set():
+            self._training.alive()
+
+    def stop_if_asked(self) -> None:
         if self._stop.is_set():
-            raise RunStopped(f"stopped, with the finished parts of iteration {position.iteration} saved")
+            raise RunStopped("stopped, with the responses that had ended saved")
 
 
 class SavesBetween(Progress):
@@ -85,6 +95,12 @@ class SavesBetween(Progress):
         if position.step:
             self._ahead.finish()  # an error that ended it is raised now, not at the iteration's end
         self._progress.reached(position, saves=saves)
+
+    def alive(self) -> None:
+        self._progress.alive()
+
+    def stop_if_asked(self) -> None:
+        self._progress.stop_if_asked()
 
     def save(self, position: Position) -> None:
         if position.step:

@@ -23,7 +23,7 @@ class Plan:
     seed: int
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     part_size: int = 2048
-    """Responses that are generated, and put on disk, at a time."""
+    """Responses that are put on disk at a time, and in process generated."""
     lag: int = 0
     """Iterations by which the sampling policy lags behind the trained one: 1 for one-step-off generation."""
     keeps_stale: bool = False

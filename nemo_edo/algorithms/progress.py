@@ -34,6 +34,12 @@ class Progress:
         saved, if the run is asked to stop. saves: False where the training cannot resume from here; once stopped, it
         resumes from the last checkpoint."""
 
+    def alive(self) -> None:
+        """A sign of life while responses are generated, from any thread."""
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop while responses are generated, from any thread."""
+
     def save(self, position: Position) -> None:
         """Saves now, whether a checkpoint is due or not."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 from nemo_edo.types import GenerationRequest, Problem
 
@@ -24,14 +23,3 @@ def sampling_requests(
         for problem in problems
         for index in range(samples)
     ]
-
-
-def group_parts(requests: Sequence[GenerationRequest], size: int) -> list[list[GenerationRequest]]:
-    """The requests in parts of at most ``size``; those to one problem, which follow each other, stay in one part."""
-    parts: list[list[GenerationRequest]] = [[]]
-    for _, group in groupby(requests, key=lambda request: request.problem_id):
-        together = list(group)
-        if parts[-1] and len(parts[-1]) + len(together) > size:
-            parts.append([])
-        parts[-1] += together
-    return [part for part in parts if part]

@@ -9,10 +9,9 @@ from nemo_edo.algorithms.collection import by_problem, response_statistics
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.progress import Position
-from nemo_edo.algorithms.requests import group_parts
 from nemo_edo.algorithms.services import Services
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.resumable import Parts, require_version
+from nemo_edo.rollouts.resumable import Parts, Watch, require_version
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Problem, ScoredRollout
 
@@ -59,12 +58,18 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
 
 
 def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamples:
-    """Every part is on disk before the next begins, and what an earlier, killed process left there is not generated
-    again. A bounded number of extra rounds replaces the groups that dynamic sampling drops."""
+    """What ends goes to disk while the rest is generated, and what an earlier, killed process left there is not
+    generated again. A bounded number of extra rounds replaces the groups that dynamic sampling drops."""
     t = here.iteration
-    parts = Parts(run.store, t, plan.versions(t))
+
+    def begin_part() -> None:
+        with run.clock.phase("checkpoint"):
+            run.progress.reached(here)
+
+    watch = Watch(begin_part, run.progress.alive, run.progress.stop_if_asked)
+    parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, watch=watch)
     run.scorer.begin(parts.earlier)
-    everything = _responses(run, plan, here, parts, plan.collection_problems(t))
+    everything = _responses(run, plan, t, parts, plan.collection_problems(t))
     if not plan.is_dynamic:
         return IterationSamples(everything, everything, parts.speed)
     kept, substitutes = keep_informative(everything), plan.substitutes(t)
@@ -73,24 +78,14 @@ def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamp
         if not missing or not substitutes:
             break
         problems, substitutes = substitutes[:missing], substitutes[missing:]
-        more = _responses(run, plan, here, parts, problems)
+        more = _responses(run, plan, t, parts, problems)
         everything, kept = everything + more, kept + keep_informative(more)
     return IterationSamples(everything, kept, parts.speed)
 
 
-def _responses(
-    run: Services, plan: Plan, here: Position, parts: Parts, problems: Sequence[Problem]
-) -> list[ScoredRollout]:
-    """Scored responses to the problems, a part at a time; the run may stop before each part."""
-    responses: list[ScoredRollout] = []
-    for requests in group_parts(plan.requests(problems, here.iteration), plan.part_size):
-        part = parts.on_disk(requests)
-        if not part:
-            with run.clock.phase("checkpoint"):
-                run.progress.reached(here)
-            part = parts.generate(requests, run.engine, run.scorer, plan.sampling_params, plan.problems, run.clock)
-        responses += part
-    return responses
+def _responses(run: Services, plan: Plan, t: int, parts: Parts, problems: Sequence[Problem]) -> list[ScoredRollout]:
+    requests, sampling = plan.requests(problems, t), plan.sampling_params
+    return parts.responses(requests, run.engine, run.scorer, sampling, plan.problems, run.clock)
 
 
 def stored_samples(plan: Plan, t: int, given: RolloutStore) -> IterationSamples:

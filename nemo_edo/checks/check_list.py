@@ -60,8 +60,11 @@ CHECKS = [
     Check("machine", "all-reduce", machine_checks.all_reduce, **RANKS,
           remedy="run with NCCL_DEBUG=INFO (GPUs) and see which interface is taken; NCCL_SOCKET_IFNAME, "
                  "GLOO_SOCKET_IFNAME"),
+    Check("precision", "fp32 products", numbers.products, needs=a_gpu,
+          remedy="start every process with NVIDIA_TF32_OVERRIDE=0 in its environment"),
     Check("precision", "fp32, as transformers", numbers.against_transformers,
           remedy="compare the versions with those that nemo-edo doctor expects: nothing below can be trusted"),
+    Check("precision", "tf32", SameNumbers("tf32"), needs=a_gpu, remedy="train with precision.tf32=false"),
     Check("precision", "bf16", SameNumbers("bf16"), remedy="train in fp32"),
     Check("precision", "fp8, tensorwise", SameNumbers("fp8 tensorwise"), needs=HOPPER, **FP8),
     Check("precision", "fp8, delayed", SameNumbers("fp8 delayed"), needs=HOPPER, **FP8),

@@ -228,8 +228,8 @@ def kept_of_layers(load: Workload) -> int:
     """Activations of a stage's layers and one micro-batch, with recomputation: of recomputed layers, the input of each
     group."""
     splits = load.parallelism
-    if splits.recompute_granularity != "full":  # selective: the fused attention keeps nothing more to recompute
-        return load.layers * layer_activation_bytes(load)
+    if splits.recompute_granularity != "full":
+        return load.layers * (layer_activation_bytes(load) - _recomputed_bytes(load))
     shares = splits.tensor_model_parallel_size if splits.sequence_parallel else 1
     tokens = load.tokens // splits.context_parallel_size
     layer_input = load.bytes_per_number * tokens * load.shape.hidden_size // shares
@@ -238,6 +238,22 @@ def kept_of_layers(load: Workload) -> int:
         return math.ceil(load.layers / group) * layer_input
     recomputed = min(group * load.chunks, load.layers)
     return recomputed * layer_input + (load.layers - recomputed) * layer_activation_bytes(load)
+
+
+def _recomputed_bytes(load: Workload) -> int:
+    """Activations of a layer that selective recomputation does not keep. The fused attention's core keeps none."""
+    splits, shape = load.parallelism, load.shape
+    if splits.recompute_granularity != "selective":
+        return 0
+    tensor, numbers = splits.tensor_model_parallel_size, 0.0
+    if "mlp" in splits.recompute_modules and not shape.num_moe_experts:
+        numbers += 3 * shape.ffn_hidden_size / tensor
+    if "moe" in splits.recompute_modules and shape.num_moe_experts:
+        rows = shape.moe_router_topk * load.expert_tensor / tensor
+        numbers += rows * (shape.hidden_size + 3 * shape.moe_ffn_hidden_size / load.expert_tensor)
+    if "layernorm" in splits.recompute_modules:
+        numbers += 2 * shape.hidden_size / (tensor if splits.sequence_parallel else 1)
+    return round(load.tokens // splits.context_parallel_size * load.bytes_per_number * numbers)
 
 
 def loss_layer_bytes(load: Workload) -> int:

@@ -7,7 +7,8 @@ share of the hardware's peak they reach is an assumption, fitted to two publishe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nemo_edo.config.model_shape import ModelShape
@@ -21,6 +22,8 @@ PROMPT_EFFICIENCY = 0.50
 """Assumed: share of the peak when prompts are read."""
 CACHE_SHARE = 0.90
 """Share of a server's memory that weights and cache may take together (vLLM's gpu_memory_utilization)."""
+STEP_OF_A_LAYER_S = 5e-4
+"""Assumed: time that Python takes, in the trainer's process, to launch a layer's kernels for one step of decoding."""
 REFIT_BANDWIDTH = 0.50
 """Assumed: share of the links' bandwidth, with the conversion of every tensor between Megatron's layout and Hugging
 Face's."""
@@ -41,6 +44,7 @@ class Iteration:
     server_gpus: int
     """GPUs of the servers; the trainer's, if they take turns."""
     server_tensor_parallel: int
+    """GPUs of a server. In process: ranks that share a layer."""
     samples: int
     prompt: int
     response: int
@@ -53,6 +57,12 @@ class Iteration:
     recomputation: bool = False
     """Whether the backward pass recomputes all layers' activations."""
     fp8: bool = False
+    stages: int = 1
+    """In process, pipeline stages, which take turns in each step."""
+    rows: float = math.inf
+    """Responses that one server, or the ranks of one model, decode at a time at most."""
+    in_process: bool = False
+    """Whether the trainer's process generates: in batches, each of which ends with its longest response."""
     overlapped: bool = False
     """Whether the next samples are generated while these are trained on (one step off policy)."""
 
@@ -77,14 +87,16 @@ class Times(NamedTuple):
 
 def iteration_times(plan: Iteration) -> Times:
     """Raises ValueError where the servers' tensor-parallel size does not divide their GPUs."""
-    if plan.server_gpus % plan.server_tensor_parallel:
-        raise ValueError(f"{plan.server_gpus} GPUs make no servers of {plan.server_tensor_parallel} GPUs each")
+    size = plan.server_tensor_parallel * plan.stages
+    if plan.server_gpus % size:
+        raise ValueError(f"{plan.server_gpus} GPUs make no servers of {size} GPUs each")
     length = plan.prompt + plan.response
     tokens = plan.samples * length
     forward = tokens * forward_flops(plan.shape, length) / (plan.gpus * plan.peak * TRAINING_EFFICIENCY)
     training = plan.epochs * forward * (4 if plan.recomputation else 3)
     logprobs = forward * (2 if plan.reference else 1)
-    generation, refit, trainer = generation_seconds(plan), refit_seconds(plan), logprobs + training
+    generation, trainer = generation_seconds(plan), logprobs + training
+    refit = 0.0 if plan.in_process else refit_seconds(plan)
     total = (max(generation, trainer) if plan.overlapped else generation + trainer) + refit
     gpus = plan.gpus + (0 if plan.server_gpus == plan.gpus and not plan.overlapped else plan.server_gpus)
     return Times(generation, logprobs, training, refit, total, tokens / total / gpus)
@@ -104,7 +116,8 @@ def matrix_parameters(shape: ModelShape) -> int:
 
 
 def generation_seconds(plan: Iteration) -> float:
-    """Time to read the prompts and generate all responses, on replicas that share them evenly.
+    """Time to read the prompts and generate all responses, on replicas that share them evenly; infinite where not even
+    one response has room.
 
     A step of decoding reads the weights once, and every running response's keys and values. All start together if the
     cache has room for them, otherwise in turns; the longest response decides when a turn ends.
@@ -112,20 +125,32 @@ def generation_seconds(plan: Iteration) -> float:
     size, shape, number = plan.server_tensor_parallel, plan.shape, 1 if plan.fp8 else 2
     cached = 2 * shape.num_layers * shape.key_width * number  # a token's keys and values in all layers
     weights = shape.parameters * number
-    room = CACHE_SHARE * size * GPU_BYTES - weights
-    mean_length = plan.prompt + plan.response / 2
-    each = plan.samples / (plan.server_gpus // size)
-    at_a_time = min(each, room / (cached * (plan.prompt + plan.response)))
-    if at_a_time < 1:
-        return float("inf")
+    room = CACHE_SHARE * size * plan.stages * GPU_BYTES - weights
+    # A token's mean position: long responses have most tokens. With lengths as spread as mean and longest tell, up to
+    # an exponential distribution's spread.
+    spread = min(1.0, (plan.longest / plan.response - 1) ** 2 / 3)
+    mean_length = plan.prompt + plan.response / 2 * (1 + spread)
+    each = plan.samples / (plan.server_gpus // (size * plan.stages))
+    fits = room / (cached * (plan.prompt + plan.response))
+    if fits < 1:
+        return math.inf
+    at_a_time = min(each, fits, plan.rows)
     bandwidth = size * GPU_BANDWIDTH * DECODING_BANDWIDTH
     # Rows times steps is the number of tokens, whatever the lengths are; weights are read in every step.
     steps = plan.longest if at_a_time == each else plan.response * each / at_a_time + plan.longest - plan.response
+    if plan.in_process:
+        steps = plan.longest * math.ceil(each / at_a_time)
+    launching = steps * shape.num_layers * STEP_OF_A_LAYER_S if plan.in_process else 0.0
     reading = steps * weights + each * plan.response * mean_length * cached
     peak = size * plan.peak * PROMPT_EFFICIENCY
     prompts = each * plan.prompt * forward_flops(shape, plan.prompt) / peak
     decoding = each * plan.response * forward_flops(shape, mean_length) / peak
-    return prompts + max(reading / bandwidth, decoding)
+    return prompts + max(reading / bandwidth, decoding, launching)
+
+
+def one_server(plan: Iteration, size: int) -> Iteration:
+    """The same on a single server of so many GPUs."""
+    return replace(plan, server_gpus=size, server_tensor_parallel=size)
 
 
 def refit_seconds(plan: Iteration) -> float:

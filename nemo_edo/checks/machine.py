@@ -77,19 +77,23 @@ class Machine:
     """The name of the check that runs."""
 
     @classmethod
-    def of_ranks(cls, folder: Path, *, limit_s: float, nodes: tuple[str, ...] = ()) -> Machine:
-        """This rank of a torchrun or a Slurm step, whose variables say where the store is. Raises torch's DistError
-        where the first rank cannot be reached."""
+    def of_ranks(
+        cls, folder: Path, *, limit_s: float, nodes: tuple[str, ...] = (), start_limit_s: float = 0.0
+    ) -> Machine:
+        """This rank of a torchrun or a Slurm step, whose variables say where the store is. start_limit_s: for ranks to
+        start, where it is more than limit_s. Raises torch's DistError where the first rank cannot be reached."""
         rank, world, store = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), None
         if world > 1:
             from torch.distributed import TCPStore
 
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            serves, limit = rank == 0 and os.environ.get(AGENT) != "True", timedelta(seconds=limit_s)
+            serves = rank == 0 and os.environ.get(AGENT) != "True"
+            limit = timedelta(seconds=max(limit_s, start_limit_s))
             store = TCPStore(address, port, is_master=serves, timeout=limit, wait_for_workers=False)
         scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_checks_"))
-        machine = cls([None] * world, folder, scratch, rank, nodes, store, limit_s)
-        machine = replace(machine, facts=machine.exchange("facts", facts_here(with_torch=world > 1)))
+        machine = cls([None] * world, folder, scratch, rank, nodes, store, max(limit_s, start_limit_s))
+        facts = machine.exchange("facts", facts_here(with_torch=world > 1))
+        machine = replace(machine, facts=facts, limit_s=limit_s)
         return replace(machine, forks=not machine.gpus)
 
     @classmethod

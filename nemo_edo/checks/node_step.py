@@ -25,6 +25,8 @@ from nemo_edo.checks.selftest import carried_out
 from nemo_edo.utils.slurm_tasks import variables_of_torchrun
 
 UNHEALTHY = 4
+START_LIMIT_S = 300.0
+"""How long the first process to start waits for the last one: a node may have to load the container's image."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nodes, begin = tuple(filter(None, args.nodes.split(","))), time.monotonic()
     faults: list[str] = []
     try:
-        # Half of it for a rank that does not come: the check ends with that.
-        machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes)
+        # Half of it for a rank that stops answering: the check ends with that. Containers start at different times.
+        machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes, start_limit_s=START_LIMIT_S)
         for check in CHECKS:
             if RunsIn.NODES not in check.runs_in:
                 continue

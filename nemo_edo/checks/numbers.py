@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from nemo_edo.checks.findings import Finding, failed, passed
 from nemo_edo.checks.iteration_time import TRAINING_EFFICIENCY, matrix_parameters
 from nemo_edo.checks.machine import Machine
 from nemo_edo.checks.machine_checks import seconds_of
+from nemo_edo.config import PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.types import TrainingBatch
 
@@ -41,6 +43,7 @@ FASTEST = "bf16 on GPUs, fp32 on CPUs"
 FP8 = {"dtype": "bf16", "fp8": "hybrid"}
 PRECISIONS = {
     "fp32": {"dtype": "fp32"},
+    "tf32": {"dtype": "fp32", "tf32": True},
     "bf16": {"dtype": "bf16"},
     **{f"fp8 {recipe}": {**FP8, "fp8_recipe": recipe} for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8")},
 }
@@ -56,13 +59,18 @@ class Bounds(NamedTuple):
     after: float
 
 
+BF16 = Bounds(0.15, 0.05, 0.1, 0.3)
 BOUNDS = {
     "fp32": Bounds(1e-4, 1e-4, 1e-3, 2e-3),
-    "bf16": Bounds(0.15, 0.05, 0.1, 0.3),
+    "tf32": Bounds(*(bound * 2**-3 for bound in BF16)),
+    "bf16": BF16,
     "fp8": Bounds(0.6, 0.2, 0.3, 1.0),
 }
-"""The bounds of bf16 and fp8 are estimates for this model until they have been measured on GPUs; a wrong layout, scale
-or mask is off by more."""
+"""TF32's numbers have three bits more than bf16's. The bounds of bf16 and fp8 are estimates for this model until they
+have been measured on GPUs; a wrong layout, scale or mask is off by more."""
+TF32_ERROR = 2**-14
+"""Relative error of a product, in the root mean square, above which it is no fp32 product: rounding both factors to 11
+bits costs 2^-11 / sqrt(6), fp32 less than 1e-6."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class SameNumbers:
         if machine.rank > 0:
             return passed("")
         # Last: if rank 0 failed before it met the others, they would wait for it.
-        return compared(found, reference(machine, self.model, self.algorithm), step.bounds)
+        return compared(found, reference(machine, self.model, self.algorithm), step.bounds(machine))
 
     def on(self, machine: Machine) -> SameNumbers:
         """The same check with what the machine decides filled in."""
@@ -118,9 +126,10 @@ class SameNumbers:
         parallelism = {**({name: size} if self.split else {}), **self.parallelism}
         return replace(self, precision=precision, parallelism=parallelism, world=self.world or bool(self.split))
 
-    @property
-    def bounds(self) -> Bounds:
-        return BOUNDS[self.precision.partition(" ")[0]]
+    def bounds(self, machine: Machine) -> Bounds:
+        """Of the arithmetic that the machine computes with."""
+        name = self.precision.partition(" ")[0]
+        return BOUNDS[arithmetic(machine) if name == "fp32" else name]
 
     def measured(self, machine: Machine, *, save: Path | None = None, load: Path | None = None) -> Measured:
         return machine.run(measure, machine.scratch / self.model, self, save, load, world=self.world)
@@ -135,6 +144,31 @@ def reference(machine: Machine, model: str, algorithm: str) -> Measured:
     if key not in _references:
         _references[key] = SameNumbers(algorithm=algorithm, model=model).measured(machine)
     return _references[key]
+
+
+def arithmetic(machine: Machine) -> str:
+    """Key of BOUNDS of what is to be fp32, by the products that this machine gives."""
+    return "tf32" if machine.gpus and max(product_errors(machine).values()) > TF32_ERROR else "fp32"
+
+
+_product_errors: dict[Path, dict[str, float]] = {}
+"""Of each machine's folder, once they are measured."""
+
+
+def product_errors(machine: Machine) -> dict[str, float]:
+    """Relative errors of fp32 products with precision.tf32=false, by what computes them."""
+    if machine.scratch not in _product_errors:
+        _product_errors[machine.scratch] = machine.run(errors_of_products, PrecisionConfig())
+    return _product_errors[machine.scratch]
+
+
+def products(machine: Machine) -> Finding:
+    """Whether precision.tf32 decides how fp32 products are computed."""
+    errors = product_errors(machine)
+    detail = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
+    if arithmetic(machine) == "fp32":
+        return passed(f"relative errors: {detail}", **errors)
+    return failed(f"with precision.tf32=false relative errors are {detail}: TF32's, whose bounds apply below", **errors)
 
 
 def compared(found: Measured, expected: Measured, bounds: Bounds) -> Finding:
@@ -163,14 +197,14 @@ def against_transformers(machine: Machine) -> Finding:
     """The reference of the other checks."""
     found = reference(machine, LLAMA, "grpo")
     expected = machine.run(of_transformers, machine.scratch / LLAMA)
-    return compared(found, replace(found, values=expected), BOUNDS["fp32"])
+    return compared(found, replace(found, values=expected), SameNumbers().bounds(machine))
 
 
 def token_by_token(machine: Machine) -> Finding:
     """Tokens sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
     step = SameNumbers(FASTEST).on(machine)
     sampled, whole = machine.run(generated, machine.scratch / LLAMA, step)
-    return _logprobs_compared(f"log-probabilities of {len(sampled)} tokens", sampled, whole, step.bounds)
+    return _logprobs_compared(f"log-probabilities of {len(sampled)} tokens", sampled, whole, step.bounds(machine))
 
 
 def checkpoint_at_another_layout(machine: Machine) -> Finding:
@@ -181,7 +215,7 @@ def checkpoint_at_another_layout(machine: Machine) -> Finding:
     if machine.rank > 0:
         return passed("")
     after = SameNumbers().measured(machine, load=folder)
-    return _logprobs_compared("log-probabilities", after.values[0], before.after, BOUNDS["fp32"])
+    return _logprobs_compared("log-probabilities", after.values[0], before.after, SameNumbers().bounds(machine))
 
 
 # --- what the processes of checks compute -----------------------------------------------------------------------------
@@ -248,7 +282,7 @@ def measure(folder: Path, step: SameNumbers, save: Path | None, load: Path | Non
 
 
 def build(folder: Path, step: SameNumbers):
-    from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+    from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig
     from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel
     from nemo_edo.models.megatron_gpt_model import model_config
 
@@ -294,6 +328,29 @@ def generated(folder: Path, step: SameNumbers) -> tuple[np.ndarray, np.ndarray]:
         mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
     whole = model.get_inference_log_probs(TrainingBatch(tokens, mask))[mask.bool()]
     return np.concatenate([rollout.response_logprobs for rollout in rollouts]), whole.numpy()
+
+
+def errors_of_products(precision: PrecisionConfig) -> dict[str, float]:
+    """Relative errors of fp32 products in the root mean square, by what computes them."""
+    import torch
+
+    from nemo_edo.megatron import platform
+    from nemo_edo.megatron.precision import allow_tf32
+
+    device = platform.enter()
+    allow_tf32(precision.tf32)
+    weight, rows = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).to(device)
+    layers = {"torch": torch.nn.Linear(256, 256, bias=False, device=device)}
+    if find_spec("transformer_engine") is not None:
+        from transformer_engine.pytorch import Linear
+
+        layers["Transformer Engine"] = Linear(256, 256, bias=False, params_dtype=torch.float32, device=device)
+    exact, errors = rows.double() @ weight.double().T, {}
+    for name, layer in layers.items():
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            errors[name] = float((layer(rows) - exact).norm() / exact.norm())
+    return errors
 
 
 def of_transformers(folder: Path) -> np.ndarray:

@@ -44,7 +44,7 @@ def preflight(cfg: RunConfig) -> RunConfig:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = machine.gpus()
     each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
-    return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus)
+    return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus, must_fit=bool(gpus))
 
 
 def check_data_paths(cfg: RunConfig) -> None:
@@ -84,33 +84,48 @@ def _check_model(cfg: RunConfig) -> ModelShape | None:
 
 
 def with_fitted_parallelism(
-    cfg: RunConfig, shape: ModelShape, world: int, local: int, each: int, *, cpu: bool = False
+    cfg: RunConfig, shape: ModelShape, world: int, local: int, each: int, *, cpu: bool = False, must_fit: bool = False
 ) -> RunConfig:
     """The config with a tensor-parallel size in place of null: the smallest that divides the processes and the model
-    and with which a process has enough memory by the doctor's estimate; where none has, the largest possible one.
+    and with which a process has enough memory by the doctor's estimate, with the optimizer's state split over the
+    data-parallel ranks where that is needed; where none has, the largest possible one.
 
     local: processes of a node, across which no layer is split. each: bytes for one process. Raises UserError where no
-    size is possible.
+    size is possible and, with must_fit, where a process has too little memory with all of them.
     """
     if cfg.parallelism.tensor_model_parallel_size is not None:
         return cfg
-    sizes = [_shared_by(cfg, size) for size in range(1, min(world, local) + 1) if world % size == 0]
+    sizes = [
+        _shared_by(cfg, size, shards=shards)
+        for size in range(1, min(world, local) + 1)
+        if world % size == 0
+        for shards in ((False, True) if size < world else (False,))
+    ]
     possible = [one for one in sizes if workload.is_possible(one, shape, world)]
     if not possible:
         workload.check_possible(sizes[0], shape, world)
 
-    def fits(one: RunConfig) -> bool:
+    def needs(one: RunConfig) -> int:
         ranks, known = world // one.parallelism.model_ranks, {s: workload.problems(one, s) for s in ("train", "test")}
         one = workload.for_estimate(one, ranks, **known)
-        return workload.fullest(one, shape, world, cpu=cpu, tested=known["test"]).total <= each
+        return workload.fullest(one, shape, world, cpu=cpu, tested=known["test"]).total
 
-    return next(filter(fits, possible), possible[-1])
+    chosen = next((one for one in possible if needs(one) <= each), possible[-1])
+    if must_fit and needs(chosen) > each:
+        size = chosen.parallelism.tensor_model_parallel_size
+        raise UserError(
+            f"parallelism=auto: by estimate a GPU needs {needs(chosen) / 1e9:.0f} GB of {each / 1e9:.0f} with "
+            f"tensor_model_parallel_size={size}, and more with less: nemo-edo doctor says what to change; naming a "
+            "size (parallelism.tensor_model_parallel_size) trains without this estimate"
+        )
+    return chosen
 
 
 def _alone(cfg: RunConfig) -> RunConfig:
     return cfg if cfg.parallelism.tensor_model_parallel_size is not None else _shared_by(cfg, 1)
 
 
-def _shared_by(cfg: RunConfig, processes: int) -> RunConfig:
+def _shared_by(cfg: RunConfig, processes: int, *, shards: bool = False) -> RunConfig:
     split = {"tensor_model_parallel_size": processes, "sequence_parallel": processes > 1}
+    split["use_distributed_optimizer"] = shards or cfg.parallelism.use_distributed_optimizer
     return replace(cfg, parallelism=replace(cfg.parallelism, **split))

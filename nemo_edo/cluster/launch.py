@@ -11,7 +11,7 @@ from nemo_edo.checks.mounts import require_mounted
 from nemo_edo.checks.preflight import check_settings
 from nemo_edo.cluster import slurm
 from nemo_edo.cluster.slurm import Launch, Member
-from nemo_edo.config import ClusterConfig
+from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
@@ -53,10 +53,32 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         )
     require_mounted(cfg)
     check_settings(cfg)
+    require_gpus_at_work(cfg)
     limit_s = cfg.generation.servers.start_limit_s
     launch = Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep)
     _require_launchable(launch)
     return launch
+
+
+def require_gpus_at_work(cfg: RunConfig) -> None:
+    """Raises ConfigError where most of the job's GPUs that are to generate would have no server: a run starts servers
+    on its first node alone, the job on each of ``cluster.server_nodes``."""
+    cluster, servers = cfg.cluster, cfg.generation.servers
+    if not cfg.generation.is_served or servers.urls:
+        return
+    serving = servers.replicas * servers.tensor_parallel_size
+    if not cluster.server_nodes and cluster.nodes > 1:
+        raise ConfigError(
+            f"generation.placement={cfg.generation.placement} starts servers on the first of cluster.nodes="
+            f"{cluster.nodes} nodes alone: set cluster.server_nodes, of which each has "
+            "generation.servers.replicas servers, or generation=megatron, where all GPUs generate"
+        )
+    if cluster.server_nodes and 2 * serving <= (cluster.gpus_per_node or 0):
+        each = cluster.gpus_per_node // servers.tensor_parallel_size
+        raise ConfigError(
+            f"generation.servers: {servers.replicas} x {servers.tensor_parallel_size} GPUs serve on each of the "
+            f"cluster.server_nodes, which have {cluster.gpus_per_node}: set generation.servers.replicas={each}"
+        )
 
 
 def plan_selftest(

@@ -91,9 +91,9 @@ class ClusterConfig(Section):
     array_limit: Optional[PositiveInt] = None
     """Members of a sweep that run concurrently; null: as many as the cluster takes."""
     stalled_after_s: Optional[Positive] = None
-    """A run that finishes no optimizer step and no part of a collection for so many seconds is ended: every process
-    writes its stack
-    traces, and the job is queued again. null: never. It also applies to train."""
+    """A run that finishes no optimizer step and no response for so many seconds is ended: every process writes its
+    stack traces, and the job is queued again. With servers at least the time that a response may take. null: never. It
+    also applies to train."""
     health_limit_s: NonNegative = 60.0
     """Seconds for the health check of all nodes before the run; 0: no check."""
     shared_folder: Optional[str] = None

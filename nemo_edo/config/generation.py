@@ -69,8 +69,9 @@ class ServersConfig(Section):
     """Requests in flight on a replica at a time."""
     start_limit_s: Positive = 900.0
     """Seconds that a server may take until it is ready: a large model loads for minutes."""
-    request_limit_s: Positive = 600.0
-    """Seconds that an answer may take; then the request goes to another replica, or to the same one again."""
+    request_limit_s: Optional[Positive] = None
+    """Seconds that an answer may take; then the request goes to another replica, or to the same one again. null: 300,
+    and for each token that the request allows 0.1 or, once answers are there, four times what theirs took."""
     health_limit_s: Positive = 30.0
     """Seconds without an answer to a health check after which a server counts as hanging."""
     attempts: PositiveInt = 20
@@ -127,8 +128,9 @@ class GenerationConfig(Section):
     take the places of those that have ended. auto: as many as the memory that is free when generation begins has room
     for, on a CPU 512 at most."""
     part_size: PositiveInt = 2048
-    """Responses of a collection that are generated, scored and written to disk at a time: what a killed run loses, at
-    most. Those to one prompt stay together, however many they are."""
+    """Responses that are scored and written to disk at a time, at most, but for those to one prompt that a reward
+    function compares; in process they are also generated in parts of so many, between which a run may stop. A killed
+    run loses what has not ended, and the last minute's responses."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     placement: Annotated[str, one_of("apart", "shared")] = "apart"

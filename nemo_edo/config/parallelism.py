@@ -11,10 +11,16 @@ from nemo_edo.config.checks import NonNegativeInt, Positive, PositiveInt, Rule, 
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 
+RECOMPUTED = ("mlp", "moe", "moe_act", "layernorm", "core_attn", "mla_up_proj", "shared_experts")
+
+
 @dataclass
 class PrecisionConfig(Section):
     dtype: Annotated[str, one_of("fp32", "bf16")] = "fp32"
     """fp32, or bf16 with fp32 main weights. Log-probabilities and losses are fp32 in both."""
+    tf32: bool = False
+    """Whether GPUs may compute fp32 products in TF32, of 11 bits: several times as fast. Of a bf16 model it concerns
+    what is kept in fp32."""
     fp8: Optional[Annotated[str, one_of("hybrid", "e4m3")]] = None
     """Number format of the layers' matrix products: hybrid, e4m3 forward and e5m2 for gradients; e4m3 for both; null:
     that of ``dtype``. It needs dtype bf16, Transformer Engine and a GPU that has them."""
@@ -48,8 +54,9 @@ class ParallelismConfig(Section):
     remains of the world."""
 
     tensor_model_parallel_size: Optional[PositiveInt] = 1
-    """Processes that share each layer. null: as few as the model fits on by the doctor's estimate, usually one; where
-    several share it, sequence_parallel is on. The command finds it by the number of processes (parallelism=auto)."""
+    """Processes that share each layer. null: as few as the model fits on by the doctor's estimate, usually one, with
+    use_distributed_optimizer where it fits no other way; where several share it, sequence_parallel is on. The command
+    finds it by the number of processes (parallelism=auto)."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Pipeline stages: groups of layers, each on separate processes."""
     use_distributed_optimizer: bool = False
@@ -70,8 +77,11 @@ class ParallelismConfig(Section):
     overlap_param_gather: bool = False
     """Gather the weights that the distributed optimizer has changed during the next forward pass."""
     recompute_granularity: Optional[Annotated[str, one_of("full", "selective")]] = None
-    """Activations computed again in the backward pass rather than kept: full, of whole layers; selective, of the
-    attention's core. null: none."""
+    """Activations computed again in the backward pass rather than kept: full, of whole layers; selective, of
+    recompute_modules. null: none."""
+    recompute_modules: list[str] = field(default_factory=lambda: ["mlp"])
+    """With selective, parts of a layer, by Megatron's names: mlp, moe, moe_act, layernorm, core_attn (which fused
+    attention recomputes by itself), mla_up_proj, shared_experts."""
     recompute_method: Annotated[str, one_of("uniform", "block")] = "uniform"
     """With full: uniform, every layer, in pieces of recompute_num_layers; block, that many layers of each stage
     only."""
@@ -90,6 +100,9 @@ class ParallelismConfig(Section):
             "overlap_grad_reduce": ("overlap_param_gather",),
         }.items():
             yield from self.only_if(getattr(self, needed), f"without {needed}", *names)
+        selective = self.recompute_granularity == "selective"
+        unknown = set(self.recompute_modules) - set(RECOMPUTED)
+        yield not unknown and (self.recompute_modules or not selective), "recompute_modules", ", ".join(RECOMPUTED)
         split = self.tensor_model_parallel_size != 1
         yield from self.only_if(split, "without tensor_model_parallel_size above 1", "sequence_parallel")
 

@@ -113,9 +113,8 @@ class CheckpointConfig(Section):
     """Write checkpoints during the training, by a separate process for each rank; the ranks' copies of their shares
     stay in host memory until then. false: the next step waits until they are written."""
     reshardable: bool = True
-    """Keep a distributed optimizer's state so that the run can resume at another layout. The first data-parallel rank
-    gathers that of all of them in host memory. false: each rank writes its own part, which is faster and resumes at
-    the same layout only."""
+    """Keep a distributed optimizer's state so that the run can resume at another layout. false: in Megatron's own
+    buffers, which resume at the same layout only."""
 
 
 @dataclass

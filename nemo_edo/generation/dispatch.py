@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
+import resource
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.errors import RunStopped
 from nemo_edo.generation.replica import Replica
 from nemo_edo.utils.http import Fault, ServerError, TimeLimit, exchange, retrying, run_tasks
 
 CHECK_AFTER_S = 10.0
 """Silence after which a managed replica with requests in flight is checked."""
-POLL_STOP_EVERY_S = 0.2
+ALLOWANCE_S = 300.0
+ASSUMED_TOKEN_S = 0.1
+MEASURED_ANSWERS, PACE_FACTOR = 64, 4.0
+"""A request may take so many times as long a token as answers so far, on average over their tokens: the first ones are
+short, and what runs beside a long one changes."""
+CHECK_EVERY_S = 0.2
+HAND_OVER_EVERY_S = 20.0
+FILES_OF_A_RUN = 512
 
 log = logging.getLogger(__name__)
+
+
+def limit_s(tokens: int, of_a_token: float = ASSUMED_TOKEN_S) -> float:
+    """Seconds that a response of so many tokens may take."""
+    return ALLOWANCE_S + of_a_token * tokens
 
 
 class Dispatcher:
@@ -41,26 +53,36 @@ class Dispatcher:
         self._replicas = replicas
         self._settings = settings
         self._after_restart = after_restart
+        self._measured, self._tokens, self._seconds = 0, 0, 0.0
+        """Of the requests so far."""
 
     def post_all(
         self,
         path: str,
         bodies: Sequence[Any],
         read: Callable[[int, Any], None],
-        stop: threading.Event | None = None,
+        check: Callable[[], None] | None = None,
+        hand_over: Callable[[], None] | None = None,
     ) -> None:
         """Posts all bodies, and calls ``read(index, answer)`` for each JSON answer as it arrives; where that raises
-        Fault, the answer does not fit, and the request is sent again.
+        Fault, the answer does not fit, and the request is sent again. check: called often. hand_over: called now and
+        then, in another thread. What either raises ends the requests.
 
         Raises ServerError where a server refuses a request for good, where all of its attempts have failed, and where
-        every replica is retired; RunStopped soon after ``stop`` is set; and an error of supervision, which is a bug.
-        All other requests have been cancelled by then.
+        every replica is retired; and an error of supervision, which is a bug. All other requests have been cancelled by
+        then.
         """
+        allow_open_files(len(self._replicas) * self._settings.max_in_flight)
         with contextlib.suppress(_AllAnswered):
-            run_tasks(self._post_all(path, bodies, read, stop or threading.Event()))
+            run_tasks(self._post_all(path, bodies, read, check, hand_over))
 
     async def _post_all(
-        self, path: str, bodies: Sequence[Any], read: Callable[[int, Any], None], stop: threading.Event
+        self,
+        path: str,
+        bodies: Sequence[Any],
+        read: Callable[[int, Any], None],
+        check: Callable[[], None] | None,
+        hand_over: Callable[[], None] | None,
     ) -> None:
         self._changed = asyncio.Condition()
         """Notified when a replica may take a request, and when one is retired."""
@@ -69,7 +91,10 @@ class Dispatcher:
             for server in self._servers:
                 sessions.push_async_callback(server.session.close)
                 supervision.create_task(self._supervise(server))
-            supervision.create_task(_raise_once_set(stop))
+            if check is not None:
+                supervision.create_task(_every(CHECK_EVERY_S, check))
+            if hand_over is not None:
+                supervision.create_task(_every(HAND_OVER_EVERY_S, partial(asyncio.to_thread, hand_over)))
             async with asyncio.TaskGroup() as requests:
                 for index, body in enumerate(bodies):
                     requests.create_task(self._post(path, body, index, read))
@@ -99,7 +124,9 @@ class Dispatcher:
             server.in_flight += 1
         start, sent_at = server.replica.starts, _now()
         try:
-            read(index, await server.exchange("POST", path, self._settings.request_limit_s, body))
+            answer = await server.exchange("POST", path, self._limit_of(body), body)
+            read(index, answer)
+            self._measure(answer, _now() - sent_at)
         except Fault as fault:
             if start == server.replica.starts and server.is_available:
                 server.last_error = str(fault)
@@ -116,6 +143,21 @@ class Dispatcher:
         if start == server.replica.starts:
             server.last_answer, server.restarts = _now(), 0
             server.answered.set()
+
+    def _limit_of(self, body: Any) -> float:
+        """Seconds that a request may take, its wait in the server's queue included."""
+        if self._settings.request_limit_s is not None:
+            return self._settings.request_limit_s
+        is_known = self._measured >= MEASURED_ANSWERS
+        of_a_token = PACE_FACTOR * self._seconds / self._tokens if is_known else ASSUMED_TOKEN_S
+        return limit_s(body.get("max_tokens", 0), of_a_token)
+
+    def _measure(self, answer: Any, seconds: float) -> None:
+        tokens = (answer.get("usage") or {}).get("completion_tokens") if isinstance(answer, dict) else None
+        if tokens:
+            self._measured += 1
+            self._tokens += tokens
+            self._seconds += seconds
 
     def _with_room(self) -> list[_ReplicaState]:
         return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
@@ -220,10 +262,21 @@ class _AllAnswered(Exception):
     """Every request has its answer."""
 
 
-async def _raise_once_set(stop: threading.Event) -> None:
-    while not stop.is_set():
-        await asyncio.sleep(POLL_STOP_EVERY_S)
-    raise RunStopped("asked to stop: responses in progress are discarded")
+async def _every(seconds: float, call: Callable[[], Any]) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        awaitable = call()
+        if awaitable is not None:
+            await awaitable
+
+
+def allow_open_files(number: int) -> None:
+    """Lets this process have so many connections: the usual limit is 1,024 files, of which the run has some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = number + FILES_OF_A_RUN
+    if soft < needed and soft != resource.RLIM_INFINITY:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _now() -> float:

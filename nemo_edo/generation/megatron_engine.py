@@ -8,7 +8,7 @@ different positions, waiting requests take their places.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -74,12 +74,16 @@ class MegatronEngine:
         self._shares_prompts, self._by_head = all(map(shares_prompts, layers)), all(map(reads_by_head, layers))
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParams,
+        longest: tuple[int, int] | None = None,
+        ended: Callable[[list[int], list[Rollout]], None] = lambda places, rollouts: None,
     ) -> list[Rollout]:
         """One rollout for each request, in order. Ranks that share the model call it with the same requests.
 
         longest: the longest prompt and response of all data-parallel ranks, in tokens, where each has its own requests;
-        None: of these."""
+        None: of these. ended: called at each step with the responses that have ended in it, and their places."""
         mine = list(requests)
         prompt, response = longest or (
             max((len(request.prompt_ids) for request in mine), default=1),
@@ -90,14 +94,18 @@ class MegatronEngine:
         rollouts: list[Rollout | None] = [None] * len(mine)
         rows = self._batch_size(prompt, response)
         with (
+            torch.no_grad(),  # Transformer Engine keeps tensors for training that inference_mode would forbid it to use
             token_by_token(self._built.chunks) as self._chunks,
             recording(self._built.chunks) if self._keeps_experts else nullcontext(),
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
             for places in split_evenly(order, max(1, len(mine)) if self._shares_prompts else rows):
-                batch = self._batch([mine[i] for i in places], rows, sampling, counter)
-                for place, rollout in zip(places, batch, strict=True):
-                    rollouts[place] = rollout
+                for found in self._batch([mine[i] for i in places], rows, sampling):
+                    counter.add(len(found))
+                    at = [places[place] for place in found]
+                    for place, rollout in zip(at, found.values(), strict=True):
+                        rollouts[place] = rollout
+                    ended(at, list(found.values()))
         return rollouts
 
     def _batch_size(self, prompt: int, response: int) -> int:
@@ -114,11 +122,10 @@ class MegatronEngine:
         )
         return rows_that_fit(row, self._device)
 
-    @torch.no_grad()  # Transformer Engine keeps tensors for training that inference_mode would forbid it to use
     def _batch(
-        self, requests: list[GenerationRequest], rows: int, sampling: SamplingParams, counter: Counter
-    ) -> list[Rollout]:
-        """Responses to the requests, ``rows`` of them at a time."""
+        self, requests: list[GenerationRequest], rows: int, sampling: SamplingParams
+    ) -> Iterator[dict[int, Rollout]]:
+        """Responses to the requests, ``rows`` of them at a time: at each step those that have ended, by their place."""
         strings = StopStrings(sampling.stop, self._decode)
         decoding = _Decoding(requests, rows, sampling, strings, self._device, whole_prompts=self._shares_prompts)
         logits, done = self._prefill(decoding), 0
@@ -127,7 +134,8 @@ class MegatronEngine:
             decoding.record(step, tokens, logprobs, self._stop_ids)
             alive = int(decoding.alive.sum())
             before, done = done, decoding.begun - alive
-            counter.add(done - before)
+            new = decoding.take_ended() if done > before else {}
+            yield {place: self._rollout(requests[place], *response) for place, response in new.items()}
             if done == len(requests):
                 break
             if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
@@ -135,9 +143,6 @@ class MegatronEngine:
                 if decoding.free_rows:
                     self._refill(decoding, step)
             logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
-        return [
-            self._rollout(request, *response) for request, response in zip(requests, decoding.responses(), strict=True)
-        ]
 
     def _prefill(self, decoding: _Decoding) -> Tensor | None:
         """Logits of each row's next token. Distinct prompts are computed once, to their ends where the rows' positions
@@ -209,17 +214,24 @@ class MegatronEngine:
         return None if logits is None else logits[:, -1, : self._vocab_size]
 
     def _choose(self, logits: Tensor | None, decoding: _Decoding, step: int, sampling: SamplingParams):
-        """The next token of each row and its log-probability, the same on every pipeline stage."""
+        """The next token of each row and its log-probability, the same on every rank of the model."""
         if logits is not None:
             tokens, logprobs = choose_tokens(logits, decoding.uniforms_at(step), sampling)
         else:
             tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self._device)
             logprobs = torch.empty(len(decoding.rows), device=self._device)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            for tensor in (tokens, logprobs):
-                torch.distributed.broadcast(tensor, src=last, group=group)
+        # The ranks that share the last stage have the same logits but for rounding, and a sum on CUDA need not round
+        # twice in the same way: one of them chooses for all.
+        for group, source in (
+            (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_src_rank()),
+            (
+                parallel_state.get_pipeline_model_parallel_group(),
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+            ),
+        ):
+            if group.size() > 1:
+                for tensor in (tokens, logprobs):
+                    torch.distributed.broadcast(tensor, src=source, group=group)
         return tokens, logprobs
 
     def _rollout(
@@ -290,6 +302,8 @@ class _Decoding:
         self.logprobs = torch.zeros(len(requests), self.max_new_tokens, device=device)
         self.response_lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.taken = torch.zeros_like(self.stopped)
+        """Responses that ``take_ended`` has given."""
         self.strings = strings
         self.stop_of: list[str | None] = [None] * len(requests)
         self.rows = torch.arange(self.begun, device=device)
@@ -369,20 +383,22 @@ class _Decoding:
         self.last = torch.cat([self.last, self.ends_of_prompts(requests)])
         return requests
 
-    def responses(self) -> list[tuple[list[int], list[float], bool, str | None, bytes]]:
+    def take_ended(self) -> dict[int, tuple[list[int], list[float], bool, str | None, bytes]]:
         """Tokens, log-probabilities, whether it stopped by itself, by which stop string, and the experts of all tokens
-        but the last, for each request."""
-        columns = (self.tokens, self.logprobs, self.response_lengths, self.stopped)
-        experts = [b""] * len(self.stop_of)
-        if self._experts is not None:
-            ends = (self.prompt_lengths + self.response_lengths - 1).tolist()
-            experts = [row[:end].cpu().numpy().tobytes() for row, end in zip(self._experts, ends, strict=True)]
-        return [
-            (tokens[:length], logprobs[:length], stopped, stop, own)
-            for tokens, logprobs, length, stopped, stop, own in zip(
-                *(column.tolist() for column in columns), self.stop_of, experts, strict=True
-            )
-        ]
+        but the last, of each request that has ended since the last call."""
+        rows = self.rows[~self.alive]
+        rows = rows[~self.taken[rows]]
+        self.taken[rows] = True
+        columns = (rows, self.tokens[rows], self.logprobs[rows], self.response_lengths[rows], self.stopped[rows])
+        return {
+            row: (tokens[:length], logprobs[:length], stopped, self.stop_of[row], self._experts_of(row, length))
+            for row, tokens, logprobs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
+        }
+
+    def _experts_of(self, row: int, length: int) -> bytes:
+        if self._experts is None:
+            return b""
+        return self._experts[row, : int(self.prompt_lengths[row]) + length - 1].cpu().numpy().tobytes()
 
     def _response_index(self, step: int) -> Tensor:
         return step - self.to_read[self.rows]

@@ -26,9 +26,11 @@ LOG_LINES = 25
 """Lines of a server's log that error messages show."""
 TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                      "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-                     "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # fmt: skip
-"""Variables that torchrun or a user sets for the trainer, and that would mislead a server: one queue to the GPU is for
-Megatron's overlap, and vLLM's sleep mode refuses an allocator with expandable segments."""
+                     "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+                     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")  # fmt: skip
+"""Variables that torchrun, a user, an image or the trainer sets for the trainer, and that would mislead a server: one
+queue to the GPU is for Megatron's overlap, vLLM's sleep mode refuses an allocator with expandable segments, and images
+of NVIDIA's turn TF32 on."""
 
 
 class Replica:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Event
 from typing import Any, Protocol
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, ServerAPI, completion_body, read_answer
 from nemo_edo.generation.stop_strings import StopStrings
+from nemo_edo.interfaces import Arrivals
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 from nemo_edo.utils.status_line import Counter
@@ -29,7 +29,9 @@ class ServedWeights(Protocol):
 
 
 class ServerEngine:
-    """A GenerationEngine over replicas of one model."""
+    """A StreamingEngine over replicas of one model."""
+
+    takes_all = True
 
     def __init__(
         self,
@@ -63,34 +65,48 @@ class ServerEngine:
         self._path = COMPLETIONS
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, stop: Event | None = None
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, arrivals: Arrivals | None = None
     ) -> list[Rollout]:
         """One rollout for each request, in order; may be called from any thread.
 
         Raises PartlyGenerated, with the responses so far, where a request is refused for good or has used up its
-        attempts, or where no server is left; RunStopped soon after ``stop`` is set. The weights are checked afterwards:
-        a healthy replica with others raises ServerError, and no response is used.
+        attempts, or where no server is left; RunStopped soon after the run is asked to stop. The weights are checked
+        before responses are handed over: where a healthy replica has others, ServerError is raised instead.
         """
         self._require_supported(sampling)
         strings = StopStrings(sampling.stop, self._decode)
         bodies = [self._body(request, sampling) for request in requests]
         rollouts: dict[int, Rollout] = {}
+        waiting: list[Rollout] = []
         failure: ServerError | None = None
+
+        def hand_over() -> None:
+            count = len(waiting)  # those that arrive meanwhile may be of weights that come later
+            for replica in self.replicas:
+                if self.weights is not None and replica.is_healthy():
+                    self.weights.require(replica)
+            if arrivals is not None and count:
+                arrivals.add(waiting[:count])
+            del waiting[:count]
+
         with Counter("generate", len(requests), shown=self._progress) as counter:
 
             def read(place: int, answer: Any) -> None:
                 rollouts[place] = self._rollout(requests[place], answer, strings)
+                waiting.append(rollouts[place])
                 counter.add()
 
             restore = None if self.weights is None else self.weights.restore
             dispatcher = Dispatcher(self.replicas, self._settings, restore)
+            check = None if arrivals is None else arrivals.stop_if_asked
             try:
-                dispatcher.post_all(self._path, bodies, read, stop)
+                dispatcher.post_all(self._path, bodies, read, check, hand_over)
             except ServerError as error:
                 failure = error
-        for replica in self.replicas:
-            if self.weights is not None and replica.is_healthy():
-                self.weights.require(replica)
+            except RunStopped:
+                hand_over()
+                raise
+        hand_over()
         if failure is not None:
             answered = [rollouts[place] for place in sorted(rollouts)]
             message = f"{len(answered)} of {len(requests)} responses were generated, then: {failure}"
@@ -146,17 +162,3 @@ class ServerEngine:
             seed=request.seed,
             stop=stop,
         )
-
-
-class StoppableEngine:
-    """A GenerationEngine that generates in the background, until ``stop`` is set. The version of its rollouts is the
-    policy's when it was made."""
-
-    def __init__(self, engine: ServerEngine, stop: Event) -> None:
-        self.policy_version = engine.policy_version
-        self._engine = engine
-        self._stop = stop
-
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
-        """Errors as for ``ServerEngine.generate``."""
-        return self._engine.generate(requests, sampling, self._stop)

@@ -15,6 +15,8 @@ import torch
 from megatron.core.optimizer import Adam, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from nemo_edo.megatron.optimizer_shares import load_share, sharded_share
+
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
@@ -48,6 +50,17 @@ def _replaced(owners: Sequence[object], method: str, function: Callable[..., Non
     finally:
         for owner in owners:
             delattr(owner, method)
+
+
+@contextlib.contextmanager
+def own_shares(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside the block, the reshardable state of a distributed optimizer is each rank's own share."""
+    parts = list(distributed(optimizer))
+    with (
+        _replaced(parts, "sharded_param_state_fully_reshardable", sharded_share),
+        _replaced(parts, "load_parameter_state_from_fully_reshardable", load_share),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -193,7 +193,12 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
     provider.calculate_per_token_loss = True
     # Bridge adds weight gradients up in the matrix product where Transformer Engine can. Megatron's output layer, which
     # is not Transformer Engine's, raises unless it has apex's kernel for it.
-    provider.gradient_accumulation_fusion &= find_spec("fused_weight_gradient_mlp_cuda") is not None
+    if provider.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        provider.gradient_accumulation_fusion = False
+        logger.warning(
+            "apex's fused_weight_gradient_mlp_cuda is absent: weight gradients are added up in separate kernels, in "
+            "Transformer Engine's layers too"
+        )
     # Its loss is a mean over a micro-batch: it would depend on how a batch is cut.
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
     # Rollouts may carry the experts that their sampler chose (routing.py), which the fused router would not replay.
@@ -204,6 +209,7 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
     provider.mtp_num_layers = None
     if parallelism.recompute_granularity is not None:
         provider.recompute_granularity = parallelism.recompute_granularity
+        provider.recompute_modules = list(parallelism.recompute_modules)
         if parallelism.recompute_granularity == "full":
             provider.recompute_method = parallelism.recompute_method
             provider.recompute_num_layers = parallelism.recompute_num_layers

@@ -23,6 +23,7 @@ from nemo_edo.megatron.adam_state import (
     count_adam_steps,
     distributed,
     loading_either_adam,
+    own_shares,
     own_step_counters,
 )
 from nemo_edo.megatron.background import Writing
@@ -33,12 +34,9 @@ from nemo_edo.megatron.policy import MegatronPolicy, Weights
 from nemo_edo.parallel.main_rank import on_main
 from nemo_edo.utils.files import read_object, write_text
 
-# How Megatron keeps a distributed optimizer's state: as one that is not distributed, gathered by gloo on the
-# first data-parallel rank, or each rank's part as it is, which asks for the same layout at loading.
-RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+# How a distributed optimizer's state is kept: as one that is not distributed, which each rank writes its own share of
+# (optimizer_shares.py), or each rank's part as it is, which asks for the same layout at loading.
+RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 AS_IT_IS = {"distrib_optim_sharding_type": "dp_reshardable"}
 ABOUT = "about.json"
 
@@ -64,7 +62,7 @@ def begin_save(
 
     reference: a frozen copy of the policy's weights (``snapshot``) to be saved as well. extra: what ``load_extra``
     returns, plain values for JSON. reshardable: whether the state of a distributed optimizer can be loaded at another
-    number of ranks; it takes the first data-parallel rank room for that of all of them, in host memory.
+    number of ranks.
     """
     staging = folder.with_name(folder.name + ".part")
 
@@ -138,7 +136,8 @@ def load(
         with reading_checked_scales():
             chunk.load_state_dict(model | extra)
     if with_optimizer:
-        with loading_either_adam(policy.optimizer), own_step_counters(policy.optimizer):
+        optimizer = policy.optimizer
+        with loading_either_adam(optimizer), own_shares(optimizer), own_step_counters(optimizer):
             policy.optimizer.load_state_dict(state["optimizer"])
         count_adam_steps(policy.optimizer)
         policy.scheduler.num_steps = 0  # it adds the loaded steps to its own
@@ -216,7 +215,10 @@ def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict,
     if with_optimizer:
         # Several chunks may have the same name: each counts its layers from 0.
         model_state = {f"{chunk}.{key}": value for chunk, part in state.items() for key, value in part.items()}
-        state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
+        with own_shares(policy.optimizer):
+            state["optimizer"] = policy.optimizer.sharded_state_dict(
+                model_state, is_loading=is_loading, metadata=sharding
+            )
         state["scheduler"] = policy.scheduler.state_dict()
     return state
 

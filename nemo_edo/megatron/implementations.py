@@ -33,6 +33,7 @@ def kernels(chunks: list[MegatronModule]) -> dict[str, str]:
         "softmax": softmax,
         "norm": _name(norm),
         "matrix products": _name(attention.linear_proj) + (f", fp8 {config.fp8_recipe}" if config.fp8 else ""),
+        "fp32 products": "TF32" if torch.backends.cuda.matmul.allow_tf32 else "fp32",
         "rotary embedding": "fused" if config.apply_rope_fusion else "torch",
         "optimizer": _qualified(optimizer.Adam),
         "gradient norm": _qualified(clip_grads.l2_norm_impl),

@@ -29,6 +29,8 @@ def enter(threads: int | None = None) -> torch.device:
     # The one import of cpu/ outside layer_spec.py: torch has to be adapted before Megatron is imported.
     from nemo_edo.megatron.cpu import without_cuda
 
+    # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(_entered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -132,8 +133,24 @@ def dimensions(model, parallelism: ParallelismConfig) -> dict[str, int]:
     return sizes | {"units of an MLP": model.ffn_hidden_size // tensor}
 
 
+CUBLAS_TF32 = "NVIDIA_TF32_OVERRIDE"
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Sets how this process computes fp32 products, before its first one.
+
+    Torch has a switch, whose default images of NVIDIA's turn on (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). Transformer Engine
+    has none: it asks for TF32 always. Only a variable forbids it, which cuBLAS reads at its first call.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    os.environ.pop(CUBLAS_TF32, None)
+    if not allowed:
+        os.environ[CUBLAS_TF32] = "0"
+
+
 def configure(model, precision: PrecisionConfig) -> None:
-    """Sets Megatron's config of a model to this precision."""
+    """Sets Megatron's config of a model, and the process's products, to this precision."""
+    allow_tf32(precision.tf32)
     dtype = DTYPES[precision.dtype]
     model.params_dtype = model.pipeline_dtype = model.autocast_dtype = dtype
     model.bf16 = dtype is torch.bfloat16

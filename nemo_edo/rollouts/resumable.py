@@ -1,35 +1,57 @@
-"""Responses generated in parts, each on disk before the next begins: a killed process loses one part at most."""
+"""Responses that are scored and put on disk while others are generated: a killed process loses only what had not ended.
+
+A ``StreamingEngine`` hands over responses as they end, any other one a part's responses together.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
-from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.data.batching import minibatches
+from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
 from nemo_edo.interfaces import GenerationEngine, Scorer
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout
 from nemo_edo.utils.phases import PhaseClock
 
+WRITTEN_EVERY_S = 60.0
+"""Fewer responses than a part are put on disk after so many seconds."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a generation tells the run. ``alive`` and ``stop_if_asked`` may be called from any thread."""
+
+    begin_part: Callable[[], None] = lambda: None
+    """Called before an engine gets requests; may raise RunStopped."""
+    alive: Callable[[], None] = lambda: None
+    stop_if_asked: Callable[[], None] = lambda: None
+    """Raises RunStopped if the run is asked to stop."""
+
 
 class Parts:
-    """The parts of one iteration's responses: those that an earlier process has put on disk, and those that are
-    generated now. After the last part, ``store.write`` with all responses makes one file of them."""
+    """One iteration's responses: those that an earlier process has put on disk, and those that are generated now. At
+    the end, ``store.write`` with all responses makes one file of them."""
 
-    def __init__(self, store: RolloutStore, iteration: int, versions: range | None = None) -> None:
-        """versions: those of the policies that may have generated the responses; None: ``iteration`` alone."""
-        self._store = store
-        self._iteration = iteration
+    def __init__(
+        self, store: RolloutStore, iteration: int, versions: range | None = None, *, part_size: int = 2048,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        """versions: those of the policies that may have generated the responses; None: ``iteration`` alone. part_size:
+        responses that are scored and written at a time, at most."""
+        self.part_size, self.watch = part_size, watch or Watch()
+        self._store, self._iteration = store, iteration
         self._versions = range(iteration, iteration + 1) if versions is None else versions
-        self._stored = store.stored(iteration)
-        self._unfinished = {_request_of(item): item for item in store.unfinished(iteration)}
-        """Responses of a part that an engine has given up on."""
-        self.earlier = [*self._stored, *self._unfinished.values()]
-        """What an earlier process has generated and scored."""
-        self._taken = 0
-        """Responses that were asked for, and are on disk."""
-        self._parts = self._tokens = 0
+        self.earlier = store.stored(iteration)
+        """What an earlier process has generated and scored, in the order in which it was asked for up to whole calls
+        of ``responses``."""
+        self._written = store.parts(iteration)
+        self._taken = self._tokens = 0
         self._seconds = 0.0
 
     @property
@@ -37,17 +59,7 @@ class Parts:
         """Seconds in the engine and response tokens per second; empty where nothing was generated."""
         return {"sampling_s": self._seconds, "tokens_per_s": self._tokens / self._seconds} if self._tokens else {}
 
-    def on_disk(self, requests: Sequence[GenerationRequest]) -> list[ScoredRollout]:
-        """The next part's responses; empty where it has to be generated. Raises UserError where they answer other
-        requests, or are of another policy."""
-        part, where = self._stored[self._taken : self._taken + len(requests)], str(self._store.folder)
-        if part:
-            _require_answers(part, requests, self._iteration, where)
-            require_version(part, self._iteration, self._versions, where)
-            self._count(part)
-        return part
-
-    def generate(
+    def responses(
         self,
         requests: Sequence[GenerationRequest],
         engine: GenerationEngine,
@@ -56,78 +68,169 @@ class Parts:
         problems: Sequence[Problem],
         clock: PhaseClock | None = None,
     ) -> list[ScoredRollout]:
-        """The next part's responses, which then are on disk: those that an engine had before it gave up on the part,
-        and the others now. clock: gets the phases generate and score.
+        """Scored responses to the requests, in their order; those that are not on disk are generated, and then are.
 
-        Raises UserError where a response is of another policy, and where the engine or the scorer gives up: the
-        responses that it has by then are on disk."""
-        clock = clock or PhaseClock()
-        missing = [request for request in requests if request not in self._unfinished]
-        begun, scored = time.monotonic(), []
+        clock: gets the phases generate and score; scoring is in the former while responses are generated.
+        Raises UserError where responses on disk answer other requests or a response is of another policy, and where
+        the engine or the scorer gives up, and RunStopped: the responses that have ended by then are on disk."""
+        clock, found = clock or PhaseClock(), self._take(requests)
+        missing = [request for request in requests if _key(request) not in found]
+        # A scorer that compares a problem's responses gets them together.
+        together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}
+        arrivals = Arrivals(self, scorer, problems, together)
+        begun = time.monotonic()
         try:
-            try:
+            part_size = len(missing) if getattr(engine, "takes_all", False) else self.part_size
+            for asked in minibatches(missing, max(1, part_size)):
                 with clock.phase("generate"):
-                    rollouts = engine.generate(missing, sampling) if missing else []
-            except PartlyGenerated as partly:
-                kept = self._scorable(partly.responses, requests, scorer)
-                raise PartlyGenerated(str(partly), scorer.score(kept, problems)) from partly
-            self._seconds += time.monotonic() - begun
-            self._tokens += sum(len(rollout.response_ids) for rollout in rollouts)
-            with clock.phase("score"):
-                scored = scorer.score(rollouts, problems) if rollouts else []
+                    self.watch.begin_part()
+                    self._generate(asked, engine, sampling, arrivals)
+                self._seconds += time.monotonic() - begun
+                with clock.phase("score"):
+                    arrivals.finish()
+                begun = time.monotonic()
         except PartlyGenerated as partly:
-            kept = [*self._unfinished.values(), *partly.responses]
-            self._store.write_unfinished(self._iteration, kept)
             raise UserError(
-                f"{partly}. {self._taken + len(kept)} responses of iteration {self._iteration} are kept in "
+                f"{partly}. {self._taken + len(arrivals.scored)} responses of iteration {self._iteration} are kept in "
                 f"{self._store.folder}; rerun the command to resume"
             ) from partly
-        new = iter(scored)
-        part = [self._unfinished[request] if request in self._unfinished else next(new) for request in requests]
-        require_version(part, self._iteration, self._versions, "the engine")
-        self._store.write_part(self._iteration, self._parts, part)
-        self._count(part)
-        return part
+        self._taken += len(arrivals.scored)
+        self._tokens += sum(len(item.rollout.response_ids) for item in arrivals.scored.values())
+        found |= arrivals.scored
+        return [found[_key(request)] for request in requests]
 
-    def _scorable(
-        self, rollouts: Sequence[Rollout], requests: Sequence[GenerationRequest], scorer: Scorer
-    ) -> Sequence[Rollout]:
-        """The rollouts that a scorer can score now: one that compares a problem's responses needs all of them."""
-        if not getattr(scorer, "by_group", False):
-            return rollouts
-        asked = Counter(request.problem_id for request in requests)
-        there = Counter(rollout.problem_id for rollout in rollouts)
-        return [rollout for rollout in rollouts if there[rollout.problem_id] == asked[rollout.problem_id]]
+    def _generate(
+        self, asked: Sequence[GenerationRequest], engine: GenerationEngine, sampling: SamplingParams, arrivals: Arrivals
+    ) -> None:
+        try:
+            streams = hasattr(engine, "takes_all")
+            arrivals.add(engine.generate(asked, sampling, arrivals) if streams else engine.generate(asked, sampling))
+        except PartlyGenerated as partly:
+            arrivals.add(partly.responses)
+            arrivals.finish()
+            raise
+        except RunStopped:
+            arrivals.finish()
+            raise
 
-    def _count(self, part: Sequence[ScoredRollout]) -> None:
-        self._taken += len(part)
-        self._parts += 1
+    def _take(self, requests: Sequence[GenerationRequest]) -> dict[tuple, ScoredRollout]:
+        """The responses on disk to these requests, by ``_key``. Raises UserError where those that come next answer
+        others, or are of another policy."""
+        stored, where = self.earlier[self._taken : self._taken + len(requests)], str(self._store.folder)
+        asked = {_key(request): request for request in requests}
+        for item, at_its_place in zip(stored, requests, strict=False):
+            request = asked.get(_key(item.rollout), at_its_place)
+            for name in ("problem_id", "sample_index", "prompt_ids", "seed"):
+                there, here = getattr(item.rollout, name), getattr(request, name)
+                if there != here:
+                    raise UserError(
+                        f"{where}: iteration {self._iteration} has a response with {name} {there}, but this run asks "
+                        f"for {here}; they are another run's, or problems or settings have changed: remove them to "
+                        "generate others"
+                    )
+        require_version(stored, self._iteration, self._versions, where)
+        self._taken += len(stored)
+        return {_key(item.rollout): item for item in stored}
+
+    def _write(self, rollouts: Sequence[Rollout], scorer: Scorer, problems: Sequence[Problem]) -> list[ScoredRollout]:
+        """Scores the responses and puts them on disk."""
+        require_version(rollouts, self._iteration, self._versions, "the engine")
+        gave_up = None
+        try:
+            scored = scorer.score(rollouts, problems)
+        except PartlyGenerated as partly:
+            scored, gave_up = partly.responses, partly
+        if scored:
+            self._store.write_part(self._iteration, self._written, scored)
+            self._written += 1
+        if gave_up is not None:
+            raise PartlyGenerated(str(gave_up), scored) from gave_up
+        return scored
 
 
-def _request_of(item: ScoredRollout) -> GenerationRequest:
-    rollout = item.rollout
-    return GenerationRequest(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, rollout.seed)
+class Arrivals:
+    """``interfaces.Arrivals``: scores responses and puts them on disk in another thread."""
+
+    def __init__(self, parts: Parts, scorer: Scorer, problems: Sequence[Problem], together: Mapping[str, int]) -> None:
+        """together: for each problem whose responses wait for each other, their number. Those of a problem that lacks
+        some at the end are not scored: they are generated again."""
+        self.watch, self._part_size, self._together = parts.watch, parts.part_size, together
+        self._groups: dict[str, list[Rollout]] = {}
+        self.scored: dict[tuple, ScoredRollout] = {}
+        """Those that are on disk, by problem and sample."""
+        self._parts, self._scorer, self._problems = parts, scorer, problems
+        self._known: set[tuple] = set()
+        self._waiting: list[list[Rollout]] = []
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._writing: list[Future] = []
+
+    def alive(self) -> None:
+        self.watch.alive()
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Takes responses, of which it may have some already."""
+        self.alive()
+        with self._lock:
+            new = [one for one in rollouts if _key(one) not in self._known]
+            self._known |= {_key(one) for one in new}
+            for one in new:
+                group = self._groups.setdefault(one.problem_id, [])
+                group.append(one)
+                if len(group) >= self._together.get(one.problem_id, 1):
+                    self._waiting.append(self._groups.pop(one.problem_id))
+            now = time.monotonic()
+            many = sum(map(len, self._waiting)) > self._part_size
+            if self._waiting and (many or now > self._since + WRITTEN_EVERY_S):
+                self._since = now
+                taken = self._next_part()
+                self._pool = self._pool or ThreadPoolExecutor(1, "score and write")
+                self._writing.append(self._pool.submit(self._write, taken))
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop, and what ended scoring or writing."""
+        self.watch.stop_if_asked()
+        for future in list(self._writing):
+            if future.done() and future.exception() is not None:
+                future.result()
+
+    def finish(self) -> None:
+        """Everything that has arrived is on disk, or what prevents it is raised."""
+        try:
+            for future in self._writing:
+                future.result()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+            self._pool, self._writing = None, []
+        while self._waiting:
+            self._write(self._next_part())
+
+    def _next_part(self) -> list[Rollout]:
+        """At most ``part_size`` of those that wait, but all that belong together."""
+        taken: list[Rollout] = []
+        while self._waiting and (not taken or len(taken) + len(self._waiting[0]) <= self._part_size):
+            taken += self._waiting.pop(0)
+        return taken
+
+    def _write(self, rollouts: Sequence[Rollout]) -> None:
+        try:
+            scored = self._parts._write(rollouts, self._scorer, self._problems)
+        except PartlyGenerated as partly:
+            self.scored |= {_key(item.rollout): item for item in partly.responses}
+            raise
+        self.scored |= {_key(item.rollout): item for item in scored}
 
 
-def _require_answers(
-    scored: Sequence[ScoredRollout], requests: Sequence[GenerationRequest], t: int, where: str
-) -> None:
-    """The responses on disk answer the very requests that are made now."""
-    if len(scored) != len(requests):
-        raise UserError(f"{where}: iteration {t} has {len(scored)} of a part's {len(requests)} responses")
-    for item, request in zip(scored, requests, strict=True):
-        for name in ("problem_id", "sample_index", "prompt_ids", "seed"):
-            there, here = getattr(item.rollout, name), getattr(request, name)
-            if there != here:
-                raise UserError(
-                    f"{where}: iteration {t} has a response with {name} {there}, but this run asks for {here}; they "
-                    "are another run's, or problems or settings have changed: remove them to generate others"
-                )
+def _key(one: GenerationRequest | Rollout) -> tuple[str, int]:
+    return one.problem_id, one.sample_index
 
 
-def require_version(scored: Sequence[ScoredRollout], t: int, versions: range, where: str) -> None:
+def require_version(found: Sequence[ScoredRollout | Rollout], t: int, versions: range, where: str) -> None:
     """Raises UserError unless all responses of iteration ``t`` are of policy versions among ``versions``."""
-    strange = next((item.rollout for item in scored if item.rollout.policy_version not in versions), None)
+    rollouts = (getattr(item, "rollout", item) for item in found)
+    strange = next((rollout for rollout in rollouts if rollout.policy_version not in versions), None)
     if strange is None:
         return
     oldest, newest = versions[0], versions[-1]

@@ -1,7 +1,7 @@
 """Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_2.parquet``, one row for each response.
 
-While an iteration's responses are generated, the finished parts are ``iter_00003/parts/part_00000.parquet`` and so on.
-The responses that an engine had when it gave up on a part are in ``iter_00003/parts/unfinished.parquet``.
+While an iteration's responses are generated, those that have ended are in ``iter_00003/parts/part_00000.parquet`` and
+so on, in the order in which they ended.
 """
 
 from __future__ import annotations
@@ -92,17 +92,9 @@ class RolloutStore:
         self._write(path, iteration, scored)
         return path
 
-    def write_unfinished(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
-        """Writes some responses of the part that is being generated, replacing those written before; errors as of
-        ``write``."""
-        path = self._unfinished(iteration)
-        self._write(path, iteration, scored)
-        return path
-
-    def unfinished(self, iteration: int) -> list[ScoredRollout]:
-        """What ``write_unfinished`` wrote; empty where it did not, and once the iteration is complete."""
-        path = self._unfinished(iteration)
-        return list(self._read_rows(path)) if path.is_file() else []
+    def parts(self, iteration: int) -> int:
+        """The number of parts of an iteration that is being generated."""
+        return len(self._part_files(iteration))
 
     def stored(self, iteration: int) -> list[ScoredRollout]:
         """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
@@ -111,8 +103,7 @@ class RolloutStore:
         if any(_SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.parquet")):
             paths = self._shards(iteration)
         else:
-            numbered = (folder / "parts" / f"part_{part:05d}.parquet" for part in itertools.count())
-            paths = list(itertools.takewhile(Path.is_file, numbered))
+            paths = self._part_files(iteration)
         return [row for path in paths for row in self._read_rows(path)]
 
     def take_over(self, iteration: int, newer: RolloutStore) -> None:
@@ -171,8 +162,9 @@ class RolloutStore:
     def _iteration_folder(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:05d}"
 
-    def _unfinished(self, iteration: int) -> Path:
-        return self._iteration_folder(iteration) / "parts" / "unfinished.parquet"
+    def _part_files(self, iteration: int) -> list[Path]:
+        folder = self._iteration_folder(iteration) / "parts"
+        return list(itertools.takewhile(Path.is_file, (folder / f"part_{n:05d}.parquet" for n in itertools.count())))
 
     def _shards(self, iteration: int) -> list[Path]:
         """The iteration's files in the order of the ranks."""

@@ -108,9 +108,9 @@ def deviation(found: Tensor, dense: Tensor, precision: PrecisionConfig, layers: 
 
     Rounding errors of layers are independent: those of L layers add up to sqrt(L) times one layer's.
 
-    - fp32: the largest of all tokens. On a CPU it is below 1e-4. Transformer Engine multiplies in TF32, whose numbers
-      have 11 bits and bf16's 8, so that a layer's error is an eighth of bf16's 0.015 (docs/reliability.md): at most
-      0.002 sqrt(L), which is 0.018 for 80 layers. Another model, at 0.05, is above.
+    - fp32: the largest of all tokens. On a CPU it is below 1e-4. TF32 (precision.tf32) has numbers of 11 bits and bf16
+      of 8, so that a layer's error is an eighth of bf16's 0.015 (docs/reliability.md): at most 0.002 sqrt(L), which is
+      0.018 for 80 layers. Another model, at 0.05, is above.
     - bf16: the mean, since a router that rounding tips gives a token other experts. What rounding costs depends on the
       weights, so transformers' own loss from fp32 to bf16 is measured. Megatron rounds at other places: at most three
       times as much, or fp32's bound.

@@ -18,6 +18,7 @@ from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.data.model_folder import HUB_ID
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import check_arm_names
+from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import build, comparison, inputs
 from nemo_edo.run.console import RunConsole
@@ -212,6 +213,8 @@ def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
 
 def _stop_signal(cfg: RunConfig) -> StopSignal:
     limit = cfg.cluster.stalled_after_s
+    if limit and cfg.generation.is_served:  # whose signs of life are responses
+        limit = max(limit, limit_s(cfg.sampling.max_new_tokens))
     folder = control_folder() or Path(cfg.output_dir) / f"{cfg.name}.stalled"
     return StopSignal(StallWatch(limit, folder) if limit else None)
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nemo_edo.algorithms.requests import group_parts, sampling_requests
+from nemo_edo.algorithms.requests import sampling_requests
 from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.evaluator import Evaluator, Keeping, Tuning
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.evaluation.results import Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.interfaces import GenerationEngine, Scorer
-from nemo_edo.rollouts.resumable import Parts
+from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.early_stop import trained_iterations
 from nemo_edo.run.folder import METRICS, REPLACEMENT, RunFolder
@@ -170,18 +170,20 @@ class KeepsParts(Keeping):
         problems: Sequence[Problem],
     ) -> list[ScoredRollout]:
         store = self._stores[kind]
-        parts = Parts(store, self._iteration)
+        watch = Watch(self._begin_part, self._stop.alive, self._stop_if_asked)
+        parts = Parts(store, self._iteration, part_size=self._part_size, watch=watch)
         scorer.begin(parts.earlier)
-        responses: list[ScoredRollout] = []
-        for asked in group_parts(requests, self._part_size):
-            part = parts.on_disk(asked)
-            if not part:
-                if self._stop.is_asked():
-                    raise RunStopped(f"stopped, with the finished parts of {self._arm}'s evaluation saved")
-                part = parts.generate(asked, engine, scorer, sampling, problems)
-            responses += part
+        responses = parts.responses(requests, engine, scorer, sampling, problems)
         store.write(self._iteration, responses, rank=0, world_size=1)
         return responses
+
+    def _begin_part(self) -> None:
+        self._stop.alive()
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self._stop.was_asked:
+            raise RunStopped(f"stopped, with the finished responses of {self._arm}'s evaluation saved")
 
 
 def _log(

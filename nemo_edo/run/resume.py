@@ -129,6 +129,15 @@ class SavedProgress:
             self.settle()
             raise RunStopped(f"stopped, with everything up to step {self._saved_at} of this stage saved")
 
+    def alive(self) -> None:
+        """``algorithms.progress.Progress``."""
+        self._stop.alive()
+
+    def stop_if_asked(self) -> None:
+        """``algorithms.progress.Progress``: there is nothing to save that is not on disk."""
+        if self._stop.was_asked:
+            raise RunStopped(f"stopped, with everything up to step {self._saved_at} and all finished responses saved")
+
     def save(self, position: Position) -> None:
         """``algorithms.progress.Progress``. Where no step was taken since the last checkpoint, that one suffices."""
         if position.steps_taken > self._saved_at:

@@ -22,7 +22,6 @@ from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.utils.phases import PhaseClock
 
 if TYPE_CHECKING:
-    from nemo_edo.generation.server_engine import StoppableEngine
     from nemo_edo.worker.remote import RemotePolicy
 
 
@@ -60,15 +59,6 @@ class StageLog:
             self._log(kind, arm=self._stage, **values)
 
 
-class ServersAhead(InBackground):
-    """Servers generate the next samples, until the training ends."""
-
-    def engine(self) -> StoppableEngine:
-        from nemo_edo.generation.server_engine import StoppableEngine
-
-        return StoppableEngine(self._run.engine, self.stop)
-
-
 def training_services(run: RunServices, model: RemotePolicy, arm: str, plan: Plan, progress: Progress) -> Services:
     """The services that Algorithm 1 calls in an arm."""
     services = Services(
@@ -86,7 +76,7 @@ def training_services(run: RunServices, model: RemotePolicy, arm: str, plan: Pla
     if not plan.lag:
         return services
     # The thread's store is its own.
-    ahead = ServersAhead(replace(services, store=run.store(run.folder.rollouts(arm))), plan)
+    ahead = InBackground(replace(services, store=run.store(run.folder.rollouts(arm))), plan)
     return replace(services, ahead=ahead, progress=SavesBetween(progress, ahead))
 
 

@@ -32,7 +32,10 @@ class StallWatch:
         self._file: IO[str] | None = None
 
     def beat(self) -> None:
-        begins, self._last = self._last is None, time.monotonic()
+        now, begins = time.monotonic(), self._last is None
+        if not begins and now < self._last + min(1.0, self._limit_s / 10):  # some beat at every token
+            return
+        self._last = now
         if begins:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w", encoding="utf-8")

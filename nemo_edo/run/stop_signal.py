@@ -68,8 +68,17 @@ class StopSignal:
 
     def is_asked(self) -> bool:
         """Whether this process or another rank has received the signal, or the job asks by its file."""
+        self.alive()
+        return self.was_asked
+
+    def alive(self) -> None:
+        """A sign of life for the watch, from any thread."""
         if self._watch is not None:
             self._watch.beat()
+
+    @property
+    def was_asked(self) -> bool:
+        """As ``is_asked``; no sign of life."""
         return self._received or dispatch.asked_to_stop() or stop_is_asked()
 
     def _end_at_the_second(self) -> None:

@@ -65,6 +65,13 @@ class Answer:
     """Whether this process got SIGTERM or SIGINT."""
 
 
+@dataclass(frozen=True)
+class News:
+    """What a worker tells during a call."""
+
+    value: Any
+
+
 @dataclass
 class _Rank:
     """The controller's view of another rank."""
@@ -89,6 +96,8 @@ class Workers:
         self._others = list(others)
         self._calls = 0
         self._name = ""
+        self.on_news: Callable[[int, Any], None] = lambda rank, news: None
+        """Gets what other ranks tell during a call, in another thread; returns at once."""
         self._in_call = self._is_local_busy = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -215,6 +224,9 @@ class Workers:
                     except (EOFError, OSError):
                         other.lost = True
                         del waiting[connection]
+                        continue
+                    if isinstance(answer, News):
+                        self.on_news(other.rank, answer.value)
                         continue
                     self.asked_to_stop |= answer.asked_to_stop
                     other.answers.append(answer)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nemo_edo.data.shares import joined
-from nemo_edo.interfaces import GenerationEngine, WeightSync
+from nemo_edo.interfaces import Arrivals, GenerationEngine, WeightSync
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Place, Responses, Worker
@@ -102,19 +103,31 @@ class RemotePolicy:
 
 
 class RemoteEngine:
-    """``interfaces.GenerationEngine`` over the policy's own weights: each data-parallel rank generates its share."""
+    """``interfaces.StreamingEngine`` over the policy's own weights: each data-parallel rank generates its share."""
+
+    takes_all = False
 
     def __init__(self, policy: RemotePolicy) -> None:
         self.policy_version = 0
         self._policy = policy
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, arrivals: Arrivals | None = None
+    ) -> list[Rollout]:
         if not requests:
             return []
         policy = self._policy
         shares = [list(requests[share :: policy.shares]) for share in range(policy.shares)]
         longest = max(len(request.prompt_ids) for request in requests), max(r.limit(sampling) for r in requests)
-        answers = policy.workers.call(Worker.generate, sampling, longest, each=policy.for_each_rank(shares))
+
+        def take(rank: int, responses: Responses) -> None:
+            if arrivals is not None:
+                asked = shares[policy.places[rank].share]
+                arrivals.add(self._rollouts([asked[place] for place in responses.places], responses))
+
+        policy.workers.on_news = take
+        each, own = policy.for_each_rank(shares), partial(take, 0)
+        answers = policy.workers.call(Worker.generate, sampling, longest, each=each, own=own)
         parts = zip(shares, policy.of_shares(answers), strict=True)
         rollouts = [iter(self._rollouts(mine, responses)) for mine, responses in parts]
         return [next(rollouts[place % len(rollouts)]) for place in range(len(requests))]

@@ -11,7 +11,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nemo_edo.worker.dispatch import END, STACKS, answer, meet_controller, pack
+from nemo_edo.worker.dispatch import END, STACKS, News, answer, meet_controller, pack
 from nemo_edo.worker.worker import Worker
 
 
@@ -28,6 +28,7 @@ def serve() -> int:
     busy = threading.Event()
     threading.Thread(target=_read, args=(connection, calls, busy), daemon=True, name="calls").start()
     worker = Worker()
+    worker.tell = lambda news: connection.send_bytes(pack(News(news)))
     while (message := calls.get()) is not None:
         busy.set()
         answered = pack(answer(worker, message, lambda: bool(received)))

@@ -6,6 +6,7 @@ machine first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.megatron.background import Writing
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
-    from nemo_edo.types import GenerationRequest, SamplingParams
+    from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Place:
 class Responses:
     """Generated responses, end to end."""
 
+    places: Sequence[int]
+    """Of their requests."""
     ids: np.ndarray
     """int32"""
     logprobs: np.ndarray
@@ -55,6 +58,23 @@ class Responses:
     experts: list[bytes]
     """``Rollout.routed_experts``"""
 
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], places: Sequence[int]) -> Responses:
+        return cls(
+            places=places,
+            ids=np.fromiter(chain.from_iterable(rollout.response_ids for rollout in rollouts), np.int32),
+            logprobs=np.fromiter(chain.from_iterable(rollout.response_logprobs for rollout in rollouts), np.float32),
+            lengths=[len(rollout.response_ids) for rollout in rollouts],
+            texts=[rollout.text for rollout in rollouts],
+            finished=[rollout.finished for rollout in rollouts],
+            stops=[rollout.stop for rollout in rollouts],
+            experts=[rollout.routed_experts for rollout in rollouts],
+        )
+
+
+ALIVE_EVERY_S = 10.0
+"""How often a rank whose responses go on tells so."""
+
 
 class Worker:
     """A rank's model and what is done with it."""
@@ -64,6 +84,8 @@ class Worker:
         self._engine: MegatronEngine | None = None
         self._writing: Writing | None = None
         self._answers = True
+        self.tell: Callable[[Any], None] = lambda news: None
+        """Tells the controller something during a call."""
 
     def begin(self, parallelism: ParallelismConfig, seed: int, threads: int | None) -> None:
         """Joins the other ranks. Raises UserError where the model cannot be split over so many."""
@@ -241,21 +263,24 @@ class Worker:
         )
 
     def generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int]
+        self,
+        requests: list[GenerationRequest],
+        sampling: SamplingParams,
+        longest: tuple[int, int],
+        take: Callable[[Responses], None] | None = None,
     ) -> Responses | None:
-        """Responses to the share's requests. longest: prompt and response of all shares, in tokens."""
-        rollouts = self._engine.generate(requests, sampling, longest)
-        if not self._answers:
-            return None
-        return Responses(
-            ids=np.fromiter(chain.from_iterable(rollout.response_ids for rollout in rollouts), np.int32),
-            logprobs=np.fromiter(chain.from_iterable(rollout.response_logprobs for rollout in rollouts), np.float32),
-            lengths=[len(rollout.response_ids) for rollout in rollouts],
-            texts=[rollout.text for rollout in rollouts],
-            finished=[rollout.finished for rollout in rollouts],
-            stops=[rollout.stop for rollout in rollouts],
-            experts=[rollout.routed_experts for rollout in rollouts],
-        )
+        """Responses to the share's requests. longest: prompt and response of all shares, in tokens. take: gets those
+        that have ended meanwhile, now and then none, in the controller's process; in others ``self.tell`` does."""
+        take, told_at = take or self.tell, time.monotonic()
+
+        def ended(places: list[int], rollouts: list[Rollout]) -> None:
+            nonlocal told_at
+            if self._answers and (places or time.monotonic() > told_at + ALIVE_EVERY_S):
+                told_at = time.monotonic()
+                take(Responses.of(rollouts, places))
+
+        rollouts = self._engine.generate(requests, sampling, longest, ended)
+        return Responses.of(rollouts, range(len(rollouts))) if self._answers else None
 
     # --- weights for others ---------------------------------------------------------------------------------------
 

@@ -99,3 +99,9 @@ def test_a_state_that_is_saved_as_it_is_resumes_at_its_own_layout_and_is_refused
 ])
 def test_an_optimizers_state_of_another_kind_is_refused(on, saved, there: str, here: str, named: str):
     assert named in on(here, "refusal", saved(there).folder)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("one, split", 1), ("data, split", 2), ("interleaved, split", 1)])
+def test_no_rank_holds_more_of_the_optimizers_state_than_its_share(on, tmp_path, layout: str, ranks: int):
+    saved, loaded, whole = on(layout, "optimizer_bytes", tmp_path)
+    assert saved == loaded == pytest.approx(whole / ranks, rel=0.02)  # buckets are padded

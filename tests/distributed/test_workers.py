@@ -18,6 +18,7 @@ def test_two_workers_find_what_one_finds_and_each_gets_its_rows_alone(two, alone
     sizes = LAYOUTS[layout]
     found, of_the_other = two.run("helpers.controller_cases:run", folder=tiny_model, out=tmp_path, sizes=sizes)
     assert of_the_other is None
+    assert found["arrived"] and alone["arrived"], "each response as it ended, from every rank"
     for name in ("responses", "texts", "versions"):
         assert found[name] == alone[name]
     for step, expected in zip(found["metrics"], alone["metrics"], strict=True):

@@ -26,8 +26,8 @@ def count_tokens(out: Path) -> None:
 
     generate = RemoteEngine.generate
 
-    def counting(engine, requests, sampling):
-        rollouts = generate(engine, requests, sampling)
+    def counting(engine, requests, sampling, *arrivals):
+        rollouts = generate(engine, requests, sampling, *arrivals)
         with out.open("a") as file:
             file.write(f"{sum(len(rollout.response_ids) for rollout in rollouts)}\n")
         return rollouts

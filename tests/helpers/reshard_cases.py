@@ -56,3 +56,21 @@ def refusal(model: Path, folder: Path, sizes: dict) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def optimizer_bytes(model: Path, folder: Path, sizes: dict) -> tuple[int, int, int]:
+    """Bytes of this rank's optimizer state in a checkpoint, as saved and as loaded, and of a whole parameter's."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from nemo_edo.megatron import checkpoint
+
+    policy = begin(model, sizes)
+    train(policy, TRAINED)
+    found = []
+    for is_loading in (False, True):
+        state = checkpoint._sharded_state(policy, True, checkpoint.RESHARDABLE, is_loading=is_loading)
+        tensors = [one.data for one in nested_values(state["optimizer"]) if isinstance(one, ShardedTensor)]
+        found.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    weights = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
+    return (*found, 3 * 4 * weights)

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+
+from nemo_edo.checks.numbers import BOUNDS, LLAMA, TF32_ERROR, SameNumbers, of_transformers, write_model
+from nemo_edo.config import PrecisionConfig
 
 from .cases import TRAINING
 from .prepare import ROOT
@@ -119,6 +123,19 @@ def test_a_resident_reference_has_the_steps_of_the_cpu(gpu, on_cpu, models):
     settings = {"reference_placement": "resident"}
     found = compare(gpu, on_cpu, models / "plain", "ed-idpo", expected={}, settings=settings)
     assert found["reference is"] == ["cuda"]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_fp32_products_are_tf32s_where_the_config_allows_it(gpu, tf32, tmp_path):
+    """Of Transformer Engine, which asks for TF32 always; and a step is within the bounds of its arithmetic."""
+    [errors] = gpu.run("nemo_edo.checks.numbers:errors_of_products", precision=PrecisionConfig(tf32=tf32))
+    assert (errors["Transformer Engine"] > TF32_ERROR) == tf32
+    write_model(tmp_path / LLAMA)
+    step = SameNumbers("tf32" if tf32 else "fp32")
+    [found] = gpu.run("nemo_edo.checks.numbers:measure", folder=tmp_path / LLAMA, step=step, save=None, load=None)
+    far = float(np.abs(found.values - of_transformers(tmp_path / LLAMA)).max())
+    low, high = (BOUNDS["fp32"].values, BOUNDS["tf32"].values) if tf32 else (0.0, BOUNDS["fp32"].values)
+    assert low < far < high
 
 
 PACKED = {"packing": True, "micro_batch_tokens": 40}

@@ -1,6 +1,7 @@
 """One-step-off generation while the previous iteration trains, with the numbers of a synchronous loop."""
 
 import time
+from dataclasses import replace
 from threading import Event, current_thread
 from threading import enumerate as threads
 from types import SimpleNamespace
@@ -103,34 +104,28 @@ def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_oc
     assert len(iteration.journal.policy.batches) == 1 and generating_threads() == []
 
 
-class Waiting(InBackground):
-    """Generates until it is told to stop."""
-
-    begun = False
-
-    def engine(self):
-        self.begun = True
-        return SimpleNamespace(policy_version=0, generate=self.until_stopped)
-
-    def until_stopped(self, requests, sampling):
-        assert self.stop.wait(LIMIT_S)
-        raise RunStopped
-
-
 @pytest.mark.parametrize("ends", ["asked to stop", "a guard", "an error"])
 def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, ends: str):
     guards = {"sampler_gap": BoundsConfig(ceiling=1e-9, action="stop")} if ends == "a guard" else {}
     iteration = fake_iteration(**guards, **SETTINGS)
     memory = new_memory(stop_at=5 if ends == "asked to stop" else None)
     iteration = iteration.changed(lag=1, progress=memory)
-    waiting = Waiting(iteration.services, iteration.plan)
+    begun = []
+
+    def until_stopped(requests, sampling):
+        begun.append(requests)
+        assert waiting.stop.wait(LIMIT_S)
+        raise RunStopped
+
+    engine = SimpleNamespace(policy_version=0, generate=until_stopped)
+    waiting = InBackground(replace(iteration.services, engine=engine), iteration.plan)
     iteration = iteration.changed(ahead=waiting)
     if ends == "an error":
         iteration.services.policy.batches = None  # its first step fails
     expected = {"asked to stop": RunStopped, "a guard": StoppedByGuard, "an error": TypeError}[ends]
     with pytest.raises(expected):
         iteration.run()
-    assert waiting.begun and generating_threads() == []
+    assert begun and generating_threads() == []
 
 
 def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(ahead_run, new_memory):

@@ -96,15 +96,22 @@ def auto(*overrides: str) -> RunConfig:
     return compose_run("grpo_gsm8k", [*needed, *overrides])
 
 
-@pytest.mark.parametrize(("world", "local", "gb", "size"), [
-    (1, 1, 80, 1),  # it does not fit, and there is nothing to split it over
-    (8, 8, 1000, 1), (8, 8, 120, 2), (8, 8, 60, 4), (8, 8, 1, 4),  # 4 query groups
-    (8, 2, 40, 2),  # within a node
-    (3, 3, 80, 1), (6, 6, 80, 2),
+@pytest.mark.parametrize(("world", "local", "gb", "size", "shards"), [
+    (1, 1, 80, 1, False),  # it does not fit, and there is nothing to split it over
+    (8, 8, 1000, 1, False), (8, 8, 120, 1, True), (8, 8, 60, 4, False), (8, 8, 1, 4, True),  # 4 query groups
+    (8, 2, 40, 2, True),  # within a node
+    (3, 3, 80, 1, True), (6, 6, 80, 2, True),
 ])
-def test_auto_splits_a_model_over_as_few_processes_as_it_fits_on_and_the_rest_is_data_parallel(world, local, gb, size):
+def test_auto_splits_a_model_over_as_few_processes_as_it_fits_on_and_the_rest_is_data_parallel(
+    world, local, gb, size, shards
+):
+    """And the optimizer's state over those, rather than layers."""
     found = with_fitted_parallelism(auto(), QWEN_7B, world, local, gb * GB).parallelism
     assert (found.tensor_model_parallel_size, found.sequence_parallel) == (size, size > 1)
+    assert found.use_distributed_optimizer == shards
+    if gb == 1:
+        with pytest.raises(UserError, match="tensor_model_parallel_size=4"):
+            with_fitted_parallelism(auto(), QWEN_7B, world, local, gb * GB, must_fit=True)
 
 
 def test_auto_leaves_a_given_size_alone_and_names_what_makes_every_size_impossible():

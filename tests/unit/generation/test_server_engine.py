@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from helpers import completions_server
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import ManagedReplica, Replica
 from nemo_edo.generation.server_api import ServerAPI
 from nemo_edo.generation.server_engine import ServerEngine
@@ -131,13 +131,53 @@ def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_a
     assert len(log_of(replicas[0])["seeds"]) == attempts
 
 
+class Kept:
+    """Arrivals that are asked to stop once they have so many responses and ``seconds`` are over."""
+
+    def __init__(self, number: int = 10**6, seconds: float = 0.0) -> None:
+        self.rollouts: list[Rollout] = []
+        self.number, self.until = number, time.monotonic() + seconds
+
+    def add(self, rollouts) -> None:
+        self.rollouts += rollouts
+
+    def stop_if_asked(self) -> None:
+        if len(self.rollouts) >= self.number and time.monotonic() > self.until:
+            raise RunStopped("asked")
+
+
 def test_a_generation_that_is_asked_to_stop_ends_soon(start):
-    replicas, stop = start({"hang": True}), threading.Event()
-    threading.Timer(0.5, stop.set).start()
     begun = time.monotonic()
     with pytest.raises(RunStopped):
-        engine(replicas).generate(requests(20), SAMPLING, stop=stop)
-    assert time.monotonic() - begun < 60  # request_limit_s is longer
+        engine(start({"hang": True})).generate(requests(20), SAMPLING, Kept(0, seconds=0.5))
+    assert time.monotonic() - begun < 60  # a request may take longer
+
+
+def test_responses_are_handed_over_while_others_are_generated_once_the_weights_are_checked(start, monkeypatch):
+    monkeypatch.setattr(dispatch, "HAND_OVER_EVERY_S", 0.05)
+    replicas, kept = start({"slow_s": 0.0}, {"hang": True}), Kept(4)
+    with pytest.raises(RunStopped):
+        engine(replicas, max_in_flight=4).generate(requests(8), SAMPLING, kept)
+    assert_answers(sorted(kept.rollouts, key=lambda one: one.seed),
+                   [one for one in requests(8) if one.seed in {rollout.seed for rollout in kept.rollouts}])
+
+    def require(replica) -> None:
+        raise ServerError("other weights")
+
+    servers, kept = engine(replicas, max_in_flight=4), Kept()
+    servers.weights = SimpleNamespace(restore=lambda replica: None, require=require)
+    with pytest.raises(ServerError, match="other weights"):
+        servers.generate(requests(8), SAMPLING, kept)
+    assert kept.rollouts == []
+
+
+@pytest.mark.parametrize(("answers", "limit"), [(0, 300 + 0.1 * 1000), (100, 300 + 4 * 0.5 * 1000)])
+def test_a_request_may_take_as_long_as_its_tokens_do_at_the_measured_pace(answers: int, limit: float):
+    dispatcher = dispatch.Dispatcher([], ServersConfig())
+    for _ in range(answers):
+        dispatcher._measure({"usage": {"completion_tokens": 10}}, 5.0)
+    assert dispatcher._limit_of({"max_tokens": 1000}) == pytest.approx(limit)
+    assert dispatch.Dispatcher([], ServersConfig(request_limit_s=7.0))._limit_of({"max_tokens": 1000}) == 7.0
 
 
 def test_a_killed_server_is_restarted_until_all_requests_are_answered(start):

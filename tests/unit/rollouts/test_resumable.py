@@ -1,14 +1,16 @@
-"""Responses in parts: what is on disk is not generated again, and nothing else is taken for it."""
+"""Responses on disk are not generated again, and nothing else is taken for them."""
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers.responses import scored
 
-from nemo_edo.data.batching import minibatches
-from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rollouts.resumable import Parts
+from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.rollouts import resumable
+from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Rollout, ScoredRollout
 
@@ -18,6 +20,11 @@ ITERATION = 3
 
 class Killed(Exception):
     pass
+
+
+def answer(one: GenerationRequest) -> Rollout:
+    return scored(one.problem_id, one.sample_index, prompt_ids=one.prompt_ids, policy_version=ITERATION,
+                  seed=one.seed).rollout
 
 
 class Engine:
@@ -31,8 +38,26 @@ class Engine:
         if len(self.parts) == self.killed_in:
             raise Killed
         self.parts.append([request.problem_id for request in requests])
-        return [scored(one.problem_id, one.sample_index, prompt_ids=one.prompt_ids, policy_version=ITERATION,
-                       seed=one.seed).rollout for one in requests]
+        return [answer(one) for one in requests]
+
+
+class Streaming:
+    """Hands over one response after the other, in this order, and then ends with the error."""
+
+    takes_all = True
+
+    def __init__(self, order=(), error: Exception | None = None) -> None:
+        self.asked: list[list[str]] = []
+        self.order, self.error = order, error
+
+    def generate(self, requests, sampling, arrivals) -> list[Rollout]:
+        self.asked.append([request.problem_id for request in requests])
+        rollouts = [answer(one) for one in requests]
+        for place in self.order:
+            arrivals.add([rollouts[place]])
+        if self.error is not None:
+            raise self.error
+        return rollouts
 
 
 SCORER = SimpleNamespace(
@@ -40,29 +65,72 @@ SCORER = SimpleNamespace(
 )
 
 
-def in_parts(store: RolloutStore, engine, requests=REQUESTS, *, part_size: int = 3, versions: range | None = None):
+def ask(store: RolloutStore, engine, requests=REQUESTS, *, part_size: int = 3, versions: range | None = None,
+        scorer=SCORER, watch: Watch | None = None):
     """All responses, as a collection and an evaluation ask for them."""
-    parts, responses = Parts(store, ITERATION, versions), []
-    for part in minibatches(requests, part_size):
-        responses += parts.on_disk(part) or parts.generate(part, engine, SCORER, None, [])
-    return responses
+    parts = Parts(store, ITERATION, versions, part_size=part_size, watch=watch)
+    return parts.responses(requests, engine, scorer, None, [])
 
 
 def test_a_killed_generation_loses_one_part_at_most_and_ends_as_one_that_was_not(tmp_path):
-    whole = in_parts(RolloutStore(tmp_path / "whole"), Engine())
+    whole = ask(RolloutStore(tmp_path / "whole"), Engine())
     store = RolloutStore(tmp_path / "killed")
     with pytest.raises(Killed):
-        in_parts(store, Engine(killed_in=2))
+        ask(store, Engine(killed_in=2))
     engine = Engine()
-    assert in_parts(store, engine) == whole
+    assert ask(store, engine) == whole
     assert engine.parts == [["p-6"]]
+
+
+def test_what_has_ended_is_on_disk_while_the_rest_is_generated_and_the_rest_alone_is_asked_for_later(
+    tmp_path, monkeypatch
+):
+    """Whatever order it ended in, twice, and although the process is killed; each response is a sign of life."""
+    monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
+    whole = ask(RolloutStore(tmp_path / "whole"), Engine())
+    store, signs = RolloutStore(tmp_path / "killed"), []
+    for order in ([5, 0], [2]):  # of the requests that are left: p-5, p-0, then p-3
+        with pytest.raises(Killed):
+            ask(store, Streaming(order, Killed()), watch=Watch(alive=lambda: signs.append(1)))
+        until = time.monotonic() + 60
+        while len(store.stored(ITERATION)) < len(signs) and time.monotonic() < until:
+            time.sleep(0.01)  # another thread writes
+    assert [item.rollout.problem_id for item in store.stored(ITERATION)] == ["p-5", "p-0", "p-3"]
+    engine = Streaming()
+    assert ask(store, engine) == whole
+    assert engine.asked == [["p-1", "p-2", "p-4", "p-6"]]
+
+
+def test_a_run_that_is_asked_to_stop_keeps_what_has_ended(tmp_path):
+    with pytest.raises(RunStopped):
+        ask(RolloutStore(tmp_path), Streaming([6, 1], RunStopped("asked")))
+    assert [item.rollout.problem_id for item in RolloutStore(tmp_path).stored(ITERATION)] == ["p-6", "p-1"]
+
+
+def test_a_scorer_that_fails_meanwhile_ends_the_generation(tmp_path, monkeypatch):
+    monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
+
+    class Patient(Streaming):
+        def generate(self, requests, sampling, arrivals):
+            arrivals.add([answer(requests[0])])
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                arrivals.stop_if_asked()
+                time.sleep(0.01)
+            raise AssertionError("nothing ended it")
+
+    def fail(rollouts, problems):
+        raise UserError("no such rule")
+
+    with pytest.raises(UserError, match="no such rule"):
+        ask(RolloutStore(tmp_path), Patient(), scorer=SimpleNamespace(score=fail))
 
 
 def test_a_complete_iteration_is_not_generated_again(tmp_path):
     store, engine = RolloutStore(tmp_path), Engine()
-    whole = in_parts(store, Engine())
+    whole = ask(store, Engine())
     store.write(ITERATION, whole, rank=0, world_size=1)
-    assert in_parts(store, engine, part_size=4) == whole and engine.parts == []
+    assert ask(store, engine, part_size=4) == whole and engine.parts == []
 
 
 @pytest.mark.parametrize(("changed", "told"), [
@@ -72,9 +140,9 @@ def test_a_complete_iteration_is_not_generated_again(tmp_path):
 ])
 def test_responses_on_disk_to_other_requests_are_refused_with_both_sides(tmp_path, changed: dict, told: str):
     store = RolloutStore(tmp_path)
-    in_parts(store, Engine())
+    ask(store, Engine())
     with pytest.raises(UserError, match=told):
-        in_parts(store, Engine(), [replace(REQUESTS[0], **changed), *REQUESTS[1:]])
+        ask(store, Engine(), [replace(REQUESTS[0], **changed), *REQUESTS[1:]])
 
 
 @pytest.mark.parametrize(("versions", "told"), [
@@ -89,18 +157,18 @@ def test_responses_of_another_policy_are_refused_before_they_are_written_and_on_
 
     store = RolloutStore(tmp_path)
     with pytest.raises(UserError, match=told):
-        in_parts(store, Stale(), versions=versions)
+        ask(store, Stale(), versions=versions)
     assert store.stored(ITERATION) == []
-    assert len(in_parts(store, Stale(), versions=range(4))) == len(REQUESTS)
+    assert len(ask(store, Stale(), versions=range(4))) == len(REQUESTS)
     with pytest.raises(UserError, match="has policy version 2, .* version 3"):
-        in_parts(store, Engine())
+        ask(store, Engine())
 
 
 def test_a_complete_iteration_takes_the_place_of_another_and_one_that_is_not_leaves_it_alone(tmp_path):
     old, new = RolloutStore(tmp_path / "old"), RolloutStore(tmp_path / "new")
     for rank in range(2):
         old.write(ITERATION, [scored(sample=rank)], rank=rank, world_size=2)
-    whole = in_parts(new, Engine())
+    whole = ask(new, Engine())
     with pytest.raises(UserError, match="new/iter_00003: has no rollouts"):
         old.take_over(ITERATION, new)
     assert len(old.read(ITERATION)) == 2
@@ -123,11 +191,32 @@ def test_what_an_engine_had_each_time_it_gave_up_is_scored_and_kept_and_only_the
                 return rollouts
             raise PartlyGenerated("no server is left", [rollouts[place] for place in self.places])
 
-    whole = in_parts(RolloutStore(tmp_path / "whole"), Engine())
+    whole = ask(RolloutStore(tmp_path / "whole"), Engine())
     store = RolloutStore(tmp_path / "given up")
     for places in ([2, 0], []):
         with pytest.raises(UserError, match="no server is left. 5 responses of iteration 3 .*given up"):
-            in_parts(store, GivesUp(places))
+            ask(store, GivesUp(places))
     engine = Engine()
-    assert in_parts(store, engine) == whole
-    assert engine.parts == [["p-4"], ["p-6"]]
+    assert ask(store, engine) == whole
+    assert engine.parts == [["p-4", "p-6"]]
+
+
+@pytest.mark.parametrize("part_size", [1, 3, 99])
+@pytest.mark.parametrize("engine", [Streaming([0, 3, 1, 6, 4, 2], Killed()), Engine(killed_in=2)])
+def test_a_scorer_that_compares_a_problems_responses_gets_all_of_them_at_once(tmp_path, monkeypatch, part_size, engine):
+    """However they end, and in whatever parts they are generated and written."""
+    monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
+    requests = [GenerationRequest(f"p-{n}", sample, (n, 7), seed=3 * n + sample) for n in range(3) for sample in range(3)]
+    asked = []
+
+    def score(rollouts, problems):
+        asked.append([one.problem_id for one in rollouts])
+        return SCORER.score(rollouts, problems)
+
+    together, store = SimpleNamespace(score=score, by_group=True), RolloutStore(tmp_path)
+    with suppress(Killed):
+        ask(store, engine, requests, part_size=part_size, scorer=together)
+    found = ask(store, Engine(), requests, part_size=part_size, scorer=together)
+    assert [(one.rollout.problem_id, one.rollout.sample_index) for one in found] == [
+        (one.problem_id, one.sample_index) for one in requests]
+    assert all(names.count(name) == 3 for names in asked for name in names)

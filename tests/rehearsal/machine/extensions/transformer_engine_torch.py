@@ -2,6 +2,7 @@
 bf16, fused attention, rotary positions, mixtures of experts and Adam. It computes with torch's operators, so that the
 pretended device checks where tensors are. Other functions, FP8's among them, can be named and not called."""
 
+import os
 from enum import IntEnum
 
 import torch
@@ -35,9 +36,7 @@ NVTE_Mask_Type = _enumeration(
     "NVTE_Mask_Type", "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
     "PADDING_CAUSAL_BOTTOM_RIGHT_MASK", "NVTE_",
 )  # fmt: skip
-NVTE_Softmax_Type = _enumeration(
-    "NVTE_Softmax_Type", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX", "NVTE_"
-)
+NVTE_Softmax_Type = _enumeration("NVTE_Softmax_Type", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX", "NVTE_")
 NVTE_QKV_Format = _enumeration(
     "NVTE_QKV_Format", "BSHD SBHD THD SBHD_2BSHD BSHD_2SBHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET", "NVTE_"
 )
@@ -66,6 +65,8 @@ def generic_gemm(
     rows, leading = b.reshape(-1, b.shape[-1]), b.shape[:-1]
     if transpose_b:
         rows, leading = rows.t(), (b.shape[-1],)
+    if rows.dtype is torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        rows, first = _to_tf32(rows), _to_tf32(first.float())
     product = rows @ first.to(rows.dtype)
     bias_grad = None
     if bias is not None and grad:
@@ -111,6 +112,12 @@ def rmsnorm_bwd(grad, x, scale, weight, sm_margin, zero_centered):
 
 def _norm_weight(weight, zero_centered):
     return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _to_tf32(numbers):
+    """To the nearest number of 11 bits, as tensor cores round the factors of an fp32 product."""
+    bits = numbers.contiguous().view(torch.int32)
+    return ((bits + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
 def _bf16_or_fp32(*tensors) -> None:
