@@ -202,11 +202,12 @@ def test_what_an_engine_had_each_time_it_gave_up_is_scored_and_kept_and_only_the
 
 
 @pytest.mark.parametrize("part_size", [1, 3, 99])
-@pytest.mark.parametrize("engine", [Streaming([0, 3, 1, 6, 4, 2], Killed()), Engine(killed_in=2)])
+@pytest.mark.parametrize("engine", [
+    Streaming([0, 3, 1, 6, 4, 2], RunStopped("asked")), Engine(killed_in=2)])
 def test_a_scorer_that_compares_a_problems_responses_gets_all_of_them_at_once(tmp_path, monkeypatch, part_size, engine):
     """However they end, and in whatever parts they are generated and written."""
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
-    requests = [GenerationRequest(f"p-{n}", sample, (n, 7), seed=3 * n + sample) for n in range(3) for sample in range(3)]
+    requests = [GenerationRequest(f"p-{at // 3}", at % 3, (at // 3, 7), seed=at) for at in range(9)]
     asked = []
 
     def score(rollouts, problems):
@@ -214,7 +215,7 @@ def test_a_scorer_that_compares_a_problems_responses_gets_all_of_them_at_once(tm
         return SCORER.score(rollouts, problems)
 
     together, store = SimpleNamespace(score=score, by_group=True), RolloutStore(tmp_path)
-    with suppress(Killed):
+    with suppress(Killed, RunStopped):
         ask(store, engine, requests, part_size=part_size, scorer=together)
     found = ask(store, Engine(), requests, part_size=part_size, scorer=together)
     assert [(one.rollout.problem_id, one.rollout.sample_index) for one in found] == [
