@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "load", "sweep", "train"]
+__all__ = ["Run", "Sweep", "load", "sweep", "train"]
 
 
 def __getattr__(name: str) -> Any:

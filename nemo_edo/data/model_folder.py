@@ -15,8 +15,10 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """OWNER/NAME. A relative path of two parts has the same form, and a folder that exists comes first."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """One of them has the vocabulary. From tokenizer_config.json alone, transformers 5 makes an empty one."""
-DOWNLOADED = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md", "LICENSE*", "NOTICE*"]
+READ = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 """Of a hub's model: what a folder needs, and no second copy of the weights in another format."""
+ABOUT = ["README.md", "LICENSE*", "NOTICE*"]
+"""What an export's card takes the licence from."""
 
 
 def find_model(path: str, *, download: bool = True) -> Path:
@@ -35,7 +37,7 @@ def find_model(path: str, *, download: bool = True) -> Path:
     for local in (True, False) if download else (True,):
         try:
             snapshot = Path(
-                snapshot_download(path, local_files_only=local, allow_patterns=DOWNLOADED, ignore_patterns=["*/*"])
+                snapshot_download(path, local_files_only=local, allow_patterns=[*READ, *ABOUT], ignore_patterns=["*/*"])
             )
         except (OSError, HFValidationError) as error:
             why = f"a download fails ({type(error.__cause__ or error).__name__})"

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nemo_edo.config import GRPOConfig, RunConfig
-from nemo_edo.data.model_folder import DOWNLOADED, find_model
+from nemo_edo.data.model_folder import READ, find_model
 from nemo_edo.data.source import SPLITS
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import checksum
@@ -136,7 +136,7 @@ def _inputs(cfg: RunConfig) -> dict[str, dict[str, Path]]:
     paths["data.chat_template"] = data.chat_template if Path(data.chat_template).is_file() else None
     found = {name: _below(Path(path), ["**/*"]) for name, path in paths.items() if path is not None}
     if cfg.model.path is not None:
-        found["model.path"] = _below(find_model(cfg.model.path), DOWNLOADED)
+        found["model.path"] = _below(find_model(cfg.model.path), READ)
     if cfg.train.rollouts is not None:
         read = [f"iter_{t:05d}/rank_*.parquet" for t in range(max(one.iterations for one in arms.values()))]
         found["train.rollouts"] = _below(Path(cfg.train.rollouts), [*read, *(f"*/{name}" for name in read)])

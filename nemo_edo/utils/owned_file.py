@@ -42,7 +42,8 @@ class OwnedFile:
             without_locks = _lock(self._file, path)
             if without_locks and (owner := _living_owner(self._file, path)):
                 raise InUse(owner)
-            own = f"process {os.getpid()} on {socket.gethostname()}\n{_machine()} {os.getpid()} {_began(os.getpid())}\n"
+            name = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            own = f"{name}\n{_machine()} {os.getpid()} {_began(os.getpid())}\n"
             self._file.truncate(0)
             self._file.write(own)
             self._file.flush()

@@ -97,7 +97,8 @@ def test_the_numbers_of_a_model_at_hand_are_compared_with_transformers(doctor, t
     files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}"
              for name, rows in (("train", ROWS[:2]), ("test", ROWS[2:]))]
     path = f"model.path={write_tiny_model(tmp_path / 'model')}"
-    found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1", *files)
+    found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1", *files,
+                         "grpo.allow_one_step=true")
     assert (found, words in text, "/log" in text) == (status, True, False)
 
 
@@ -115,5 +116,5 @@ def test_the_doctor_refuses_the_folder_and_the_data_that_a_run_refuses(doctor, t
              for name, some in (("train", rows[:2]), ("test", ROWS[2:]))]
     status, text = doctor("--config-name=grpo_gsm8k", f"model.path={folder}", *files, "data.prompt='{question}'",
                           "data.chat_template=false", "sampling.max_new_tokens=10", "precision=fp32",
-                           "model.verify=false")
+                          "model.verify=false", "grpo.allow_one_step=true")
     assert (status, refused is None or refused in text) == (0 if refused is None else 2, True), text

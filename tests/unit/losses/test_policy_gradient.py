@@ -331,11 +331,11 @@ def test_the_named_methods_are_the_settings_of_their_papers_without_exploration_
 
 
 @pytest.mark.parametrize(("changes", "weight", "bounded"), [
-    ({"sampler_correction": "tis", "tis_cap": 2.0}, (2.0 + 1.5 + 0.5 + 2.0) / 4, 1 / 4),
-    ({"sampler_correction": "icepop", "icepop_low": 0.6, "icepop_high": 5.0}, (4.0 + 1.5 + 0.0 + 2.0) / 4, 1 / 4),
+    ({"sampler_correction": "tis", "tis_cap": 2.0}, (2.0 + 1.5 + 0.5 + 1.9) / 4, 1 / 4),
+    ({"sampler_correction": "icepop", "icepop_low": 0.6, "icepop_high": 5.0}, (4.0 + 1.5 + 0.0 + 1.9) / 4, 1 / 4),
 ])
 def test_metrics_tell_the_mean_weight_and_the_share_of_bounded_tokens(changes, weight, bounded):
-    ratios = torch.tensor([[4.0, 1.5, 0.5, 2.0, 9.0]], dtype=torch.float64)
+    ratios = torch.tensor([[4.0, 1.5, 0.5, 1.9, 9.0]], dtype=torch.float64)
     zeros, mask = torch.zeros(1, 5, dtype=torch.float64), torch.tensor([[1, 1, 1, 1, 0]])
     term, metrics = grpo_loss(
         zeros - 2, zeros - 2, zeros - 2, torch.ones(1), mask, config(aggregation="token-mean", **changes),

@@ -91,7 +91,7 @@ TRAIN = {
     "tracking setting that NeMo lacks": ("exp_manager.bogus=1", "exp_manager.bogus: "),
     "output folder below a file": (
         "output_dir={}/train.jsonl", "{}/train.jsonl/a cannot be made in {}/train.jsonl (Not a directory)"),
-    "no stored rollouts": ("train.rollouts={}/none", "{}/none/iter_00000: has no rollouts"),
+    "no stored rollouts": ("train.rollouts={}/none grpo.allow_one_step=true", "{}/none/iter_00000: has no rollouts"),
     "stop by an unknown metric": ("evaluation.every=1 early_stop.metric=pass@99", "early_stop.metric is 'pass@99'"),
     "output in the kernel's files": (
         "output_dir=/proc/x", "/proc/x/a cannot be made in /proc (its file system takes no files); choose another"),
@@ -115,7 +115,7 @@ OF_A_RUN = {
     "evaluate of no run": ("evaluate {}/runs", "", "{}/runs is not the folder of a run"),
     "evaluate with foreign overrides": (
         "evaluate {}/runs/a evaluation.samples=2 seed=3 grpo.alpha=0", "",
-        "evaluate takes overrides of evaluation.* only, not seed=3, grpo.alpha=0"),
+        "evaluate takes overrides of evaluation.* and allow_changed only, not seed=3, grpo.alpha=0"),
     "evaluate of a run whose last arm is unfinished": (
         "evaluate {}/runs/a", "warmup one", "{}/runs/a/checkpoints/two is missing"),
     "report of no run": ("report {}/runs/a/checkpoints", "one", "{}/runs/a/checkpoints: no run is in it"),
