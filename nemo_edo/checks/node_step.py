@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="shared by all nodes")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for all of it")
+    parser.add_argument("--start-limit", type=float, default=START_LIMIT_S, help="seconds for the last rank to start")
     parser.add_argument("--nodes", default="", help="the nodes' names in the order of their ranks")
     args = parser.parse_args(argv)
     os.environ.update(variables_of_torchrun(os.environ))
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults: list[str] = []
     try:
         # Half of it for a rank that stops answering: the check ends with that. Containers start at different times.
-        machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes, start_limit_s=START_LIMIT_S)
+        machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes, start_limit_s=args.start_limit)
         for check in CHECKS:
             if RunsIn.NODES not in check.runs_in:
                 continue

@@ -51,7 +51,7 @@ def test_the_report_and_the_stored_responses_are_of_one_model(folder: Path, eval
     whole = folder / "runs" / "whole"
     page = (whole / "report.html").read_text()
     assert "Model as it is" in page and "Warm-up" not in page.split("</dl>")[0]
-    assert "warmup: 24 problems" in evaluate(str(whole), "--stored")
+    assert "model as it is: 24 problems" in evaluate(str(whole), "--stored")
     line = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])
     stored = json.loads((whole / "test_time" / "warmup.json").read_text())["metrics"]
     sampled = sum(stored["entropy_sampled"]["sum"]) / sum(stored["entropy_sampled"]["count"])

@@ -120,8 +120,8 @@ def check_nodes(launcher, name: str, wrapper: str) -> str:
     done = launcher.cluster.run(
         "srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
         f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_ports(1)[0]}", "bash", "-c", wrapper, "check",
-        sys.executable, "-m", "nemo_edo.checks.node_step", f"--folder={folder}", "--limit=20", "--nodes=n1,n2",
-        check=False)
+        sys.executable, "-m", "nemo_edo.checks.node_step", f"--folder={folder}", "--limit=20", "--start-limit=10",
+        "--nodes=n1,n2", check=False)
     assert done.returncode == 4, done.stdout + done.stderr
     return done.stdout
 
