@@ -272,6 +272,7 @@ def example_of_the_docs() -> list[str]:
     adapter.EDGRPOConfig = partial(EDGRPOConfig, **here)
     found = {}
     exec(code, found)
+    adapter.EDGRPOConfig = EDGRPOConfig
     return sorted(set().union(*found["trainer"].state.log_history))
 
 
