@@ -57,17 +57,27 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     return samples
 
 
+@dataclass(frozen=True)
+class _WatchedByProgress(Watch):
+    run: Services
+    here: Position
+
+    def begin_part(self) -> None:
+        with self.run.clock.phase("checkpoint"):
+            self.run.progress.reached(self.here)
+
+    def alive(self) -> None:
+        self.run.progress.alive()
+
+    def stop_if_asked(self) -> None:
+        self.run.progress.stop_if_asked()
+
+
 def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamples:
-    """What ends goes to disk while the rest is generated, and what an earlier, killed process left there is not
-    generated again. A bounded number of extra rounds replaces the groups that dynamic sampling drops."""
+    """Responses go to disk as they end, and those that an earlier, killed process left there are not generated again. A
+    bounded number of extra rounds replaces the groups that dynamic sampling drops."""
     t = here.iteration
-
-    def begin_part() -> None:
-        with run.clock.phase("checkpoint"):
-            run.progress.reached(here)
-
-    watch = Watch(begin_part, run.progress.alive, run.progress.stop_if_asked)
-    parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, watch=watch)
+    parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, watch=_WatchedByProgress(run, here))
     run.scorer.begin(parts.earlier)
     everything = _responses(run, plan, t, parts, plan.collection_problems(t))
     if not plan.is_dynamic:

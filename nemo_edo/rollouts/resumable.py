@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
@@ -23,15 +22,18 @@ WRITTEN_EVERY_S = 60.0
 """Fewer responses than a part are put on disk after so many seconds."""
 
 
-@dataclass(frozen=True)
 class Watch:
-    """What a generation tells the run. ``alive`` and ``stop_if_asked`` may be called from any thread."""
+    """What a generation tells the run; this one tells nobody. ``alive`` and ``stop_if_asked`` may be called from any
+    thread."""
 
-    begin_part: Callable[[], None] = lambda: None
-    """Called before an engine gets requests; may raise RunStopped."""
-    alive: Callable[[], None] = lambda: None
-    stop_if_asked: Callable[[], None] = lambda: None
-    """Raises RunStopped if the run is asked to stop."""
+    def begin_part(self) -> None:
+        """Called before an engine gets requests; may raise RunStopped."""
+
+    def alive(self) -> None:
+        """A sign of life."""
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop."""
 
 
 class Parts:

@@ -85,11 +85,11 @@ def evaluate_policy(
             path = folder.evaluated_anew(arm, f"{kind}_t{first:g}" if is_first else kind)
         stores[kind] = run.store(path)
     evaluation, responses = _measure(run, settings, model, arm, iteration, stores, final=final)
-    seconds = time.monotonic() - begun
+    seconds, number = time.monotonic() - begun, iteration
     if final:
         model.weight_sync.release()
-    if final:  # where the training ended early, fewer than its responses' number says
-        number, iteration = iteration, trained_iterations(settings, folder, arm)
+        # Where the training ended early, fewer than its responses' number says.
+        iteration = trained_iterations(settings, folder, arm)
     metric = settings.checkpoint.best
     if metric is not None and arm in settings.arms and anew is None:
         from nemo_edo.run.best_policies import keep_best
@@ -150,7 +150,7 @@ def _measure(
     return evaluator.evaluate(arm, requests, rollouts, tuning)
 
 
-class KeepsParts(Keeping):
+class KeepsParts(Keeping, Watch):
     """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
 
     def __init__(
@@ -170,18 +170,20 @@ class KeepsParts(Keeping):
         problems: Sequence[Problem],
     ) -> list[ScoredRollout]:
         store = self._stores[kind]
-        watch = Watch(self._begin_part, self._stop.alive, self._stop_if_asked)
-        parts = Parts(store, self._iteration, part_size=self._part_size, watch=watch)
+        parts = Parts(store, self._iteration, part_size=self._part_size, watch=self)
         scorer.begin(parts.earlier)
         responses = parts.responses(requests, engine, scorer, sampling, problems)
         store.write(self._iteration, responses, rank=0, world_size=1)
         return responses
 
-    def _begin_part(self) -> None:
-        self._stop.alive()
-        self._stop_if_asked()
+    def begin_part(self) -> None:
+        self.alive()
+        self.stop_if_asked()
 
-    def _stop_if_asked(self) -> None:
+    def alive(self) -> None:
+        self._stop.alive()
+
+    def stop_if_asked(self) -> None:
         if self._stop.was_asked:
             raise RunStopped(f"stopped, with the finished responses of {self._arm}'s evaluation saved")
 

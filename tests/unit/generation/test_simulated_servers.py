@@ -143,15 +143,19 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
         def score(self, rollouts, problems):
             return [ScoredRollout(one, 1.0, "2", True, "correct") for one in rollouts]
 
-    def stop_if_asked() -> None:
-        if sum(one.ended for one in servers) > len(asked) / 2:
-            raise RunStopped("asked")
+    class StopsHalfWay(Watch):
+        def alive(self) -> None:
+            signs.append(1)
+
+        def stop_if_asked(self) -> None:
+            if sum(one.ended for one in servers) > len(asked) / 2:
+                raise RunStopped("asked")
 
     def ask(watch: Watch):
         return Parts(store, 0, part_size=2048, watch=watch).responses(asked, engine, Scorer(), sampling, [])
 
     with pytest.raises(RunStopped):
-        ask(Watch(alive=lambda: signs.append(1), stop_if_asked=stop_if_asked))
+        ask(StopsHalfWay())
     for one in servers:
         one.aborts = True
     while any(one.aborts for one in servers):

@@ -88,10 +88,11 @@ def test_what_has_ended_is_on_disk_while_the_rest_is_generated_and_the_rest_alon
     """Whatever order it ended in, twice, and although the process is killed; each response is a sign of life."""
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
     whole = ask(RolloutStore(tmp_path / "whole"), Engine())
-    store, signs = RolloutStore(tmp_path / "killed"), []
+    store, signs, watch = RolloutStore(tmp_path / "killed"), [], Watch()
+    watch.alive = lambda: signs.append(1)
     for order in ([5, 0], [2]):  # of the requests that are left: p-5, p-0, then p-3
         with pytest.raises(Killed):
-            ask(store, Streaming(order, Killed()), watch=Watch(alive=lambda: signs.append(1)))
+            ask(store, Streaming(order, Killed()), watch=watch)
         until = time.monotonic() + 60
         while len(store.stored(ITERATION)) < len(signs) and time.monotonic() < until:
             time.sleep(0.01)  # another thread writes
