@@ -110,10 +110,10 @@ def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_mem
     iteration = fake_iteration(**guards, **SETTINGS)
     memory = new_memory(stop_at=5 if ends == "asked to stop" else None)
     iteration = iteration.changed(lag=1, progress=memory)
-    begun = []
+    begun = Event()
 
     def until_stopped(requests, sampling):
-        begun.append(requests)
+        begun.set()
         assert waiting.stop.wait(LIMIT_S)
         raise RunStopped
 
@@ -121,11 +121,15 @@ def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_mem
     waiting = InBackground(replace(iteration.services, engine=engine), iteration.plan)
     iteration = iteration.changed(ahead=waiting)
     if ends == "an error":
-        iteration.services.policy.batches = None  # its first step fails
+        def fail(*arguments, **settings):
+            assert begun.wait(LIMIT_S)  # a training that fails before is another case
+            raise TypeError
+
+        iteration.services.policy.train_step = fail
     expected = {"asked to stop": RunStopped, "a guard": StoppedByGuard, "an error": TypeError}[ends]
     with pytest.raises(expected):
         iteration.run()
-    assert begun and generating_threads() == []
+    assert begun.is_set() and generating_threads() == []
 
 
 def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(ahead_run, new_memory):
