@@ -21,6 +21,11 @@ ABOUT = ["README.md", "LICENSE*", "NOTICE*"]
 """What an export's card takes the licence from."""
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether ``model.path`` names a model of the Hugging Face hub; a folder of that name comes first."""
+    return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
 def find_model(path: str, *, download: bool = True) -> Path:
     """The folder of ``path``: a folder's path, or OWNER/NAME on the Hugging Face hub. Of the latter, the snapshot in
     huggingface_hub's cache counts first; where it has none, or only a part, the model is downloaded.
@@ -28,7 +33,7 @@ def find_model(path: str, *, download: bool = True) -> Path:
     Raises UserError for a hub's model that is not in the cache and cannot be downloaded, or may not (``download``). Any
     other path is returned as it is, whether or not there is a folder.
     """
-    if Path(path).exists() or not HUB_ID.fullmatch(path):
+    if not is_hub_name(path):
         return Path(path)
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError

@@ -12,6 +12,8 @@ from scipy.special import nctdtrinc, stdtr, stdtrit
 
 from nemo_edo.metrics.whole_number import whole_number
 
+POWER = 0.8
+"""The probability with which a difference that counts as detectable is found."""
 Ratio = tuple[np.ndarray, np.ndarray]
 """(sums [P], counts [P]): for each problem, for example right responses and responses."""
 
@@ -102,7 +104,7 @@ def mean_p_value(values: Sequence[float]) -> float:
     return float(mean == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -abs(mean) / error))
 
 
-def detectable(values: Sequence[float], *, level: float = 0.05, power: float = 0.8) -> float:
+def detectable(values: Sequence[float], *, level: float = 0.05, power: float = POWER) -> float:
     """The minimum detectable effect: the least true mean that the t test of ``mean_p_value`` at ``level`` finds with
     probability ``power``, for as many values as these with their standard deviation; NaN for one value.
 

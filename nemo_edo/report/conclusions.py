@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from itertools import product
 
 from rich import box
@@ -18,7 +17,7 @@ from rich.table import Table
 from nemo_edo.config import NONE
 from nemo_edo.config.training import ONE_STEP
 from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name, short_interval
-from nemo_edo.metrics import detectable
+from nemo_edo.metrics.intervals import POWER
 from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate
 from nemo_edo.report.run_set import arm_settings
 
@@ -26,7 +25,6 @@ MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
 TRUNCATED_ABOVE = 0.1
 """A larger share of truncated responses is named."""
-POWER = 0.8
 MOST_NAMED = 3
 """Differences that the first sentence names."""
 WIDTH, LABEL_WIDTH = 80, 19
@@ -110,7 +108,7 @@ def _result(comparison: Comparison) -> str:
         shown = [f"{labels[d.arm]}: {_in_words(d)}" for d in tested if d.shown]
         those = f"{count(len(tested), 'difference')} from {baseline}"
         if not shown:
-            return f"{over}, none of the {those} is shown ({METHOD}).{_power(comparison, tested)}"
+            return f"{over}, none of the {those} is shown ({METHOD}).{_power(tested)}"
         more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
         verb = "is" if len(shown) == 1 else "are"
         return f"{over}, {len(shown)} of {those} {verb} shown ({METHOD}): {'; '.join(shown[:MOST_NAMED] + more)}."
@@ -126,14 +124,10 @@ def _result(comparison: Comparison) -> str:
     return f"On {where}, {who} from {baseline} in {plain(metric)} by {span}; {noise}. One seed gives no verdict."
 
 
-def _power(comparison: Comparison, tested: list[Difference]) -> str:
-    """The difference that so many seeds would have shown, by the spread of theirs; Holm's first level, as no other
-    difference is shown."""
+def _power(tested: list[Difference]) -> str:
+    """The difference that so many seeds would have shown, by the spread of theirs."""
     metric = largest([d.metric for d in tested], "vote@") or tested[0].metric
-    found = [d for d in tested if d.metric == metric]
-    level = LEVEL / len(tested)
-    sizes = [detectable([*d.by_seed.values()], level=level, power=POWER) for d in found]
-    most = max(size for size in sizes if not math.isnan(size))
+    most = max(d.detectable for d in tested if d.metric == metric)
     return (
         f" That is no evidence of equality: to be shown with probability {POWER:g}, a true difference in "
         f"{plain(metric)} would have to be about {most:.3f}."

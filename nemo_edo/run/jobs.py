@@ -15,7 +15,7 @@ from nemo_edo.algorithms.hazards import require_several_steps
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
-from nemo_edo.data.model_folder import HUB_ID
+from nemo_edo.data.model_folder import is_hub_name
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import check_arm_names
 from nemo_edo.generation.dispatch import limit_s
@@ -189,7 +189,7 @@ def export(
         seed=cfg.seed,
         bootstrap=cfg.evaluation.bootstrap,
         base=inputs.model_folder(cfg, folder),
-        hub_name=path if path is not None and HUB_ID.fullmatch(path) and not Path(path).exists() else None,
+        hub_name=path if path is not None and is_hub_name(path) else None,
         adapter=adapter,
     )
     write_card(card, part)
