@@ -15,13 +15,18 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_edo.cli import main as nemo_edo
 
 
-@hydra_runner(config_path="conf", config_name="gpt_grpo")
-def main(cfg: DictConfig) -> None:
+def run(cfg: DictConfig) -> None:
+    """``nemo-edo train`` with the composed config; ends the process with its status."""
     with tempfile.TemporaryDirectory() as folder:
         OmegaConf.save(cfg, Path(folder) / "run.yaml")
         GlobalHydra.instance().clear()  # hydra_runner's, which is done: the run composes its config again
         status = nemo_edo(["train", "--config-path", folder, "--config-name", "run"])
     sys.exit(status)
+
+
+@hydra_runner(config_path="conf", config_name="gpt_grpo")
+def main(cfg: DictConfig) -> None:
+    run(cfg)
 
 
 if __name__ == "__main__":

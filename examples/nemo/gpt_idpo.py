@@ -4,24 +4,14 @@ torchrun --nproc-per-node 8 examples/nemo/gpt_idpo.py model.path=/models/llama3-
     data.train=/data/train.jsonl data.test=/data/test.jsonl
 """
 
-import sys
-import tempfile
-from pathlib import Path
-
-from hydra.core.global_hydra import GlobalHydra
+from gpt_grpo import run
 from nemo.core.config import hydra_runner
-from omegaconf import DictConfig, OmegaConf
-
-from nemo_edo.cli import main as nemo_edo
+from omegaconf import DictConfig
 
 
 @hydra_runner(config_path="conf", config_name="gpt_idpo")
 def main(cfg: DictConfig) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        OmegaConf.save(cfg, Path(folder) / "run.yaml")
-        GlobalHydra.instance().clear()  # hydra_runner's, which is done: the run composes its config again
-        status = nemo_edo(["train", "--config-path", folder, "--config-name", "run"])
-    sys.exit(status)
+    run(cfg)
 
 
 if __name__ == "__main__":
