@@ -76,7 +76,7 @@ _Trainer: Any = Trainer  # TRL, which has no types, adds attributes to it
 
 
 class _Exploring(_Trainer):
-    """What both trainers do with the settings: they are in the arguments, in every folder that is saved, and in the
+    """Both trainers' handling of the settings: these are in the arguments, in every folder that is saved, and in the
     model card, and a resume with others is refused."""
 
     exploration: ExplorationSettings

@@ -272,7 +272,7 @@ def explored_iteration(case: Case) -> tuple[str, Iteration] | None:
 
 
 def _servers(cfg: RunConfig) -> int:
-    """Of the whole run."""
+    """The number of servers of the whole run."""
     servers = cfg.generation.servers
     return len(servers.urls) or servers.replicas * max(1, cfg.cluster.server_nodes)
 

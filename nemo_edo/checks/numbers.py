@@ -127,7 +127,7 @@ class SameNumbers:
         return replace(self, precision=precision, parallelism=parallelism, world=self.world or bool(self.split))
 
     def bounds(self, machine: Machine) -> Bounds:
-        """Of the arithmetic that the machine computes with."""
+        """The bounds of the arithmetic that the machine computes with."""
         name = self.precision.partition(" ")[0]
         return BOUNDS[arithmetic(machine) if name == "fp32" else name]
 
@@ -152,7 +152,7 @@ def arithmetic(machine: Machine) -> str:
 
 
 _product_errors: dict[Path, dict[str, float]] = {}
-"""Of each machine's folder, once they are measured."""
+"""The rounding errors by machine folder, once they are measured."""
 
 
 def product_errors(machine: Machine) -> dict[str, float]:

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _few_files() -> str | None:
-    """What is wrong where this process may open too few files; it may open as many as the system lets it."""
+    """The error where this process may open too few files, after its limit was raised as far as the system allows."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY or most >= OPEN_FILES:
         if limit != resource.RLIM_INFINITY:

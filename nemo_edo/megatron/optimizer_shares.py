@@ -92,7 +92,7 @@ def sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: boo
             of_parameter[name] = {}
             for place, piece in enumerate(pieces):
                 count = math.prod(piece.local_shape)
-                # At loading, memory of its own: nothing changes before all of it is there.
+                # Loading gets separate memory: nothing changes before all of it is there.
                 data = torch.empty(piece.local_shape) if is_loading else flat[at : at + count].view(piece.local_shape)
                 of_parameter[name][f"piece {place}"] = replace(piece, data=data, dtype=data.dtype, replica_id=replica)
                 at += count

@@ -1,4 +1,4 @@
-"""A run's warnings, kept in its folder: the report shows them beside the results whose meaning they change."""
+"""A run's warnings, kept in its folder: the report shows them next to the results whose meaning they change."""
 
 from __future__ import annotations
 

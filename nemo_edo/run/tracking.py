@@ -179,7 +179,7 @@ def _mlflow_logger(config: dict[str, Any], folder: Path, run_id: str | None) -> 
     from lightning.pytorch.loggers import MLFlowLogger
     from nemo.utils.loggers.mlflow_logger import MLFlowParams
 
-    # In a folder: when a run resumes, exp_manager moves files out of its own.
+    # In a folder: when a run resumes, exp_manager moves the files of its log folder elsewhere.
     server, here = os.environ.get("MLFLOW_TRACKING_URI"), folder.absolute() / "mlflow"
     defaults = {"experiment_name": config.get("name", "nemo_edo"), "tracking_uri": server}
     if server is None:
