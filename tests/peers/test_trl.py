@@ -101,11 +101,11 @@ XPO = {
 
 
 def grpo_tensors(with_sampler: bool) -> dict[str, torch.Tensor]:
-    """Random log-probabilities near each other, and two groups of rewards."""
+    """Random log-probabilities near each other, none above 0, and two groups of rewards."""
     generator = torch.Generator().manual_seed(0)
 
     def near(x: torch.Tensor, spread: float) -> torch.Tensor:
-        return x + spread * torch.randn(x.shape, generator=generator)
+        return (x + spread * torch.randn(x.shape, generator=generator)).clamp(max=-0.01)
 
     old = -0.1 - torch.randn(MASK.shape, generator=generator).abs()
     tensors = {"old": old, "logprobs": near(old, 0.4), "ref": near(old, 0.3), "lengths": torch.tensor(LENGTHS)}
