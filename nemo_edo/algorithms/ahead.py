@@ -10,15 +10,11 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
-from typing import Any
 
-from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.progress import Ahead, Position, Progress
 from nemo_edo.algorithms.samples import generate_samples
-from nemo_edo.algorithms.services import Services
+from nemo_edo.algorithms.services import Ahead, Position, Progress, Services
 from nemo_edo.errors import RunStopped
-from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
 
 LOOKED_EVERY_S = 0.5
@@ -77,41 +73,3 @@ class _Stoppable(Progress):
     def stop_if_asked(self) -> None:
         if self._stop.is_set():
             raise RunStopped("stopped, with the responses that had ended saved")
-
-
-class SavesBetween(Progress):
-    """Saves nothing while the next samples are generated: they need the weights that the iteration began with, and a
-    checkpoint from its middle has others."""
-
-    def __init__(self, progress: Progress, ahead: Ahead) -> None:
-        self.start = progress.start
-        self._progress = progress
-        self._ahead = ahead
-
-    def reached(self, position: Position, *, saves: bool = True) -> None:
-        if position.step and not self._ahead.is_done():
-            self._progress.reached(position, saves=False)
-            return
-        if position.step:
-            self._ahead.finish()  # an error that ended it is raised now, not at the iteration's end
-        self._progress.reached(position, saves=saves)
-
-    def alive(self) -> None:
-        self._progress.alive()
-
-    def stop_if_asked(self) -> None:
-        self._progress.stop_if_asked()
-
-    def save(self, position: Position) -> None:
-        if position.step:
-            self._ahead.finish()
-        self._progress.save(position)
-
-    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
-        return self._progress.keep_failure(position, batch, about)
-
-    def keep(self, iteration: int, collected: Collected) -> None:
-        self._progress.keep(iteration, collected)
-
-    def kept(self, iteration: int) -> Collected:
-        return self._progress.kept(iteration)

@@ -16,7 +16,7 @@ from nemo_edo.algorithms.collection import (
     sample_statistics,
     view_of_sampler,
 )
-from nemo_edo.algorithms.requests import request_seed
+from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.config import GRPOConfig
 from nemo_edo.interfaces import Policy

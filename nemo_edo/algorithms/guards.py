@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from nemo_edo.algorithms.progress import Position, Progress
+from nemo_edo.algorithms.services import Position, Progress
 from nemo_edo.config import GuardsConfig, PrecisionConfig
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.types import TrainingBatch

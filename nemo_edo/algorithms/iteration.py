@@ -21,12 +21,9 @@ from typing import Any
 
 from nemo_edo.algorithms.collection import Collected, step_statistics
 from nemo_edo.algorithms.guards import Guards, loggable, respond
-from nemo_edo.algorithms.hazards import collection_hazards, exploration_hazards
-from nemo_edo.algorithms.older import with_older_samples
-from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.progress import Position
-from nemo_edo.algorithms.samples import IterationSamples, generate_and_score
-from nemo_edo.algorithms.services import Services
+from nemo_edo.algorithms.plan import Plan, collection_hazards, exploration_hazards
+from nemo_edo.algorithms.samples import IterationSamples, generate_and_score, with_older_samples
+from nemo_edo.algorithms.services import Position, Services
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.losses import NotFinite, build_schedule
@@ -164,12 +161,17 @@ def _train_step(run: Services, plan: Plan, batch: TrainingBatch, state: _State) 
 def _record_step(
     run: Services, metrics: Mapping[str, Any], batch: TrainingBatch, state: _State, t: int, step: int
 ) -> None:
-    """Logs the step, asks the guards about it, and saves where a checkpoint is due."""
+    """Logs the step, asks the guards about it, and saves where a checkpoint is due.
+
+    Nothing is saved while the next samples are generated: they need the weights that the iteration began with, and a
+    checkpoint from its middle has others."""
     place = {"iteration": t, "step": state.steps_taken}
     alarms = state.guards.step(metrics)
     run.log("train_step", **place, **loggable(metrics), skipped_steps=state.guards.skipped_steps)
     state.steps_taken += 1
     here = state.position(t, step + 1)
     with run.clock.phase("checkpoint"):
+        if run.ahead.is_done() or any(alarm.action == "stop" for alarm in alarms):
+            run.ahead.finish()  # an error that ended it is raised now, not at the iteration's end
         respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
-        run.progress.reached(here)
+        run.progress.reached(here, saves=run.ahead.is_done())

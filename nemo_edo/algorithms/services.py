@@ -1,18 +1,86 @@
-"""The services that Algorithm 1 calls; ``plan.Plan`` has its settings."""
+"""What Algorithm 1 calls, what keeps its position for a restart, and what generates the next samples meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from nemo_edo.algorithms.collection import Objective
-from nemo_edo.algorithms.progress import Ahead, Progress
+from nemo_edo.algorithms.collection import Collected, Objective
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
 
 Log = Callable[..., None]
 """log(kind, **values) keeps a line of metrics."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two optimizer steps. Plain values, which survive JSON."""
+
+    iteration: int = 0
+    step: int = 0
+    """Optimizer steps taken in the iteration; 0: its samples are not collected yet, and the weights are pi_t."""
+    steps_taken: int = 0
+    """Since the beginning of the training."""
+    schedule: dict[str, Any] | None = None
+    """The state of the exploration weight's schedule; None: there is none, or it has not begun."""
+    guards: dict[str, Any] | None = None
+    """The state of the guards; None: they have seen nothing yet."""
+
+
+class Progress:
+    """Says where a training resumes, and saves it. This one begins at the beginning and saves nothing."""
+
+    start = Position()
+
+    def reached(self, position: Position, *, saves: bool = True) -> None:
+        """Called wherever the training may stop: saves if a checkpoint is due, and raises RunStopped, with everything
+        saved, if the run is asked to stop. saves: False where the training cannot resume from here; once stopped, it
+        resumes from the last checkpoint."""
+
+    def alive(self) -> None:
+        """A sign of life while responses are generated, from any thread."""
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop while responses are generated, from any thread."""
+
+    def save(self, position: Position) -> None:
+        """Saves now, whether a checkpoint is due or not."""
+
+    def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
+        """Keeps a batch that the training broke on, with the weights that it broke, and returns where."""
+        return "nowhere"
+
+    def keep(self, iteration: int, collected: Collected) -> None:
+        """What the iteration trains on. It cannot be rebuilt after the first step: log-probabilities under pi_t need
+        pi_t."""
+
+    def kept(self, iteration: int) -> Collected:
+        """What was kept, to the last bit. Called when ``start`` is within the iteration."""
+        raise LookupError(f"nothing is kept of iteration {iteration}")
+
+
+class Ahead:
+    """Generation alongside the training. This one generates nothing: every iteration generates its own samples."""
+
+    speed: dict[str, float] = {}
+    """Speed of the last finished generation."""
+
+    def begin(self, iteration: int) -> None:
+        """Starts to generate the iteration's samples; the previous generation has finished."""
+
+    def is_done(self) -> bool:
+        """Whether nothing is being generated."""
+        return True
+
+    def finish(self) -> None:
+        """Waits until all samples are on disk. Raises what ended their generation."""
+
+    def close(self) -> None:
+        """Ends the generation, done or not; its finished parts stay on disk."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 
 from nemo_edo.algorithms.guards import Guards, loggable, respond
-from nemo_edo.algorithms.progress import Position, Progress
-from nemo_edo.algorithms.services import Log
+from nemo_edo.algorithms.services import Log, Position, Progress
 from nemo_edo.config import GuardsConfig, SFTConfig
 from nemo_edo.data.batching import PromptAndResponse, build_batch, epoch_order, minibatches
 from nemo_edo.interfaces import Policy

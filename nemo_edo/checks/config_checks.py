@@ -93,7 +93,7 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     # A judge may be started with the run.
     longest, train, test = _sizes(given, missing, scores=cfg.rewards.verifier != "judge")
     if cfg.has_arms and math.isfinite(train):
-        from nemo_edo.algorithms.hazards import require_several_steps  # imports torch
+        from nemo_edo.algorithms.plan import require_several_steps  # imports torch
 
         require_several_steps(workload.arm_configs(cfg), int(train), cfg.sampling.samples_per_prompt)
     ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
@@ -177,14 +177,14 @@ def as_transformers(case: Case) -> Finding:
 
 def compare_alone(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
     """The comparison of a config's model in this process, which no split needs."""
-    from nemo_edo.run.build import build_model
+    from nemo_edo.run.build import Builder
     from nemo_edo.run.comparison import Comparison
     from nemo_edo.run.folder import RunFolder
 
     cfg = replace(cfg, parallelism=ParallelismConfig())
     comparison = Comparison(cfg, find_model(str(cfg.model.path)), scratch)
     try:
-        return comparison.finish(build_model(cfg, RunFolder(scratch), cfg.sft, folder=comparison.folder))
+        return comparison.finish(Builder(cfg, RunFolder(scratch)).model(cfg.sft, folder=comparison.folder))
     finally:
         comparison.close()
 

@@ -37,7 +37,6 @@ from nemo_edo.config.compose import ConfigError
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
-from nemo_edo.experiments.gains import gains, markdown, verdict
 from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
 from nemo_edo.experiments.study_table import (
     CellKey,
@@ -45,8 +44,11 @@ from nemo_edo.experiments.study_table import (
     cell_of,
     cell_rows,
     config_digest,
+    gains,
+    markdown,
     read_rows,
     stopped_row,
+    verdict,
 )
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean

@@ -11,17 +11,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from nemo_edo.config import PrecisionConfig, RunConfig
-from nemo_edo.data.model_folder import find_model, read_fields
+from nemo_edo.data.model_folder import read_fields
 from nemo_edo.data.truncated_model import parameters, write_truncated
 from nemo_edo.errors import UserError
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.types import TrainingBatch
 from nemo_edo.utils import host_memory
+from nemo_edo.utils.processes import end_with
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nemo_edo.types import TrainingBatch
     from nemo_edo.worker.remote import RemotePolicy
 
 RECORD = "comparison.json"
@@ -39,8 +40,6 @@ class Comparison:
     def __init__(self, cfg: RunConfig, folder: Path, scratch: Path) -> None:
         """folder: the model's. scratch: for a few files, and a part of the model if the whole has no room; every rank
         sees it."""
-        import torch
-
         self._precision, self._source, self._scratch = cfg.precision, folder, scratch
         self.folder, self._layers = folder, None
         fields, needed = read_fields(folder), 4 * parameters(folder)
@@ -53,7 +52,7 @@ class Comparison:
         self._tokens = tokens(fields["vocab_size"], min(LENGTH, cfg.model.seq_length or LENGTH))
         torch.save(self._tokens, scratch / "tokens.pt")
         rounded = "bf16" if cfg.precision.dtype == "bf16" else ""
-        command = [sys.executable, "-m", "nemo_edo.run.dense_logprobs", str(self.folder), str(scratch), rounded]
+        command = [sys.executable, "-m", "nemo_edo.run.comparison", str(self.folder), str(scratch), rounded]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPUs' memory is the run's
         with (scratch / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -66,8 +65,6 @@ class Comparison:
     def finish(self, policy: RemotePolicy) -> dict[str, Any]:
         """What was found. policy: of the model in ``folder``. Raises UserError where it computes something else than
         transformers, and where transformers cannot."""
-        import torch
-
         found = policy.logprobs(batch(self._tokens), temperature=1.0)[0]
         if self._process.wait():
             lines = (self._scratch / "log").read_text(encoding="utf-8", errors="replace").split("\n")
@@ -126,27 +123,36 @@ def deviation(found: Tensor, dense: Tensor, precision: PrecisionConfig, layers: 
 def tokens(vocab_size: int, length: int) -> Tensor:
     """Token ids [ROWS, length]. Each row is the same random text twice: what a pretrained model predicts of the second
     depends on where the first was, so that wrong positions show."""
-    import torch
-
     half = torch.randint(vocab_size, (ROWS, math.ceil(length / 2)), generator=torch.Generator().manual_seed(0))
     return half.repeat(1, 2)[:, :length]
 
 
 def batch(ids: Tensor) -> TrainingBatch:
     """All tokens but the first count."""
-    import torch
-
-    from nemo_edo.types import TrainingBatch
-
     return TrainingBatch(ids, torch.ones(len(ids), ids.shape[1] - 1))
 
 
-def begin(cfg: RunConfig, run: RunFolder) -> Comparison | None:
-    """The run's comparison; None where there is none to make, or the run has made it. A model without a path has
-    nothing to be compared with: the run makes its weights itself."""
-    if not cfg.model.verify or cfg.model.path is None or (run.path / RECORD).exists():
-        return None
-    scratch = run.path / "comparison"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
-    scratch.mkdir()
-    return Comparison(cfg, find_model(cfg.model.path), scratch)
+def main(folder: str, out: str, rounded: str) -> None:
+    """Of the token ids in ``out``/tokens.pt, writes [1 or 2, B, T - 1] in fp32, followed by those in bf16 where
+    ``rounded`` is not empty, to ``out``/logprobs.pt."""
+    end_with(os.getppid())
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves its processes one
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.load(Path(out) / "tokens.pt")
+    found = [logprobs(model, tokens)]
+    if rounded:
+        found.append(logprobs(model.to(torch.bfloat16), tokens))
+    torch.save(torch.stack(found), Path(out) / "logprobs.pt")
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Log-probabilities [B, T - 1] of tokens[:, 1:]."""
+    log_p = model(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    return log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -303,9 +303,6 @@ class RunFolder:
         """``iteration``: of an evaluation before one; None: the final one."""
         self.write_results(self.evaluation(evaluation.arm, iteration), evaluation)
 
-    def write_test_time(self, evaluation: Evaluation) -> None:
-        self.write_results(self.test_time(evaluation.arm), evaluation)
-
     def write_results(self, path: Path, evaluation: Evaluation) -> None:
         """Problem by problem, as ``evaluation.results.load_evaluation`` reads them. path: within the folder."""
         self.write_json(str(path.relative_to(self.path)), evaluation.record())

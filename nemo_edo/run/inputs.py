@@ -34,7 +34,6 @@ from nemo_edo.evaluation.results import START
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.disk_space import check_disk_space, estimate_bytes
-from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.made_from import MadeFrom, made_from
 from nemo_edo.types import Problem
@@ -379,12 +378,3 @@ def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopC
         iteration = size(problems * cfg.sampling.samples_per_prompt)
         needed += (short + final) * evaluation + arm.iterations * iteration
     check_disk_space(run.path, needed)
-
-
-def given_rollouts(cfg: RunConfig, arm: str, data: Data) -> RolloutStore | None:
-    """The rollouts of another run that an arm trains on."""
-    if cfg.train.rollouts is None:
-        return None
-    folder = Path(cfg.train.rollouts)
-    own = folder / arm
-    return RolloutStore(own if own.is_dir() else folder, tokenizer=tokenizer_identity(data.tokenizer))

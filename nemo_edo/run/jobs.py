@@ -7,11 +7,10 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_edo.algorithms.hazards import require_several_steps
+from nemo_edo.algorithms.plan import require_several_steps
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
@@ -20,23 +19,19 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import check_arm_names
 from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run import build, comparison, inputs
+from nemo_edo.run import inputs
+from nemo_edo.run.build import Builder, RunSettings, holds_no_model
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
-from nemo_edo.run.early_stop import early_stop
-from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
-from nemo_edo.run.kept_warnings import kept, kept_warnings
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy
+from nemo_edo.run.policy_evaluation import Replacement, early_stop, evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
-from nemo_edo.run.settings import RunSettings
 from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, untrained_model
-from nemo_edo.run.stall import StallWatch
-from nemo_edo.run.stop_signal import StopSignal
-from nemo_edo.run.stored_run import StoredRun, open_run
-from nemo_edo.run.summary import examples, side_by_side
+from nemo_edo.run.stop_signal import StallWatch, StopSignal
+from nemo_edo.run.stored_run import StoredRun, evaluate_stored, open_run
+from nemo_edo.run.summary import examples, kept, kept_warnings
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
 from nemo_edo.utils.files import checksum, read_object, temporary_name
 from nemo_edo.utils.garbage import large_imports
@@ -63,13 +58,13 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
     clock = PhaseClock(begun=begun)
     with _stop_signal(cfg) as stop:
         with clock.phase("start"), large_imports():
-            run, settings = _prepare(cfg, stop, clock)
+            run = _prepare(cfg, stop, clock)
         try:
             with kept_warnings(run.folder.path, lambda: run.console.stage):
-                for name in (WARMUP, *settings.arms):
-                    do_stage(run, settings, name)
+                for name in (WARMUP, *run.settings.arms):
+                    do_stage(run, name)
             run.console.close()
-            _finish(run, settings, page)
+            _finish(run, page)
         finally:
             run.close()
     return run.folder.path
@@ -101,12 +96,12 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
     if arm is not None and arm not in known:
         raise UserError(f"the config has no arm {arm!r}{did_you_mean(arm, known)} (there are: {', '.join(known)})")
     with _stop_signal(cfg) as stop:
-        run, settings = _prepare(cfg, stop, PhaseClock())
+        run = _prepare(cfg, stop, PhaseClock())
         try:
-            do_stage(run, settings, WARMUP)
-            for name in [arm] if arm else settings.arms:
+            do_stage(run, WARMUP)
+            for name in [arm] if arm else known:
                 if name not in run.folder.journal():
-                    collect_arm(run, settings, name)
+                    collect_arm(run, name)
         finally:
             run.close()
 
@@ -125,13 +120,13 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
     folder.take(finished=True)
     try:
-        services, settings = _reopen(opened)
+        services = _reopen(opened)
         new = Replacement()
         try:
             for name in names:
                 services.console.begin(name)
                 model = services.builder.trained(name) if trains else untrained_model(services)
-                evaluate_policy(services, settings, model, name, settings.final_iteration(name), anew=new)
+                evaluate_policy(services, model, name, services.settings.final_iteration(name), anew=new)
         finally:
             services.console.close()
             services.builder.close()
@@ -161,7 +156,10 @@ def export(
     if workers().size == 1:  # whatever layout and attention trained it
         cfg = replace(cfg, parallelism=ParallelismConfig(), model=replace(cfg.model, attention="auto"))
     if arm is None:
-        arm = _only_arm(run, cfg, list(arms))
+        trained = [name for name in arms if name != REPLICATE]
+        arm, *others = [name for name in trained if not cfg.arms.get(name)] or trained or [WARMUP]
+        if others:
+            raise UserError(f"{run} has the arms {', '.join(trained)}: choose one with --arm")
     folder.require_arm(arm, [*opened.policies, *opened.best_policies])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
@@ -170,7 +168,7 @@ def export(
     if adapter and not cfg.lora.rank:
         raise UserError(f"{run} trained all weights (lora.rank=0): export it without --adapter")
     hub = None if repository is None else HubRepository(repository)
-    model = build.load_policy(cfg, folder, arm)
+    model = Builder(cfg, folder).trained(arm)
     part = temporary_name(out.resolve())
     shutil.rmtree(part, ignore_errors=True)  # of a killed export
     if adapter:
@@ -200,14 +198,6 @@ def export(
         print(f"uploaded to {hub.upload(out)}")
 
 
-def _only_arm(run: Path, cfg: RunConfig, arms: list[str]) -> str:
-    arms = [name for name in arms if name != REPLICATE]
-    own = [name for name in arms if not cfg.arms.get(name)] or arms or [WARMUP]
-    if len(own) != 1:
-        raise UserError(f"{run} has the arms {', '.join(arms)}: choose one with --arm")
-    return own[0]
-
-
 # --- before the stages --------------------------------------------------------------------------------------------
 
 
@@ -219,22 +209,28 @@ def _stop_signal(cfg: RunConfig) -> StopSignal:
     return StopSignal(StallWatch(limit, folder) if limit else None)
 
 
-def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunServices, RunSettings]:
+def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices:
     """Checks all input, then takes the run's folder, and starts its loggers and its servers."""
     arms = arm_configs(cfg)
     check_arm_names(arms)
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
     folder.require_unused()
-    _start_processes(cfg, stop)
+    if holds_no_model(cfg):
+        inputs.check_served_model(cfg)
+    else:
+        workers(stop.is_asked).call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)  # connects the ranks
+        inputs.check_model(cfg)
+    Builder(cfg, folder).check_servers()
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = inputs.load_checked_data(cfg, folder, arms.values())
     require_several_steps(arms, len(data.train), cfg.sampling.samples_per_prompt)
+    cfg = inputs.with_seq_length(cfg, data)
+    builder = Builder(cfg, folder, data)
     for arm, training in arms.items():
-        given = inputs.given_rollouts(cfg, arm, data)
+        given = builder.given_rollouts(arm)
         if given is not None:
             given.require(training.iterations)
-    cfg = inputs.with_seq_length(cfg, data)
     if folder.is_begun:
         done = [stage for stage in folder.journal() if stage != "files"]
         print(f"resuming the unfinished run in {folder.path} (done: {', '.join(done) or 'nothing'})")
@@ -250,20 +246,6 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> tuple[RunSe
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
     if cfg.model.path is not None:
         print(*map(printable, (*data.stop.lines(), *data.warnings)), sep="\n")
-    _warn_of_experts(cfg, folder)
-    console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
-    log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
-    servers = compared = None
-    if WARMUP not in folder.journal() and not build.holds_no_model(cfg):
-        compared = comparison.begin(cfg, folder)  # transformers takes the time that servers take to start
-    if any(name not in folder.journal() for name in (WARMUP, *arms)):
-        servers = build.start_servers(cfg, folder, data)
-    builder = build.Builder(cfg, folder, data, servers, compared)
-    return RunServices(folder, data, builder, log, stop, console, clock, tracker), build.run_settings(cfg)
-
-
-def _warn_of_experts(cfg: RunConfig, folder: RunFolder) -> None:
-    """A mixture of experts trains on other experts than sampled, unless routing is replayed."""
     fields = inputs.read_fields(inputs.model_folder(cfg, folder))
     experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts > 1 and cfg.has_arms and not cfg.generation.routing_replay:
@@ -273,34 +255,32 @@ def _warn_of_experts(cfg: RunConfig, folder: RunFolder) -> None:
             "sampler_gap (docs/scaling.md, Experts)",
             file=sys.stderr,
         )
+    console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
+    log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
+    if WARMUP not in folder.journal() and not builder.holds_no_model:
+        builder.begin_comparison()  # transformers takes the time that servers take to start
+    if any(name not in folder.journal() for name in (WARMUP, *arms)):
+        builder.start_servers()
+    return RunServices(folder, RunSettings.of(cfg), data, builder, log, stop, console, clock, tracker)
 
 
-def _start_processes(cfg: RunConfig, stop: StopSignal) -> None:
-    """Connects the ranks, and checks the model that they, or the servers alone, load."""
-    if build.holds_no_model(cfg):
-        inputs.check_served_model(cfg)
-    else:
-        workers(stop.is_asked).call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)
-        inputs.check_model(cfg)
-    build.check_servers(cfg)
-
-
-def _reopen(opened: StoredRun) -> tuple[RunServices, RunSettings]:
+def _reopen(opened: StoredRun) -> RunServices:
     """What a finished run's policies are evaluated with again."""
     cfg, folder = opened.cfg, opened.folder
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     folder.note_inputs(data.made_from.changed)
     cfg = inputs.with_seq_length(cfg, data)
-    settings = build.run_settings(cfg)
+    settings = RunSettings.of(cfg)
     policies = (WARMUP, *settings.arms, *opened.best_policies)
     console = RunConsole({name: settings.final_iteration(name) for name in policies})
     (folder.path / NEW_LINES).unlink(missing_ok=True)  # of a killed evaluation
     log = MetricsLog(folder.path / NEW_LINES, log_numbers(None), watch=console)
-    build.check_servers(cfg)
-    build.check_refit(cfg, folder)
-    builder = build.Builder(cfg, folder, data, build.start_servers(cfg, folder, data))
-    return RunServices(folder, data, builder, log, StopSignal(), console, PhaseClock()), settings
+    builder = Builder(cfg, folder, data)
+    builder.check_servers()
+    builder.check_refit()
+    builder.start_servers()
+    return RunServices(folder, settings, data, builder, log, StopSignal(), console, PhaseClock())
 
 
 def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
@@ -325,54 +305,54 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 # --- after the stages ---------------------------------------------------------------------------------------------
 
 
-def _finish(run: RunServices, settings: RunSettings, page: bool) -> None:
+def _finish(run: RunServices, page: bool) -> None:
     """The summary, and the report."""
+    stages = [WARMUP, *run.settings.arms]
     with run.clock.phase("report"):
         # What a process logged that was killed here, if anything; and it finds lines that have changed since.
         run.log.cut([*run.folder.journal().values()][-1])
-        _write_summary(run, settings)
+        _write_summary(run, stages)
         if page:
             _conclude(run.folder)
-    run.log("phases", arm=[WARMUP, *settings.arms][-1], time=run.clock.take())
+    run.log("phases", arm=stages[-1], time=run.clock.take())
     run.folder.note("report", **run.log.mark)
 
 
-def _write_summary(run: RunServices, settings: RunSettings) -> None:
+def _write_summary(run: RunServices, stages: list[str]) -> None:
     """samples.json and summary.json."""
-    stages = [WARMUP, *settings.arms]
-    journal = run.folder.journal()
-    of_arms = {name: _examples(run, settings, name) for name in stages}
-    run.folder.write_json("samples.json", side_by_side(run.data.test, of_arms))
-    about = run.builder.summary(
-        {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
-    )
+    folder, settings, data = run.folder, run.settings, run.data
+    shown = {}
+    for name in stages:
+        try:
+            shown[name] = read_object(folder.path / "samples" / f"{name}.json", ())
+        except UserError:  # the same again from the stored responses
+            responses = RolloutStore(folder.evaluated(name, "sampled")).read(settings.final_iteration(name))
+            first = [one for one in responses if one.rollout.sample_index < settings.evaluation.samples]
+            shown[name] = examples(data.test, first)
+    samples = [
+        {
+            "question": problem.question,
+            "answer": problem.answer,
+            "responses": {name: found.get(problem.id, []) for name, found in shown.items()},
+        }
+        for problem in data.test
+    ]
+    folder.write_json("samples.json", samples)
+    journal = folder.journal()
+    seconds = {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
+    about = run.builder.summary(seconds)
     for name, arm in about["arms"].items():
-        if stop := early_stop(settings.early_stop, run.folder, name):
+        if stop := early_stop(settings.early_stop, folder, name):
             about["arms"][name] = {**arm, "stopped_early": stop.in_words(arm["iterations"])}
-    kernels = {} if run.builder.holds_no_model else run.folder.read_json("kernels.json")
-    said = [*({"arm": "", "text": text} for text in _about_data(run.data)), *kept(run.folder.path)]
-    run.folder.write_json("summary.json", {**about, "kernels": kernels, "warnings": said})
-
-
-def _about_data(data: inputs.Data) -> list[str]:
-    """What changes the meaning of every arm's results."""
+    kernels = {} if run.builder.holds_no_model else folder.read_json("kernels.json")
+    # What changes the meaning of every arm's results, and then what single arms have warned of.
     said = [text.removeprefix("warning: ") for text in data.warnings]
     if data.skipped_rows:
         said.append(f"{data.skipped_rows} bad rows of the problems files were left out")
     if data.overlap:
         said.append(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too")
-    return said
-
-
-def _examples(run: RunServices, settings: RunSettings, name: str) -> dict[str, list[dict[str, Any]]]:
-    """What the stage has left of its first responses, or the same again from the stored ones."""
-    try:
-        return read_object(run.folder.path / "samples" / f"{name}.json", ())
-    except UserError:
-        store = RolloutStore(run.folder.evaluated(name, "sampled"))
-        responses = store.read(settings.final_iteration(name))
-        first = [one for one in responses if one.rollout.sample_index < settings.evaluation.samples]
-        return examples(run.data.test, first)
+    warned = [*({"arm": "", "text": text} for text in said), *kept(folder.path)]
+    folder.write_json("summary.json", {**about, "kernels": kernels, "warnings": warned})
 
 
 def _conclude(folder: RunFolder) -> None:

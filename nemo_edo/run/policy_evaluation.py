@@ -1,29 +1,35 @@
-"""Evaluates a policy within a run: responses on disk part by part, metrics logged, results and the best policy kept."""
+"""Evaluates a policy within a run: responses on disk part by part, metrics logged, results and the best policy kept;
+and where an arm's evaluations end its training."""
 
 from __future__ import annotations
 
+import math
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.algorithms.plan import sampling_requests
+from nemo_edo.config import CheckpointConfig, EarlyStopConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation.evaluator import Evaluator, Keeping, Tuning
+from nemo_edo.evaluation.results import BEST, Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.results import START as WARMUP
-from nemo_edo.evaluation.results import Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.interfaces import GenerationEngine, Scorer
 from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.early_stop import trained_iterations
+from nemo_edo.run.build import RunSettings
 from nemo_edo.run.folder import METRICS, REPLACEMENT, RunFolder
 from nemo_edo.run.services import RunServices
-from nemo_edo.run.settings import RunSettings
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
 from nemo_edo.run.tracking import log_table
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
+from nemo_edo.utils.files import read_object
+from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from nemo_edo.worker.remote import RemotePolicy
@@ -36,16 +42,14 @@ class Replacement:
 
     responses: list[tuple[str, str, int]] = field(default_factory=list)
     """(the store's folder, that of the new responses, iteration), below the run's folder."""
-    evaluations: dict[str, Evaluation] = field(default_factory=dict)
-    test_time: dict[str, Evaluation] = field(default_factory=dict)
+    results: dict[Path, Evaluation] = field(default_factory=dict)
+    """By their files' paths."""
 
     def put(self, folder: RunFolder, lines: str) -> None:
         """lines: of metrics.jsonl."""
-        results = {folder.evaluation(arm): evaluation for arm, evaluation in self.evaluations.items()}
-        results |= {folder.test_time(arm): evaluation for arm, evaluation in self.test_time.items()}
         record = {
             "responses": self.responses,
-            "results": {str(path.relative_to(folder.path)): one.record() for path, one in results.items()},
+            "results": {str(path.relative_to(folder.path)): one.record() for path, one in self.results.items()},
             "metrics_bytes": (folder.path / METRICS).stat().st_size,
             "lines": lines,
         }
@@ -55,7 +59,6 @@ class Replacement:
 
 def evaluate_policy(
     run: RunServices,
-    settings: RunSettings,
     model: RemotePolicy | ServedModel,
     arm: str,
     iteration: int,
@@ -69,63 +72,18 @@ def evaluate_policy(
     ``evaluation.temperature``. The final one samples ``evaluation.rollouts`` at each and also measures test-time
     methods. anew: the stored evaluation stays, and this gets what replaces it.
     """
-    folder = run.folder
+    folder, data, settings, config = run.folder, run.data, run.settings, run.settings.evaluation
     if model.engine is None:
         run.builder.connect(model)
     model.weight_sync.push(iteration)
-    begun = time.monotonic()
-    stores = {}
-    for kind in kinds(settings.evaluation, final=final):
+    begun, first, stores = time.monotonic(), config.temperature[0], {}
+    for kind in kinds(config, final=final):
         path = folder.evaluated(arm, kind)
         if anew is not None:
             # Responses at the first temperature have it in the name, so that a killed evaluation does not resume with
             # those of another temperature.
-            first = settings.evaluation.temperature[0]
-            is_first = kind == kind_at(first, settings.evaluation)
-            path = folder.evaluated_anew(arm, f"{kind}_t{first:g}" if is_first else kind)
+            path = folder.evaluated_anew(arm, f"{kind}_t{first:g}" if kind == kind_at(first, config) else kind)
         stores[kind] = run.store(path)
-    evaluation, responses = _measure(run, settings, model, arm, iteration, stores, final=final)
-    seconds, number = time.monotonic() - begun, iteration
-    if final:
-        model.weight_sync.release()
-        # Where the training ended early, fewer than its responses' number says.
-        iteration = trained_iterations(settings, folder, arm)
-    metric = settings.checkpoint.best
-    if metric is not None and arm in settings.arms and anew is None:
-        from nemo_edo.run.best_policies import keep_best
-
-        keep_best(model, folder, settings.checkpoint, arm, evaluation.mean(metric), iteration)
-    earlier = {} if anew is None else anew.evaluations
-    _log(run, settings, evaluation, iteration, final, seconds, earlier.get(WARMUP))
-    if anew is None:
-        folder.write_evaluation(evaluation, None if final else iteration)
-    if final:
-        test_time, notes = run.builder.analyse_test_time(arm, stores, evaluation.temperature)
-        print(*notes, sep="\n", end="\n" if notes else "")
-        if anew is None:
-            folder.write_test_time(test_time)
-        else:
-            places = [(folder.evaluated(arm, kind), store.folder) for kind, store in stores.items()]
-            names = ((str(path.relative_to(folder.path)) for path in pair) for pair in places)
-            anew.responses += [(*pair, number) for pair in names]
-            anew.evaluations[arm], anew.test_time[arm] = evaluation, test_time
-    rows = solution_rows(run.data.test, responses, arm, iteration)
-    log_table(run.tracker, f"{arm}/evaluation/solutions", SOLUTION_COLUMNS, rows, step=iteration)
-    return responses
-
-
-def _measure(
-    run: RunServices,
-    settings: RunSettings,
-    model: RemotePolicy | ServedModel,
-    arm: str,
-    iteration: int,
-    stores: Mapping[str, RolloutStore],
-    *,
-    final: bool,
-) -> tuple[Evaluation, list[ScoredRollout]]:
-    """The metrics of each test problem, and the first rollout's responses."""
-    data, config = run.data, settings.evaluation
     if not final:
         config = replace(config, temperature=config.temperature[:1], tuning_problems=0)
     rollouts = config.rollouts if final else 1
@@ -147,7 +105,59 @@ def _measure(
         problems = data.train[: config.tuning_problems]
         asked = sampling_requests(problems, data.prompts, config.samples, settings.seed, "tune")
         tuning = Tuning(problems, asked)
-    return evaluator.evaluate(arm, requests, rollouts, tuning)
+    evaluation, responses = evaluator.evaluate(arm, requests, rollouts, tuning)
+    seconds, number = time.monotonic() - begun, iteration
+    if final:
+        model.weight_sync.release()
+        # Where the training ended early, fewer than its responses' number says.
+        iteration = trained_iterations(settings, folder, arm)
+    metric = settings.checkpoint.best
+    if metric is not None and arm in settings.arms and anew is None:
+        keep_best(model, folder, settings.checkpoint, arm, evaluation.mean(metric), iteration)
+    _log(run, evaluation, iteration, final, seconds, {} if anew is None else anew.results)
+    if anew is None:
+        folder.write_evaluation(evaluation, None if final else iteration)
+    if final:
+        test_time, notes = run.builder.analyse_test_time(arm, stores, evaluation.temperature)
+        print(*notes, sep="\n", end="\n" if notes else "")
+        if anew is None:
+            folder.write_results(folder.test_time(arm), test_time)
+        else:
+            places = [(folder.evaluated(arm, kind), store.folder) for kind, store in stores.items()]
+            names = ((str(path.relative_to(folder.path)) for path in pair) for pair in places)
+            anew.responses += [(*pair, number) for pair in names]
+            anew.results |= {folder.evaluation(arm): evaluation, folder.test_time(arm): test_time}
+    rows = solution_rows(data.test, responses, arm, iteration)
+    log_table(run.tracker, f"{arm}/evaluation/solutions", SOLUTION_COLUMNS, rows, step=iteration)
+    return responses
+
+
+def _log(
+    run: RunServices,
+    evaluation: Evaluation,
+    iteration: int,
+    final: bool,
+    seconds: float,
+    newer: Mapping[Path, Evaluation],
+) -> None:
+    """What a judge was asked since the last evaluation, the means with their intervals, and the test problems that an
+    arm has newly solved and lost, since its start and since its last evaluation. The earlier evaluations are read from
+    disk: a resumed run has them, too. newer: those that are to replace the ones on disk."""
+    arm, judge = evaluation.arm, run.data.judge
+    if judge is not None:
+        report = judge.take_report()
+        print(report.in_words(judge.settings))
+        run.log("judge", arm=arm, iteration=iteration, **report.numbers(judge.settings))
+    changes: dict[str, float] = {}
+    if arm != WARMUP:
+        earlier = {"": run.folder.evaluation(WARMUP), "_since_last": run.folder.evaluation_before(arm, iteration)}
+        for suffix, path in earlier.items():
+            first = newer[path] if path in newer else load_evaluation(path)
+            for name, number in newly_solved_and_lost(first, evaluation).items():
+                changes[name + suffix] = number
+    metrics = evaluation.means(resamples=run.settings.evaluation.bootstrap, seed=run.settings.seed)
+    clocks = {"evaluation_s": seconds}
+    run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 
 class KeepsParts(Keeping, Watch):
@@ -188,25 +198,91 @@ class KeepsParts(Keeping, Watch):
             raise RunStopped(f"stopped, with the finished responses of {self._arm}'s evaluation saved")
 
 
-def _log(
-    run: RunServices, settings: RunSettings, evaluation: Evaluation, iteration: int, final: bool, seconds: float,
-    start: Evaluation | None,
-) -> None:  # fmt: skip
-    """What a judge was asked since the last evaluation, the means with their intervals, and the test problems that an
-    arm has newly solved and lost, since its start and since its last evaluation. The earlier evaluations are read from
-    disk: a resumed run has them, too. start: of the arm's start, where it is not there yet."""
-    arm, judge = evaluation.arm, run.data.judge
-    if judge is not None:
-        report = judge.take_report()
-        print(report.in_words(judge.settings))
-        run.log("judge", arm=arm, iteration=iteration, **report.numbers(judge.settings))
-    changes: dict[str, float] = {}
-    if arm != WARMUP:
-        earlier = {"": run.folder.evaluation(WARMUP), "_since_last": run.folder.evaluation_before(arm, iteration)}
-        for suffix, path in earlier.items():
-            first = load_evaluation(path) if start is None or path != run.folder.evaluation(WARMUP) else start
-            for name, number in newly_solved_and_lost(first, evaluation).items():
-                changes[name + suffix] = number
-    metrics = evaluation.means(resamples=settings.evaluation.bootstrap, seed=settings.seed)
-    clocks = {"evaluation_s": seconds}
-    run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
+# --- what follows from evaluations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """iteration: before which the training ended. best, best_iteration: the metric's best value, and where it was."""
+
+    iteration: int
+    best: float
+    best_iteration: int
+    settings: EarlyStopConfig
+
+    def in_words(self, iterations: int) -> str:
+        """iterations: those that the arm would have had."""
+        change = "risen" if self.settings.mode == "max" else "fallen"
+        by = f" by more than {self.settings.min_delta:g}" if self.settings.min_delta else ""
+        count = "1 evaluation" if self.settings.patience == 1 else f"{self.settings.patience} evaluations"
+        return (
+            f"stopped after {self.iteration} of {iterations} iterations: {self.settings.metric} has not {change}"
+            f"{by} in {count}; its best was {self.best:.3g}, after {self.best_iteration}"
+        )
+
+
+def early_stop(config: EarlyStopConfig, folder: RunFolder, arm: str, last: int | None = None) -> EarlyStop | None:
+    """Where the arm's stored evaluations end its training; None where they do not. last: the last iteration whose
+    evaluation counts; None: all."""
+    metric = config.metric
+    if metric is None:
+        return None
+    places = [t for t in folder.evaluated_iterations(arm) if last is None or t <= last]
+    return end_of(((t, load_evaluation(folder.evaluation(arm, t)).mean(metric)) for t in places), config)
+
+
+def end_of(values: Iterable[tuple[int, float]], settings: EarlyStopConfig) -> EarlyStop | None:
+    """values: (iteration, value) of each evaluation in order. A value that is not a number is no improvement."""
+    sign = 1 if settings.mode == "max" else -1
+    best, best_iteration, waited = math.nan, 0, 0
+    for iteration, value in values:
+        if not math.isnan(value) and (math.isnan(best) or sign * (value - best) > settings.min_delta):
+            best, best_iteration, waited = value, iteration, 0
+            continue
+        waited += 1
+        if waited == settings.patience:
+            return EarlyStop(iteration, best, best_iteration, settings)
+    return None
+
+
+def trained_iterations(settings: RunSettings, folder: RunFolder, policy: str) -> int:
+    """How many iterations a policy was trained for: an arm, the start of all arms, or one that ``checkpoint.best`` has
+    kept."""
+    if BEST in policy:
+        return read_object(folder.checkpoint(policy) / "about.json", ("extra",))["extra"]["iteration"]
+    stop = early_stop(settings.early_stop, folder, policy)
+    return settings.final_iteration(policy) if stop is None else stop.iteration
+
+
+def keep_best(
+    model: RemotePolicy, folder: RunFolder, config: CheckpointConfig, arm: str, value: float, iteration: int
+) -> None:
+    """Keeps the policy, evaluated with ``value`` at the iteration, if it is among the ``config.best_count`` best: the
+    best one as ``checkpoints/ARM.best``, the others as ``checkpoints/ARM.best_iter_00003`` and so on. A killed run
+    evaluates again where it was killed, and sets right what it left."""
+    from nemo_edo.megatron import checkpoint
+
+    if math.isnan(value):
+        return
+    sign, best = -1 if config.best_mode == "max" else 1, folder.best_checkpoint(arm)
+
+    def ranks() -> dict[Path, tuple[float, int]]:
+        """Lower is better, of equal ones the earlier; nothing that was kept by another metric."""
+        abouts = {path: checkpoint.load_extra(path) for path in folder.best_checkpoints(arm)}
+        same = {path: about for path, about in abouts.items() if about["metric"] == config.best}
+        return {path: (sign * about["value"], about["iteration"]) for path, about in same.items()}
+
+    kept, rank = ranks(), (sign * value, iteration)
+    is_new = iteration not in (t for _, t in kept.values())
+    if is_new and sum(other < rank for other in kept.values()) < config.best_count:
+        about = {"metric": config.best, "value": value, "iteration": iteration}
+        model.workers.call(Worker.save, folder.best_checkpoint(arm, iteration), about)
+        kept = ranks()
+    ranked = sorted(kept, key=kept.__getitem__)[: config.best_count]
+    for path in folder.best_checkpoints(arm):
+        if path not in ranked:
+            shutil.rmtree(path)
+    if ranked and ranked[0] != best:
+        if best.is_dir():
+            best.rename(folder.best_checkpoint(arm, kept[best][1]))
+        ranked[0].rename(best)

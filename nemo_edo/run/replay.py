@@ -13,7 +13,7 @@ from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite, one_check
-from nemo_edo.run import build
+from nemo_edo.run.build import Builder
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import TrainingBatch
 
@@ -42,7 +42,7 @@ def replay(path: Path, overrides: list[str]) -> None:
     batch, about = read_batch(path)
     cfg = compose_run("config", overrides, config_dir=run)
     training = arm_configs(cfg).get(arm, cfg.sft)
-    model = build.build_model(cfg, RunFolder(run), training, weights=path.with_suffix(""))
+    model = Builder(cfg, RunFolder(run)).model(training, path.with_suffix(""))
     model.start_training(1)  # the gradient's norm is checked by the optimizer
     weight = about["metrics"].get("exploration_weight", 0.0)  # SFT has none
     print(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_edo.algorithms.collection import Collected
-from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.services import Position
 from nemo_edo.config import CheckpointConfig
 from nemo_edo.data.batch_file import read_batch, write_batch
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError

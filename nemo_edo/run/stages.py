@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.samples import generate_and_score
 from nemo_edo.algorithms.supervised import train_supervised
-from nemo_edo.errors import RunStopped, StoppedByGuard
+from nemo_edo.errors import RESTORE, RunStopped, StoppedByGuard, UserError
+from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.early_stop import early_stop
-from nemo_edo.run.kept_files import check_arm, check_stage, check_trained, evaluated
-from nemo_edo.run.policy_evaluation import evaluate_policy
-from nemo_edo.run.services import RunServices, StageLog, profiled, training_services
-from nemo_edo.run.settings import RunSettings
+from nemo_edo.run.build import RunSettings
+from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.policy_evaluation import early_stop, evaluate_policy, trained_iterations
+from nemo_edo.run.services import RunServices, profiled, training_services
 from nemo_edo.run.summary import examples
 from nemo_edo.worker.worker import Worker
 
@@ -30,10 +31,10 @@ UNTRAINED = -1
 """The version of the weights before the warm-up."""
 
 
-def do_stage(run: RunServices, settings: RunSettings, name: str) -> None:
+def do_stage(run: RunServices, name: str) -> None:
     """Does a stage unless the journal has it: then its checkpoint, its evaluation and its samples are on disk."""
     if name in run.folder.journal():
-        check_stage(settings, run.folder, name)
+        check_trained(run.settings, run.folder, name, final=True)
     else:
         if run.stop.is_asked():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
@@ -42,9 +43,9 @@ def do_stage(run: RunServices, settings: RunSettings, name: str) -> None:
         run.console.begin(name)
         try:
             if name != WARMUP:
-                scored = train_arm(run, settings, name)
+                scored = train_arm(run, name)
             else:
-                scored = warm_up(run, settings) if settings.trains else evaluate_untrained(run, settings)
+                scored = warm_up(run) if run.settings.trains else evaluate_untrained(run)
         except StoppedByGuard as stopped:
             raise StoppedByGuard(f"{name}, {stopped}") from stopped
         run.log("phases", arm=name, time=run.clock.take())
@@ -57,51 +58,48 @@ def do_stage(run: RunServices, settings: RunSettings, name: str) -> None:
 # --- the warm-up --------------------------------------------------------------------------------------------------
 
 
-def warm_up(run: RunServices, settings: RunSettings) -> list:
+def warm_up(run: RunServices) -> list:
     """Trains and evaluates the policy that every arm starts from."""
+    sft = run.settings.sft
     with run.clock.phase("start"):
         model = run.builder.first()
         _log_kernels(run, model)
         run.builder.connect(model)
     if not _load_trained(run, model, WARMUP):
-        if settings.sft.steps:
-            _train_warm_up(run, settings, model)
+        if sft.steps:
+            with run.clock.phase("refit"):
+                model.weight_sync.push(UNTRAINED)  # an engine that weights cannot reach is found before the training
+                model.weight_sync.release()
+            with run.clock.phase("start"):
+                model.start_training(sft.steps)
+            progress = _resumed(run, model, WARMUP)
+            train_supervised(
+                model,
+                run.data.solutions,
+                sft,
+                pad_id=run.data.pad_id,
+                seed=run.settings.seed,
+                log=run.log_of(WARMUP),
+                progress=progress,
+                guards=run.settings.guards,
+                clock=run.clock,
+            )
+            with run.clock.phase("checkpoint"):
+                progress.settle()
         else:
             _cut_metrics(run, None)
         _save_trained(run, model, WARMUP)
     with run.clock.phase("evaluate"):
-        return evaluate_policy(run, settings, model, WARMUP, 0)
+        return evaluate_policy(run, model, WARMUP, 0)
 
 
-def _train_warm_up(run: RunServices, settings: RunSettings, model: RemotePolicy) -> None:
-    with run.clock.phase("refit"):
-        model.weight_sync.push(UNTRAINED)  # an engine that weights cannot reach is found before the training
-        model.weight_sync.release()
-    with run.clock.phase("start"):
-        model.start_training(settings.sft.steps)
-    progress = _resumed(run, settings, model, WARMUP)
-    train_supervised(
-        model,
-        run.data.solutions,
-        settings.sft,
-        pad_id=run.data.pad_id,
-        seed=settings.seed,
-        log=StageLog(run, WARMUP),
-        progress=progress,
-        guards=settings.guards,
-        clock=run.clock,
-    )
-    with run.clock.phase("checkpoint"):
-        progress.settle()
-
-
-def evaluate_untrained(run: RunServices, settings: RunSettings) -> list:
+def evaluate_untrained(run: RunServices) -> list:
     """The only stage of a run that trains nothing."""
     _cut_metrics(run, None)
     with run.clock.phase("start"):
         model = untrained_model(run)
     with run.clock.phase("evaluate"):
-        return evaluate_policy(run, settings, model, WARMUP, 0)
+        return evaluate_policy(run, model, WARMUP, 0)
 
 
 def untrained_model(run: RunServices) -> RemotePolicy | ServedModel:
@@ -121,19 +119,29 @@ def _log_kernels(run: RunServices, model: RemotePolicy) -> None:
 # --- an arm -------------------------------------------------------------------------------------------------------
 
 
-def train_arm(run: RunServices, settings: RunSettings, arm: str) -> list:
+def train_arm(run: RunServices, arm: str) -> list:
     """Trains an arm by Algorithm 1 from the warm-up's policy, and evaluates it."""
-    model = _arm_model(run, settings, arm)
+    settings, model = run.settings, _arm_model(run, arm)
+    iterations = settings.arms[arm].iterations
+
+    def evaluate(t: int) -> bool:
+        """Evaluates the policy where iteration t is due. Returns whether the training ends here."""
+        if t not in evaluated(settings, arm, iterations):
+            return False
+        with run.clock.phase("evaluate"):
+            evaluate_policy(run, model, arm, t, final=False)
+        stop = early_stop(settings.early_stop, run.folder, arm, last=t)
+        if stop is not None:
+            run.console.say(f"{arm} {stop.in_words(iterations)}")
+        return stop is not None
+
     if _load_trained(run, model, arm):
         check_trained(settings, run.folder, arm)
     else:
-        plan = _plan(run, settings, model, arm)
-        progress = _begin_arm(run, settings, model, arm, plan)
-        evaluations = ShortEvaluations(run, settings, model, arm)
-        services = training_services(run, model, arm, plan, progress)
-        with profiled(run, settings, arm, services) as services:
+        plan, progress = _begin_arm(run, model, arm)
+        with profiled(run, arm, training_services(run, model, arm, plan, progress)) as services:
             try:
-                run_iterations(services, plan, evaluations.evaluate)
+                run_iterations(services, plan, evaluate)
             except (RunStopped, StoppedByGuard):  # in an evaluation, for example: the training before it is not lost
                 progress.settle()
                 raise
@@ -141,34 +149,13 @@ def train_arm(run: RunServices, settings: RunSettings, arm: str) -> list:
             progress.settle()
         _save_trained(run, model, arm)
     with run.clock.phase("evaluate"):
-        return evaluate_policy(run, settings, model, arm, settings.arms[arm].iterations)
+        return evaluate_policy(run, model, arm, iterations)
 
 
-class ShortEvaluations:
-    """The evaluations within an arm's training."""
-
-    def __init__(self, run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str) -> None:
-        self._run, self._settings, self._model, self._arm = run, settings, model, arm
-
-    def evaluate(self, t: int) -> bool:
-        """Evaluates the policy where iteration t is due. Returns whether the training ends here."""
-        run, settings, arm = self._run, self._settings, self._arm
-        iterations = settings.arms[arm].iterations
-        if t not in evaluated(settings, arm, iterations):
-            return False
-        with run.clock.phase("evaluate"):
-            evaluate_policy(run, settings, self._model, arm, t, final=False)
-        stop = early_stop(settings.early_stop, run.folder, arm, last=t)
-        if stop is not None:
-            run.console.say(f"{arm} {stop.in_words(iterations)}")
-        return stop is not None
-
-
-def collect_arm(run: RunServices, settings: RunSettings, arm: str) -> None:
+def collect_arm(run: RunServices, arm: str) -> None:
     """Generates the samples that the arm needs next, unless it has begun to train on them."""
-    model = _arm_model(run, settings, arm)
-    plan = _plan(run, settings, model, arm)
-    progress = _begin_arm(run, settings, model, arm, plan)
+    model = _arm_model(run, arm)
+    plan, progress = _begin_arm(run, model, arm)
     start = progress.start
     if start.iteration < plan.config.iterations and not start.step:
         services = training_services(run, model, arm, plan, progress)
@@ -177,18 +164,19 @@ def collect_arm(run: RunServices, settings: RunSettings, arm: str) -> None:
     print(f"rollouts of arm {arm}: {run.folder.rollouts(arm)}")
 
 
-def _arm_model(run: RunServices, settings: RunSettings, arm: str) -> RemotePolicy:
+def _arm_model(run: RunServices, arm: str) -> RemotePolicy:
     """The policy that every arm starts from."""
     with run.clock.phase("start"):
-        model = run.builder.model(settings.arms[arm], run.folder.checkpoint(WARMUP))
+        model = run.builder.model(run.settings.arms[arm], run.folder.checkpoint(WARMUP))
         model.freeze_reference()
         run.builder.connect(model)
     return model
 
 
-def _plan(run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str) -> Plan:
-    generation = settings.generation
-    return Plan(
+def _begin_arm(run: RunServices, model: RemotePolicy, arm: str) -> tuple[Plan, SavedProgress]:
+    """The arm's plan; the model gets its optimizer, and is at the arm's last checkpoint."""
+    settings, generation = run.settings, run.settings.generation
+    plan = Plan(
         config=settings.arms[arm],
         problems=run.data.train,
         prompts=run.data.prompts,
@@ -199,27 +187,23 @@ def _plan(run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str
         lag=int(generation.one_step_off),
         keeps_stale=generation.stale == "correct",
     )
-
-
-def _begin_arm(run: RunServices, settings: RunSettings, model: RemotePolicy, arm: str, plan: Plan) -> SavedProgress:
-    """The model with its optimizer, at the arm's last checkpoint."""
     with run.clock.phase("start"):
         model.start_training(plan.total_steps)
-    rollouts = RolloutStore(run.folder.rollouts(arm))
-    keeps_reference = plan.config.reference == "ema"
-    progress = _resumed(run, settings, model, arm, keeps_reference=keeps_reference, rollouts=rollouts)
+    rollouts, keeps_reference = RolloutStore(run.folder.rollouts(arm)), plan.config.reference == "ema"
+    progress = _resumed(run, model, arm, keeps_reference=keeps_reference, rollouts=rollouts)
     check_arm(settings, run.folder, arm, progress.start.iteration, is_within=progress.start.step > 0)
-    return progress
+    return plan, progress
 
 
 # --- where a stage resumes ----------------------------------------------------------------------------------------
 
 
-def _resumed(run: RunServices, settings: RunSettings, model: RemotePolicy, stage: str, **more: Any) -> SavedProgress:
+def _resumed(run: RunServices, model: RemotePolicy, stage: str, **more: Any) -> SavedProgress:
     """Loads the stage's last checkpoint into the model, and cuts the metrics to that place."""
     from nemo_edo.run.resume import SavedProgress
 
-    progress = SavedProgress(model, run.folder, stage, settings.checkpoint, stop=run.stop, log=run.log, **more)
+    config = run.settings.checkpoint
+    progress = SavedProgress(model, run.folder, stage, config, stop=run.stop, log=run.log, **more)
     with run.clock.phase("checkpoint"):
         progress.resume()
         _cut_metrics(run, progress.metrics_mark)
@@ -257,3 +241,68 @@ def _cut_metrics(run: RunServices, mark: Mapping[str, Any] | None) -> None:
     last = [*run.folder.journal().values()][-1] if mark is None else mark
     run.log.cut(last)
     run.clock.carry_on(last.get("phases", {}))
+
+
+# --- files that a resumed run or a reader still needs, checked before any work --------------------------------------
+
+
+def check_trained(settings: RunSettings, folder: RunFolder, name: str, *, final: bool = False) -> None:
+    """``check_arm`` of an arm that has been trained to its end, be it early: then the evaluation there is done, too.
+    final: the whole stage has been finished."""
+    if final and settings.trains:
+        _check_checkpoint(folder.checkpoint(name))
+    stop = early_stop(settings.early_stop, folder, name)
+    trained = trained_iterations(settings, folder, name)
+    check_arm(settings, folder, name, trained, is_within=stop is not None, final=final)
+
+
+def check_arm(
+    settings: RunSettings,
+    folder: RunFolder,
+    name: str,
+    iteration: int,
+    *,
+    is_within: bool = False,
+    final: bool = False,
+) -> None:
+    """Raises UserError where a policy or a result is missing or damaged that an arm has left before it resumes at an
+    iteration (within it: at a step of it, so that its evaluation is done), final: and at its end. Warns of responses
+    that are."""
+    done = evaluated(settings, name, iteration + is_within)
+    for path in [folder.evaluation(name), folder.test_time(name)] if final else []:
+        load_evaluation(path)
+    for t in done:
+        load_evaluation(folder.evaluation(name, t))
+    for best in folder.best_checkpoints(name):
+        _check_checkpoint(best)
+    rollouts = RolloutStore(folder.rollouts(name))
+    of_rollouts = range(iteration) if name in settings.arms else ()
+    if of_rollouts and iteration < settings.arms[name].iterations:
+        explored = settings.arms[name].explored_iteration(iteration + is_within)
+        for path in rollouts.lost({explored} & set(range(iteration + is_within))):
+            raise UserError(f"{path} is missing or damaged, and the exploration term runs over it; {RESTORE}")
+    lost = rollouts.lost(of_rollouts)
+    for kind in kinds(settings.evaluation, final=final):
+        at = [*(done if kind in KINDS else ()), *([settings.final_iteration(name)] if final else [])]
+        lost += RolloutStore(folder.evaluated(name, kind)).lost(at)
+    for path in lost:
+        warnings.warn(
+            f"{path} is missing or damaged; training and results no longer need it; restore it from a copy if you do",
+            stacklevel=2,
+        )
+
+
+def evaluated(settings: RunSettings, name: str, before: int) -> list[int]:
+    """The iterations below ``before`` with a short evaluation."""
+    every = settings.evaluation.every
+    return [t for t in range(before) if t % every == 0] if every and name in settings.arms else []
+
+
+def _check_checkpoint(folder: Path) -> None:
+    from nemo_edo.megatron.checksums import DamagedCheckpoint
+    from nemo_edo.worker.dispatch import workers
+
+    try:
+        workers().call(Worker.check_checkpoint, folder)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{error}; {RESTORE}") from error

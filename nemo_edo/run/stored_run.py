@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_edo.config import RunConfig
+from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, check_arm_names
+from nemo_edo.evaluation.results import KINDS, START, Evaluation, check_arm_names, load_evaluation
+from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
+from nemo_edo.rollouts.arrays import read_samples
+from nemo_edo.rollouts.score_store import ScoreStore
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
-from nemo_edo.utils.files import read_mapping
+from nemo_edo.utils.files import read_mapping, read_object
 
 _ITERATION = re.compile(r"iter_(\d+)")
 
@@ -105,3 +108,65 @@ def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
     cfg = compose_run("config", list(overrides), config_dir=run)
     check_arm_names(arm_configs(cfg))
     return StoredRun(RunFolder(run), cfg)
+
+
+AS_IT_IS = "model as it is"
+
+
+def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
+    """Computes RUN/test_time/ARM.json of every arm (or the one) of the runs that has been evaluated, from the responses
+    and scores that are stored; returns what there is to print.
+
+    ``overrides``: of evaluation.* only. Raises UserError where something is missing, damaged or does not fit.
+    """
+    strange = [override for override in overrides if not override.lstrip("+").startswith("evaluation.")]
+    if strange:
+        raise UserError(f"evaluate --stored takes overrides of evaluation.* only, not {', '.join(strange)}")
+    with taken(runs):
+        return _evaluate_stored(runs, arm, overrides)
+
+
+def _evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
+    opened = [open_run(run, overrides) for run in runs]
+    chosen = [(run.folder, run.cfg, name) for run in opened for name in run.evaluated([arm] if arm else [])]
+    evaluations: dict[str, Evaluation] = {}
+    said: list[str] = []
+    for folder, cfg, name in chosen:
+        alone = [run.name for run in runs].count(folder.path.name) == 1
+        shown = AS_IT_IS if cfg.algorithm == NONE else name
+        label = shown if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{shown}"
+        stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
+        temperature = load_evaluation(folder.evaluation(name)).temperature
+        evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)
+        folder.write_results(folder.test_time(name), evaluations[label])
+        said += notes
+    settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
+    said.append(table(evaluations, **settings))
+    if len(evaluations) > 1:
+        # The arm that the first run's report compares with, if it is there with another trained one.
+        summary, names = opened[0].folder.path / "summary.json", [name for *_, name in chosen]
+        named = read_object(summary, ("baseline",))["baseline"] if summary.is_file() else None
+        several = len(names) - names.count(START) > 1
+        baseline = list(evaluations)[names.index(named) if named in names and several else 0]
+        said.append(differences_table(differences(evaluations, baseline, **settings), baseline))
+    return [*said, *(f"written: {folder.test_time(name)}" for folder, _, name in chosen)]
+
+
+def analyse_arm(
+    folder: RunFolder, cfg: RunConfig, arm: str, stores: Mapping[str, RolloutStore], temperature: float
+) -> tuple[Evaluation, list[str]]:
+    """What more compute makes of an arm's responses of a final evaluation, by ``KINDS``, sampled at a temperature; and
+    which scores were left out and why."""
+    iteration, settings = final_iteration(cfg, arm), cfg.evaluation
+    greedy, sampled = (read_samples(stores[kind], iteration) for kind in KINDS)
+    scores, said = {}, []
+    for path in sorted(folder.scores(arm, "x").parent.glob("*/sampled.parquet")):
+        store, name = ScoreStore(path.parent), path.parent.name
+        if store.rollouts("sampled") != sampled.checksum:
+            said.append(f"{path}: left out: it scores other responses than the stored ones; score them again")
+            continue
+        scores[name] = aggregated(name, sampled.steps(store.read("sampled")), settings.aggregation)
+        if not weighs(scores[name]):
+            said.append(f"weighted@k/{name} of {arm}: left out: votes' weights must be at least 0, and these are not")
+    fixed = {"each": settings.samples, "subsets": settings.vote_subsets, "seed": cfg.seed, "temperature": temperature}
+    return analyse(arm, greedy, sampled, scores, **fixed), said

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform as machine
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import nemo_edo
 from nemo_edo import __version__
-from nemo_edo.config import IDPOConfig, LoopConfig, RunConfig
+from nemo_edo.config import IDPOConfig, LoopConfig
 from nemo_edo.config.arms import REPLICATE, arm_label, baseline_arm
 from nemo_edo.types import Problem, ScoredRollout
 
@@ -25,12 +29,17 @@ PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transf
 
 
 def summary(
-    cfg: RunConfig, arms: Mapping[str, LoopConfig], skipped_rows: int, seconds: Mapping[str, float], processes: int
+    name: str,
+    seed: int,
+    arms: Mapping[str, LoopConfig],
+    skipped_rows: int,
+    seconds: Mapping[str, float],
+    processes: int,
 ) -> dict:
     """The content of summary.json."""
     settings_of = {
-        name: {
-            "label": arm_label(settings) + (", replicate" if name == REPLICATE else ""),
+        arm: {
+            "label": arm_label(settings) + (", replicate" if arm == REPLICATE else ""),
             "algorithm": "idpo" if isinstance(settings, IDPOConfig) else "grpo",
             "alpha": settings.effective_alpha,
             "beta": settings.beta,
@@ -39,12 +48,12 @@ def summary(
             "entropy_coefficient": getattr(settings, "entropy_coefficient", 0.0),
             "iterations": settings.iterations,
         }
-        for name, settings in arms.items()
+        for arm, settings in arms.items()
     }
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {
-        "name": cfg.name,
-        "seed": cfg.seed,
+        "name": name,
+        "seed": seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": _machine(),
@@ -107,13 +116,31 @@ def solution_rows(
     ]
 
 
-def side_by_side(problems: Sequence[Problem], of_arms: Mapping[str, dict[str, list[dict[str, Any]]]]) -> list[dict]:
-    """The content of samples.json: every problem, and responses to the first of them, the ``examples`` of each arm."""
-    return [
-        {
-            "question": problem.question,
-            "answer": problem.answer,
-            "responses": {arm: found.get(problem.id, []) for arm, found in of_arms.items()},
-        }
-        for problem in problems
-    ]
+FILE = "warnings.jsonl"
+PACKAGE = Path(nemo_edo.__file__).parent
+
+
+@contextmanager
+def kept_warnings(folder: Path, stage: Callable[[], str]) -> Iterator[None]:
+    """Inside the block, this package's own warnings are also written to the folder, each once, with the stage that they
+    came in."""
+    show, known = warnings.showwarning, kept(folder)
+
+    def write_and_show(message, category, filename, lineno, file=None, line=None) -> None:
+        show(message, category, filename, lineno, file, line)
+        entry = {"arm": stage(), "text": str(message)}
+        if Path(filename).is_relative_to(PACKAGE) and entry not in known:
+            known.append(entry)
+            with (folder / FILE).open("a", encoding="utf-8") as out:
+                out.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    warnings.showwarning = write_and_show
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
+def kept(folder: Path) -> list[dict[str, str]]:
+    path = folder / FILE
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

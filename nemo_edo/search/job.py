@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +24,8 @@ from nemo_edo.report.search_tree import tree_record
 from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_format, read_reward_folder, too_long
 from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.score_run import made_by
-from nemo_edo.run import build, inputs, jobs
+from nemo_edo.run import inputs, jobs
+from nemo_edo.run.build import Builder
 from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import final_iteration, open_run
@@ -36,9 +36,6 @@ from nemo_edo.types import Problem, SamplingParams
 from nemo_edo.utils.files import file_name
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from nemo_edo.generation.server_engine import ServerEngine
 
 ALGORITHM = tuple(field.name for field in fields(SearchConfig))
 """Settings of the search itself."""
@@ -106,9 +103,10 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
             f"have sampling.max_new_tokens = {cfg.sampling.max_new_tokens} more: lower that, or take another reward "
             "model"
         )
-    build.check_servers(cfg)
+    builder = Builder(cfg, folder, data)
+    builder.check_servers()
     if cfg.algorithm != NONE:
-        build.check_refit(cfg, folder)
+        builder.check_refit()
     seed = cfg.seed if cfg.search.seed is None else cfg.search.seed
     separator = cfg.search.step_separator or form.separator
     asked = [(problem.id, problem.question, data.prompts[problem.id]) for problem in data.test]
@@ -124,10 +122,10 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
     found = store.found()
     missing = [problem for problem in data.test if problem.id not in found]
     if missing:
-        servers = build.start_servers(cfg, folder, data)
+        builder.start_servers()
         try:
             with StopSignal() as stop:
-                engine = _engine(cfg, folder, arm, data, servers)
+                engine = _engine(cfg, builder, arm)
                 own, done = cfg.search, len(found)
                 options = {"device": own.device, "dtype": own.dtype, "batch_tokens": own.batch_tokens}
                 scorer = ProcessRewardModel(own.reward_model, **options)
@@ -150,22 +148,18 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                     done += len(part)
                     print(f"searched {done} of {len(data.test)} problems", flush=True)
         finally:
-            if servers is not None:
-                servers.close()
+            builder.close()
     return _conclude(cfg, folder, arm, store, [found[problem.id] for problem in data.test], seed)
 
 
-def _engine(
-    cfg: RunConfig, folder: RunFolder, arm: str, data: inputs.Data, servers: ServerEngine | None
-) -> GenerationEngine:
+def _engine(cfg: RunConfig, builder: Builder, arm: str) -> GenerationEngine:
     """The policy's engine: servers that have it already or get its weights, or this process."""
-    if cfg.algorithm == NONE and servers is not None:
-        return servers
-    model = build.build_model(cfg, folder, cfg.sft) if cfg.algorithm == NONE else build.load_policy(cfg, folder, arm)
-    engine = build.build_engine(cfg, model, data, servers)
-    sync = build.build_weight_sync(cfg, folder, model, engine)
-    sync.push(final_iteration(cfg, arm))
-    return engine
+    if cfg.algorithm == NONE and builder.servers is not None:
+        return builder.servers
+    model = builder.model(cfg.sft) if cfg.algorithm == NONE else builder.trained(arm)
+    builder.connect(model)
+    model.weight_sync.push(final_iteration(cfg, arm))
+    return model.engine
 
 
 def _search_part(

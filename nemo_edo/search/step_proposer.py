@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_edo.algorithms.requests import request_seed
+from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.data.answers import AnswerFormat
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.reward_models.steps import split_steps

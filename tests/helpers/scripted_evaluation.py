@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers.scripted_engine import ScriptedEngine
 
-from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning
 from nemo_edo.evaluation.results import KINDS, Evaluation

@@ -20,7 +20,7 @@ import requests
 import torch
 from helpers import nccl_stub
 
-from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.batching import build_batch
 from nemo_edo.errors import UserError
@@ -30,7 +30,8 @@ from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.megatron.process_groups import device_and_groups
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
-from nemo_edo.run import build, inputs
+from nemo_edo.run import inputs
+from nemo_edo.run.build import Builder
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.types import Rollout, SamplingParams
 
@@ -66,15 +67,17 @@ class Trial:
         device_and_groups(cfg.parallelism, cfg.seed, 1)
         inputs.write_builtin_files(cfg, self.run)
         self.data = data = inputs.load_data(cfg, self.run)
-        self.model = model = build.build_model(cfg, self.run, cfg.grpo)
-        self.in_process = build.build_engine(compose_run("quickstart", ["~arms"]), model, data, None)
-        build.check_servers(cfg)
-        self.servers = build.start_servers(cfg, self.run, data)
+        builder = Builder(cfg, self.run, data)
+        self.model = model = builder.model(cfg.grpo)
+        self.in_process = builder.engine(model)
+        builder.check_servers()
+        builder.start_servers()
+        self.servers = builder.servers
         if transport == "nccl":
             self.sync = NCCLSync(self.servers, model.workers, lambda: nccl_stub.communicator(library, LIMIT_S),
                                  name="run", attempts=2, limit_s=LIMIT_S)  # fmt: skip
         else:
-            self.sync = build.build_weight_sync(cfg, self.run, model, self.servers)
+            self.sync = builder.weight_sync(model, self.servers)
         self.greedy = sampling_requests(data.train[:200], data.prompts, 1, 1, "greedy")
         self.sampled = sampling_requests(data.train[:64], data.prompts, 4, 1, "sampled")
 

@@ -138,12 +138,12 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     from nemo_edo.report import page, run_set
     from nemo_edo.reward_models import score_run
     from nemo_edo.reward_models import train as train_reward_model
-    from nemo_edo.run import evaluate_stored
+    from nemo_edo.run import stored_run
     from tools.paper_tables import tables
 
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
-    monkeypatch.setattr(evaluate_stored, "evaluate_stored", Jobs().evaluate)
+    monkeypatch.setattr(stored_run, "evaluate_stored", Jobs().evaluate)
     monkeypatch.setattr(nemo_edo.run, "jobs", Jobs(), raising=False)
     monkeypatch.setattr(nemo_edo.search, "job", Jobs(), raising=False)
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)

@@ -128,7 +128,7 @@ CHAINS = {  # the places of a chain share an interpreter, so their rules go from
         (FOR_ANY_TRAINER, HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "nltk"}),
         (["types", "interfaces", "parallel", "algorithms"], HEAVY | {"transformers"}),
         (["data", "run.folder", "run.inputs", "run.build", "evaluation", "megatron.platform"], HEAVY),
-        (["run.evaluate_stored"], HEAVY - {"hydra"}),
+        (["run.stored_run"], HEAVY - {"hydra"}),
         (["rewards"], {"megatron", "nemo", "vllm", "tensorrt_llm"}),
     ],
 }

@@ -7,10 +7,9 @@ import studies_table
 import study_charts
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
-from nemo_edo.experiments import gains
 from nemo_edo.experiments import study as study_module
 from nemo_edo.experiments.study import ArmEntry
-from nemo_edo.experiments.study_table import COLUMNS
+from nemo_edo.experiments.study_table import COLUMNS, gains, markdown
 
 
 def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
@@ -59,7 +58,7 @@ def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     assert studies_table.tables(study)[-2:] == [
         "The claim is won by ed_grpo (at least 2 of 2 tasks): ed_grpo wins 2 of 2 (sums, chain).",
-        gains.markdown(gains.gains(rows, ["grpo"])),
+        markdown(gains(rows, ["grpo"])),
     ]
     del rows[-1]
     assert studies_table.tables(study)[-1] == "The candidates are judged when every cell is done."

@@ -24,8 +24,8 @@ from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.rollouts.arrays import read_samples
 from nemo_edo.rollouts.score_store import ScoreStore, StepScores
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.stored_run import evaluate_stored
 from nemo_edo.types import Rollout, ScoredRollout
 
 PARTS, STEPS, VOCABULARY = 16, 6, 152_000

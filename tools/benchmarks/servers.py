@@ -56,11 +56,11 @@ def overrides(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def engines(cfg, run, data, model, servers) -> dict:
+def engines(cfg, builder, data, model) -> dict:
     """What is timed, by name: in process, one server, and all of them."""
     from nemo_edo.generation.servers import build_server_engine
-    from nemo_edo.run import build
 
+    servers = builder.servers
     one = build_server_engine(
         cfg,
         servers.replicas[:1],
@@ -68,7 +68,7 @@ def engines(cfg, run, data, model, servers) -> dict:
         vocab_size=model.workers.local.model.built.vocab_size,
         decode=data.decode,
     )
-    found = {"in process": build.build_engine(cfg, model, data, None), "one server": one}
+    found = {"in process": builder.engine(model), "one server": one}
     return found if len(servers.replicas) == 1 else {**found, f"{len(servers.replicas)} servers": servers}
 
 
@@ -123,10 +123,11 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     quiet_libraries()
-    from nemo_edo.algorithms.requests import sampling_requests
+    from nemo_edo.algorithms.plan import sampling_requests
     from nemo_edo.config.compose import compose_run
     from nemo_edo.megatron.process_groups import device_and_groups
-    from nemo_edo.run import build, inputs
+    from nemo_edo.run import inputs
+    from nemo_edo.run.build import Builder
     from nemo_edo.run.folder import RunFolder
     from nemo_edo.types import SamplingParams
 
@@ -134,23 +135,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder))
         device_and_groups(cfg.parallelism, cfg.seed, cfg.threads)
-        build.check_servers(cfg)
+        Builder(cfg, run).check_servers()
         inputs.write_builtin_files(cfg, run)
         data = inputs.load_data(cfg, run)
-        model = build.build_model(cfg, run, cfg.grpo)
+        builder = Builder(cfg, run, data)
+        model = builder.model(cfg.grpo)
         begun = time.perf_counter()
-        servers = build.start_servers(cfg, run, data)
+        builder.start_servers()
         print(f"{args.replicas} servers ready after {time.perf_counter() - begun:.1f} s", flush=True)
         try:
             sampling = SamplingParams(1.0, 1.0, cfg.sampling.max_new_tokens)
             asked = sampling_requests(data.train[: args.sequences // 10 + 1], data.prompts, 10, 0)[: args.sequences]
             works = {
                 name: partial(engine.generate, sampling=sampling)
-                for name, engine in engines(cfg, run, data, model, servers).items()
+                for name, engine in engines(cfg, builder, data, model).items()
             }
             speeds = timed(works, asked, args.repeats)
         finally:
-            servers.close()
+            builder.close()
     parameters = sum(
         parameter.numel() for chunk in model.workers.local.model.built.chunks for parameter in chunk.parameters()
     )

@@ -169,7 +169,7 @@ def dense(folder: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nemo_edo.run.dense_logprobs import logprobs
+    from nemo_edo.run.comparison import logprobs
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return model, logprobs(model, examples().tokens)

@@ -13,14 +13,12 @@ from helpers.responses import scored
 from helpers.scripted_engine import ScriptedEngine
 from torch import Tensor
 
-from nemo_edo.algorithms.ahead import SavesBetween
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.progress import Position, Progress
-from nemo_edo.algorithms.services import Services
+from nemo_edo.algorithms.services import Position, Progress, Services
 from nemo_edo.config import BoundsConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation.in_process import InProcessSync
@@ -112,9 +110,7 @@ class FakeRun:
 
     def run(self) -> Journal:
         """To its end."""
-        saves_between = SavesBetween(self.services.progress, self.services.ahead)
-        run_iterations(replace(self.services, progress=saves_between), self.plan,
-                       lambda t: self.journal.events.append(("evaluate", t)))
+        run_iterations(self.services, self.plan, lambda t: self.journal.events.append(("evaluate", t)))
         return self.journal
 
 

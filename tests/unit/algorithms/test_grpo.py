@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.responses import scored
 
-from nemo_edo.algorithms.requests import request_seed
+from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.config import GRPOConfig
 from nemo_edo.losses import clip_cov_selection, group_advantages, kl_cov_selection, token_covariances
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nemo_edo.algorithms.guards import Guards, respond, sampler_gap_ceiling
-from nemo_edo.algorithms.hazards import exploration_hazards
-from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.plan import exploration_hazards
+from nemo_edo.algorithms.services import Position
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import (
     BoundsConfig,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_edo.algorithms.hazards import collection_hazards
+from nemo_edo.algorithms.plan import collection_hazards
 from nemo_edo.config import GRPOConfig, IDPOConfig
 
 GOOD = {"reward": 0.4, "zero_advantage_groups": 0.3, "truncated": 0.1}

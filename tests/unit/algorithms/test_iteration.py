@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.services import Position
 from nemo_edo.config import BoundsConfig, GuardsConfig, ScheduleConfig
 from nemo_edo.data.batching import epoch_order
 from nemo_edo.errors import UserError

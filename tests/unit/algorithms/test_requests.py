@@ -1,7 +1,7 @@
 """Requests and the seeds that fix their random numbers."""
 
 
-from nemo_edo.algorithms.requests import request_seed, sampling_requests
+from nemo_edo.algorithms.plan import request_seed, sampling_requests
 from nemo_edo.types import Problem
 
 PROBLEMS = [Problem(name, "q", "#### 1", "1", "file:1") for name in ("train-2", "train-1")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.services import Position
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import SFTConfig
 from nemo_edo.errors import RunStopped

@@ -17,7 +17,7 @@ from helpers.scripted_evaluation import (
     evaluate,
 )
 
-from nemo_edo.algorithms.requests import sampling_requests
+from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning
 from nemo_edo.evaluation.results import metric_name

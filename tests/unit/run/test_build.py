@@ -13,7 +13,8 @@ from helpers.problem_files import ROWS, write_rows
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.run import build, inputs
+from nemo_edo.run import inputs
+from nemo_edo.run.build import Builder
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.worker.dispatch import workers
 
@@ -84,7 +85,7 @@ def test_the_run_seed_fixes_a_built_in_models_weights_and_every_training_gets_th
         weights.append((run.base / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
     for training in (cfg.sft, *arm_configs(cfg).values()):
-        build.build_model(cfg, run, training)
+        Builder(cfg, run).model(training)
         assert workers().local.model.built.lora == cfg.lora
 
 
@@ -130,7 +131,7 @@ def test_sequences_are_as_long_as_the_longest_prompt_with_a_response_or_the_long
     (["precision=bf16", "guards.sampler_gap.ceiling=0.01"], 0.01), (["guards.sampler_gap.ceiling=inf"], math.inf),
 ])
 def test_the_sampler_gaps_ceiling_is_that_of_the_coarser_precision_unless_it_is_set(tmp_path, settings, ceiling):
-    guards = build.build_guards(config(tmp_path, *settings), layers=25)
+    guards = Builder(config(tmp_path, *settings), RunFolder(tmp_path)).guards(layers=25)
     assert guards.sampler_gap.ceiling == pytest.approx(ceiling) and guards.sampler_gap.action == "stop"
 
 

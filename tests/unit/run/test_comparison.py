@@ -11,7 +11,7 @@ from nemo_edo.config.compose import compose_run
 from nemo_edo.data import truncated_model
 from nemo_edo.errors import UserError
 from nemo_edo.run import comparison
-from nemo_edo.run.dense_logprobs import logprobs
+from nemo_edo.run.comparison import logprobs
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 IDS = comparison.tokens(130, 64)
@@ -81,12 +81,16 @@ def test_a_truncated_copy_divides_over_the_stages(tiny, tmp_path):
     assert truncated_model.write_truncated(tmp_path / "model", tmp_path / "out", 3) == [0, 1, 2, 9, 10, 11]
 
 
-def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path):
+def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path, monkeypatch):
+    from nemo_edo.run.build import Builder
     from nemo_edo.run.folder import RunFolder
 
+    asked = []
+    monkeypatch.setattr("nemo_edo.run.build.Comparison", lambda *given: asked.append(given))
     cfg, run = config(tiny.write_tiny_model(tmp_path / "model")), RunFolder(tmp_path)
     own = replace(cfg.model, path=None, architecture={"model_type": "llama"})
-    assert comparison.begin(replace(cfg, model=own), run) is None
-    assert comparison.begin(replace(cfg, model=replace(cfg.model, verify=False)), run) is None
+    for model in (own, replace(cfg.model, verify=False), cfg.model):
+        Builder(replace(cfg, model=model), run).begin_comparison()
     run.write_json(comparison.RECORD, {})
-    assert comparison.begin(cfg, run) is None
+    Builder(cfg, run).begin_comparison()
+    assert [given[0] for given in asked] == [cfg]

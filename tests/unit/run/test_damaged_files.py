@@ -29,10 +29,9 @@ from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge_cache import JudgeCache, Reply
 from nemo_edo.rollouts.score_store import ScoreStore, StepScores
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.evaluate_stored import evaluate_stored
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.stored_run import open_run
+from nemo_edo.run.stored_run import evaluate_stored, open_run
 from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
 from nemo_edo.utils.files import read_object
 

@@ -8,9 +8,8 @@ from helpers.controller import remote
 
 from nemo_edo.config import CheckpointConfig, EarlyStopConfig
 from nemo_edo.megatron import checkpoint
-from nemo_edo.run.best_policies import keep_best
-from nemo_edo.run.early_stop import end_of
 from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.policy_evaluation import end_of, keep_best
 
 
 @pytest.mark.parametrize(

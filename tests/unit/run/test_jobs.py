@@ -202,20 +202,21 @@ def test_supervised_training_alone_is_evaluated_reported_and_exported(nemo_edo, 
 
 
 def test_one_process_exports_what_any_layout_trained(tmp_path, monkeypatch):
-    from nemo_edo.run import build, jobs
+    from nemo_edo.run import jobs
+    from nemo_edo.run.build import Builder
 
     class Asked(Exception):
         pass
 
-    def load(cfg, folder, arm):
-        raise Asked(cfg.parallelism, cfg.model.attention)
+    def load(builder, arm):
+        raise Asked(builder._cfg.parallelism, builder._cfg.model.attention)
 
     layout = ParallelismConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     cfg = compose_run("quickstart", ["replicate_baseline=false", "sft.steps=1"])
     cfg = replace(cfg, name="a", output_dir=str(tmp_path), arms={}, parallelism=layout)
     (tmp_path / "a" / "checkpoints" / "policy").mkdir(parents=True)
     (tmp_path / "a" / "config.yaml").write_text(resolved_yaml(cfg))
-    monkeypatch.setattr(build, "load_policy", load)
+    monkeypatch.setattr(Builder, "trained", load)
     with pytest.raises(Asked) as asked:
         jobs.export(tmp_path / "a", tmp_path / "out", None, 10**9)
     assert asked.value.args == (ParallelismConfig(), "auto")

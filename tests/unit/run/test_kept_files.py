@@ -14,10 +14,9 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, Evaluation
 from nemo_edo.megatron.checksums import write_checksums
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.build import run_settings
+from nemo_edo.run.build import RunSettings
 from nemo_edo.run.folder import RunFolder
-from nemo_edo.run.kept_files import check_arm, check_stage
-from nemo_edo.run.settings import RunSettings
+from nemo_edo.run.stages import check_arm, check_trained
 from nemo_edo.run.stored_run import open_run
 
 
@@ -29,7 +28,7 @@ def whole(one_rank, tmp_path_factory) -> Path:
     for policy in policies:
         results = Evaluation.of_rows(policy, ["p"], [{"greedy_accuracy": (1.0, 1.0)}])
         folder.write_evaluation(results)
-        folder.write_test_time(results)
+        folder.write_results(folder.test_time(policy), results)
         for iteration in (0, 1) if policy == "grpo" else ():
             folder.write_evaluation(results, iteration)
             for kind in KINDS:
@@ -44,13 +43,13 @@ def whole(one_rank, tmp_path_factory) -> Path:
 
 def kept(path: Path, **settings) -> tuple[RunSettings, RunFolder]:
     run = open_run(path, ["evaluation.every=1"])
-    return replace(run_settings(run.cfg), arms={"grpo": GRPOConfig(iterations=2, **settings)}), run.folder
+    return replace(RunSettings.of(run.cfg), arms={"grpo": GRPOConfig(iterations=2, **settings)}), run.folder
 
 
 PLACES: dict[str, tuple[Callable, dict, bool]] = {
     "in training": (check_arm, {"iteration": 1, "is_within": True}, False),
     "trained": (check_arm, {"iteration": 2}, False),
-    "finished": (check_stage, {}, True),
+    "finished": (check_trained, {"final": True}, True),
 }
 FILES = {
     "rollouts/grpo/iter_00000/rank_0_of_1.parquet": False,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_edo.run.profiler import StepProfiler
+from nemo_edo.run.services import StepProfiler
 
 
 @pytest.mark.parametrize(("steps", "next_step", "traced"), [

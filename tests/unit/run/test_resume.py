@@ -18,7 +18,7 @@ from helpers.controller import remote
 
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.guards import Alarm, respond
-from nemo_edo.algorithms.progress import Position
+from nemo_edo.algorithms.services import Position
 from nemo_edo.config import CheckpointConfig, OptimizerConfig
 from nemo_edo.data.batch_file import read_batch
 from nemo_edo.data.shares import MicroBatching

@@ -9,9 +9,9 @@ import pytest
 BODY = """
 import time
 from pathlib import Path
-from nemo_edo.run import stall
-stall.GRACE_S = 0.3
-watch = stall.StallWatch({limit_s}, Path({folder!r}))
+from nemo_edo.run import stop_signal
+stop_signal.GRACE_S = 0.3
+watch = stop_signal.StallWatch({limit_s}, Path({folder!r}))
 def beats():
     for _ in range(10):
         watch.beat()
