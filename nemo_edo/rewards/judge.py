@@ -9,120 +9,204 @@ Final answers are extracted, and responses without an answer or an end are wrong
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import json
+import sqlite3
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
 
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer
 from nemo_edo.data.benchmarks import TEXT
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.judge_cache import JudgeCache, request_key
-from nemo_edo.rewards.judge_client import JudgeClient, Verdicts
-from nemo_edo.rewards.judge_prompt import request_body
-from nemo_edo.rewards.judge_report import JudgeReport
+from nemo_edo.metrics.paired import cohen_kappa
+from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, request_body
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
 from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout, ScoredRollout
-from nemo_edo.utils.http import ServerError
+from nemo_edo.utils.api_key import key_of_environment
+from nemo_edo.utils.http import Fault, ServerError, exchange, open_session, retrying, run_tasks
 
+CHAT = "/chat/completions"
+REFUSES_ONE_REQUEST = (400, 413, 422)
+"""Statuses that refuse one request, such as one that is too long; others may succeed."""
+WHOLE = (None, "stop", "eos", "end_turn")
+"""The finish_reason of a reply that ended by itself: others were cut, or withheld by a filter."""
+NO_VERDICT = "its reply has no verdict"
+SHOWN = 200
+"""Characters of a reply's end that messages show."""
+SHOWN_REASONS = 5
+WAIT_S = 60.0
+"""How long to wait for other processes that are writing into the cache."""
+_TABLE = """CREATE TABLE IF NOT EXISTS verdicts (
+    key TEXT PRIMARY KEY, verdict INTEGER NOT NULL, reply TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, checksum TEXT NOT NULL) WITHOUT ROWID"""
 _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 
 
 @dataclass(frozen=True)
-class Judgment:
+class Reply:
+    """A judge's answer."""
+
     verdict: bool | None
-    """None: the judge abstained, or was not asked."""
-    reason: str | None
-    """Why it abstained; None where it was not asked, because the run gave up on it before."""
-    rules: bool | None
-    """The verdict of the rules, that is, of MathVerifier; None: not verifiable, or not asked."""
+    """Whether the response is correct; None: the reply has no verdict."""
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def request_key(body: Mapping[str, Any]) -> str:
+    """Equal for equal requests: model, prompt with question and answers, and sampling."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class JudgeCache:
+    """Verdicts by request in a SQLite file, so that no run sends a request twice, even after a kill: each is on disk
+    before ``put`` returns, and several processes may use the file at the same time. All methods raise UserError for a
+    damaged file, and for one that cannot be created."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._usable():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Autocommit. Threads use it one at a time.
+            self._file = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+            self._file.execute(_TABLE)
+
+    def get(self, key: str) -> bool | None:
+        """The verdict; None where there is none yet."""
+        with self._usable():
+            row = self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bool(row[0])
+
+    def put(self, key: str, reply: Reply) -> None:
+        """reply: has a verdict. Keeps the verdict of another process that was faster."""
+        # The checksum is a column of files of earlier versions.
+        row = (key, int(reply.verdict), reply.text, reply.prompt_tokens, reply.completion_tokens, "")
+        with self._usable():
+            self._file.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(
+                f"rewards.judge.cache: {self.path} cannot be used ({error}); remove it, or set another file"
+            ) from error
+
+
+@dataclass
+class JudgeReport:
+    """What a judge was asked and replied since its last report, what that cost, and whether the rules (MathVerifier)
+    agree."""
+
+    replies: int = 0
+    """Received, with or without a verdict."""
+    cached: int = 0
+    """Verdicts taken from the cache."""
+    judged: int = 0
+    """Responses with a verdict."""
+    abstained: Counter[str] = field(default_factory=Counter)
+    """Responses without one, by reason."""
+    without_verdict: str = ""
+    """The end of the first reply without a verdict."""
+    prompt_tokens: int = 0
+    """Without those of cached verdicts."""
+    completion_tokens: int = 0
+    agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """Responses that the rules could verify too, by (judge's verdict, rules' verdict)."""
+
+    def numbers(self, settings: JudgeConfig) -> dict[str, float | int]:
+        """The numbers by name, for metrics.jsonl. cost: in the currency of the settings' prices, if set; agreement
+        (share) and kappa: if the rules verified any."""
+        found: dict[str, float | int] = {
+            **{name: getattr(self, name) for name in ("replies", "cached", "judged")},
+            "abstained": self.abstained.total(),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+        if settings.prompt_price is not None:
+            prompts, replies = self.prompt_tokens * settings.prompt_price, settings.completion_price
+            found["cost"] = (prompts + self.completion_tokens * replies) / 1e6
+        counts = [self.agreement[pair] for pair in ((True, True), (True, False), (False, True), (False, False))]
+        if compared := sum(counts):
+            same = (counts[0] + counts[3]) / compared
+            found |= {"compared": compared, "agreement": same, "kappa": cohen_kappa(*counts)}
+        return found
+
+    def explained(self, reason: str) -> str:
+        """The reason for an abstention, with a reply where it is about replies."""
+        return f"{reason}, such as one that ends {self.without_verdict!r}" if reason == NO_VERDICT else reason
+
+    def in_words(self, settings: JudgeConfig) -> str:
+        numbers = self.numbers(settings)
+        spent = f", which cost {numbers['cost']:.4g}" if "cost" in numbers else ""
+        said = [
+            f"the judge gave verdicts on {self.judged} responses and abstained on {numbers['abstained']}",
+            f"{self.replies} replies received, {self.cached} verdicts from the cache",
+            f"{self.prompt_tokens} prompt tokens and {self.completion_tokens} completion tokens{spent}",
+        ]
+        if "kappa" in numbers:
+            said.append(
+                f"the rules agree on {numbers['agreement']:.1%} of {numbers['compared']} responses, Cohen's kappa "
+                f"{numbers['kappa']:.3f}"
+            )
+        said += [
+            f"no verdict on {count}: {self.explained(reason)}"
+            for reason, count in self.abstained.most_common(SHOWN_REASONS)
+        ]
+        return "; ".join(said)
 
 
 class Judge:
-    """Asks a language model for verdicts. Equal requests are sent once, across runs."""
+    """Scores responses by a language model's verdicts. Equal requests are sent once, across runs. A response that did
+    not finish, or has no answer, is wrong."""
 
-    def __init__(self, settings: JudgeConfig, cache: JudgeCache, rules: MathVerifier | None) -> None:
+    def __init__(
+        self, settings: JudgeConfig, cache: JudgeCache, answers: AnswerFormat, rules: MathVerifier | None = None
+    ) -> None:
         """rules: verifies the same answers for comparison; None: no comparison. Raises UserError where the environment
-        lacks the key."""
+        has no usable key, which appears in the requests' headers only."""
         self.settings = settings
-        self.rules = rules
         self.report = JudgeReport()
+        self._answers = answers
+        self._rules = rules
         self._cache = cache
-        self._client = JudgeClient(settings, cache)
+        self._url = settings.url.rstrip("/").removesuffix(CHAT) + CHAT
+        self._server = f"the judge (rewards.judge.url {self._url})"
+        self._key = key_of_environment("rewards.judge.api_key_variable", settings.api_key_variable)
+        self._not_before = 0.0
+        """The server has asked for no request before this, in the event loop's time."""
 
     def check(self) -> None:
         """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
         comes; the reply needs no verdict."""
-        body, report = request_body(self.settings, _EXAMPLE, "2", "#### 2"), JudgeReport()
-        verdicts = Verdicts(Counter([key := request_key(body)]), most_abstained=1)
-        self._client.ask({key: body}, verdicts, report)
-        if not report.replies:
-            reason = verdicts.reasons[key]
-            raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {reason}")
+        body = request_body(self.settings, _EXAMPLE, "2", "#### 2")
+        found: dict[str, bool | str] = {}
+        self._ask({(key := request_key(body)): body}, found, Counter([key]), most_abstained=1)
+        if not self.take_report().replies:
+            raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {found[key]}")
 
     def take_report(self) -> JudgeReport:
         """The report of everything since the last call."""
         taken, self.report = self.report, JudgeReport()
         return taken
 
-    def verdicts(self, responses: Sequence[Response]) -> tuple[list[Judgment], str | None]:
-        """A judgment of each response, in order, and why the run gave up on the judge before all were asked about
-        (None: it did not)."""
-        settings, report = self.settings, self.report
-        bodies = [request_body(settings, one.problem, one.answer, one.rollout.text) for one in responses]
-        keys = [request_key(body) for body in bodies]
-        asked = Verdicts(Counter(keys), settings.max_abstained * len(responses))
-        asked.given = {key: known for key in set(keys) if (known := self._cache.get(key)) is not None}
-        report.cached += len(asked.given)
-        missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in asked.given}
-        stopped = None
-        try:
-            self._client.ask(missing, asked, report)
-        except ServerError as error:
-            stopped = str(error)
-        if stopped is None and asked.too_many_abstained:
-            stopped = (
-                f"the judge abstained on {asked.abstained} of {len(responses)} responses, and "
-                f"rewards.judge.max_abstained is {settings.max_abstained:g}; most often: "
-                f"{report.explained(Counter(asked.reasons.values()).most_common(1)[0][0])}"
-            )
-        rules = self._verify(responses, [asked.given.get(key) for key in keys])
-        judged = [
-            Judgment(asked.given.get(key), asked.reasons.get(key), by_rules)
-            for key, by_rules in zip(keys, rules, strict=True)
-        ]
-        report.judged += sum(one.verdict is not None for one in judged)
-        report.abstained += Counter(one.reason for one in judged if one.reason is not None)
-        report.agreement += Counter((one.verdict, one.rules) for one in judged if one.rules is not None)
-        return judged, stopped
-
-    def _verify(self, responses: Sequence[Response], verdicts: Sequence[bool | None]) -> list[bool | None]:
-        """The rules' verdicts on what has a judge's; None where they do not apply or fail."""
-        rules: list[bool | None] = [None] * len(responses)
-        if self.rules is not None:
-            comparable = [
-                place
-                for place, (one, verdict) in enumerate(zip(responses, verdicts, strict=True))
-                if one.problem.answer_kind != TEXT and verdict is not None
-            ]
-            pairs = [(responses[place].problem.answer, responses[place].answer) for place in comparable]
-            for place, verified in zip(comparable, self.rules.verify(pairs), strict=True):
-                rules[place] = verified.correct if verified.failure is None else None
-        return rules
-
-
-class JudgeScorer:
-    """Scores responses by a judge's verdicts. A response that did not finish, or has no answer, is wrong."""
-
-    def __init__(self, answers: AnswerFormat, judge: Judge) -> None:
-        self._answers = answers
-        self._judge = judge
-
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """A judge's own limits are of each request; those of the rules are of a collection."""
-        if self._judge.rules is not None:
-            self._judge.rules.begin(0)
+        if self._rules is not None:
+            self._rules.begin(0)
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order.
@@ -132,29 +216,161 @@ class JudgeScorer:
         """
         responses = read_responses(rollouts, problems, self._answers)
         asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
-        judgments, stopped = self._judge.verdicts(asked)
-        judged = iter(judgments)
+        outcomes, stopped = self._outcomes(asked)
+        judged = iter(zip(outcomes, self._by_rules(asked, outcomes), strict=True))
         scored = []
         for response in responses:
             if response.answer is None:
                 scored.append(response.scored(0.0, None, response.why_no_answer))
-            elif len(response.answer) > LONGEST_ANSWER:
+                continue
+            if len(response.answer) > LONGEST_ANSWER:
                 scored.append(response.scored(0.0, f"{response.answer[:LONGEST_ANSWER]}...", TOO_LONG))
+                continue
+            outcome, by_rules = next(judged)
+            form = canonical_number(response.answer) or clean_answer(response.answer)
+            agrees = "" if by_rules is None else RULES_AGREE if by_rules == outcome else RULES_DISAGREE
+            if outcome is True:
+                scored.append(response.scored(1.0, form, CORRECT + agrees))
+            elif outcome is False:
+                reason = f"final answer {form}, expected {response.problem.answer}, by the judge{agrees}"
+                scored.append(response.scored(0.0, form, reason))
             else:
-                scored.append(_scored(response, next(judged)))
+                scored.append(response.scored(0.0, form, ABSTAINED + outcome))
         if stopped is not None:
             raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
         return scored
 
+    def _outcomes(self, responses: Sequence[Response]) -> tuple[list[bool | str], str | None]:
+        """The verdict on each response, or why the judge abstained, and why the run gave up on the judge before all
+        were asked about (None: it did not)."""
+        settings, report = self.settings, self.report
+        bodies = [request_body(settings, one.problem, one.answer, one.rollout.text) for one in responses]
+        keys = [request_key(body) for body in bodies]
+        found: dict[str, bool | str] = {
+            key: known for key in set(keys) if (known := self._cache.get(key)) is not None
+        }  # fmt: skip
+        report.cached += len(found)
+        missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in found}
+        most_abstained, stopped = settings.max_abstained * len(responses), None
+        try:
+            self._ask(missing, found, Counter(keys), most_abstained)
+        except ServerError as error:
+            stopped = str(error)
+        reasons = Counter(one for key in keys if isinstance(one := found.get(key), str))
+        if stopped is None and reasons.total() > most_abstained:
+            stopped = (
+                f"the judge abstained on {reasons.total()} of {len(responses)} responses, and "
+                f"rewards.judge.max_abstained is {settings.max_abstained:g}; most often: "
+                f"{report.explained(reasons.most_common(1)[0][0])}"
+            )
+        report.abstained += reasons
+        report.judged += sum(isinstance(found.get(key), bool) for key in keys)
+        return [found.get(key, "it was not asked") for key in keys], stopped
 
-def _scored(response: Response, judged: Judgment) -> ScoredRollout:
-    answer, problem = response.answer, response.problem
-    rules = ""
-    if judged.rules is not None:
-        rules = RULES_AGREE if judged.rules == judged.verdict else RULES_DISAGREE
-    form = canonical_number(answer) or clean_answer(answer)
-    if judged.verdict:
-        return response.scored(1.0, form, CORRECT + rules)
-    if judged.verdict is None:
-        return response.scored(0.0, form, f"{ABSTAINED}{judged.reason or 'it was not asked'}")
-    return response.scored(0.0, form, f"final answer {form}, expected {problem.answer}, by the judge{rules}")
+    def _by_rules(self, responses: Sequence[Response], outcomes: Sequence[bool | str]) -> list[bool | None]:
+        """The rules' verdicts on what has a judge's; None where they do not apply or fail."""
+        rules: list[bool | None] = [None] * len(responses)
+        if self._rules is not None:
+            comparable = [
+                place
+                for place, (one, outcome) in enumerate(zip(responses, outcomes, strict=True))
+                if one.problem.answer_kind != TEXT and isinstance(outcome, bool)
+            ]
+            pairs = [(responses[place].problem.answer, responses[place].answer) for place in comparable]
+            for place, verified in zip(comparable, self._rules.verify(pairs), strict=True):
+                if verified.failure is None:
+                    rules[place] = verified.correct
+                    self.report.agreement[outcomes[place], verified.correct] += 1
+        return rules
+
+    def _ask(
+        self,
+        bodies: Mapping[str, Mapping[str, Any]],
+        found: dict[str, bool | str],
+        responses: Counter[str],
+        most_abstained: float,
+    ) -> None:
+        """Sends all requests, given by their keys, and puts each verdict, or the reason why there is none, into
+        ``found``; verdicts are in the cache as soon as they arrive. responses: how many each request is for. Above
+        ``most_abstained`` of these without a verdict it sends no more, and awaits those in flight.
+
+        Raises ServerError where the server refuses every request (a wrong key, an unknown model).
+        """
+        abstained, waiting = 0, iter(bodies.items())  # shared: each worker takes the next request
+        self._not_before = 0.0
+
+        async def work(session: aiohttp.ClientSession) -> None:
+            nonlocal abstained
+            for key, body in waiting:
+                if abstained > most_abstained:
+                    return
+                found[key] = await self._outcome(session, key, body)
+                abstained += responses[key] if isinstance(found[key], str) else 0
+
+        async def ask_all() -> None:
+            async with open_session(self._key) as session, asyncio.TaskGroup() as group:
+                for _ in range(min(self.settings.max_in_flight, len(bodies))):
+                    group.create_task(work(session))
+
+        run_tasks(ask_all())
+
+    async def _outcome(self, session: aiohttp.ClientSession, key: str, body: Mapping[str, Any]) -> bool | str:
+        """The verdict of one request, or why it has none."""
+        settings, report = self.settings, self.report
+        for _ in range(settings.verdict_attempts):
+            try:
+                retry = retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s)
+                reply = await retry(self._attempt, session, body)
+            except Fault as fault:
+                return f"{fault} (after {settings.attempts} attempts)"
+            except _Refused as refusal:
+                return str(refusal)
+            report.replies += 1
+            report.prompt_tokens += reply.prompt_tokens
+            report.completion_tokens += reply.completion_tokens
+            if reply.verdict is not None:
+                self._cache.put(key, reply)
+                return reply.verdict
+            report.without_verdict = report.without_verdict or reply.text[-SHOWN:]
+        return NO_VERDICT
+
+    async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Reply:
+        """Raises Fault where another attempt may succeed, _Refused where this request cannot, ServerError where no
+        request can, as where another model answers."""
+        settings, now = self.settings, asyncio.get_running_loop().time
+        while (left := self._not_before - now()) > 0:
+            await asyncio.sleep(left)
+        server, limit_s = self._server, settings.request_limit_s
+        try:
+            answer = await exchange(session, "POST", self._url, self._key, server=server, limit_s=limit_s, body=body)
+        except Fault as fault:
+            if fault.retry_after_s > settings.retry_after_limit_s:
+                raise _Refused(
+                    f"{fault}; it asks for no request for {fault.retry_after_s:g} s (rewards.judge.retry_after_limit_s)"
+                ) from None
+            self._not_before = max(self._not_before, now() + fault.retry_after_s)  # of all requests
+            raise
+        except ServerError as error:
+            if error.status in REFUSES_ONE_REQUEST:
+                raise _Refused(f"it refused the request: {error}") from None
+            raise
+        model, expected = answer.get("model") if isinstance(answer, dict) else None, settings.answers_as
+        is_version = expected is None and isinstance(model, str) and model.startswith(f"{settings.model}-")
+        if model not in (None, expected or settings.model) and not is_version:
+            raise ServerError(
+                f"{server} answers as the model {str(model)[:200]!r}, and not {expected or settings.model!r}: see to "
+                "rewards.judge.model, or set rewards.judge.answers_as to what it says"
+            )
+        try:
+            choice, usage = answer["choices"][0], answer.get("usage") or {}
+            # null where a reasoning model gave no reply; JSON can write halves of characters, which no file can hold
+            text = (choice["message"]["content"] or "").encode(errors="replace").decode()
+            tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise Fault(f"no chat completion: {type(error).__name__}: {error}") from error
+        read = read_json_verdict if settings.structured_output == "json_schema" else read_verdict
+        return Reply(read(text, choice.get("finish_reason") in WHOLE), text, *tokens)
+
+
+class _Refused(Exception):
+    """This request ends without a verdict; others may have one."""

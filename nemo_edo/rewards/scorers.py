@@ -49,10 +49,14 @@ def build_scorer(
     if rewards.verifier == "exact" or (rewards.verifier == "auto" and only_numbers):
         return ExactAnswerScorer(answers), None
     if rewards.verifier == "judge":
-        from nemo_edo.rewards.judge import JudgeScorer
+        from nemo_edo.rewards.judge import Judge, JudgeCache
+        from nemo_edo.rewards.math_verifier import MathVerifier
 
-        judge = _answering_judge(cfg)
-        return JudgeScorer(answers, judge), judge
+        rules = MathVerifier(_limits(rewards)) if rewards.judge.compare_with_rules else None
+        cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
+        judge = Judge(rewards.judge, cache, answers, rules)
+        judge.check()
+        return judge, judge
     from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
 
     verifier = MathVerifier(_limits(rewards))
@@ -83,19 +87,6 @@ def _custom_scorer(cfg: RunConfig, require_unchanged: Callable[[], None] = lambd
         require_unchanged=require_unchanged,
         columns={column: name for name, column in vars(cfg.data.columns).items() if column},
     )
-
-
-def _answering_judge(cfg: RunConfig) -> Judge:
-    """Asks the judge for one verdict. Raises UserError where it does not answer."""
-    from nemo_edo.rewards.judge import Judge
-    from nemo_edo.rewards.judge_cache import JudgeCache
-    from nemo_edo.rewards.math_verifier import MathVerifier
-
-    settings = cfg.rewards.judge
-    rules = MathVerifier(_limits(cfg.rewards)) if settings.compare_with_rules else None
-    judge = Judge(settings, JudgeCache(Path(settings.cache or Path(cfg.output_dir) / "judge.sqlite")), rules)
-    judge.check()
-    return judge
 
 
 def _limits(rewards: RewardsConfig) -> Limits:

@@ -2,10 +2,8 @@
 
 import logging
 import re
-import sqlite3
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +13,7 @@ from helpers.responses import scored
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import answer_format
 from nemo_edo.errors import PartlyGenerated
-from nemo_edo.rewards.judge import Judge, JudgeScorer
-from nemo_edo.rewards.judge_cache import JudgeCache, Reply, request_key
+from nemo_edo.rewards.judge import Judge, JudgeCache, Reply, request_key
 from nemo_edo.rewards.judge_prompt import CHOICES, read_json_verdict, read_verdict, request_body
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout
 
@@ -33,7 +30,7 @@ def judge_of(tmp_path):
 
     def build(server, rules=None, **settings) -> Judge:
         config = JudgeConfig(**{"url": server.url, "model": "judge-1", **QUICK, **settings})
-        return Judge(config, JudgeCache(tmp_path / "cache" / "judge.sqlite"), rules)
+        return Judge(config, JudgeCache(tmp_path / "cache" / "judge.sqlite"), ANSWERS, rules)
 
     return build
 
@@ -52,7 +49,7 @@ def ask(judge_of):
 
 
 def score(judge: Judge, *rollouts: Rollout, problems=(PROSE, NUMBER)):
-    return JudgeScorer(ANSWERS, judge).score(list(rollouts), problems)
+    return judge.score(list(rollouts), problems)
 
 
 def states(answer: str, problem: Problem = PROSE, sample: int = 0, text: str = "So. The final answer is {}.",
@@ -177,7 +174,7 @@ def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_
     path = tmp_path / "judge.sqlite"
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from nemo_edo.rewards.judge_cache import JudgeCache, Reply\n"
+        "from nemo_edo.rewards.judge import JudgeCache, Reply\n"
         "cache, number = JudgeCache(Path(sys.argv[1])), sys.argv[2]\n"
         "for i in range(100): cache.put(f'{number} {i}', Reply(i % 2 == 0, 'text', 1, 2))\n"
         "cache.put('shared', Reply(number == '0', number, 1, 2))\n"
@@ -197,22 +194,6 @@ def test_a_verdict_that_a_filter_withheld_is_none_and_a_reply_without_one_is_sho
     found = ask(lambda *_: (200, filtered), states("it"), max_abstained=1.0)
     assert not found.scored[0].has_verdict
     assert "such as one that ends 'verdict: correct'" in found.judge.report.in_words(found.judge.settings)
-
-
-@pytest.mark.parametrize("column", ["verdict", "reply", "key"])
-def test_a_damaged_row_of_the_cache_gives_no_verdict_and_is_replaced(tmp_path: Path, column: str):
-    path, keys = tmp_path / "judge.sqlite", [request_key({"n": n}) for n in range(2)]
-    cache = JudgeCache(path)
-    for key in keys:
-        cache.put(key, Reply(True, "verdict: correct", 1, 1))
-    with sqlite3.connect(path) as file:
-        if column == "key":
-            file.execute("DELETE FROM verdicts WHERE key = ?", (keys[1],))
-        value = {"verdict": 0, "reply": "verdict: incorrect", "key": keys[1]}[column]
-        file.execute(f"UPDATE verdicts SET {column} = ? WHERE key = ?", (value, keys[0]))
-    assert cache.get(keys[1] if column == "key" else keys[0]) is None
-    cache.put(keys[0], Reply(True, "verdict: correct", 1, 1))
-    assert cache.get(keys[0]) is True
 
 
 def test_the_rules_verify_the_same_answers_and_agreement_is_reported(ask, verifier):

@@ -26,7 +26,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.report.run_record import read_run
 from nemo_edo.report.run_set import find_runs, read_runs
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
-from nemo_edo.rewards.judge_cache import JudgeCache, Reply
+from nemo_edo.rewards.judge import JudgeCache, Reply
 from nemo_edo.rollouts.score_store import ScoreStore, StepScores
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
@@ -177,7 +177,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "batch.safetensors": (lambda folder: read_batch(folder / "batch.safetensors"), "flipped"),  # has a checksum
     "scores/sampled.parquet": (lambda folder: ScoreStore(folder / "scores").read("sampled"), ""),
     "search/results.parquet": (lambda folder: read_results(folder / "search"), ""),
-    "judge.sqlite": (ask_cache, "missing"),
+    "judge.sqlite": (ask_cache, "missing, flipped"),
 }
 """What reads a file, and the damages that it need not notice: a file may be absent, or begin anew. Parquet has parts
 that say nothing, such as a column's statistics: then what is read is the same."""

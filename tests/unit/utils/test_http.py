@@ -10,12 +10,12 @@ from helpers.chat_server import ChatServer
 from helpers.completions_server import STOP_ID, completion
 
 from nemo_edo.config import JudgeConfig, ServersConfig
+from nemo_edo.data.answers import HASHES
 from nemo_edo.errors import UserError
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.vllm_server import VLLM
-from nemo_edo.rewards.judge import Judge
-from nemo_edo.rewards.judge_cache import JudgeCache
+from nemo_edo.rewards.judge import Judge, JudgeCache
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.api_key import ApiKey, key_of_environment
 from nemo_edo.utils.http import ServerError, proxy_for
@@ -41,7 +41,7 @@ def refit(url: str, folder: Path) -> None:
 
 def judge(url: str, folder: Path) -> None:
     settings = JudgeConfig(url=url, model="judge-1", api_key_variable="SENTINEL", attempts=2, backoff_s=0.01)
-    Judge(settings, JudgeCache(folder / "judge.sqlite"), None).check()
+    Judge(settings, JudgeCache(folder / "judge.sqlite"), HASHES).check()
 
 
 @pytest.mark.parametrize("client", [generate, refit, judge])
