@@ -12,7 +12,7 @@ from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
-from nemo_edo.data.source import load_source
+from nemo_edo.data.problems import load_source
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.rewards.scorers import check_functions

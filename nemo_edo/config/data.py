@@ -23,7 +23,7 @@ from nemo_edo.config.checks import (
 from nemo_edo.config.judge_server import JudgeConfig
 from nemo_edo.data.answers import ANSWER_FORMATS
 from nemo_edo.data.benchmarks import BENCHMARKS
-from nemo_edo.data.columns import Columns
+from nemo_edo.data.problems import Columns
 from nemo_edo.utils.import_path import is_import_path
 
 PATTERN = "pattern"

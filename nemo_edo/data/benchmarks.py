@@ -82,16 +82,17 @@ class Benchmark:
         return split if split in self.splits else next(iter(self.splits))
 
 
-def gsm8k_solution(text: str) -> tuple[str, str]:
-    """GSM8K's "answer" as a solution without calculator annotations (``48/2=<<48/2=24>>24`` becomes ``48/2=24``), as is
-    usual where no calculator is called, and the answer. Raises RowError where it does not end in ``#### number``."""
-    solution = _ANNOTATION.sub("", text)
+def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
+    """The solution is without calculator annotations (``48/2=<<48/2=24>>24`` becomes ``48/2=24``), as is usual where no
+    calculator is called."""
+    question, solution = text_of(values["question"], "question"), text_of(values["solution"], "answer")
+    solution = _ANNOTATION.sub("", solution)
     if not is_well_formed(solution):
         raise RowError(
             '"answer" does not end in one "#### number" line, as in "... #### 72"; where a column has the final answer '
             "alone, name it with data.columns.answer"
         )
-    return solution, final_answer(solution)
+    return Gold(question, solution, final_answer(solution), NUMBER)
 
 
 def _boxed_gold(values: Mapping[str, Any]) -> Gold:
@@ -160,11 +161,6 @@ def _s1k_gold(values: Mapping[str, Any]) -> Gold:
     if answer is not None:
         steps.append(f"The final answer is {answer}.")
     return Gold(question, "\n\n".join(steps), answer or reference, TEXT if answer is None else MATH)
-
-
-def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
-    solution, answer = gsm8k_solution(text_of(values["solution"], "answer"))
-    return Gold(text_of(values["question"], "question"), solution, answer, NUMBER)
 
 
 _PROBLEM = ("problem", "Problem", "question")

@@ -1,18 +1,21 @@
-"""Problems from files: GSM8K's JSONL format, a benchmark's official files, or what ``write_problems`` wrote."""
+"""Problems from files (GSM8K's JSONL format, a benchmark's official files, columns of any names, or what
+``write_problems`` wrote) and from a user's function (``data.source``)."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, TEXT, Benchmark, gsm8k_solution
-from nemo_edo.data.columns import Columns
+from nemo_edo.data.answers import canonical_number
+from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, TEXT, Benchmark
+from nemo_edo.data.chat import chat_of, question_of
 from nemo_edo.data.rows import (
     NAME_COLUMNS,
     ProblemFileError,
@@ -23,17 +26,73 @@ from nemo_edo.data.rows import (
     read_rows,
     text_of,
 )
+from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
+from nemo_edo.utils.import_path import load_function, said
+from nemo_edo.utils.wording import did_you_mean
 
-__all__ = ["BadRow", "LoadedProblems", "ProblemFileError", "load_problems", "read_benchmark", "write_problems"]
+__all__ = ["BadRow", "Columns", "LoadedProblems", "ProblemFileError", "load_problems", "made_problems",
+           "read_benchmark", "write_problems"]  # fmt: skip
 
 _SHOWN = 5
-_GSM8K_ROW = 'expected {"question": "...", "answer": "... #### 72"} on each line'
 _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
 _MAY_BE_BLANK = ("solution", "answer")
 _OF_SOURCES = ("source", "metadata", "messages")
 MADE = "data.source"
 """The benchmark of problems that a function has made."""
+SPLITS = ("warmup", "train", "test")
+"""What a function makes. warmup and train may be missing: the warm-up then learns from train."""
+
+
+@dataclass
+class Columns:
+    """The columns that make a problem; the others are its metadata. A name that is null: the setting's own name, where
+    there is such a column."""
+
+    question: Optional[str] = None
+    """What is asked; every row has it: a text, or a chat that is asked as it is: a list of messages, each with a role
+    and a content."""
+    answer: Optional[str] = None
+    """The final answer alone: a text or a whole number. Without one, only a custom reward can score."""
+    solution: Optional[str] = None
+    """The text that a warm-up learns."""
+    id: Optional[str] = None
+    """A name of the problem, unique in its file: a text or a whole number."""
+
+    @property
+    def are_named(self) -> bool:
+        return any(value is not None for value in vars(self).values())
+
+    def problem(self, row: Row, stem: str) -> Problem:
+        """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none.
+
+        Raises RowError for a missing column, and for a value that is none of JSON's.
+        """
+        content, chat = row.fields(), ()
+        texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
+        for name in ("question", "answer", "solution", "id"):
+            setting = getattr(self, name)
+            column = setting or name
+            value = metadata.pop(column, None)
+            if column not in content:  # a field of a column: reward_model.ground_truth
+                value = content
+                for part in column.split("."):
+                    value = value.get(part) if isinstance(value, Mapping) else None
+            if column in content or value is not None:
+                if name == "question" and isinstance(value, list | tuple):
+                    chat = chat_of(value, column)
+                    value = question_of(chat)
+                texts[name] = text_of(value, column, may_be_number=name in ("answer", "id"))
+            elif setting is not None or name == "question":
+                names = [str(one) for one in content]
+                near = f"{did_you_mean(column, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"
+                named_by = f" (data.columns.{name})" if setting is not None else ""
+                raise RowError(f'has no column "{column}"{named_by}{near}{"" if named_by else f"; {NAME_COLUMNS}"}')
+        kind = MATH if canonical_number(texts["answer"]) is None else NUMBER
+        return Problem(
+            f"{stem}-{texts['id']}", texts["question"], texts["solution"], texts["answer"], row.source, kind,
+            plain_values(metadata), chat,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,21 +146,14 @@ def load_problems(
     first_seen: dict[str, str] = {}
 
     def gsm8k_problem(row: Row) -> Problem:
-        metadata = row.fields()
-        for name in ("question", "answer"):
-            if name not in metadata:
-                raise RowError(
-                    f'has no "{name}" (its keys: {", ".join(metadata) or "none"}); {_GSM8K_ROW}; {NAME_COLUMNS}'
-                )
-        question = text_of(metadata["question"], "question")
-        solution, answer = gsm8k_solution(text_of(metadata["answer"], "answer"))
-        first = first_seen.setdefault(" ".join(question.split()), row.source)
+        problem = BENCHMARKS["gsm8k"].problem(row, path.stem)
+        first = first_seen.setdefault(" ".join(problem.question.split()), row.source)
         if first != row.source:
             raise RowError(f'"question" is the same as in {first}, expected each question once')
-        metadata = plain_values({name: value for name, value in metadata.items() if name not in ("question", "answer")})
-        return Problem(f"{path.stem}-{row.number}", question, solution, answer, row.source, metadata=metadata)
+        return problem
 
-    return read_problems(path, read_rows(path), gsm8k_problem, on_bad_rows, _GSM8K_ROW)
+    expected = 'expected {"question": "...", "answer": "... #### 72"} on each line'
+    return read_problems(path, read_rows(path), gsm8k_problem, on_bad_rows, expected)
 
 
 def read_benchmark(
@@ -142,17 +194,21 @@ def read_problems(
             bad.append(BadRow(row.source, str(error)))
     if not problems and not bad:
         raise ProblemFileError(f"{name}: has no rows; {expected}")
-    if bad and (on_bad_rows == "error" or not problems):
-        raise ProblemFileError(report_bad_rows(name, bad, num_good=len(problems), expected=f"; {expected}"))
-    return LoadedProblems(list(problems.values()), bad)
+    return without_bad_rows(name, list(problems.values()), bad, on_bad_rows, expected=f"; {expected}")
 
 
-def report_bad_rows(name: str | Path, bad: list[BadRow], *, num_good: int, expected: str = "") -> str:
-    shown = [f"  {row.source}: {row.reason}" for row in bad[:_SHOWN]]
-    if len(bad) > _SHOWN:
-        shown.append(f"  ... and {len(bad) - _SHOWN} more")
-    remedy = "correct them, or leave them out with --on-bad-rows=skip" if num_good else f"no good row is left{expected}"
-    return "\n".join([f"{name}: bad rows: {len(bad)} of {len(bad) + num_good}; {remedy}", *shown])
+def without_bad_rows(
+    name: str | Path, good: list[Problem], bad: list[BadRow], on_bad_rows: str, expected: str = ""
+) -> LoadedProblems:
+    """Raises ProblemFileError where bad rows are an error, or no good one is left."""
+    if bad and (on_bad_rows == "error" or not good):
+        shown = [f"  {row.source}: {row.reason}" for row in bad[:_SHOWN]]
+        if len(bad) > _SHOWN:
+            shown.append(f"  ... and {len(bad) - _SHOWN} more")
+        remedy = "correct them, or leave them out with --on-bad-rows=skip" if good else f"no good row is left{expected}"
+        message = f"{name}: bad rows: {len(bad)} of {len(bad) + len(good)}; {remedy}"
+        raise ProblemFileError("\n".join([message, *shown]))
+    return LoadedProblems(good, bad)
 
 
 def write_problems(
@@ -222,3 +278,62 @@ def _load_prepared(path: Path, benchmark: str | None) -> LoadedProblems:
         return replace(problem, messages=tuple(problem.messages))
 
     return read_problems(path, read_rows(path), problem, "error", "expected rows of tools/prepare_data")
+
+
+# --- problems that a user's function makes ----------------------------------------------------------------------------
+
+
+def load_source(path: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of ``data.source``, which takes the arguments. Raises UserError otherwise."""
+    function = load_function(path, "data.source")
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise UserError(
+            f"data.source_args do not fit data.source ({path}): {error}; it is {path}{inspect.signature(function)}"
+        ) from error
+    return function
+
+
+def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> dict[str, list[Problem]]:
+    """The splits that ``data.source`` returns: ``{"train": problems, "test": problems}``, where a problem is a
+    ``Problem`` or a row with ``columns``. Without "train" nothing can be trained. "warmup", if there is one, has the
+    problems whose solutions the warm-up learns.
+
+    Raises UserError where the function fails, returns something else, or a problem is bad or occurs twice.
+    """
+    function = load_source(path, arguments)
+    try:
+        splits = function(**arguments)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function raises is a user's error
+        raise UserError(f"data.source ({path}) raised {said(error)}") from error
+    if not isinstance(splits, Mapping) or "test" not in splits or not splits.keys() <= set(SPLITS):
+        found = f"the splits {', '.join(map(str, splits))}" if isinstance(splits, Mapping) else type(splits).__name__
+        raise UserError(f'data.source ({path}) returned {found}, expected {{"train": problems, "test": problems}}')
+
+    def problem(row: Row) -> Problem:
+        made = row.content
+        if not isinstance(made, Problem):
+            if not isinstance(made, Mapping):
+                raise RowError(f"is of type {type(made).__name__}, expected a Problem or a dict")
+            return columns.problem(replace(row, content=dict(made)), split)
+        for name in ("id", "question", "solution", "answer"):
+            text_of(getattr(made, name), name, may_be_blank=name in _MAY_BE_BLANK)
+        chat = chat_of(made.messages, "messages") if made.messages else ()
+        return replace(made, metadata=plain_values(made.metadata), messages=chat)
+
+    made_splits = {}
+    for split, rows in splits.items():
+        numbered = (Row(number, f"{path} {split} {number}", row) for number, row in enumerate(rows, start=1))
+        # The function's bad rows are its author's to correct: the first one is named.
+        loaded = read_problems(f"data.source ({path}) {split}", numbered, problem, "skip", "expected problems")
+        for bad in loaded.skipped:
+            raise ProblemFileError(f"data.source: {bad.source}: {bad.reason}")
+        made_splits[split] = loaded.problems
+    for split in SPLITS[:-1]:
+        shared = {one.id for one in made_splits.get(split, [])} & {one.id for one in made_splits["test"]}
+        if shared:
+            raise UserError(f"data.source ({path}) gave {split} and test problems the same id, such as {min(shared)}")
+    return made_splits

@@ -103,38 +103,25 @@ def read_rows(path: Path) -> Iterator[Row]:
         ]  # fmt: skip
         if not files:
             raise ProblemFileError(f"{path}: has no .json, .jsonl or .parquet file")
-        rows = (row for file in sorted(files, key=_by_number) for row in _rows_of_a_folder(file))
-        for number, row in enumerate(rows, start=1):
-            yield Row(number, row.source, row.content)
+        number = 0
+        for file in sorted(
+            files, key=lambda file: (str(file.parent), int(file.stem) if file.stem.isdecimal() else -1, file.name)
+        ):
+            is_one = file.suffix == ".json" and _content(file).lstrip().startswith(b"{")
+            for row in [Row(1, str(file), _parsed(_content(file)))] if is_one else read_rows(file):
+                number += 1
+                yield Row(number, row.source, row.content)
     elif path.suffix == ".parquet":
         yield from _numbered(path, _parquet_rows(path))
     elif path.suffix == ".json" and _content(path).lstrip().startswith(b"["):
-        yield from _numbered(path, _list_rows(path))
+        rows = _parsed(_content(path))
+        if isinstance(rows, RowError):
+            raise ProblemFileError(f"{path}: {rows}; expected a list of objects") from rows
+        yield from _numbered(path, rows)
     else:
         for number, line in enumerate(_content(path).split(b"\n"), start=1):  # not at Unicode's other line separators
             if line.strip():
                 yield Row(number, f"{path}:{number}", _parsed(line))
-
-
-def hub_rows(name: str, configs: tuple[str, ...], split: str) -> Iterator[Row]:
-    """The rows of a data set of the Hugging Face hub, its configs one after another.
-
-    Raises ProblemFileError where the hub cannot be reached or has no such data set.
-    """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    number = 0
-    for config in configs:
-        try:
-            dataset = load_dataset(name, config, split=split)
-        except (DatasetNotFoundError, OSError, ValueError) as error:
-            raise ProblemFileError(
-                f"{name}: {config} ({split}) cannot be loaded from the hub ({error}); give the file itself"
-            ) from error
-        for row in dataset:
-            number += 1
-            yield Row(number, f"{name}:{config}/{split}:{number}", row)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -152,59 +139,37 @@ def _numbered(path: Path, rows: Iterable[Any]) -> Iterator[Row]:
     return (Row(number, f"{path}:row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-class _Pairs(list):
-    """An object as its pairs, since JSON readers silently take the last of two values of a key."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowError:
+    """An object; or the RowError of a key that it, or an object in it, has twice: JSON readers silently take the last
+    of two values."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        return RowError(f'has the key "{repeated}" twice; keep one of the two')
+    return _error_in(list(made.values())) or made
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_Pairs)
+def _error_in(value: Any) -> RowError | None:
+    if isinstance(value, list):
+        return next(filter(None, map(_error_in, value)), None)
+    return value if isinstance(value, RowError) else None
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 """Made once: ``json.loads`` with a hook makes one for each row, which takes as long as the row."""
 
 
-def _decoded(text: bytes) -> Any:
-    """The JSON value, its objects as ``_Pairs``. Raises RowError."""
+def _parsed(text: bytes) -> Any:
+    """The JSON value, or a RowError in place of a bad one."""
     try:
         return _DECODER.decode(text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RowError(f"is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
+        return RowError(f"is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8")
     except json.JSONDecodeError as error:
-        raise RowError(f"is not valid JSON ({error.msg} at column {error.colno})") from error
+        return RowError(f"is not valid JSON ({error.msg} at column {error.colno})")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested without end
-        raise RowError(f"is not valid JSON ({error})") from error
-
-
-def _plain(value: Any) -> Any:
-    """Raises RowError for an object that has a key twice."""
-    if not isinstance(value, list):
-        return value
-    if not isinstance(value, _Pairs):
-        return [_plain(one) for one in value]
-    keys = [key for key, _ in value]
-    if len(set(keys)) < len(keys):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise RowError(f'has the key "{repeated}" twice; keep one of the two')
-    return {key: _plain(one) for key, one in value}
-
-
-def _plain_or_error(value: Any) -> Any:
-    try:
-        return _plain(value)
-    except RowError as error:
-        return error
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return _plain(_decoded(text))
-    except RowError as error:
-        return error
-
-
-def _list_rows(path: Path) -> Iterator[Any]:
-    try:
-        rows = _decoded(_content(path))
-    except RowError as error:
-        raise ProblemFileError(f"{path}: {error}; expected a list of objects") from error
-    return map(_plain_or_error, rows)
+        return RowError(f"is not valid JSON ({error})")
 
 
 def _parquet_rows(path: Path) -> list[dict[str, Any]]:
@@ -234,13 +199,3 @@ def _saved_rows(folder: Path) -> Iterable[dict[str, Any]]:
         splits = ", ".join(dataset)
         raise ProblemFileError(f"{folder}: has the splits {splits}; name one, such as {folder / next(iter(dataset))}")
     return dataset.with_format(None)
-
-
-def _rows_of_a_folder(file: Path) -> Iterable[Row]:
-    if file.suffix == ".json" and _content(file).lstrip().startswith(b"{"):
-        return [Row(1, str(file), _parsed(_content(file)))]
-    return read_rows(file)
-
-
-def _by_number(path: Path) -> tuple[str, int, str]:
-    return str(path.parent), int(path.stem) if path.stem.isdecimal() else -1, path.name

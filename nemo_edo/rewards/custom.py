@@ -119,7 +119,8 @@ class CustomScorer:
             of_functions.append(results)
             if failure is not None:
                 failed, kept = responses[len(results) + failure.row], len(results)
-                while self.by_group and 0 < kept < len(responses) and _are_of_one(responses[kept - 1 : kept + 1]):
+                ids = [response.problem.id for response in responses]
+                while self.by_group and 0 < kept < len(ids) and ids[kept - 1] == ids[kept]:
                     kept -= 1
                 responses = responses[:kept]
                 stopped = self._described(function, failed, failure)
@@ -213,10 +214,6 @@ class CustomScorer:
             "extra_info": columns.get("extra_info", own["metadata"]),
             **{COLUMN + name: value for name, value in columns.items()},
         }
-
-
-def _are_of_one(responses: Sequence[Response]) -> bool:
-    return len({response.problem.id for response in responses}) == 1
 
 
 def _own(response: Response) -> dict[str, Any]:

@@ -110,10 +110,9 @@ def call(
         if signature.concurrent:
             returned = asyncio.run(_all(returned))
         elif inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
-    except _RowError as error:
-        reason = error.__cause__
-        return Failure(f"raised {said(reason)}", "".join(traceback.format_exception(reason)), error.row)
+            [returned] = asyncio.run(_all([returned]))
+            if isinstance(returned, BaseException):
+                raise returned
     except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error
         return Failure(f"raised {said(error)}", traceback.format_exc())
     finally:
@@ -125,6 +124,8 @@ def call(
         return Failure(f"returned {size} for {responses} responses, expected a list with one for each")
     results = []
     for row, value in enumerate(returned):
+        if isinstance(value, BaseException):
+            return Failure(f"raised {said(value)}", "".join(traceback.format_exception(value)), row)
         try:
             # None of TRL's: the reward says nothing of this response.
             results.append(as_result(0.0 if value is None and COMPLETIONS in arguments else value))
@@ -133,23 +134,9 @@ def call(
     return results
 
 
-class _RowError(Exception):
-    """A call of many failed at one of them."""
-
-    def __init__(self, row: int) -> None:
-        self.row = row
-
-
 async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    returned = await asyncio.gather(*calls, return_exceptions=True)
-    for row, one in enumerate(returned):
-        if isinstance(one, BaseException):
-            raise _RowError(row) from one
-    return returned
-
-
-async def _awaited(call: Awaitable[Any]) -> Any:
-    return await call
+    """What the calls return, or the exceptions that they raise."""
+    return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def as_result(value: Any) -> Result:

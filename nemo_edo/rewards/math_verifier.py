@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer, simple_fraction
 from nemo_edo.data.benchmarks import MATH, TEXT
-from nemo_edo.data.problems import BadRow, LoadedProblems, ProblemFileError, report_bad_rows
+from nemo_edo.data.problems import BadRow, LoadedProblems, without_bad_rows
 from nemo_edo.rewards import workers
 from nemo_edo.rewards.verifier import CORRECT, read_responses
 from nemo_edo.rewards.workers import Limits, TaskFailure, WorkerPool
@@ -80,14 +80,17 @@ class MathVerifier:
             warnings.warn(f"answers that could not be verified count as wrong: {named}", stacklevel=2)
         return found
 
-    def unverifiable(self, problems: Sequence[Problem]) -> list[BadRow]:
-        """The problems whose own answers cannot be verified."""
+    def verifiable(self, path: Path, loaded: LoadedProblems, on_bad_rows: str) -> LoadedProblems:
+        """A file's problems whose own answers can be verified; the others are bad rows: an error, or skipped. Raises
+        ProblemFileError as ``load_problems`` does."""
+        problems = loaded.problems
         asked = list(dict.fromkeys(
             p.answer for p in problems
             if p.answer_kind == MATH and len(p.answer) <= LONGEST_ANSWER and canonical_number(p.answer) is None
         ))  # fmt: skip
         readable = dict(zip(asked, self._run("parses", [(answer,) for answer in asked]), strict=True))
-        rows = []
+        good: list[Problem] = []
+        bad: list[BadRow] = []
         for problem in problems:
             if problem.answer_kind == TEXT:
                 reason = f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})"
@@ -96,9 +99,10 @@ class MathVerifier:
             elif readable.get(problem.answer, True) is not True:
                 reason = f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
             else:
+                good.append(problem)
                 continue
-            rows.append(BadRow(problem.source, reason))
-        return rows
+            bad.append(BadRow(problem.source, reason))
+        return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
 
     def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:
         """A task whose worker died is tried once more: the system may have killed it, short of memory, which must not
@@ -138,18 +142,6 @@ class MathScorer:
                 expected = f"final answer {_shortened(verdict.answer)}, expected {response.problem.answer}"
                 scored.append(response.scored(0.0, verdict.answer, verdict.failure or expected))
         return scored
-
-
-def require_verifiable(path: Path, loaded: LoadedProblems, bad: list[BadRow], *, on_bad_rows: str) -> LoadedProblems:
-    """A file's problems without the ``unverifiable`` ones, which are bad rows: an error, or skipped.
-
-    Raises ProblemFileError as ``load_problems`` does.
-    """
-    sources = {row.source for row in bad}
-    good = [problem for problem in loaded.problems if problem.source not in sources]
-    if bad and (on_bad_rows == "error" or not good):
-        raise ProblemFileError(report_bad_rows(path, bad, num_good=len(good)))
-    return LoadedProblems(good, [*loaded.skipped, *bad])
 
 
 def _without_parser(gold: str, answer: str) -> Verdict | None:

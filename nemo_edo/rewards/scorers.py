@@ -57,12 +57,11 @@ def build_scorer(
         judge = Judge(rewards.judge, cache, answers, rules)
         judge.check()
         return judge, judge
-    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, require_verifiable
+    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier
 
     verifier = MathVerifier(_limits(rewards))
     for path, file in loaded.items():
-        bad = verifier.unverifiable(file.problems)
-        loaded[path] = require_verifiable(path, file, bad, on_bad_rows=cfg.data.on_bad_rows)
+        loaded[path] = verifier.verifiable(path, file, cfg.data.on_bad_rows)
     return MathScorer(answers, verifier), None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemo_edo.config import GRPOConfig, RunConfig
 from nemo_edo.data.model_folder import READ, find_model
-from nemo_edo.data.source import SPLITS
+from nemo_edo.data.problems import SPLITS
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import checksum
 from nemo_edo.utils.import_path import source_files

@@ -10,13 +10,14 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.data.problems import read_benchmark, write_problems
-from nemo_edo.data.rows import hub_rows, read_rows
+from nemo_edo.data.rows import ProblemFileError, Row, read_rows
 from nemo_edo.errors import UserError
-from nemo_edo.rewards.math_verifier import MathVerifier, require_verifiable
+from nemo_edo.rewards.math_verifier import MathVerifier
 from nemo_edo.rewards.workers import Limits
 
 
@@ -49,10 +50,31 @@ def prepare(options: argparse.Namespace) -> dict:
     )
     if options.verifiable:
         verifier = MathVerifier(Limits(seconds=10, memory_mb=1024, workers=2))
-        loaded = require_verifiable(path, loaded, verifier.unverifiable(loaded.problems), on_bad_rows="skip")
+        loaded = verifier.verifiable(path, loaded, "skip")
     return write_problems(
         options.out, loaded.problems, benchmark=benchmark.name, split=split, source=source, skipped=len(loaded.skipped)
     )
+
+
+def hub_rows(name: str, configs: tuple[str, ...], split: str) -> Iterator[Row]:
+    """The rows of a data set of the Hugging Face hub, its configs one after another.
+
+    Raises ProblemFileError where the hub cannot be reached or has no such data set.
+    """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    number = 0
+    for config in configs:
+        try:
+            dataset = load_dataset(name, config, split=split)
+        except (DatasetNotFoundError, OSError, ValueError) as error:
+            raise ProblemFileError(
+                f"{name}: {config} ({split}) cannot be loaded from the hub ({error}); give the file itself"
+            ) from error
+        for row in dataset:
+            number += 1
+            yield Row(number, f"{name}:{config}/{split}:{number}", row)
 
 
 def checksum(path: Path) -> str:

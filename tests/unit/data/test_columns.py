@@ -10,9 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_edo.config.compose import ConfigError, compose_run
-from nemo_edo.data.columns import Columns
-from nemo_edo.data.problems import MADE, load_problems, write_problems
-from nemo_edo.data.source import made_problems
+from nemo_edo.data.problems import MADE, Columns, load_problems, made_problems, write_problems
 from nemo_edo.errors import UserError
 
 ROWS = [{"problem": "1 + 1", "gold": "2", "level": 3, "tags": {"kinds": ["sum"], "seen": None}},

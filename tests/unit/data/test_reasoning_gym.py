@@ -6,8 +6,8 @@ import pytest
 from helpers.responses import scored
 
 from nemo_edo.data.answers import answer_format
-from nemo_edo.data.columns import Columns, plain_values
-from nemo_edo.data.source import made_problems
+from nemo_edo.data.problems import Columns, made_problems
+from nemo_edo.data.rows import plain_values
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")  # it needs a C compiler
 from nemo_edo.data.reasoning_gym import make, score  # noqa: E402

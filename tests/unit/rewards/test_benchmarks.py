@@ -9,7 +9,7 @@ from helpers.responses import scored
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import BENCHMARKS
-from nemo_edo.data.problems import load_problems, write_problems
+from nemo_edo.data.problems import LoadedProblems, load_problems, write_problems
 from nemo_edo.data.prompts import render_prompt
 from nemo_edo.rewards.math_verifier import MathScorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
@@ -37,7 +37,7 @@ def test_sample_loads_prompts_and_verifies(verifier, name):
     assert (config.tested_on if "test" in benchmark.splits else config.benchmark) == name
     assert config.answer_format == benchmark.answers
     problems = [one for one in load(FILES[name], name, split="test").problems if one.answer_kind != "text"]
-    assert len(problems) >= 20 and verifier.unverifiable(problems) == []
+    assert len(problems) >= 20 and verifier.verifiable(FILES[name], LoadedProblems(problems, []), "error")
     assert all(problem.question in render_prompt(config.prompt, problem.question) for problem in problems)
     answers = answer_format(config.answer_format, config.answer_pattern)
     scorer = ExactAnswerScorer(answers) if name == "gsm8k" else MathScorer(answers, verifier)

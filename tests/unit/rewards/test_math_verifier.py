@@ -6,7 +6,7 @@ from helpers.responses import scored
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.problems import LoadedProblems, ProblemFileError
 from nemo_edo.metrics import expected_vote_score
-from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, Verdict, require_verifiable
+from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier, Verdict
 from nemo_edo.rewards.workers import TIMED_OUT, Limits, WorkerPool
 from nemo_edo.test_time import majority_vote
 from nemo_edo.types import UNVERIFIED, Problem
@@ -115,11 +115,10 @@ def test_unverifiable_gold_answers_are_named_with_file_and_line(verifier):
     golds = ["12", r"\frac{1}{", r"\text{Evelyn}", "We see that it holds.", r"33\frac{1}{3}\%"]
     problems = [problem(gold, kind="text" if "We" in gold else "math", name=f"p-{place}")
                 for place, gold in enumerate(golds, start=1)]
-    bad = verifier.unverifiable(problems)
-    assert [row.source for row in bad] == ["p.jsonl:2", "p.jsonl:4"]
-    assert "cannot be parsed" in bad[0].reason and "prose" in bad[1].reason
     loaded = LoadedProblems(problems, [])
     with pytest.raises(ProblemFileError, match=r"p\.jsonl: .*2 of 5"):
-        require_verifiable(Path("p.jsonl"), loaded, bad, on_bad_rows="error")
-    kept = require_verifiable(Path("p.jsonl"), loaded, bad, on_bad_rows="skip")
-    assert ([p.id for p in kept.problems], kept.skipped) == (["p-1", "p-3", "p-5"], bad)
+        verifier.verifiable(Path("p.jsonl"), loaded, "error")
+    kept = verifier.verifiable(Path("p.jsonl"), loaded, "skip")
+    assert [p.id for p in kept.problems] == ["p-1", "p-3", "p-5"]
+    assert [row.source for row in kept.skipped] == ["p.jsonl:2", "p.jsonl:4"]
+    assert "cannot be parsed" in kept.skipped[0].reason and "prose" in kept.skipped[1].reason
