@@ -21,6 +21,8 @@ TESTED = {
     "nemo-rl": ("0.6", "0.7"),
     "slime": ("0.3", "0.3"),
     "prime-rl": ("0.8", "0.8"),
+    "rllm": ("0.3", "0.3"),
+    "skyrl": ("0.3", "0.3"),
 }
 """The oldest and the newest minor version of each package that its adapter was tested with."""
 

@@ -14,7 +14,8 @@ COEFFICIENT, FLOOR = 0.3, -0.02  # as in contract_adapters.py
 NEMO_RL = ["token level", "sequence level", "weights", "tis", "icepop", "seq-mask-tis", "weights of sequences"]
 SLIME = ["means of samples", "tokens", "tis", "sampler"]
 CASES = [*(("nemo_rl", name) for name in NEMO_RL), *(("slime", name) for name in SLIME),
-         ("prime_rl", "plain"), ("prime_rl", "weights")]  # fmt: skip
+         ("prime_rl", "plain"), ("prime_rl", "weights"), ("rllm", "rows"), ("rllm", "one response"),
+         *(("skyrl", name) for name in ("sequence mean", "length norm", "tis"))]  # fmt: skip
 close = dict(rtol=1e-4, atol=1e-6)
 
 
@@ -72,7 +73,16 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_by_its_settings(r
     assert "loss_fn.exploration_coefficient is missing" in nemo_rl["missing"]
     assert "did you mean loss_fn.log_ratio_floor" in nemo_rl["misspelled"]
     assert "--custom-config-path" in slime["missing"]
+    assert "trainer.policy_mini_batch_size (now 2)" in results["skyrl_refused"]["one"]
     assert "orchestrator.max_off_policy_steps" in results["stderr"]  # prime-rl shows its schedule to no loss
+
+
+def test_rllm_and_skyrl_refuse_settings_with_which_the_term_would_be_missing_or_another(results):
+    rllm, skyrl = results["rllm_refused"], results["skyrl_refused"]
+    assert "algorithm.loss_params.exploration_coefficient is missing" in rllm["missing"]
+    assert "algorithm.loss_params.base_loss is ed_grpo_rllm" in rllm["itself"]
+    assert "loss_reduction is 'token_mean'" in skyrl["reduction"] and "sequence_mean" in skyrl["reduction"]
+    assert "policy_loss_type is 'dppo'" in skyrl["base"] and "log pi_old" in skyrl["base"]
 
 
 def test_launcher_runs_nemo_rls_script_with_our_loss_and_check(results):

@@ -1,4 +1,4 @@
-"""Runs the adapters of NeMo-RL, slime and prime-rl on small batches: python contract_adapters.py RESULTS.pt.
+"""Runs the adapters of NeMo-RL, slime, prime-rl, rLLM and SkyRL on small batches: python contract_adapters.py RESULTS.pt.
 
 RESULTS.pt: {case: the peer's own loss and gradient, ours with coefficient 0 and with COEFFICIENT, and the peer's
 gradient on-policy with advantages of -1, which is that of the log-probabilities under its denominators and weights}.
@@ -246,6 +246,109 @@ def prime_rl(weighted: bool) -> dict:
     return compared(loss_of, -random(3, WIDTH), old)
 
 
+# --- rLLM ----------------------------------------------------------------------------------------------------------
+
+
+def rllm(rows: bool) -> dict:
+    """rows: all responses at once, as on verl's backend; else one response, as the other backends give it."""
+    from rllm.trainer.algorithms.loss import LossContext, get_loss
+
+    from nemo_edo.adapters.rllm import LOSS
+
+    shape = MASK.shape if rows else (WIDTH,)
+    old, mask = -random(0, *shape), MASK if rows else MASK[0]
+
+    def loss_of(coefficient, floor=None, minus_one=False, masked=False):
+        ours = {"exploration_coefficient": coefficient, "log_ratio_floor": floor}
+
+        def compute(logprobs):
+            ctx = LossContext(
+                logp_curr=logprobs, logp_old=old, action_mask=torch.zeros(shape) if masked else mask,
+                advantages=torch.full(shape, -1.0) if minus_one else random(1, *shape) - 0.5,
+                obs_mask=torch.zeros(shape), aggregate=lambda x, m, mode=None: (x * m).sum() / m.sum().clamp(min=1),
+                params={"eps_clip": 10.0, **({} if coefficient is None else ours)},
+            )  # fmt: skip
+            return get_loss("ppo_clip" if coefficient is None else LOSS)(ctx)
+
+        return compute
+
+    return compared(loss_of, -random(3, *shape), old)
+
+
+def rllm_refused() -> dict:
+    from rllm.trainer.algorithms.loss import LossContext, get_loss
+
+    from nemo_edo.adapters.rllm import LOSS
+
+    def with_settings(**params):
+        row = -random(0, WIDTH)
+        context = LossContext(row, row, row, MASK[0], MASK[0], torch.sum, params={"eps_clip": 0.2, **params})
+        return refusal(lambda: get_loss(LOSS)(context))
+
+    return {"missing": with_settings(), "itself": with_settings(exploration_coefficient=0.1, base_loss=LOSS)}
+
+
+# --- SkyRL ---------------------------------------------------------------------------------------------------------
+
+SKYRL = {
+    "sequence mean": {"loss_reduction": "sequence_mean"},
+    "length norm": {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 7},
+    "tis": {"loss_reduction": "sequence_mean"},
+}
+
+
+def skyrl_config(batch: int = 8, **algorithm) -> SimpleNamespace:
+    from skyrl.train.config import AlgorithmConfig
+
+    correction = AlgorithmConfig().off_policy_correction or SimpleNamespace()
+    correction.tis_ratio_type, correction.token_tis_ratio_clip_high = "token", 1.2
+    algorithm = {"policy_loss_type": "regular", "loss_reduction": "sequence_mean", **algorithm}
+    trainer = SimpleNamespace(
+        algorithm=AlgorithmConfig(
+            eps_clip_low=10.0, eps_clip_high=10.0, off_policy_correction=correction, **algorithm
+        ),
+        update_epochs_per_batch=1, train_batch_size=batch, policy_mini_batch_size=2,
+    )  # fmt: skip
+    return SimpleNamespace(
+        trainer=trainer, generator=SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=False)
+    )
+
+
+def skyrl(name: str) -> dict:
+    """A micro-batch of 4 responses of a mini-batch of 8."""
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+    from nemo_edo.adapters.skyrl import LOSS, register_ed_grpo
+
+    old = -random(0, *MASK.shape)
+    sampler = old - 0.5 * random(7, *MASK.shape) if name == "tis" else None
+    counts = 7 if name == "length norm" else MASK.sum(-1, keepdim=True)
+
+    def loss_of(coefficient, floor=None, minus_one=False, masked=False):
+        cfg = skyrl_config(**SKYRL[name])
+        loss = PolicyLossRegistry.get("regular")
+        if coefficient is not None:
+            if LOSS in PolicyLossRegistry.list_available():
+                PolicyLossRegistry.unregister(LOSS)
+            register_ed_grpo(cfg, coefficient, floor)
+            loss = PolicyLossRegistry.get(LOSS)
+        advantages = torch.full(MASK.shape, -1.0) if minus_one else random(1, *MASK.shape) - 0.5
+        scaled = advantages / (8 * counts)  # as SkyRL's trainer does over the mini-batch
+        mask = torch.zeros_like(MASK) if masked else MASK
+        return lambda logprobs: loss(
+            logprobs, old, scaled, config=cfg.trainer.algorithm, loss_mask=mask, rollout_logprobs=sampler
+        )
+
+    return compared(loss_of, -random(3, *MASK.shape), old)
+
+
+def skyrl_refused() -> dict:
+    from nemo_edo.adapters.skyrl import register_ed_grpo
+
+    cases = {"reduction": {"loss_reduction": "token_mean"}, "one": {"batch": 2}, "base": {"policy_loss_type": "dppo"}}
+    return {name: refusal(lambda: register_ed_grpo(skyrl_config(**case), 0.1)) for name, case in cases.items()}
+
+
 def main(results: str) -> None:
     torch.save(
         {
@@ -254,6 +357,10 @@ def main(results: str) -> None:
             "slime": {name: slime(changes) for name, changes in SLIME.items()},
             "slime_refused": slime_refused(),
             "prime_rl": {"plain": prime_rl(False), "weights": prime_rl(True)},
+            "rllm": {"rows": rllm(True), "one response": rllm(False)},
+            "rllm_refused": rllm_refused(),
+            "skyrl": {name: skyrl(name) for name in SKYRL},
+            "skyrl_refused": skyrl_refused(),
         },
         results,
     )
