@@ -1,4 +1,4 @@
-"""Runs the adapters of NeMo-RL, slime, prime-rl, rLLM and SkyRL on small batches: python contract_adapters.py RESULTS.pt.
+"""Runs adapters of trainers that are not installed on small batches: python contract_adapters.py RESULTS.pt.
 
 RESULTS.pt: {case: the peer's own loss and gradient, ours with coefficient 0 and with COEFFICIENT, and the peer's
 gradient on-policy with advantages of -1, which is that of the log-probabilities under its denominators and weights}.
@@ -9,6 +9,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -346,7 +347,7 @@ def skyrl_refused() -> dict:
     from nemo_edo.adapters.skyrl import register_ed_grpo
 
     cases = {"reduction": {"loss_reduction": "token_mean"}, "one": {"batch": 2}, "base": {"policy_loss_type": "dppo"}}
-    return {name: refusal(lambda: register_ed_grpo(skyrl_config(**case), 0.1)) for name, case in cases.items()}
+    return {name: refusal(partial(register_ed_grpo, skyrl_config(**case), 0.1)) for name, case in cases.items()}
 
 
 def main(results: str) -> None:

@@ -1,5 +1,6 @@
 def apply_off_policy_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
     """A cap of the sampler's mismatch, as the ratio of tokens."""
     if rollout_logprobs is not None:
-        loss = loss * (old_log_probs - rollout_logprobs).exp().clamp(max=off_policy_correction.token_tis_ratio_clip_high)
+        ratio = (old_log_probs - rollout_logprobs).exp()
+        loss = loss * ratio.clamp(max=off_policy_correction.token_tis_ratio_clip_high)
     return loss, loss_mask, {}
