@@ -20,6 +20,10 @@ class DamagedFile(UserError):
         super().__init__(f"{fault}; {RESTORE}")
 
 
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those that were written."""
+
+
 class StoppedByGuard(Exception):
     """A guard has ended the run: what it measured, where, its threshold and what to do. Everything is saved."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,15 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config.model_shape import SHAPE_FIELDS
-from nemo_edo.errors import UserError
-from nemo_edo.megatron.adam_state import (
-    begin_adam,
-    count_adam_steps,
-    distributed,
-    loading_either_adam,
-    own_shares,
-    own_step_counters,
-)
+from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.megatron.background import Writing
-from nemo_edo.megatron.checksums import DamagedCheckpoint, check_checksums, write_checksums
 from nemo_edo.megatron.lora import describe
+from nemo_edo.megatron.optimizer_state import begin_adam, count_adam_steps, distributed
 from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only, reading_checked_scales
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
 from nemo_edo.parallel.main_rank import on_main
-from nemo_edo.utils.files import read_object, write_text
+from nemo_edo.utils.files import checksum, read_object, write_text
 
-# How a distributed optimizer's state is kept: as one that is not distributed, which each rank writes its own share of
-# (optimizer_shares.py), or each rank's part as it is, which asks for the same layout at loading.
-RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
-AS_IT_IS = {"distrib_optim_sharding_type": "dp_reshardable"}
 ABOUT = "about.json"
 
 
@@ -71,7 +58,9 @@ def begin_save(
         staging.mkdir(parents=True)
 
     on_main(begin)
-    sharding = RESHARDABLE if reshardable else AS_IT_IS
+    # A distributed optimizer's state as one that is not distributed, which each rank writes its own share of
+    # (optimizer_state.py), or each rank's part as it is, which asks for the same layout at loading.
+    sharding = {"distrib_optim_sharding_type": "fully_reshardable" if reshardable else "dp_reshardable"}
     state = _sharded_state(policy, with_optimizer, sharding, is_loading=False)
     if reference is not None:
         state |= {name: part for name, (_, part) in _sharded_copy(policy, reference).items()}
@@ -81,20 +70,18 @@ def begin_save(
         "layout": _layout(),
         "extra": extra or {},
     }
-    finish = partial(_finish, staging, folder, json.dumps(about, indent=1) + "\n")
-    return Writing(state, staging, content_metadata=sharding, finish=finish)
-
-
-def _finish(staging: Path, folder: Path, about: str, checksums: dict[str, str]) -> None:
-    """Completes a checkpoint whose files are there: adds what describes them, and gives the folder its name."""
-    on_main(lambda: write_text(staging / ABOUT, about))
-    write_checksums(staging, checksums)
+    text = json.dumps(about, indent=1) + "\n"
 
     def put_in_place() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         staging.replace(folder)
 
-    on_main(put_in_place)
+    def finish(checksums: dict[str, str]) -> None:
+        on_main(lambda: write_text(staging / ABOUT, text))
+        write_checksums(staging, checksums)
+        on_main(put_in_place)
+
+    return Writing(state, staging, content_metadata=sharding, finish=finish)
 
 
 def load_extra(folder: Path) -> dict[str, Any]:
@@ -136,9 +123,7 @@ def load(
         with reading_checked_scales():
             chunk.load_state_dict(model | extra)
     if with_optimizer:
-        optimizer = policy.optimizer
-        with loading_either_adam(optimizer), own_shares(optimizer), own_step_counters(optimizer):
-            policy.optimizer.load_state_dict(state["optimizer"])
+        policy.optimizer.load_state_dict(state["optimizer"])
         count_adam_steps(policy.optimizer)
         policy.scheduler.num_steps = 0  # it adds the loaded steps to its own
         policy.scheduler.load_state_dict(state["scheduler"])
@@ -182,7 +167,7 @@ def _architecture(policy: MegatronPolicy) -> dict[str, Any]:
 
 def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any]:
     """What has to be the same for an optimizer's state to be loaded."""
-    is_distributed = any(distributed(policy.optimizer))
+    is_distributed = bool(distributed(policy.optimizer))
     layout = _layout() if is_distributed and not reshardable else {}
     # Megatron then has a separate optimizer for experts, and other names in the state.
     experts = parallel_state.get_expert_model_parallel_world_size() > 1
@@ -215,10 +200,7 @@ def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict,
     if with_optimizer:
         # Several chunks may have the same name: each counts its layers from 0.
         model_state = {f"{chunk}.{key}": value for chunk, part in state.items() for key, value in part.items()}
-        with own_shares(policy.optimizer):
-            state["optimizer"] = policy.optimizer.sharded_state_dict(
-                model_state, is_loading=is_loading, metadata=sharding
-            )
+        state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
         state["scheduler"] = policy.scheduler.state_dict()
     return state
 
@@ -268,3 +250,52 @@ def _sharded_copy(policy: MegatronPolicy, weights: Weights) -> dict[str, tuple[i
     if len({place for place, _ in found.values()}) < len(trained):
         raise RuntimeError("Megatron's sharded state lacks trained weights: their copies would be lost")
     return found
+
+
+# --- checksums of the files: damage is found before training resumes ------------------------------------------------
+
+CHECKSUMS = "checksums.json"
+
+
+def write_checksums(folder: Path, known: dict[str, str]) -> None:
+    """Adds ``checksums.json`` to a folder that all ranks have written into. Every rank calls it with what it knows of
+    the checksums, by file name; the first one reads what is left."""
+    found: list[dict[str, str] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, known)
+
+    def write() -> None:
+        checksums = {name: value for part in found for name, value in part.items()}
+        checksums |= {name: checksum(folder / name) for name in _files(folder) if name not in checksums}
+        write_text(folder / CHECKSUMS, json.dumps(checksums, indent=1, sort_keys=True) + "\n")
+
+    on_main(write)
+
+
+def check_checksums(folder: Path) -> None:
+    """Raises DamagedCheckpoint, on every rank, if a file is missing, new or changed. Every rank reads its share."""
+    faults: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(faults, _fault(folder))
+    if fault := next(filter(None, faults), None):
+        raise DamagedCheckpoint(f"{folder} is damaged: {fault}")
+
+
+def _fault(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        expected = read_object(folder / CHECKSUMS, required=())
+    except UserError:
+        return f"{CHECKSUMS}, which tells what was written, is missing or damaged"
+    present = _files(folder)
+    if different := set(present) ^ expected.keys():
+        name = min(different)
+        return f"{name} is {'missing' if name in expected else 'not one of its files'}"
+    for name in present[torch.distributed.get_rank() :: torch.distributed.get_world_size()]:
+        if checksum(folder / name) != expected[name]:
+            return f"{name} has other content than was written"
+    return None
+
+
+def _files(folder: Path) -> list[str]:
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if path != Path(CHECKSUMS))

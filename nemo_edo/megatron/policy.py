@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.megatron.bridge import BuiltModel, optimizer_storage
 from nemo_edo.megatron.lora import adapters_off, merge_adapters
+from nemo_edo.megatron.optimizer_state import adapt_checkpointing, parts
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.parallel.main_rank import any_rank
 
@@ -63,6 +64,7 @@ class MegatronPolicy:
             ),
             self.chunks,
         )
+        adapt_checkpointing(self.optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -104,7 +106,7 @@ class MegatronPolicy:
 
     def _clip(self, grad_norm: float) -> None:
         """Megatron's own clipping, with the norm that is already known: its own ``step`` would check it too late."""
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for part in parts(self.optimizer):
             parameters, config = part.get_parameters(), part.config
             if parameters and config.clip_grad > 0:
                 decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

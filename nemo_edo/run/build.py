@@ -29,7 +29,7 @@ from nemo_edo.config.arms import arm_seed
 from nemo_edo.config.generation import PLAIN
 from nemo_edo.data.model_folder import find_model
 from nemo_edo.data.prompts import chat_of, prompt_text
-from nemo_edo.errors import UserError
+from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
@@ -112,7 +112,6 @@ class Builder:
     ) -> RemotePolicy:
         """The model that ``training`` is the config of, on all workers, in place of the one that they have; with the
         weights of a checkpoint, None: the starting ones. folder: the model's; None: that of the config."""
-        from nemo_edo.megatron.checksums import DamagedCheckpoint
         from nemo_edo.worker.dispatch import workers
         from nemo_edo.worker.remote import RemotePolicy
         from nemo_edo.worker.worker import Worker

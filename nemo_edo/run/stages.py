@@ -11,7 +11,7 @@ from nemo_edo.algorithms.iteration import run_iterations
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.samples import generate_and_score
 from nemo_edo.algorithms.supervised import train_supervised
-from nemo_edo.errors import RESTORE, RunStopped, StoppedByGuard, UserError
+from nemo_edo.errors import RESTORE, DamagedCheckpoint, RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
@@ -221,7 +221,6 @@ def _save_trained(run: RunServices, model: RemotePolicy, stage: str) -> None:
 def _load_trained(run: RunServices, model: RemotePolicy, stage: str) -> bool:
     """Whether the stage's training was finished already, but not its evaluation: then the model gets its weights."""
     from nemo_edo.megatron import checkpoint
-    from nemo_edo.megatron.checksums import DamagedCheckpoint
 
     folder = run.folder.checkpoint(stage)
     if not folder.is_dir():
@@ -299,7 +298,6 @@ def evaluated(settings: RunSettings, name: str, before: int) -> list[int]:
 
 
 def _check_checkpoint(folder: Path) -> None:
-    from nemo_edo.megatron.checksums import DamagedCheckpoint
     from nemo_edo.worker.dispatch import workers
 
     try:

@@ -234,9 +234,9 @@ class Worker:
 
     def check_checkpoint(self, folder: Path) -> None:
         """Raises DamagedCheckpoint where a file is not what was written; the ranks share the reading."""
-        from nemo_edo.megatron.checksums import check_checksums
+        from nemo_edo.megatron import checkpoint
 
-        check_checksums(folder)
+        checkpoint.check_checksums(folder)
 
     # --- generation -----------------------------------------------------------------------------------------------
 

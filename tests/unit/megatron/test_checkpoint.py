@@ -1,4 +1,6 @@
 import io
+import itertools
+import math
 import os
 import pickle
 import shutil
@@ -15,9 +17,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig
-from nemo_edo.errors import UserError
+from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.megatron import background, checkpoint
-from nemo_edo.megatron.checksums import DamagedCheckpoint, write_checksums
+from nemo_edo.megatron.checkpoint import write_checksums
+from nemo_edo.megatron.optimizer_state import rectangles
 from nemo_edo.megatron.pickles import check_scales, plain_objects_only
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=4, weight_decay=0.1)
@@ -275,3 +278,14 @@ def test_scales_that_would_run_code_are_refused_also_where_a_tensors_bytes_hide_
         with pytest.raises(UserError, match="its layer._extra_state: "), plain_objects_only(tmp_path):
             check_scales(tmp_path, {"layer._extra_state": scales})
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (4, 1, 2)])
+def test_the_rectangles_of_every_range_are_the_range_in_its_order(shape: tuple[int, ...]):
+    flat = torch.arange(math.prod(shape))
+    for begin, end in itertools.combinations_with_replacement(range(len(flat) + 1), 2):
+        blocks = list(rectangles(shape, begin, end))
+        found = [flat.view(shape)[tuple(slice(o, o + n) for o, n in zip(*block, strict=True))].flatten()
+                 for block in blocks]  # fmt: skip
+        assert torch.equal(torch.cat([flat[:0], *found]), flat[begin:end])
+        assert len(blocks) <= 2 * len(shape) - 1

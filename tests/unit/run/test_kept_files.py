@@ -12,7 +12,7 @@ from helpers.stored_run import write_stored_run
 from nemo_edo.config import GRPOConfig
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, Evaluation
-from nemo_edo.megatron.checksums import write_checksums
+from nemo_edo.megatron.checkpoint import write_checksums
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.folder import RunFolder

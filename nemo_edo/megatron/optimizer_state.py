@@ -1,9 +1,13 @@
-"""The state of a distributed optimizer in a checkpoint, of which each rank writes and reads its own share.
+"""The state of Megatron's optimizers in checkpoints.
 
-On a rank it is a flat range of each parameter. Megatron's reshardable format has whole parameters: it gathers them on
-the first data-parallel rank, and at loading each rank reads all of its tensor- and pipeline-parallel share. A range of
-a matrix is a few rectangles, which Megatron's checkpoints take as they are: the files then have the same tensors,
-written in other pieces, and load at any layout.
+Adam is PyTorch's on a CPU and Transformer Engine's on a GPU, which Megatron's distributed optimizer is written for.
+PyTorch's counts steps for each parameter, Transformer Engine's for each group of parameters, and their groups have
+settings that the other lacks.
+
+Of a distributed optimizer each rank writes and reads its own share, a flat range of each parameter. Megatron's
+reshardable format has whole parameters: it gathers them on the first data-parallel rank, and at loading each rank reads
+all of its tensor- and pipeline-parallel share. A range of a matrix is a few rectangles, which Megatron's checkpoints
+take as they are: the files then have the same tensors, written in other pieces, and load at any layout.
 """
 
 from __future__ import annotations
@@ -11,14 +15,83 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import Adam, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that Megatron has chained."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def distributed(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    return [part for part in parts(optimizer) if isinstance(part, DistributedOptimizer)]
+
+
+def adapt_checkpointing(optimizer: MegatronOptimizer) -> None:
+    """Makes a new optimizer's checkpoints what this module describes. It replaces methods of these objects alone."""
+    for part in distributed(optimizer):
+        part.sharded_param_state_fully_reshardable = partial(_sharded_share, part)
+        part.load_parameter_state_from_fully_reshardable = partial(_load_share, part)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            part._set_main_param_and_optimizer_states = partial(_set_with_counter, part)
+    for part in parts(optimizer):
+        if isinstance(part.optimizer, Adam):
+            part.optimizer.load_state_dict = partial(_load_either, part.optimizer)
+
+
+def begin_adam(optimizer: MegatronOptimizer) -> None:
+    """Loading fills existing tensors: PyTorch's Adam makes its moments and step counters at its first step only."""
+    for adam in _torch_adams(optimizer):
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+
+def count_adam_steps(optimizer: MegatronOptimizer) -> None:
+    """Megatron loads the number of steps into the parameter groups; PyTorch's Adam counts for each parameter."""
+    for adam in _torch_adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
+    return [part.optimizer for part in distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+
+
+def _set_with_counter(part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
+    """With the step counter that the parameter has already: Megatron leaves it out of a reshardable state, and asks for
+    it when that is put in place."""
+    group, place = part.model_param_group_index_map[parameter]
+    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+    DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {"step": state["step"], **tensors})
+
+
+def _load_either(adam: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads the state of either Adam."""
+    groups, parameters = state["param_groups"], state["state"]
+    counters = [each.pop("step") for each in parameters.values() if "step" in each]
+    counters = counters or [group["step"] for group in groups if "step" in group]
+    steps = int(max(counters, default=0))
+    if isinstance(adam, torch.optim.Adam):
+        parameters = {place: {"step": torch.tensor(float(steps)), **each} for place, each in parameters.items()}
+    own = [{name: value for name, value in group.items() if name != "params"} for group in adam.param_groups]
+    groups = [{**mine, **group, "step": steps} for mine, group in zip(own, groups, strict=True)]
+    type(adam).load_state_dict(adam, {"state": parameters, "param_groups": groups})
+
+
+# --- a rank's share of a distributed optimizer ---------------------------------------------------------------------
 
 MAIN = {"param": "fp32_param"}
 """Megatron's name of the main weights in checkpoints."""
@@ -76,7 +149,7 @@ def _pieces(tensor: ShardedTensor | ShardedTensorFactory, key: str, begin: int, 
     return [piece for _, piece in sorted(found, key=lambda entry: entry[0])]
 
 
-def sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: bool = False, metadata=None) -> dict:
+def _sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: bool = False, metadata=None) -> dict:
     """In the place of Megatron's ``sharded_param_state_fully_reshardable``."""
     bases = {id(base.data): base for base in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     state: dict[str, dict] = {}
@@ -100,7 +173,7 @@ def sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: boo
 
 
 @torch.no_grad()
-def load_share(part: DistributedOptimizer, state: dict) -> None:
+def _load_share(part: DistributedOptimizer, state: dict) -> None:
     """In the place of Megatron's ``load_parameter_state_from_fully_reshardable``."""
     megatrons = {there: here for here, there in MAIN.items()}
     for number, (parameter, begin, end) in enumerate(_own_ranges(part)):
