@@ -108,7 +108,7 @@ def transformer_engine(machine: Machine) -> Finding:
 
 
 def _fused_kernels() -> dict[str, str]:
-    from nemo_edo.megatron.implementations import fused_kernels
+    from nemo_edo.megatron.layer_spec import fused_kernels
 
     return fused_kernels()
 

@@ -29,8 +29,8 @@ from nemo_edo.generation.decoding import through_stages, token_by_token
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
-from nemo_edo.megatron.decoding_cache import CacheContext, joined
-from nemo_edo.megatron.layer_spec import reads_by_head, shared_prompt_cache, shares_prompts
+from nemo_edo.megatron.decoding_cache import CacheContext, PromptCacheContext, joined
+from nemo_edo.megatron.layer_spec import reads_by_head, shares_prompts
 from nemo_edo.megatron.routing import recorded, recording
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.status_line import Counter
@@ -157,7 +157,7 @@ class MegatronEngine:
         context, owner = self._read_prompts(decoding, decoding.rows)
         lengths = decoding.prompt_lengths[decoding.rows]
         length = context.max_sequence_length + decoding.places
-        decoding.context = shared_prompt_cache(context, owner, length, lengths - 1)
+        decoding.context = PromptCacheContext(context, owner, length, lengths - 1)
         return self._forward(decoding, decoding.ends_of_prompts(decoding.rows)[:, None], lengths[:, None] - 1)
 
     def _read_prompts(self, decoding: _Decoding, requests: Tensor) -> tuple[CacheContext, Tensor]:
@@ -193,7 +193,7 @@ class MegatronEngine:
         decoding.context = CacheContext(len(prefixes), length, by_head=self._by_head)
         logits = self._forward(decoding, prefixes, self._from_the_beginning(prefixes), owner)
         if shared:
-            decoding.context = shared_prompt_cache(decoding.context, owner, decoding.length)
+            decoding.context = PromptCacheContext(decoding.context, owner, decoding.length)
         else:
             decoding.context.keep(owner)
         return None if logits is None else logits[owner]

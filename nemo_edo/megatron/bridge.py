@@ -143,7 +143,15 @@ def build_model(
     forget_routers()
     with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
         chunks = provider.provide_distributed_model(
-            ddp_config=_ddp_config(parallelism, precision),
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=parallelism.use_distributed_optimizer,
+                overlap_grad_reduce=parallelism.overlap_grad_reduce,
+                overlap_param_gather=parallelism.overlap_param_gather,
+                fp8_param_gather=precision.fp8_param_gather,
+                reuse_grad_buf_for_mxfp8_param_ag=shares_mxfp8_buffer(precision),
+                check_for_nan_in_grad=False,  # its check reads a CUDA flag; policy.py checks loss and norm instead
+            ),
             wrap_with_ddp=train,
             bf16=precision.dtype == "bf16",
             use_cpu_initialization=device.type == "cpu",
@@ -151,8 +159,10 @@ def build_model(
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
     check_loaded(source, bridge.hf_pretrained.config, device)
-    if train:
-        _let_schedules_reduce(chunks, parallelism)
+    if train and parallelism.overlap_grad_reduce:
+        # Schedules hold back the overlapped reduction until the last micro-batch; steps may differ in their number.
+        held_back = [chunk.no_sync for chunk in chunks]
+        get_model_config(chunks[0]).no_sync_func = held_back if len(chunks) > 1 else held_back[0]
     return BuiltModel(chunks, bridge, vocab_size=bridge.hf_pretrained.config.vocab_size, lora=lora, seed=seed)
 
 
@@ -164,27 +174,40 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
     if not tied and bridge._model_bridge.mapping_registry().megatron_to_hf_lookup("output_layer.weight") is None:
         raise UserError("tie_word_embeddings is false, and Megatron-Bridge knows this family with tied ones only")
     if provider.position_embedding_type == "yarn":
-        _complete_yarn(provider)
+        # What transformers takes for numbers of YaRN that config.json does not have: Bridge leaves them None.
+        usual = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+        for name, value in usual.items():
+            if getattr(provider, name) is None:
+                setattr(provider, name, value)
+        if not (provider.yarn_mscale and provider.yarn_mscale_all_dim):  # transformers takes both or neither
+            provider.yarn_mscale = provider.yarn_mscale_all_dim = None
     check_splits(provider, parallelism, provider.vocab_size)
     gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
     check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
     configure_precision(provider, precision)
-    _configure_parallelism(provider, parallelism)
     _configure_training(provider, parallelism)
     return provider
 
 
-def _complete_yarn(provider) -> None:
-    """Fills in what transformers takes for numbers of YaRN that config.json does not have: Bridge leaves them None."""
-    usual = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
-    for name, value in usual.items():
-        if getattr(provider, name) is None:
-            setattr(provider, name, value)
-    if not (provider.yarn_mscale and provider.yarn_mscale_all_dim):  # transformers takes both or neither
-        provider.yarn_mscale = provider.yarn_mscale_all_dim = None
-
-
 def _configure_training(provider, parallelism: ParallelismConfig) -> None:
+    for name in (
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        setattr(provider, name, getattr(parallelism, name))
+    if parallelism.virtual_pipeline_model_parallel_size is not None:
+        # A batch of sends and receives pairs them by order, which two stages that are each other's neighbours on both
+        # sides do not share; these are sent over separate groups.
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+    elif parallelism.pipeline_model_parallel_size > 1:
+        provider.variable_seq_lengths = True  # micro-batches differ in width
+        if provider.moe_token_dispatcher_type == "allgather":  # it cannot, which is checked without experts too
+            provider.moe_token_dispatcher_type = "alltoall"
     provider.attention_dropout = provider.hidden_dropout = 0.0
     # Without it, Megatron leaves split weights unmarked, and the gradient norm counts those of one rank only.
     provider.perform_initialization = True
@@ -215,66 +238,6 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
             provider.recompute_num_layers = parallelism.recompute_num_layers
 
 
-def _configure_parallelism(provider, parallelism: ParallelismConfig) -> None:
-    for name in (
-        "tensor_model_parallel_size",
-        "sequence_parallel",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        setattr(provider, name, getattr(parallelism, name))
-    interleaved = parallelism.virtual_pipeline_model_parallel_size is not None
-    if interleaved:
-        # A batch of sends and receives pairs them by order, which two stages that are each other's neighbours on both
-        # sides do not share; these are sent over separate groups.
-        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
-    elif parallelism.pipeline_model_parallel_size > 1:
-        provider.variable_seq_lengths = True  # micro-batches differ in width
-        if provider.moe_token_dispatcher_type == "allgather":  # it cannot, which is checked without experts too
-            provider.moe_token_dispatcher_type = "alltoall"
-
-
-def _ddp_config(parallelism: ParallelismConfig, precision: PrecisionConfig) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallelism.use_distributed_optimizer,
-        overlap_grad_reduce=parallelism.overlap_grad_reduce,
-        overlap_param_gather=parallelism.overlap_param_gather,
-        fp8_param_gather=precision.fp8_param_gather,
-        reuse_grad_buf_for_mxfp8_param_ag=_shares_mxfp8_buffer(precision),
-        check_for_nan_in_grad=False,  # its check reads a CUDA flag; policy.py checks loss and norm instead
-    )
-
-
-def optimizer_storage(parallelism: ParallelismConfig, precision: PrecisionConfig) -> dict[str, object]:
-    """The precision and place of the optimizer's state: fields of Megatron's OptimizerConfig."""
-    offload = parallelism.optimizer_offload_fraction
-    return {
-        "bf16": precision.dtype == "bf16",
-        "params_dtype": DTYPES[precision.dtype],
-        "use_distributed_optimizer": parallelism.use_distributed_optimizer,
-        "overlap_param_gather": parallelism.overlap_param_gather,
-        "fp8_recipe": precision.fp8_recipe if precision.fp8 else None,
-        "reuse_grad_buf_for_mxfp8_param_ag": _shares_mxfp8_buffer(precision),
-        "optimizer_cpu_offload": offload > 0,
-        "optimizer_offload_fraction": offload,
-        "use_precision_aware_optimizer": offload > 0,  # Megatron offloads along its path only
-    }
-
-
-def _shares_mxfp8_buffer(precision: PrecisionConfig) -> bool:
+def shares_mxfp8_buffer(precision: PrecisionConfig) -> bool:
     """Gathered MXFP8 weights arrive in the gradients' memory: Megatron asks for it."""
     return precision.fp8_param_gather and precision.fp8_recipe == "mxfp8"
-
-
-def _let_schedules_reduce(chunks: list[MegatronModule], parallelism: ParallelismConfig) -> None:
-    """Tells Megatron's schedules how to hold back the overlapped reduction until the last micro-batch; steps may differ
-    in their number of micro-batches."""
-    if not parallelism.overlap_grad_reduce:
-        return
-    config = get_model_config(chunks[0])
-    held_back = [chunk.no_sync for chunk in chunks]
-    config.no_sync_func = held_back if len(chunks) > 1 else held_back[0]

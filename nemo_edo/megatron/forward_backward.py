@@ -24,10 +24,9 @@ from nemo_edo.data.packs import Prompts
 from nemo_edo.data.shares import Share, row_lengths
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
-from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
+from nemo_edo.megatron.packing import ModelInputs, context_share, packed_inputs, row_inputs
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.routing import own_routing_afterwards, set_recomputing, set_replayed
-from nemo_edo.megatron.shapes import context_share
 from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.types import TrainingBatch
 
@@ -61,14 +60,7 @@ def forward_backward(
     The loss is NaN where it is not finite in any micro-batch of any rank, or a loss function raises ``NotFinite``: then
     the gradient is useless, and the metrics leave that micro-batch out.
     """
-    readout = _LossReadout(
-        policy.head,
-        temperature,
-        loss=loss,
-        exploration_weight=exploration_weight,
-        loss_counts=share.loss_counts,
-        keep_tokens=keep_tokens,
-    )
+    readout = _Readout(policy.head, temperature, loss, exploration_weight, share.loss_counts, keep_tokens)
     # Megatron gathers changed weights during the forward pass only after zero_grad.
     chunks = policy.chunks if forward_only else policy.built.training_chunks
     stored = _run_schedule(policy, chunks, share, readout, forward_only)
@@ -109,10 +101,15 @@ def on_every_rank(share: Share, own: Tensor, shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True)
 class _Readout:
-    """Runs the model on a micro-batch, and reads log-probabilities and entropies from its outputs."""
+    """Runs the model on a micro-batch, and reads log-probabilities, entropies and the loss from its outputs."""
 
     head: LossHead
     temperature: float
+    loss: LossFunction | None = None
+    """None: log-probabilities and entropies alone are read."""
+    exploration_weight: float = 0.0
+    loss_counts: Mapping[str, float] = field(default_factory=dict)
+    keep_tokens: bool = False
     inputs: ModelInputs | None = None
     """Of the micro-batch that is being read."""
 
@@ -133,45 +130,27 @@ class _Readout:
         return outputs, replace(self, inputs=inputs)
 
     def __call__(self, outputs: Tensor) -> tuple[Tensor, Tensor, object]:
-        """The loss, a token count that Megatron would divide by (see ``_sum_gradients``), and what is kept."""
-        return outputs.new_zeros(()), _no_tokens(outputs), self.logprobs_and_entropies(outputs)
-
-    def logprobs_and_entropies(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the micro-batch's rows, each [b, T] and zero where its mask is."""
-        inputs = self.inputs
-        logprobs, entropies = self.head(outputs, context_share(inputs.targets), inputs.read, self.temperature)
-        return inputs.to_rows(logprobs), inputs.to_rows(entropies)
-
-
-@dataclass(frozen=True)
-class _LossReadout(_Readout):
-    """Also computes the loss of the micro-batch, divided by the global counts."""
-
-    # Fields of a base class come first, and one of them has a default: so these have some, too.
-    loss: LossFunction | None = None
-    exploration_weight: float = 0.0
-    loss_counts: Mapping[str, float] = field(default_factory=dict)
-    keep_tokens: bool = False
-
-    def __call__(self, outputs: Tensor) -> tuple[Tensor, Tensor, object]:
-        logprobs, entropies = self.logprobs_and_entropies(outputs)
+        """The loss of the micro-batch, divided by the global counts, a token count of 0 that Megatron would divide by
+        (see ``_sum_gradients``), and what is kept: log-probabilities and entropies [b, T], zero where the mask is, or
+        the loss's terms and metrics."""
+        inputs, no_tokens = self.inputs, torch.zeros([], dtype=torch.int, device=outputs.device)
+        values = self.head(outputs, context_share(inputs.targets), inputs.read, self.temperature)
+        logprobs, entropies = (inputs.to_rows(value) for value in values)
+        if self.loss is None:
+            return outputs.new_zeros(()), no_tokens, (logprobs, entropies)
         tokens = {TOKENS: (logprobs.detach(), entropies.detach())} if self.keep_tokens else {}
-        if self.inputs.is_padding:  # it keeps the ranks in step, and no loss sees it
-            return logprobs.sum() * 0.0, _no_tokens(outputs), tokens
+        if inputs.is_padding:  # it keeps the ranks in step, and no loss sees it
+            return logprobs.sum() * 0.0, no_tokens, tokens
         try:
             with one_check():
-                terms, metrics = self.loss(logprobs, entropies, self.inputs.micro, self.exploration_weight)
+                terms, metrics = self.loss(logprobs, entropies, inputs.micro, self.exploration_weight)
         except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
             terms = dict.fromkeys(self.loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))
             metrics = {}
         total = sum(terms[name].sum / max(count, 1.0) for name, count in self.loss_counts.items())
         sums = {name: _pair(value) for name, value in metrics.items()}
         sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
-        return total, _no_tokens(outputs), sums | tokens
-
-
-def _no_tokens(outputs: Tensor) -> Tensor:
-    return torch.zeros([], dtype=torch.int, device=outputs.device)
+        return total, no_tokens, sums | tokens
 
 
 def _run_schedule(
@@ -238,28 +217,20 @@ def _pair(term: LossTerm) -> Tensor:
 
 def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> dict[str, tuple[float, float]]:
     """Adds sums and counts over micro-batches and data-parallel ranks; every pipeline stage receives them."""
-    names = _metric_names(stored)
-    nothing = torch.zeros(2, dtype=torch.float64)
+    group, nothing = parallel_state.get_data_parallel_group(), torch.zeros(2, dtype=torch.float64)
+    # The names in any micro-batch of any rank: a rank whose rows are all padding has none.
+    found: list[set[str]] = [set()] * group.size()
+    torch.distributed.all_gather_object(found, {name for micro in stored for name in micro}, group=group)
+    names = sorted(set().union(*found))
+    shared, last = [names], parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast_object_list(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    names = shared[0]
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for micro in stored:
         sums += torch.stack([micro.get(name, nothing).to(device) for name in names])
-    torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    torch.distributed.all_reduce(sums, group=group)
     _broadcast_from_last_stage(sums)
     return {name: (float(total), float(count)) for name, (total, count) in zip(names, sums.tolist(), strict=True)}
-
-
-def _metric_names(stored: list[dict[str, Tensor]]) -> list[str]:
-    """The names in any micro-batch of any rank: a rank whose rows are all padding has none."""
-    group = parallel_state.get_data_parallel_group()
-    found: list[set[str]] = [set()] * group.size()
-    torch.distributed.all_gather_object(found, {name for micro in stored for name in micro}, group=group)
-    names = [sorted(set().union(*found))]
-    torch.distributed.broadcast_object_list(
-        names,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
-    return names[0]
 
 
 def _broadcast_from_last_stage(tensor: Tensor) -> None:

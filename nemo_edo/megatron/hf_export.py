@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_edo.data.exported_files import usual_modes, write_files
 from nemo_edo.data.model_weights import StoredTensor
 from nemo_edo.data.truncated_model import LAYER
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.hf_shards import write_shards
 
 if TYPE_CHECKING:
     from nemo_edo.megatron.bridge import BuiltModel
 
 logger = logging.getLogger(__name__)
+INDEX = "model.safetensors.index.json"
 
 
 def export_hf_folder(
@@ -49,6 +51,47 @@ def export_hf_folder(
     if first:
         usual_modes(out)
     logger.debug("Megatron-Bridge: %s", said.getvalue())
+
+
+def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: int) -> None:
+    """Writes ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with their index, in the order of
+    the weights; one file is in memory at a time. A tensor larger than ``max_bytes`` gets a separate file. All ranks
+    take the weights, which makes them gather each one; the first rank writes."""
+    writes = torch.distributed.get_rank() == 0
+    shards: list[dict[str, int]] = []
+    """The sizes of each file's tensors, by name."""
+    shard: dict[str, Tensor] = {}
+
+    def unnamed(number: int) -> Path:  # how many files there will be, and so their names, is not known yet
+        return out / f"shard-{number + 1:05d}.safetensors"
+
+    def write() -> None:
+        path = unnamed(len(shards))
+        try:
+            save_file(shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"{path} cannot be written: {error}") from error
+        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
+        shard.clear()
+
+    for name, tensor in weights:
+        if writes:
+            if shard and sum(one.nbytes for one in shard.values()) + tensor.nbytes > max_bytes:
+                write()
+            shard[name] = tensor.contiguous()
+    if writes:
+        write()
+        names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+        names = names if len(shards) > 1 else ["model.safetensors"]
+        for number, name in enumerate(names):
+            unnamed(number).replace(out / name)
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(size for shard in shards for size in shard.values())},
+                "weight_map": {tensor: name for sizes, name in zip(shards, names, strict=True) for tensor in sizes},
+            }
+            (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    torch.distributed.barrier()
 
 
 def with_untrained(

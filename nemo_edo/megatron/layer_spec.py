@@ -1,4 +1,4 @@
-"""Which kernels a model computes with: Transformer Engine's, or torch's and Megatron's own.
+"""Which kernels a model computes with: Transformer Engine's, or torch's and Megatron's own; and what they are called.
 
 This is the one switch between the two. What only a machine without Transformer Engine uses is in ``cpu/``; other
 modules ask the functions here about it and do not import it.
@@ -6,13 +6,18 @@ modules ask the functions here about it and do not import it.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+from megatron.core import optimizer
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -22,16 +27,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
+from megatron.core.utils import unwrap_model
 
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.cpu import without_cuda
-from nemo_edo.megatron.cpu.attention import SDPAttention, sdpa_lacks
-from nemo_edo.megatron.cpu.families import complete_tables, local_changes
-from nemo_edo.megatron.cpu.norm import TorchNorm
-from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
-from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention, rotates
-from nemo_edo.megatron.decoding_cache import CacheContext
+from nemo_edo.megatron.cpu.attention import RotatingSelfAttention, SDPAttention, rotates, sdpa_lacks
+from nemo_edo.megatron.cpu.families import TorchNorm, complete_tables, local_changes
 
 logger = logging.getLogger(__name__)
 
@@ -138,21 +139,17 @@ def local_layer_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     for layer in block.layer_specs:
-        _put_norms(layer)
-        layer.submodules.self_attention.submodules.core_attention = core_attention
-        if layer.submodules.self_attention.module is SelfAttention:
-            layer.submodules.self_attention.module = RotatingSelfAttention
+        parts, attention = layer.submodules, layer.submodules.self_attention
+        parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention.submodules, name, None) not in (None, IdentityOp, L2Norm):
+                setattr(attention.submodules, name, TorchNorm)
+        attention.submodules.core_attention = core_attention
+        if attention.module is SelfAttention:
+            attention.module = RotatingSelfAttention
         change(layer)
     block.layer_norm = TorchNorm
     return block
-
-
-def _put_norms(layer: ModuleSpec) -> None:
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):
-            setattr(attention, name, TorchNorm)
 
 
 def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = False) -> None:
@@ -167,7 +164,8 @@ def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = Fa
             "local"
         )
     layers = [module for module in modules if isinstance(module, Attention)]
-    if any(_is_te_in_fp32(layer) for layer in layers):
+    # Flash and cuDNN's attention take 16 bits only, and Transformer Engine's own no packed sequences.
+    if any(not reads_by_head(layer) and layer.config.params_dtype is torch.float32 for layer in layers):
         raise UserError(
             "Transformer Engine's attention has no kernel for packing in fp32: set model.attention=sdpa, "
             "precision=bf16 or packing=false"
@@ -181,11 +179,6 @@ def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = Fa
         )
 
 
-def _is_te_in_fp32(attention: Attention) -> bool:
-    """Flash and cuDNN's attention take 16 bits only, and Transformer Engine's own no packed sequences."""
-    return not reads_by_head(attention) and attention.config.params_dtype is torch.float32
-
-
 def reads_by_head(attention: Attention) -> bool:
     """Whether a cache that is stored head by head suits its core: ours and Megatron's, not Transformer Engine's."""
     return isinstance(attention.core_attention, tuple(CORES.values()))
@@ -197,13 +190,68 @@ def shares_prompts(attention: Attention) -> bool:
     return whole and rotates(attention.config)
 
 
-def shared_prompt_cache(
-    prompts: CacheContext, owner: Tensor, length: int, lengths: Tensor | None = None
-) -> CacheContext:
-    """A cache for decoding in which each prompt is stored once, where every layer ``shares_prompts``.
+# --- names -----------------------------------------------------------------------------------------------------------
 
-    prompts: the cache of a forward pass over the prompts. owner: [rows] int64, each row's prompt. length: the most
-    tokens that a row has, its prompt included. lengths: [rows] int64, tokens of the prompts' cache that precede each
-    row; None: all.
-    """
-    return PromptCacheContext(prompts, owner, length, lengths)
+
+FUSED = {
+    "Transformer Engine": ("transformer_engine.pytorch", "transformer-engine"),
+    "fused weight gradients": ("fused_weight_gradient_mlp_cuda", "apex"),
+    "flash attention": ("flash_attn", "flash-attn"),
+}
+"""Module and package of what Megatron computes with on GPUs where it is installed, and does without otherwise."""
+
+
+def fused_kernels() -> dict[str, str]:
+    """The version of each of ``FUSED``, or why it is absent."""
+    if not torch.cuda.is_available():
+        return dict.fromkeys(FUSED, "absent: the device is a CPU")
+    found = {}
+    for name, (module, package) in FUSED.items():
+        try:
+            importlib.import_module(module)
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = "of unknown version"
+        except (ImportError, OSError) as error:  # OSError: a library that its compiled part needs
+            found[name] = f"absent: {error}"
+    return found
+
+
+def kernels(chunks: list[MegatronModule]) -> dict[str, str]:
+    """For each part of the computation, what this process computes it with."""
+
+    def name(thing: type) -> str:
+        return f"{thing.__module__}.{thing.__qualname__}"
+
+    model = unwrap_model(chunks[0])
+    config, attention = model.config, model.decoder.layers[0].self_attention
+    norm = model.decoder.layers[0].input_layernorm
+    if isinstance(norm, IdentityOp):  # Transformer Engine's is part of the matrix product that follows
+        norm = attention.linear_qkv
+    softmax = "in the attention"
+    if isinstance(attention.core_attention, DotProductAttention):
+        softmax = "megatron, fused" if config.masked_softmax_fusion else "torch"
+    linear, core = name(type(attention.linear_proj)), name(type(attention.core_attention))
+    te_linear, te_core = "transformer_engine" in linear, "transformer_engine" in core
+    used = {
+        "Transformer Engine": te_linear or te_core,
+        "fused weight gradients": config.gradient_accumulation_fusion,
+        "flash attention": te_core and os.environ.get("NVTE_FLASH_ATTN") != "0",
+    }
+    fused = fused_kernels()
+    if used["fused weight gradients"] and te_linear:  # apex's are for Megatron's own layers
+        fused["fused weight gradients"] = "Transformer Engine's own"
+    for part, state in fused.items():
+        if not used[part] and not state.startswith("absent"):
+            fused[part] = f"not used by this model's layers ({state})"
+    return {
+        "attention": core,
+        "softmax": softmax,
+        "norm": name(type(norm)),
+        "matrix products": linear + (f", fp8 {config.fp8_recipe}" if config.fp8 else ""),
+        "fp32 products": "TF32" if torch.backends.cuda.matmul.allow_tf32 else "fp32",
+        "rotary embedding": "fused" if config.apply_rope_fusion else "torch",
+        "optimizer": name(optimizer.Adam),
+        "gradient norm": name(clip_grads.l2_norm_impl),
+        **fused,
+    }

@@ -15,10 +15,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.megatron.bridge import BuiltModel, optimizer_storage
+from nemo_edo.megatron.bridge import BuiltModel, shares_mxfp8_buffer
 from nemo_edo.megatron.lora import adapters_off, merge_adapters
 from nemo_edo.megatron.optimizer_state import adapt_checkpointing, parts
 from nemo_edo.megatron.output_layer import LossHead
+from nemo_edo.megatron.precision import DTYPES
 from nemo_edo.parallel.main_rank import any_rank
 
 Weights = list[Tensor]
@@ -40,7 +41,19 @@ class MegatronPolicy:
         self.device = device
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
-        self._storage = optimizer_storage(parallelism, precision)
+        offload = parallelism.optimizer_offload_fraction
+        self._storage = {
+            "bf16": precision.dtype == "bf16",
+            "params_dtype": DTYPES[precision.dtype],
+            "use_distributed_optimizer": parallelism.use_distributed_optimizer,
+            "overlap_param_gather": parallelism.overlap_param_gather,
+            "fp8_recipe": precision.fp8_recipe if precision.fp8 else None,
+            "reuse_grad_buf_for_mxfp8_param_ag": shares_mxfp8_buffer(precision),
+            "optimizer_cpu_offload": offload > 0,
+            "optimizer_offload_fraction": offload,
+            "use_precision_aware_optimizer": offload > 0,  # Megatron offloads along its path only
+        }
+        """The precision and place of the optimizer's state: fields of Megatron's OptimizerConfig."""
         self.head = LossHead(built.chunks, loss_head, built.vocab_size)
 
     @property
@@ -98,19 +111,16 @@ class MegatronPolicy:
         if skipped:
             self.zero_grad()
         else:
-            self._clip(grad_norm)
+            # Megatron's own clipping, with the norm that is already known: its own ``step`` would check it too late.
+            for part in parts(self.optimizer):
+                parameters, config = part.get_parameters(), part.config
+                if parameters and config.clip_grad > 0:
+                    decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, decoupled)
             self.optimizer.step_with_ready_grads()
             self.built.weights_have_changed()
             self.scheduler.step(increment=1)
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
-
-    def _clip(self, grad_norm: float) -> None:
-        """Megatron's own clipping, with the norm that is already known: its own ``step`` would check it too late."""
-        for part in parts(self.optimizer):
-            parameters, config = part.get_parameters(), part.config
-            if parameters and config.clip_grad > 0:
-                decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, decoupled)
 
     def gradient_norm(self) -> float:
         """Norm of the accumulated gradient over all ranks, before clipping; no step is taken."""
@@ -128,7 +138,9 @@ class MegatronPolicy:
 
     def load(self, weights: Weights) -> None:
         """Puts a snapshot's weights in place. The optimizer's fp32 copies, where it has them, follow."""
-        self._put(weights)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters(), weights, strict=True):
+                parameter.copy_(value)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -159,11 +171,6 @@ class MegatronPolicy:
         """Inside the block the model computes without its adapters: with the weights that they were initialised on."""
         with adapters_off(self.chunks):
             yield
-
-    @torch.no_grad()
-    def _put(self, weights: Weights) -> None:
-        for parameter, value in zip(self._parameters(), weights, strict=True):
-            parameter.copy_(value)
 
     def _parameters(self) -> Iterator[Tensor]:
         for chunk in self.chunks:

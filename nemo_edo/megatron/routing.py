@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.megatron.shapes import context_share
+from nemo_edo.megatron.packing import context_share
 
 
 def expert_layers(config: TransformerConfig) -> list[int]:

@@ -21,9 +21,9 @@ from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.forward_backward import Terms, forward_backward, logprobs_and_entropy, on_every_rank
 from nemo_edo.megatron.layer_spec import check_packing
+from nemo_edo.megatron.packing import input_shapes
+from nemo_edo.megatron.platform import device_and_groups
 from nemo_edo.megatron.policy import MegatronPolicy
-from nemo_edo.megatron.process_groups import device_and_groups
-from nemo_edo.megatron.shapes import input_shapes
 from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 

@@ -19,11 +19,10 @@ _FLOOR = tl.constexpr(FLOOR)
 def add_columns(softmax: RunningSoftmax, logits: Tensor, targets: Tensor, temperature: float) -> None:
     """``softmax.add_columns``, except that it leaves the logits as they are."""
     rows, columns = logits.shape
-    with_entropy = softmax.sum_exp_z is not None
     tile = min(TILE, triton.next_power_of_2(columns))
     _add_columns[(rows,)](
-        logits, targets, softmax.maximum, softmax.sum_exp, softmax.sum_exp_z if with_entropy else softmax.sum_exp,
-        softmax.target, logits.stride(0), columns, temperature, WITH_ENTROPY=with_entropy, TILE=tile, num_warps=8,
+        logits, targets, softmax.maximum, softmax.sum_exp, softmax.sum_exp_z, softmax.target, logits.stride(0), columns,
+        temperature, TILE=tile, num_warps=8,
     )  # fmt: skip
 
 
@@ -31,27 +30,23 @@ def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, temperature: fl
     """``softmax.write_gradient``."""
     rows, columns = logits.shape
     with_entropy = results.of_entropy is not None
-    of_entropy, entropy = (
-        (results.of_entropy, results.entropy) if with_entropy else (results.of_log_prob, results.of_log_prob)
-    )
+    of_entropy = results.of_entropy if with_entropy else results.of_log_prob  # which is not read then
     tile = min(TILE, triton.next_power_of_2(columns))
     _write_gradient[(rows, triton.cdiv(columns, tile))](
-        out, logits, targets, results.log_sum_exp, entropy, results.of_log_prob, of_entropy, out.stride(0),
+        out, logits, targets, results.log_sum_exp, results.entropy, results.of_log_prob, of_entropy, out.stride(0),
         logits.stride(0), columns, temperature, WITH_ENTROPY=with_entropy, TILE=tile, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_columns(
-    logits, targets, maximum, sum_exp, sum_exp_z, target, stride, columns, temperature,
-    WITH_ENTROPY: tl.constexpr, TILE: tl.constexpr,
+    logits, targets, maximum, sum_exp, sum_exp_z, target, stride, columns, temperature, TILE: tl.constexpr
 ):  # fmt: skip
     """One program for each row, which goes over all columns."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     top, total = tl.load(maximum + row), tl.load(sum_exp + row)
-    if WITH_ENTROPY:
-        total_z = tl.load(sum_exp_z + row)
+    total_z = tl.load(sum_exp_z + row)
     for first in range(0, columns, TILE):
         column = first + tl.arange(0, TILE)
         inside = column < columns
@@ -61,14 +56,12 @@ def _add_columns(
         scale = tl.exp(shift)
         z = _floored(z - new_top)
         exp_z = tl.where(inside, tl.exp(z), 0.0)
-        if WITH_ENTROPY:
-            total_z = (total_z + total * shift) * scale + tl.sum(exp_z * z, 0)
+        total_z = (total_z + total * shift) * scale + tl.sum(exp_z * z, 0)
         total = total * scale + tl.sum(exp_z, 0)
         top = new_top
     tl.store(maximum + row, top)
     tl.store(sum_exp + row, total)
-    if WITH_ENTROPY:
-        tl.store(sum_exp_z + row, total_z)
+    tl.store(sum_exp_z + row, total_z)
     column = tl.load(targets + row)
     if (column >= 0) & (column < columns):
         tl.store(target + row, tl.load(start + column).to(tl.float32) / temperature)

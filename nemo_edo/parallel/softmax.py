@@ -1,6 +1,6 @@
 """The softmax over a vocabulary that is seen a block of columns at a time: what a block adds, and its gradient.
 
-Both heads (vocab.py from logits, linear.py from hidden states) are loops around these functions. With z = logits /
+Both heads of logprobs.py are loops around these functions. With z = logits /
 temperature, p = softmax(z) over the whole vocabulary and H its entropy,
 
     d log p(target) / dz = onehot(target) - p          dH / dz = -p (log p + H)
@@ -36,13 +36,10 @@ def add_columns(
     softmax.target.copy_(torch.where(here, z.gather(1, column).squeeze(1), softmax.target))
     softmax.rescale_(torch.maximum(softmax.maximum, z.amax(dim=1)))
     z.sub_(softmax.maximum.unsqueeze(1))
-    if softmax.sum_exp_z is None:
-        softmax.sum_exp += z.exp_().sum(dim=1)
-    else:
-        z.clamp_(min=FLOOR)
-        exp_z = z.exp()
-        softmax.sum_exp += exp_z.sum(dim=1)
-        softmax.sum_exp_z += exp_z.mul_(z).sum(dim=1)
+    z.clamp_(min=FLOOR)
+    exp_z = z.exp()
+    softmax.sum_exp += exp_z.sum(dim=1)
+    softmax.sum_exp_z += exp_z.mul_(z).sum(dim=1)
 
 
 def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, temperature: float, results: ResultGradients) -> None:

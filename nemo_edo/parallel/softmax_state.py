@@ -24,30 +24,29 @@ class RunningSoftmax:
     """Largest z so far; the lowest finite number before any column."""
     sum_exp: Tensor
     """Sum of exp(z - maximum)."""
-    sum_exp_z: Tensor | None
-    """Sum of exp(z - maximum) (z - maximum); None where the entropy is not computed."""
+    sum_exp_z: Tensor
+    """Sum of exp(z - maximum) (z - maximum)."""
     target: Tensor
     """z of the target, or 0 where its column was not seen."""
 
     @classmethod
-    def start(cls, like: Tensor, positions: int, with_entropy: bool) -> RunningSoftmax:
+    def start(cls, like: Tensor, positions: int) -> RunningSoftmax:
         """Nothing seen yet of logits of the type and device of ``like``."""
         zero = torch.zeros(positions, dtype=compute_dtype(like), device=like.device)
         # Not -inf: the difference of two of them is NaN.
         maximum = torch.full_like(zero, torch.finfo(zero.dtype).min)
-        return cls(maximum, zero, zero.clone() if with_entropy else None, zero.clone())
+        return cls(maximum, zero, zero.clone(), zero.clone())
 
     def __getitem__(self, positions: slice) -> RunningSoftmax:
         """A view of some of the positions."""
         parts = (self.maximum, self.sum_exp, self.sum_exp_z, self.target)
-        return RunningSoftmax(*(None if part is None else part[positions] for part in parts))
+        return RunningSoftmax(*(part[positions] for part in parts))
 
     def rescale_(self, maximum: Tensor) -> None:
         """Makes ``maximum``, which is nowhere below the present one, the number that sums are relative to."""
         shift = (self.maximum - maximum).clamp_(min=FLOOR)
         scale = shift.exp()
-        if self.sum_exp_z is not None:
-            self.sum_exp_z.add_(self.sum_exp * shift).mul_(scale)
+        self.sum_exp_z.add_(self.sum_exp * shift).mul_(scale)
         self.sum_exp.mul_(scale)
         self.maximum.copy_(maximum)
 
@@ -58,16 +57,14 @@ class RunningSoftmax:
         maximum = self.maximum.clone()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
         self.rescale_(maximum)
-        names = [name for name in ("sum_exp", "sum_exp_z", "target") if getattr(self, name) is not None]
-        sums = torch.stack([getattr(self, name) for name in names])
+        sums = torch.stack([self.sum_exp, self.sum_exp_z, self.target])
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
-        for name, total in zip(names, sums, strict=True):
-            setattr(self, name, total)
+        self.sum_exp, self.sum_exp_z, self.target = sums
 
-    def results(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """log p(target), the entropy or None, and log of the sum of exp(z), which the gradient needs."""
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(target), the entropy, and log of the sum of exp(z), which the gradient needs."""
         log_sum = self.sum_exp.log()
-        entropies = None if self.sum_exp_z is None else log_sum - self.sum_exp_z / self.sum_exp
+        entropies = log_sum - self.sum_exp_z / self.sum_exp
         return self.target - self.maximum - log_sum, entropies, self.maximum + log_sum
 
 
@@ -76,7 +73,7 @@ class ResultGradients:
     """What the gradient of a block needs to know of the whole vocabulary and of the loss, each [N]."""
 
     log_sum_exp: Tensor
-    entropy: Tensor | None
+    entropy: Tensor
     of_log_prob: Tensor
     """d loss / d log p(target)."""
     of_entropy: Tensor | None
@@ -84,7 +81,7 @@ class ResultGradients:
 
     @classmethod
     def of(
-        cls, log_sum_exp: Tensor, entropies: Tensor | None, of_log_prob: Tensor | None, of_entropy: Tensor | None
+        cls, log_sum_exp: Tensor, entropies: Tensor, of_log_prob: Tensor | None, of_entropy: Tensor | None
     ) -> ResultGradients:
         """The record from what autograd passes: of any shape, perhaps expanded, None where nothing depends on a
         result."""

@@ -89,7 +89,7 @@ class Worker:
 
     def begin(self, parallelism: ParallelismConfig, seed: int, threads: int | None) -> None:
         """Joins the other ranks. Raises UserError where the model cannot be split over so many."""
-        from nemo_edo.megatron.process_groups import device_and_groups
+        from nemo_edo.megatron.platform import device_and_groups
 
         device_and_groups(parallelism, seed, threads)
 
@@ -126,7 +126,7 @@ class Worker:
     def place(self) -> Place:
         from megatron.core import parallel_state
 
-        from nemo_edo.megatron.implementations import kernels
+        from nemo_edo.megatron.layer_spec import kernels
 
         return Place(
             share=parallel_state.get_data_parallel_rank(),

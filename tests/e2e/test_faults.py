@@ -49,7 +49,7 @@ def test_an_evaluation_that_is_killed_leaves_the_stored_responses_until_it_has_i
 def test_an_export_that_is_killed_leaves_nothing_that_looks_whole_and_can_be_repeated(whole: Path, tmp_path, nemo_edo):
     out = tmp_path / "exported"
     command = ["export", str(whole), str(out), "--arm=grpo"]
-    killed(nemo_edo, command, ["nemo_edo.megatron.hf_shards:save_file", 1])
+    killed(nemo_edo, command, ["nemo_edo.megatron.hf_export:save_file", 1])
     assert not out.exists()
     nemo_edo.succeed(*command)
     assert (out / "model.safetensors").is_file() and (out / "config.json").is_file()

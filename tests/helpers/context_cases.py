@@ -17,7 +17,7 @@ def gathered_attention() -> type:
     from megatron.core import parallel_state
     from megatron.core.transformer.module import MegatronModule
 
-    from nemo_edo.megatron.shapes import context_share, gather_context
+    from nemo_edo.megatron.packing import context_share, gather_context
 
     class GatheredAttention(MegatronModule):
         def __init__(self, config, *args, softmax_scale=None, **kwargs) -> None:

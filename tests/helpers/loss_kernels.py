@@ -33,12 +33,12 @@ def dense(logits: Tensor, targets: Tensor, temperature: float, weights: Tensor) 
 
 def through_kernels(
     logits: Tensor, targets: Tensor, temperature: float, weights: Tensor, with_entropy: bool, tile: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from nemo_edo.parallel import kernels  # imports Triton
 
     kernels.TILE = tile
     blocks = [(logits[:, :SPLIT].contiguous(), targets), (logits[:, SPLIT:], targets - SPLIT)]  # one with other strides
-    softmax = RunningSoftmax.start(logits, len(logits), with_entropy)
+    softmax = RunningSoftmax.start(logits, len(logits))
     for block, local in blocks:
         kernels.add_columns(softmax, block, local, temperature)
     logprobs, entropies, log_sum_exp = softmax.results()
@@ -63,10 +63,9 @@ def errors(device: str) -> dict[str, tuple[float, float]]:
         ours = through_kernels(logits, targets, temperature, weights, with_entropy, tile)
         expected = dense(logits, targets, temperature, weights)
         for name, one, other in zip(("log_prob", "entropy", "gradient"), ours, expected, strict=True):
-            if one is not None:
-                bound = BOUNDS[dtype if name == "gradient" else torch.float32]
-                key = f"{name} {dtype} entropy={with_entropy} tile={tile} temperature={temperature}"
-                found[key] = (float((one.double() - other).abs().max() / other.abs().max()), bound)
+            bound = BOUNDS[dtype if name == "gradient" else torch.float32]
+            key = f"{name} {dtype} entropy={with_entropy} tile={tile} temperature={temperature}"
+            found[key] = (float((one.double() - other).abs().max() / other.abs().max()), bound)
     return found
 
 
@@ -76,7 +75,7 @@ def nan_is_not_hidden(device: str) -> bool:
 
     logits = torch.zeros(2, 20, device=device)
     logits[1, 7] = torch.nan
-    softmax = RunningSoftmax.start(logits, 2, with_entropy=True)
+    softmax = RunningSoftmax.start(logits, 2)
     kernels.add_columns(softmax, logits, torch.zeros(2, dtype=torch.int64, device=device), 1.0)
     return all(result.isnan().tolist() == [False, True] for result in softmax.results())
 

@@ -69,7 +69,8 @@ def optimizer_bytes(model: Path, folder: Path, sizes: dict) -> tuple[int, int, i
     train(policy, TRAINED)
     found = []
     for is_loading in (False, True):
-        state = checkpoint._sharded_state(policy, True, checkpoint.RESHARDABLE, is_loading=is_loading)
+        sharding = {"distrib_optim_sharding_type": "fully_reshardable"}
+        state = checkpoint._sharded_state(policy, True, sharding, is_loading=is_loading)
         tensors = [one.data for one in nested_values(state["optimizer"]) if isinstance(one, ShardedTensor)]
         found.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     weights = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())

@@ -25,7 +25,6 @@ def measure(
     results, and what is generated. lora: the layers whose adapters are trained; head: "logits" or "fused"."""
     from nemo_edo.data.shares import MicroBatching
     from nemo_edo.megatron.policy import MegatronPolicy
-    from nemo_edo.parallel import linear
 
     parallelism = ParallelismConfig(**sizes)
     lora = None if lora is None else LoRAConfig(rank=4, alpha=12.0, targets=lora)
@@ -35,7 +34,8 @@ def measure(
     # Three micro-batches: one stage has to wait.
     cut = {"micro_batching": MicroBatching(2, 26 if packing else None, packing, share_prompts), "temperature": 0.7}
     counts = {"loss_counts": {"loss": float(batch.mask.sum())}}
-    with mock.patch.multiple(linear, BLOCK_ELEMENTS={"cpu": 1}, MIN_COLUMNS=50):  # two blocks of each rank's columns
+    # Two blocks of each rank's columns.
+    with mock.patch.multiple("nemo_edo.parallel.logprobs", BLOCK_ELEMENTS={"cpu": 1}, MIN_COLUMNS=50):
         logprobs, entropies = tiny_models.logprobs(policy, batch, **cut)
         results = {"exported": tiny_models.exported(policy), "logprobs": logprobs * batch.mask,
                    "entropies": entropies * batch.mask}

@@ -107,8 +107,8 @@ def build_policy(
 ):
     """A MegatronPolicy over the folder's weights, with fresh process groups."""
     from nemo_edo.megatron.bridge import build_model
+    from nemo_edo.megatron.platform import device_and_groups
     from nemo_edo.megatron.policy import MegatronPolicy
-    from nemo_edo.megatron.process_groups import device_and_groups
 
     parallelism, precision = parallelism or ParallelismConfig(), PrecisionConfig(dtype)
     device = device_and_groups(parallelism, seed=0, threads=1)
@@ -122,7 +122,7 @@ def shares(policy, batch: TrainingBatch, micro_batching, loss_counts: dict | Non
     from megatron.core.utils import get_model_config
 
     from nemo_edo.data.shares import cut
-    from nemo_edo.megatron.shapes import input_shapes
+    from nemo_edo.megatron.packing import input_shapes
 
     ranks, required = parallel_state.get_data_parallel_world_size(), input_shapes(get_model_config(policy.chunks[0]))
     return cut(batch, micro_batching, ranks, required, loss_counts)

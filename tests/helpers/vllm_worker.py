@@ -27,7 +27,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation import servers as building
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.vllm_server import VLLM
-from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.megatron.platform import device_and_groups
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.run import inputs

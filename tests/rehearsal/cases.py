@@ -227,7 +227,7 @@ def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
     from megatron.core.fp8_utils import get_fp8_recipe
     from megatron.core.utils import get_model_config
 
-    from nemo_edo.megatron.implementations import kernels
+    from nemo_edo.megatron.layer_spec import kernels
 
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability):
         model = build(folder, TRAINING["sft"], precision=settings)

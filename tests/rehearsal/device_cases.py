@@ -89,5 +89,5 @@ def kernel_with_a_tensor_of_the_host() -> str:
     from nemo_edo.parallel.softmax_state import RunningSoftmax
 
     logits = torch.zeros(2, 20, device="cuda")
-    softmax = RunningSoftmax.start(logits, 2, with_entropy=True)
+    softmax = RunningSoftmax.start(logits, 2)
     return _tried(lambda: kernels.add_columns(softmax, logits, torch.zeros(2, dtype=torch.int64), 1.0))

@@ -12,16 +12,16 @@ from triton.compiler import ASTSource
 from nemo_edo.parallel import kernels
 
 TYPES = {"targets": "*i64", "stride": "i32", "out_stride": "i32", "columns": "i32", "temperature": "fp32"}
-CONSTANTS = ("WITH_ENTROPY", "TILE")
+CONSTANTS = {"_add_columns": ("TILE",), "_write_gradient": ("WITH_ENTROPY", "TILE")}
 WARPS = 8
 
 
 def compiled(name: str, dtype: str, capability: int, **constants):
     """dtype: of the logits and their gradient; all other tensors are fp32."""
     kernel = getattr(kernels, name)
-    types = {**TYPES, **dict.fromkeys(("logits", "out"), f"*{dtype}"), **dict.fromkeys(CONSTANTS, "constexpr")}
+    types = {**TYPES, **dict.fromkeys(("logits", "out"), f"*{dtype}"), **dict.fromkeys(CONSTANTS[name], "constexpr")}
     signature = {parameter: types.get(parameter, "*fp32") for parameter in inspect.signature(kernel.fn).parameters}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    source = ASTSource(fn=kernel, signature=signature, constexprs={key: constants[key] for key in CONSTANTS[name]})
     return compile_kernel(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
 
 

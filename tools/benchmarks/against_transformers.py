@@ -33,7 +33,7 @@ Work = Callable[[], object]
 def build(folder: Path, precision: str):
     from nemo_edo.config import ParallelismConfig, PrecisionConfig
     from nemo_edo.megatron.bridge import build_model
-    from nemo_edo.megatron.process_groups import device_and_groups
+    from nemo_edo.megatron.platform import device_and_groups
 
     device = device_and_groups(ParallelismConfig(), seed=0, threads=1)
     return build_model(folder, ParallelismConfig(), PrecisionConfig(dtype=precision), device), device

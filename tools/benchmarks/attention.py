@@ -85,8 +85,8 @@ def compare_steps(name: str, rounds: int) -> None:
     from nemo_edo.data.shares import MicroBatching
     from nemo_edo.losses import sft_loss
     from nemo_edo.megatron.bridge import build_model
+    from nemo_edo.megatron.platform import device_and_groups
     from nemo_edo.megatron.policy import MegatronPolicy
-    from nemo_edo.megatron.process_groups import device_and_groups
 
     parallelism, precision = ParallelismConfig(), PrecisionConfig()
     device = device_and_groups(parallelism, seed=0, threads=1)
@@ -143,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     from nemo_edo.config import ParallelismConfig
-    from nemo_edo.megatron.process_groups import device_and_groups
+    from nemo_edo.megatron.platform import device_and_groups
 
     device_and_groups(ParallelismConfig(), seed=0, threads=1)
     print(f"torch {torch.__version__}, one thread, best of {args.rounds} rounds")

@@ -32,8 +32,8 @@ HOW = ("none", "waited for", "in the background")
 def build_policy(folder: Path, threads: int | None, distributed: bool):
     from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
     from nemo_edo.megatron.bridge import build_model
+    from nemo_edo.megatron.platform import device_and_groups
     from nemo_edo.megatron.policy import MegatronPolicy
-    from nemo_edo.megatron.process_groups import device_and_groups
 
     parallelism, precision = ParallelismConfig(use_distributed_optimizer=distributed), PrecisionConfig()
     device = device_and_groups(parallelism, seed=0, threads=threads)

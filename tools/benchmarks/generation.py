@@ -99,7 +99,7 @@ def main() -> None:
     quiet_libraries()
     from nemo_edo.config import ParallelismConfig
     from nemo_edo.generation.megatron_engine import MegatronEngine
-    from nemo_edo.megatron.process_groups import device_and_groups
+    from nemo_edo.megatron.platform import device_and_groups
     from nemo_edo.types import GenerationRequest, SamplingParams
 
     device = device_and_groups(ParallelismConfig(), seed=0, threads=args.threads)

@@ -42,13 +42,11 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **_) -
 
 
 def logits(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **split) -> tuple[Tensor, Tensor | None]:
-    return vocab_parallel_logprobs_and_entropy(
-        F.linear(hidden, weight), targets, with_entropy=entropy, overwrite_logits=True, **split
-    )
+    return vocab_parallel_logprobs_and_entropy(F.linear(hidden, weight), targets, overwrite_logits=True, **split)
 
 
 def fused(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, **split) -> tuple[Tensor, Tensor | None]:
-    return linear_logprobs_and_entropy(hidden, weight, targets, with_entropy=entropy, **split)
+    return linear_logprobs_and_entropy(hidden, weight, targets, **split)
 
 
 HEADS = {"plain": plain, "logits": logits, "fused": fused}

@@ -9,7 +9,7 @@ def train_step(policy, batch, loss, *, loss_counts: dict[str, float], micro_batc
 
     from nemo_edo.data.shares import cut
     from nemo_edo.megatron.forward_backward import forward_backward
-    from nemo_edo.megatron.shapes import input_shapes
+    from nemo_edo.megatron.packing import input_shapes
 
     ranks, required = parallel_state.get_data_parallel_world_size(), input_shapes(get_model_config(policy.chunks[0]))
     share = cut(batch, micro_batching, ranks, required, loss_counts)[parallel_state.get_data_parallel_rank()]

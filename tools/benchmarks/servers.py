@@ -125,7 +125,7 @@ def main() -> None:
     quiet_libraries()
     from nemo_edo.algorithms.plan import sampling_requests
     from nemo_edo.config.compose import compose_run
-    from nemo_edo.megatron.process_groups import device_and_groups
+    from nemo_edo.megatron.platform import device_and_groups
     from nemo_edo.run import inputs
     from nemo_edo.run.build import Builder
     from nemo_edo.run.folder import RunFolder

@@ -1,4 +1,5 @@
-"""Layers of model families that Megatron-Bridge makes of Transformer Engine's parts alone, made of local ones."""
+"""The norms of layers without Transformer Engine, torch's, and the layers of model families that Megatron-Bridge makes
+of Transformer Engine's parts alone, made of local ones."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -13,8 +15,52 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.cpu.norm import TorchNorm
-from nemo_edo.megatron.cpu.self_attention import RotatingSelfAttention
+from nemo_edo.megatron.cpu.attention import RotatingSelfAttention
+
+
+class ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """Its weights are stored as their difference from 1, and added to it in fp32 (Gemma)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(hidden.dtype)
+
+
+class ZeroCentredLayerNorm(torch.nn.LayerNorm):
+    """The same (Nemotron)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = 1 + self.weight.float(), self.bias.float()
+        return F.layer_norm(hidden.float(), self.normalized_shape, weight, bias, self.eps).to(hidden.dtype)
+
+
+KINDS = {
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("LayerNorm", True): ZeroCentredLayerNorm,
+    ("RMSNorm", True): ZeroCentredRMSNorm,
+}
+"""By normalization and layernorm_zero_centered_gamma."""
+
+
+class TorchNorm:
+    """Makes a LayerNorm or an RMSNorm, as the config says; called as Megatron calls a layer spec's norm.
+
+    Under sequence parallelism a rank norms its own tokens, so that it has a part of the weights' gradient: the mark on
+    the weights has ``finalize_model_grads`` add the parts up. Megatron's own wrapper refuses sequence parallelism.
+    Raises ValueError for a norm that is neither.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
+        kind = config.normalization, config.layernorm_zero_centered_gamma
+        if kind not in KINDS:
+            raise ValueError(f"normalization is {config.normalization!r}, expected LayerNorm or RMSNorm")
+        norm = KINDS[kind](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+# --- families ------------------------------------------------------------------------------------------------------
 
 PLAIN = (
     *("default_layer_spec", "get_gpt_decoder_block_spec", "_ernie45_decoder_block_spec"),
@@ -96,16 +142,6 @@ def _olmoe(provider: Any) -> Callable[[ModuleSpec], None]:
     return change
 
 
-def _minimax(provider: Any) -> Callable[[ModuleSpec], None]:
-    from megatron.bridge.models.minimax_m2.minimax_m2_provider import FullDimKNorm, FullDimQNorm
-
-    def change(layer: ModuleSpec) -> None:
-        parts = layer.submodules.self_attention.submodules
-        parts.q_layernorm, parts.k_layernorm = FullDimQNorm, FullDimKNorm
-
-    return change
-
-
 def _norm_sums(layer: ModuleSpec, provider: Any) -> None:
     sums = ModuleSpec(module=NormedSum, params={"config": provider})
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = sums
@@ -116,7 +152,6 @@ OF_FAMILIES = {
     "gemma3_layer_spec": _gemma3,
     "exaone4_layer_spec": _exaone4,
     "olmoe_layer_spec": _olmoe,
-    "minimax_m2_layer_spec": _minimax,
 }
 """By the name of Bridge's function that makes a family's layers."""
 
@@ -153,12 +188,9 @@ def complete_tables() -> None:
             before, grouped, layer = mapping.megatron_param.partition(".mlp.experts.linear_")
             one = f"{before}.mlp.experts.local_experts.*.linear_{layer.removesuffix('*')}"
             if grouped and layer.endswith(".weight*") and one not in known:
-                self.mappings.append(_renamed(mapping, one))
+                names = mapping.hf_param
+                self.mappings.append(
+                    type(mapping)(one, **names) if isinstance(names, dict) else type(mapping)(one, names)
+                )
 
     Registry._add_separate_layernorm_mappings = add_names
-
-
-def _renamed(mapping: Any, name: str) -> Any:
-    """The mapping for a parameter of another name with as many wildcards."""
-    names = mapping.hf_param
-    return type(mapping)(name, **names) if isinstance(names, dict) else type(mapping)(name, names)

@@ -7,7 +7,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from nemo_edo.generation import megatron_engine
-from nemo_edo.megatron.cpu.prompt_cache import PromptCacheContext
+from nemo_edo.megatron.decoding_cache import PromptCacheContext
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 STOPS = range(1, 12)

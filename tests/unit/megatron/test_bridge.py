@@ -13,7 +13,7 @@ from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.bridge import build_model, check_model_folder
 from nemo_edo.megatron.hf_export import export_hf_folder
-from nemo_edo.megatron.process_groups import initialize_parallel_state
+from nemo_edo.megatron.platform import initialize_parallel_state
 
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
@@ -124,3 +124,14 @@ def test_the_router_of_experts_adds_no_loss(tiny, tmp_path):
     policy = tiny.build_policy(tiny.write_tiny_model(tmp_path, "qwen3_moe", **EXPERTS))
     config = policy.chunks[0].config
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("none", 0.0)
+
+
+def test_an_export_in_shards_of_a_largest_size_is_the_model_for_transformers(tiny, policy, tiny_qwen2, tmp_path):
+    export_hf_folder(policy.built, tmp_path, max_shard_bytes=30_000)
+    shards = [load_file(file) for file in tmp_path.glob("model-*-of-*.safetensors")]
+    sizes = [(len(shard), sum(tensor.nbytes for tensor in shard.values())) for shard in shards]
+    assert len(shards) > 3 and max(size for _, size in sizes) > 30_000, "no tensor is larger than a shard"
+    assert all(size <= 30_000 or tensors == 1 for tensors, size in sizes)
+    tokens = tiny.random_batch(rows=3).tokens
+    found, expected = (tiny.dense_logprobs(tiny.load_dense(folder), tokens)[0] for folder in (tmp_path, tiny_qwen2))
+    assert torch.equal(found, expected)

@@ -21,7 +21,7 @@ from nemo_edo.losses import (
     sequence_logprobs,
     sft_loss,
 )
-from nemo_edo.megatron import forward_backward, shapes
+from nemo_edo.megatron import forward_backward, packing
 from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
@@ -145,7 +145,7 @@ def test_empty_micro_batches_that_fill_a_group_change_nothing(run, batch, dense,
     """Interleaved pipeline stages take micro-batches in groups."""
     counted, plain = [], forward_backward._inputs
     monkeypatch.setattr(forward_backward, "_inputs", lambda *args: counted.append(plain(*args)) or counted[-1])
-    monkeypatch.setattr(shapes, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
+    monkeypatch.setattr(packing, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
     assert_same(run(batch, "ed-idpo", cut), dense["ed-idpo"])
     assert [len(inputs) for inputs in counted] == [5]
 

@@ -16,7 +16,7 @@ from nemo_edo.losses import sft_loss
 from nemo_edo.megatron import checkpoint, lora
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
-from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.megatron.platform import device_and_groups
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 LORA = LoRAConfig(rank=4, alpha=6.0)

@@ -11,7 +11,7 @@ from nemo_edo.data.shares import MicroBatching
 from nemo_edo.losses import LossTerm
 from nemo_edo.megatron import output_layer
 from nemo_edo.megatron.policy import MegatronPolicy
-from nemo_edo.parallel import linear
+from nemo_edo.parallel import logprobs
 
 CUT = {"micro_batching": MicroBatching(2), "temperature": 0.7}
 
@@ -25,8 +25,8 @@ def loss(logprobs, entropies, micro, _=0.0):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of the tiny vocabulary."""
-    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", {"cpu": 1})
-    monkeypatch.setattr(linear, "MIN_COLUMNS", 50)
+    monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(logprobs, "MIN_COLUMNS", 50)
 
 
 def with_head(policy, kind: str, dtype: str = "fp32") -> MegatronPolicy:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from nemo_edo.parallel import linear, linear_logprobs_and_entropy, softmax, vocab, vocab_parallel_logprobs_and_entropy
+from nemo_edo.parallel import linear_logprobs_and_entropy, softmax, vocab_parallel_logprobs_and_entropy
+from nemo_edo.parallel import logprobs as heads
 
 unsplit = partial(vocab_parallel_logprobs_and_entropy, vocab_start=0, group=None)
 fused = partial(linear_logprobs_and_entropy, vocab_start=0, group=None)
@@ -37,8 +38,8 @@ def case(seed, shape=(2, 3), features=5, columns=300, real=None, dtype=torch.flo
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of seven columns: the last one is not full."""
-    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", {"cpu": 1})
-    monkeypatch.setattr(linear, "MIN_COLUMNS", 7)
+    monkeypatch.setattr(heads, "BLOCK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(heads, "MIN_COLUMNS", 7)
 
 
 @every_form
@@ -55,8 +56,8 @@ def test_values_and_gradients_agree_with_the_dense_softmax(form, seed, temperatu
     options = {"temperature": temperature, "vocab_size": 300 - padding}
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "BLOCK_ELEMENTS", {"cpu": 1})
-        patch.setattr(linear, "MIN_COLUMNS", width)
+        patch.setattr(heads, "BLOCK_ELEMENTS", {"cpu": 1})
+        patch.setattr(heads, "MIN_COLUMNS", width)
         for function in (form, dense):
             leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
             values = torch.stack(function(*leaves, targets, **options))
@@ -72,10 +73,6 @@ def test_each_result_alone_has_its_own_gradient(small_blocks, form, index):
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     found, expected = (grad(f(*leaves, targets)[index].sum(), leaves) for f in (form, dense))
     torch.testing.assert_close(found, expected)
-    logprobs, none = form(*leaves, targets, with_entropy=False)
-    assert torch.equal(logprobs, form(*leaves, targets)[0]) and none is None
-    if index == 0:
-        torch.testing.assert_close(grad(logprobs.sum(), leaves), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -138,7 +135,7 @@ def test_memory_for_logits_does_not_grow_with_the_vocabulary_from_hidden_states(
     hidden, weight, targets = case(5, shape=(40,), features=2, columns=400_000, dtype=torch.float32)
     with Watch():
         fused(hidden.requires_grad_(), weight, targets)[0].sum().backward()
-    assert sizes and max(sizes) <= linear.BLOCK_ELEMENTS["cpu"] < hidden.shape[0] * len(weight) / 3
+    assert sizes and max(sizes) <= heads.BLOCK_ELEMENTS["cpu"] < hidden.shape[0] * len(weight) / 3
 
 
 def test_overwritten_logits_hold_the_same_gradient():
@@ -162,7 +159,7 @@ def as_a_kernel_does(out, logits, *arguments):
 
 @pytest.mark.parametrize("write", [softmax.write_gradient, as_a_kernel_does])
 def test_overwritten_logits_that_something_else_needs_are_an_error(monkeypatch, write):
-    monkeypatch.setattr(vocab, "write_gradient", write)
+    monkeypatch.setattr(heads, "write_gradient", write)
     leaf, targets = torch.randn(3, 9, requires_grad=True), torch.tensor([0, 3, 1])
     logits = 2 * leaf
     total = logits.square().sum() + unsplit(logits, targets, overwrite_logits=True)[0].sum()

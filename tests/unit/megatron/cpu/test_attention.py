@@ -1,10 +1,13 @@
-"""torch's attention in Megatron's layers against Megatron's own, and packed sequences against each one alone."""
+"""Layers without Transformer Engine: attention, norms and rotations against Megatron's own, packs against each sequence
+alone."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -14,11 +17,12 @@ from nemo_edo.config import ParallelismConfig
 from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import forward_backward
-from nemo_edo.megatron import shapes as megatron_shapes
-from nemo_edo.megatron.cpu.attention import SDPAttention
-from nemo_edo.megatron.layer_spec import check_packing, choose_attention, set_layer_spec
+from nemo_edo.megatron import packing as megatron_packing
+from nemo_edo.megatron.cpu.attention import SDPAttention, rotate, turns
+from nemo_edo.megatron.cpu.families import TorchNorm
+from nemo_edo.megatron.layer_spec import FUSED, check_packing, choose_attention, kernels, set_layer_spec
 from nemo_edo.megatron.packing import PackedSequences
-from nemo_edo.megatron.process_groups import device_and_groups
+from nemo_edo.megatron.platform import device_and_groups
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}
@@ -116,7 +120,7 @@ def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, 
     expected = tiny.logprobs(policy, batch, **cut)
     shapes, plain = [], forward_backward.packed_inputs
     monkeypatch.setattr(forward_backward, "packed_inputs", lambda *args: shapes.append(args[-1]) or plain(*args))
-    monkeypatch.setattr(megatron_shapes, "input_shapes", lambda _: InputShapes(multiple=multiple))
+    monkeypatch.setattr(megatron_packing, "input_shapes", lambda _: InputShapes(multiple=multiple))
     for found, wanted in zip(tiny.logprobs(policy, batch, **cut), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert {rows for rows, _ in shapes} == {1}
@@ -188,3 +192,59 @@ def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_
     monkeypatch.setattr("nemo_edo.megatron.layer_spec.rotates", lambda config: False)
     with pytest.raises(UserError, match="set share_prompts=false"):
         check_packing(model("qwen2").policy.chunks, share_prompts=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+@pytest.mark.parametrize(("length", "rows", "width"), [(1, 3, 64), (7, 3, 16), (7, 1, 16), (1, 1, 16)])
+def test_rotation_and_its_gradient_are_megatrons(length: int, rows: int, width: int, scale: float):
+    torch.manual_seed(0)
+    half = torch.rand(length, 1, 1, width // 2) * 6
+    angles = torch.cat([half, half], dim=-1)
+    shape = (length, rows, 2, width)
+    ours, theirs = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
+    )
+    upstream, config = torch.randn(shape), TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1)
+    rotated, expected = (
+        rotate(ours, *turns(angles, scale, torch.float32)),
+        apply_rotary_pos_emb(theirs, angles, config, mscale=scale),
+    )
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
+    rotated.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+
+
+def norm_config(**fields) -> TransformerConfig:
+    return TransformerConfig(**{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, **fields})
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_a_norm_has_mean_square_one_and_takes_eps_and_size(name):
+    norm = TorchNorm(norm_config(normalization=name), 16, eps=0.5)
+    x = 3 + torch.randn(5, 16, dtype=torch.float64)
+    centred = x - x.mean(-1, keepdim=True) if name == "LayerNorm" else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.5).sqrt()
+    torch.testing.assert_close(norm.double()(x), expected)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_weights_are_marked_where_ranks_share_the_tokens(name, shared):
+    norm = TorchNorm(norm_config(normalization=name, tensor_model_parallel_size=2, sequence_parallel=shared), 8)
+    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared] * len(norm.state_dict())
+
+
+def test_a_cpu_model_runs_on_torch_and_megatron_alone(policy):
+    found = kernels(policy.chunks)
+    assert found["norm"] == "torch.nn.modules.normalization.RMSNorm"
+    assert found["matrix products"] == "megatron.core.tensor_parallel.layers.RowParallelLinear"
+    assert found["optimizer"] == "torch.optim.adamw.AdamW"
+    assert found["rotary embedding"] == "torch"
+    assert {found[part] for part in FUSED} == {"absent: the device is a CPU"}
+    assert not [what for what in found.values() if "transformer_engine" in what or "apex" in what]
+
+
+def test_stand_ins_never_make_megatron_core_believe_in_transformer_engine(policy):
+    assert "transformer_engine" not in sys.modules
+    assert not sys.modules["megatron.core.extensions.transformer_engine"].HAVE_TE

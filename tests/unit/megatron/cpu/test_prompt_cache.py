@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_edo.generation import megatron_engine
-from nemo_edo.megatron.cpu.prompt_cache import CachedPrompts, PromptCacheContext, PromptRows
-from nemo_edo.megatron.decoding_cache import CacheContext
+from nemo_edo.megatron.decoding_cache import CacheContext, CachedPrompts, PromptCacheContext, PromptRows
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 STOPS = range(1, 12)
