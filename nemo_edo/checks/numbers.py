@@ -264,7 +264,7 @@ def measure(folder: Path, step: SameNumbers, save: Path | None, load: Path | Non
     import torch
 
     from nemo_edo.megatron import checkpoint
-    from nemo_edo.worker.same_calls import policy_over
+    from nemo_edo.worker.remote import policy_over
 
     model = build(folder, step)
     if load is not None:

@@ -122,7 +122,7 @@ def build_model(
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.hf_pretrained.state import StateDict
 
-    from nemo_edo.megatron.folder_weights import CheckedSource, check_loaded, check_mapped
+    from nemo_edo.megatron.folder_weights import CheckedSource, check_finite, check_mapped
 
     machine = device_support(device)
     check_device(parallelism, precision, machine)
@@ -158,7 +158,7 @@ def build_model(
             data_parallel_random_init=False,
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
-    check_loaded(source, bridge.hf_pretrained.config, device)
+    check_finite(source)
     if train and parallelism.overlap_grad_reduce:
         # Schedules hold back the overlapped reduction until the last micro-batch; steps may differ in their number.
         held_back = [chunk.no_sync for chunk in chunks]

@@ -87,7 +87,9 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
 
     config: ``load_config`` of the fields. provider: Bridge's, made from a config.
     """
-    declared = _declared(config)
+    # The names that the config's class declares: it also takes any other, and keeps it.
+    declared = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+    declared |= set(type(config)().to_dict()) | set(config.attribute_map)
     with _quiet():
         try:
             compare = _Comparison(config, provider)
@@ -124,12 +126,16 @@ class _Comparison:
     def __init__(self, config: PretrainedConfig, provider: Provider) -> None:
         self.config, self.provider = config, provider
         self.usual, again = provider(config), provider(config)
+        names = [field.name for field in dataclasses.fields(self.usual)]
         # Layer specs and the like are made anew each time.
-        self.names = [f.name for f in dataclasses.fields(self.usual) if self._same(self.usual, again, f.name)]
+        self.names = [name for name in names if getattr(self.usual, name) == getattr(again, name)]
 
     def differs(self, other: PretrainedConfig, but: str | None = None) -> bool:
         """Whether transformers computes something else of the other config."""
-        ours, others = ({**_computed(config), but: None} for config in (self.config, other))
+        ours, others = (
+            {name: value for name, value in config.to_dict().items() if name not in HARMLESS and name != but}
+            for config in (self.config, other)
+        )
         return ours != others
 
     def is_lost(self, other: PretrainedConfig, but: str | None = None) -> bool:
@@ -140,11 +146,7 @@ class _Comparison:
             changed = self.provider(other)
         except BRIDGE_ERRORS:  # it misses the field
             return False
-        return all(self._same(self.usual, changed, name) for name in self.names)
-
-    @staticmethod
-    def _same(one, other, name: str) -> bool:
-        return getattr(one, name) == getattr(other, name)
+        return all(getattr(self.usual, name) == getattr(changed, name) for name in self.names)
 
 
 def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compare: _Comparison, source: str) -> None:
@@ -183,17 +185,14 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
                     raise UserError(f"{source}: {name} of rope_type 'llama3' is {value}; Megatron knows {fixed} only")
                 continue
             other = copy.deepcopy(config)
-            changed = {**stock, "type": stock["rope_type"]} if name == "rope_type" else {name: _another(value)}
+            another = not value if isinstance(value, bool) else 2 * value if isinstance(value, (int, float)) else None
+            changed = {**stock, "type": stock["rope_type"]} if name == "rope_type" else {name: another}
             _places(other.rope_parameters)[number].update(changed)
             if compare.is_lost(other):
                 raise UserError(
                     f"{source}: {name} {_short(value)} of the rotary positions (rope_parameters or rope_scaling) would "
                     f"be lost: Megatron-Bridge does not read it for model_type {config.model_type!r}"
                 )
-
-
-def _another(value: Any) -> Any:
-    return not value if isinstance(value, bool) else 2 * value if isinstance(value, (int, float)) else None
 
 
 def _places(rope: dict[str, Any]) -> list[dict[str, Any]]:
@@ -211,16 +210,6 @@ def _attempt(fields: Mapping[str, Any]) -> PretrainedConfig | None:
         return _config(fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return None
-
-
-def _declared(config: PretrainedConfig) -> set[str]:
-    """The names that the config's class declares: it also takes any other, and keeps it."""
-    declared = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
-    return declared | set(type(config)().to_dict()) | set(config.attribute_map)
-
-
-def _computed(config: PretrainedConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in HARMLESS}
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Whether each tensor of a model folder's files is a weight of its model, and each weight of the model is in a file.
 
-transformers' model on the meta device tells the names and shapes, Bridge's mappings what the conversion reads, and
-``CheckedSource`` what it has read: there, where each tensor is in memory, numbers that are not finite are found, too.
+transformers' model on the meta device tells the names and shapes, Bridge's mappings what the conversion reads.
+``CheckedSource``, where each tensor is in memory, finds numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -98,19 +98,16 @@ def check_weights(folder: Path, config: PretrainedConfig, mappings) -> None:
     if unread:
         raise UserError(f"{_named(unread, tensors)} not read by Megatron-Bridge for model_type {config.model_type!r}")
     for copy, source in tied.items():
-        if copy in weights and source in weights and not _equal(tensors, copy, source):
-            raise UserError(
-                f"{tensors[copy].file}: {copy} differs from {source}, with which config.json ties it "
-                "(tie_word_embeddings); correct the one that is wrong"
-            )
-
-
-def _equal(tensors: Mapping[str, StoredTensor], *names: str) -> bool:
-    loaded = []
-    for name in names:
-        with safe_open(tensors[name].file, framework="pt") as file:
-            loaded.append(file.get_tensor(name))
-    return torch.equal(*loaded)
+        if copy in weights and source in weights:
+            loaded = []
+            for name in (copy, source):
+                with safe_open(tensors[name].file, framework="pt") as file:
+                    loaded.append(file.get_tensor(name))
+            if not torch.equal(*loaded):
+                raise UserError(
+                    f"{tensors[copy].file}: {copy} differs from {source}, with which config.json ties it "
+                    "(tie_word_embeddings); correct the one that is wrong"
+                )
 
 
 def _named(names: list[str], tensors: Mapping[str, StoredTensor]) -> str:
@@ -131,7 +128,6 @@ class CheckedSource(SafeTensorsStateSource):
         self.expected = Expected.of(config)
         self.tensors, self.parts = self.expected.in_parts(read_headers(folder))
         self._key_to_filename_map_cache = {name: tensor.file.name for name, tensor in self.tensors.items()}
-        self.read: set[str] = set()
         self.not_finite: set[str] = set()
         self.last_split: tuple[str, dict[str, Tensor]] = ("", {})
         """The fused tensor that was read last, and its parts."""
@@ -143,7 +139,6 @@ class CheckedSource(SafeTensorsStateSource):
                 with safe_open(self.tensors[part].file, framework="pt") as file:
                     self.last_split = name, revert_weight_conversion(self.expected.model, {name: file.get_tensor(name)})
             loaded[part] = self.last_split[1][part]
-        self.read |= loaded.keys()
         for name, tensor in loaded.items():
             # The fastest pass over a tensor: both are NaN where one number is.
             if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
@@ -171,23 +166,10 @@ def check_mapped(source: CheckedSource, bridge, chunks: list[torch.nn.Module]) -
     return chunks
 
 
-def check_loaded(source: CheckedSource, config: PretrainedConfig, device: torch.device) -> None:
-    """Raises UserError, on every rank, for a tensor that is not finite, or that no rank has read."""
+def check_finite(source: CheckedSource) -> None:
+    """Raises UserError, on every rank, for a tensor that a rank has loaded and that is not finite."""
     source.last_split = "", {}
-    names = sorted(source.tensors)
-    read, not_finite = (
-        [name for name, found in zip(names, _on_any_rank(names, found, device), strict=True) if found]
-        for found in (source.read, source.not_finite)
-    )
-    if not_finite:
-        raise UserError(f"{_named(not_finite, source.tensors)} not finite (NaN or infinite); the model is damaged")
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if unread := sorted({name for name in names if not BUFFERS.search(name)} - set(read) - tied):
-        raise UserError(f"{_named(unread, source.tensors)} not read by Megatron-Bridge")
-
-
-def _on_any_rank(names: list[str], found: set[str], device: torch.device) -> list[int]:
-    """Whether a rank has found each name. A model of experts has tens of thousands: a number for each is gathered."""
-    mask = torch.tensor([name in found for name in names], dtype=torch.int32, device=device)
-    torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MAX)
-    return mask.tolist()
+    ranks: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, source.not_finite)
+    if names := sorted(set().union(*ranks)):
+        raise UserError(f"{_named(names, source.tensors)} not finite (NaN or infinite); the model is damaged")

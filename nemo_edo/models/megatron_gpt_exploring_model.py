@@ -1,3 +1,5 @@
+"""The model classes with an exploration term: ED-GRPO and ED-iDPO."""
+
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -6,8 +8,23 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from nemo_edo.config import GRPOConfig, IDPOConfig
 from nemo_edo.data.shares import Share
-from nemo_edo.losses import LossTerm, token_spread
+from nemo_edo.losses import (
+    LossTerm,
+    ed_idpo_loss,
+    entropy_bonus,
+    exploration_term,
+    floor_share,
+    grpo_exploration,
+    grpo_loss,
+    kl_per_token,
+    reduce_tokens,
+    reduction_count,
+    sampler_gap,
+    sequence_logprobs,
+    token_spread,
+)
 from nemo_edo.megatron.forward_backward import LossFunction, Terms, forward_backward
 from nemo_edo.megatron.policy import Weights
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
@@ -93,3 +110,122 @@ class MegatronGPTExploringModel(MegatronGPTModel):
 
     def _current_weights(self) -> Weights:
         return self.policy.snapshot(resident=self.settings.reference_placement == "resident")
+
+
+class MegatronGPTGRPOModel(MegatronGPTExploringModel):
+    """GRPO, and ED-GRPO where ``cfg.training`` gives the exploration term a weight."""
+
+    training_config = GRPOConfig
+
+    def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
+        """See the base class. Where the batch has responses of an older policy, the exploration term is one over them,
+        with a separate count."""
+        settings, mask, explores_own = self.settings, batch.own.mask, batch.older is None
+        term, metrics = grpo_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.advantages,
+            mask,
+            settings,
+            sampler_logprobs=batch.sampler_logprobs,
+            exploration_factors=batch.exploration_factors,
+            selected=batch.selected,
+            exploration_weight=exploration_weight if explores_own else 0.0,
+            on_empty="zero",
+        )
+        if settings.entropy_coefficient:
+            bonus = entropy_bonus(
+                entropies, mask, reduction=settings.aggregation, norm_length=settings.norm_length, on_empty="zero"
+            )
+            term = term.plus(bonus, settings.entropy_coefficient)
+        metrics["entropy"] = reduce_tokens(entropies.detach(), mask, "token-mean", on_empty="zero")
+        terms = {"grpo": term}
+        if not explores_own:
+            exploration, floored = self.exploration(logprobs, batch), settings.log_ratio_floor
+            terms["exploration"] = exploration.scaled(exploration_weight)
+            metrics["exploration"] = exploration.detached()
+            metrics["floor_fraction"] = floor_share(logprobs, batch.old_logprobs, batch.explored.mask, floored)
+        return terms, metrics
+
+    def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
+        own = {"grpo": self._count(batch.own)}
+        return own if batch.older is None else {**own, "exploration": self.exploration_count(batch)}
+
+    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
+        return grpo_exploration(
+            logprobs,
+            batch.old_logprobs,
+            batch.explored.mask,
+            self.settings,
+            sampler_logprobs=batch.sampler_logprobs,
+            exploration_factors=batch.exploration_factors,
+            on_empty="zero",
+        )
+
+    def exploration_count(self, batch: TrainingBatch) -> float:
+        return self._count(batch.explored)
+
+    def _count(self, batch: TrainingBatch) -> float:
+        return float(reduction_count(batch.mask, self.settings.aggregation))
+
+
+class MegatronGPTDPOModel(MegatronGPTExploringModel):
+    """Iterative DPO (ETO), and ED-iDPO where ``cfg.training`` gives the exploration term a weight.
+
+    A batch's rows 2k and 2k + 1 are a pair where ``pair_role`` says so. The exploration term runs over the rows with
+    an exploration weight.
+    """
+
+    training_config = IDPOConfig
+
+    def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
+        settings = self.settings
+        policy_B = sequence_logprobs(logprobs, batch.mask, length_normalized=settings.length_normalized)
+        ref_B = sequence_logprobs(batch.ref_logprobs, batch.mask, length_normalized=settings.length_normalized)
+        # All rows in pairs, and a mask: to index by a boolean tensor would wait for the device.
+        preference, exploration, metrics = ed_idpo_loss(
+            policy_B[0::2],
+            policy_B[1::2],
+            ref_B[0::2],
+            ref_B[1::2],
+            logprobs,
+            batch.old_logprobs,
+            _explored(batch),
+            settings,
+            pair_mask=batch.pair_role[0::2] == 1,
+            exploration_weight=exploration_weight,
+            on_empty="zero",
+        )
+        # In double, as a metric that overflows must not cost the step.
+        kl = kl_per_token(logprobs.detach().double(), batch.ref_logprobs.double(), "k3")
+        metrics |= {
+            "entropy": reduce_tokens(entropies.detach(), batch.mask, "token-mean"),
+            "kl": reduce_tokens(kl, batch.mask, "token-mean"),
+        }
+        if batch.sampler_logprobs is not None:
+            metrics |= sampler_gap(batch.old_logprobs, batch.sampler_logprobs, batch.mask)
+        return {"preference": preference, "exploration": exploration}, metrics
+
+    def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
+        pairs = float((batch.pair_role == 1).sum())
+        return {"preference": pairs, "exploration": self.exploration_count(batch)}
+
+    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
+        settings = self.settings
+        return exploration_term(
+            logprobs,
+            batch.old_logprobs,
+            _explored(batch),
+            reduction="seq-mean-token-mean" if settings.length_normalized else "seq-sum",
+            log_ratio_floor=settings.log_ratio_floor,
+            on_empty="zero",
+        )
+
+    def exploration_count(self, batch: TrainingBatch) -> float:
+        return float((batch.exploration_factors != 0).sum())
+
+
+def _explored(batch: TrainingBatch) -> Tensor:
+    """[B, T], 1 at the tokens that the exploration term runs over."""
+    return batch.mask * (batch.exploration_factors != 0)[:, None]

@@ -1,4 +1,5 @@
-"""What the model classes share: ModelPT around a Megatron policy, with NeMo-Aligner's life cycle."""
+"""What the model classes share: ModelPT around a Megatron policy, with NeMo-Aligner's life cycle; and the one of
+supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,9 +16,17 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_edo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config import (
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    SFTConfig,
+)
 from nemo_edo.data.shares import MicroBatching, Share, cut, require_tokens
 from nemo_edo.interfaces import GenerationEngine
+from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.forward_backward import Terms, forward_backward, logprobs_and_entropy, on_every_rank
 from nemo_edo.megatron.layer_spec import check_packing
@@ -206,3 +215,16 @@ class MegatronGPTModel(ModelPT):
 
     def setup_validation_data(self, val_data_config) -> None:
         """Batches are handed to ``validation_step``; the model owns no loader."""
+
+
+class MegatronGPTSFTModel(MegatronGPTModel):
+    """Supervised fine-tuning: the negative log-likelihood of response tokens, a mean over tokens."""
+
+    training_config = SFTConfig
+
+    def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
+        """See the base class; nothing explores."""
+        return {"sft": sft_loss(logprobs, batch.mask)}, {}
+
+    def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
+        return {"sft": float(reduction_count(batch.mask, "token-mean"))}

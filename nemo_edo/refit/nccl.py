@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.refit.libnccl import Communicator
-from nemo_edo.refit.server_weights import require_weights, reset_prefix_cache
+from nemo_edo.refit.servers import require_weights, reset_prefix_cache
 from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker

@@ -15,11 +15,10 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.servers import nccl_library
 from nemo_edo.interfaces import WeightSync
-from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync
-from nemo_edo.refit.export import WeightFolders, require_room
+from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync, WeightFolders, require_room
 from nemo_edo.refit.libnccl import Communicator, Library
 from nemo_edo.refit.nccl import NCCLSync
-from nemo_edo.refit.sleep import SleepOnTrainersGPUs
+from nemo_edo.refit.servers import SleepOnTrainersGPUs
 from nemo_edo.worker.dispatch import Workers
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from nemo_edo.interfaces import Arrivals, GenerationEngine, WeightSync
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Place, Responses, Worker
+
+if TYPE_CHECKING:
+    from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 
 T = TypeVar("T")
 TOKENS_OF_A_CALL = 2**22
@@ -153,3 +156,29 @@ class RemoteEngine:
                 )
             )
         return rollouts
+
+
+class SameCalls(Workers):
+    """Calls of a program without a controller: every rank makes the same ones, with the same arguments, executes its
+    part, and learns the others' results."""
+
+    def __init__(self, model: MegatronGPTModel) -> None:
+        super().__init__()
+        self.local.adopt(model)
+
+    @property
+    def size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None) -> list[T]:
+        first = () if each is None else (each[torch.distributed.get_rank()],)
+        answers: list[Any] = [None] * self.size
+        last = () if own is None else (own,)
+        torch.distributed.all_gather_object(answers, work(self.local, *first, *given, *last))
+        return answers
+
+
+def policy_over(model: MegatronGPTModel) -> RemotePolicy:
+    """``interfaces.Policy`` over a model that every rank has built itself."""
+    calls = SameCalls(model)
+    return RemotePolicy(calls, calls.call(Worker.place))

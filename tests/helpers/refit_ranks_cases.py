@@ -7,8 +7,7 @@ from helpers.controller import build_tiny, controlled
 from safetensors.torch import load_file
 
 from nemo_edo.errors import UserError
-from nemo_edo.refit.disk import DiskSync
-from nemo_edo.refit.export import WeightFolders
+from nemo_edo.refit.disk import DiskSync, WeightFolders
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.worker.dispatch import Workers

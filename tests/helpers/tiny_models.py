@@ -157,7 +157,7 @@ def logprobs(policy, batch: TrainingBatch, *, micro_batching, temperature: float
 
 def over(model):
     """``interfaces.Policy`` over a model class that every rank has built."""
-    from nemo_edo.worker.same_calls import policy_over
+    from nemo_edo.worker.remote import policy_over
 
     return policy_over(model)
 

@@ -19,7 +19,7 @@ from nemo_edo.megatron import platform
 from nemo_edo.refit.disk import AdapterSync, DiskSync
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
-from nemo_edo.refit.sleep import SleepOnTrainersGPUs
+from nemo_edo.refit.servers import SleepOnTrainersGPUs
 from nemo_edo.reward_models import vllm_pooling
 from nemo_edo.reward_models.formats import Encoded
 from nemo_edo.types import GenerationRequest, SamplingParams

@@ -88,7 +88,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from nemo_edo.run.metrics_log import MetricsLog
     from nemo_edo.run.tracking import quiet_libraries
     from nemo_edo.types import Problem, ScoredRollout
-    from nemo_edo.worker.same_calls import policy_over
+    from nemo_edo.worker.remote import policy_over
 
     quiet_libraries()
     training = our_training(job, args)

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     quiet_libraries()
-    from nemo_edo.worker.same_calls import policy_over
+    from nemo_edo.worker.remote import policy_over
 
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), **ARCHITECTURES[args.model])

@@ -132,7 +132,7 @@ class Model:
         from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig, SFTConfig
         from nemo_edo.models import MegatronGPTSFTModel
         from nemo_edo.models.megatron_gpt_model import model_config
-        from nemo_edo.worker.same_calls import policy_over
+        from nemo_edo.worker.remote import policy_over
 
         sizes = {f"{split}_model_parallel_size": 2} if split else {}
         if "gpt_oss" in (folder / "config.json").read_text():

@@ -11,10 +11,8 @@ from helpers.scripted_server import ScriptedReplica, engine_of
 from safetensors.torch import load_file
 
 from nemo_edo.config import LoRAConfig
-from nemo_edo.refit import server_weights
-from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync
-from nemo_edo.refit.export import WeightFolders
-from nemo_edo.refit.sleep import SleepOnTrainersGPUs
+from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync, WeightFolders
+from nemo_edo.refit.servers import CACHE_RESETS, SleepOnTrainersGPUs
 from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.worker import Worker
 
@@ -23,7 +21,7 @@ REFIT = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/w
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(server_weights, "CACHE_WAIT_S", 0.0)
+    monkeypatch.setattr("nemo_edo.refit.servers.CACHE_WAIT_S", 0.0)
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def test_folders_are_removed_once_all_servers_have_the_next_and_with_the_sync(sy
 
 @pytest.mark.parametrize(("path", "failures", "starts"), [
     ("/collective_rpc", 2, 1), ("/update_weight_version", 2, 1), ("/weight_info", 2, 1),
-    ("/reset_prefix_cache", server_weights.CACHE_RESETS - 1, 1), ("/collective_rpc", 3, 2)])
+    ("/reset_prefix_cache", CACHE_RESETS - 1, 1), ("/collective_rpc", 3, 2)])
 def test_a_managed_server_that_fails_is_retried_and_in_the_end_restarted(sync_of, path, failures, starts):
     server = ScriptedReplica(faults={path: failures})
     engine, sync = sync_of(server)

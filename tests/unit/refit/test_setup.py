@@ -6,7 +6,7 @@ import pytest
 
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.refit import export, setup
+from nemo_edo.refit import disk, setup
 
 VLLM = ["generation.backend=vllm"]
 CORRECTED = "grpo.sampler_correction=tis"
@@ -21,10 +21,10 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
     size = setup.weight_bytes(cfg, tiny_qwen2)
     files = sum(file.stat().st_size for file in tiny_qwen2.glob("*.safetensors"))
     assert size == pytest.approx(files, rel=0.05)
-    monkeypatch.setattr(export, "free_bytes", lambda folder: 2 * size - 1)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2 * size - 1)
     with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}"):
         setup.check_refit(cfg, tmp_path / "run")
-    monkeypatch.setattr(export, "free_bytes", lambda folder: 2 * size)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2 * size)
     setup.check_refit(cfg, tmp_path / "run")
 
 

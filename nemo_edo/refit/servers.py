@@ -1,11 +1,11 @@
-"""Servers on the trainer's GPUs free their memory while it trains: vLLM's sleep mode.
+"""What vLLM is told besides its weights: their name, what to forget, and when to sleep.
 
-Level 2 drops weights and KV cache, as the next refit sends other weights. On waking, the memory of the weights is
-allocated and filled first, and then that of the cache.
+These are its development endpoints (VLLM_SERVER_DEV_MODE=1): nothing but the run may reach them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from nemo_edo.generation.replica import Replica
@@ -13,13 +13,51 @@ from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker
 
+CACHE_RESETS = 20
+"""Attempts: while a request that was given up still holds blocks, the cache stays."""
+CACHE_WAIT_S = 0.25
+
+
+def reset_prefix_cache(replica: Replica) -> None:
+    """Drops keys and values of earlier weights. Raises ServerError where the server keeps some."""
+    for _ in range(CACHE_RESETS):
+        if replica.request("POST", "/reset_prefix_cache")["success"]:
+            return
+        time.sleep(CACHE_WAIT_S)
+    raise ServerError(f"{replica}: its prefix cache cannot be reset: requests still hold blocks of it")
+
+
+def name_weights(replica: Replica, name: str) -> None:
+    """Names the server's weights, and reads the name back."""
+    replica.request("POST", "/update_weight_version", json={"new_version": name})
+    require_weights(replica, name)
+
+
+def name_of_weights(replica: Replica) -> str:
+    return replica.request("GET", "/weight_info")["weight_version"]
+
+
+def require_weights(replica: Replica, name: str) -> None:
+    """Raises ServerError unless the server's weights have this name: otherwise it was restarted, or given others."""
+    found = name_of_weights(replica)
+    if found != name:
+        raise ServerError(
+            f"{replica} has the weights {found!r} where {name!r} are expected: it was restarted, or something else "
+            "has given it weights; its answers are not used"
+        )
+
+
 LEVEL = 2
 ENOUGH = 0.5
 """Share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest."""
 
 
 class SleepOnTrainersGPUs:
-    """Servers sleep while the trainer needs their GPUs."""
+    """Servers on the trainer's GPUs free their memory while it trains: vLLM's sleep mode.
+
+    Level 2 drops weights and KV cache, as the next refit sends other weights. On waking, the memory of the weights is
+    allocated and filled first, and then that of the cache.
+    """
 
     def __init__(self, expected_bytes: int, workers: Workers) -> None:
         """expected_bytes: memory of the servers on all GPUs."""
