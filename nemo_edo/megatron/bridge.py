@@ -23,7 +23,7 @@ from nemo_edo.data.model_weights import unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import check_family, set_layer_spec
-from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support, dimensions
+from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.routing import forget_routers
 from nemo_edo.megatron.splits import check_adapters, check_device, check_splits
@@ -182,8 +182,7 @@ def _provider(bridge, parallelism: ParallelismConfig, precision: PrecisionConfig
         if not (provider.yarn_mscale and provider.yarn_mscale_all_dim):  # transformers takes both or neither
             provider.yarn_mscale = provider.yarn_mscale_all_dim = None
     check_splits(provider, parallelism, provider.vocab_size)
-    gathers = parallelism.sequence_parallel and parallelism.tensor_model_parallel_size > 1
-    check_dimensions(precision, dimensions(provider, parallelism), gathers=gathers)
+    check_dimensions(precision, provider, parallelism)
     configure_precision(provider, precision)
     _configure_training(provider, parallelism)
     return provider

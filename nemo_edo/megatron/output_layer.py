@@ -41,24 +41,20 @@ class LossHead:
         self._vocab_size = vocab_size
         self._layer = model.output_layer if model.post_process else None
         self._weight: Tensor | None = None
-        self._multiplies = self._layer is not None and self._only_multiplies(model, kind)
+        plain = type(self._layer) is ColumnParallelLinear and self._layer.bias is None
+        self._multiplies = plain and model.config.mtp_num_layers is None
         self._kind = kind
+        if kind == "fused" and self._layer is not None and not self._multiplies:
+            raise UserError(
+                "model.loss_head fused needs an output layer that is a matrix product and no more; this model's is "
+                f"{type(self._layer).__name__}: set model.loss_head=logits"
+            )
 
     def fuses(self, positions: int) -> bool:
         """Whether a pass that reads so many positions has no logits in memory."""
         if not self._multiplies or self._kind == "logits":
             return False
         return self._kind == "fused" or positions * self._layer.output_size_per_partition >= FUSED_FROM_LOGITS
-
-    def _only_multiplies(self, model: MegatronModule, kind: str) -> bool:
-        plain = type(self._layer) is ColumnParallelLinear and self._layer.bias is None
-        plain = plain and model.config.mtp_num_layers is None
-        if kind == "fused" and not plain:
-            raise UserError(
-                "model.loss_head fused needs an output layer that is a matrix product and no more; this model's is "
-                f"{type(self._layer).__name__}: set model.loss_head=logits"
-            )
-        return plain
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

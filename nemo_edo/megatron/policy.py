@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_edo.config import ModelConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.megatron.bridge import BuiltModel, shares_mxfp8_buffer
-from nemo_edo.megatron.lora import adapters_off, merge_adapters
+from nemo_edo.megatron.lora import merge_adapters
 from nemo_edo.megatron.optimizer_state import adapt_checkpointing, parts
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.megatron.precision import DTYPES
@@ -134,7 +134,10 @@ class MegatronPolicy:
     def snapshot(self, *, resident: bool = False) -> Weights:
         """A copy of the current trained weights: on their own device, or in host memory (pinned with a GPU)."""
         weights = [parameter.detach() for parameter in self._parameters()]
-        return [weight.clone() for weight in weights] if resident else [_copy_to_host(weight) for weight in weights]
+        if resident:
+            return [weight.clone() for weight in weights]
+        # Pinned memory: a GPU reads and writes it at the full speed of its bus.
+        return [torch.empty_like(w, device="cpu", pin_memory=w.is_cuda).copy_(w) for w in weights]
 
     def load(self, weights: Weights) -> None:
         """Puts a snapshot's weights in place. The optimizer's fp32 copies, where it has them, follow."""
@@ -166,20 +169,9 @@ class MegatronPolicy:
         finally:
             _exchange(pairs)
 
-    @contextlib.contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Inside the block the model computes without its adapters: with the weights that they were initialised on."""
-        with adapters_off(self.chunks):
-            yield
-
     def _parameters(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
             yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
-
-
-def _copy_to_host(weight: Tensor) -> Tensor:
-    """Pinned memory: a GPU reads and writes it at the full speed of its bus."""
-    return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from packaging.version import Version
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 
-HIDDEN = "hidden size"
 BLOCK = 128
 """Tokens, and numbers of a token, that the blockwise recipe scales together."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +41,7 @@ class _Needs:
     gpus: str
 
     def allow(self, capability: tuple[int, int]) -> bool:
-        return capability >= self.capability and (self.below is None or capability < self.below)
+        return self.capability <= capability < (self.below or (99, 0))
 
 
 # The capabilities and CUDA versions are those of Transformer Engine's own checks (check_fp8_support and its sisters
@@ -95,20 +93,30 @@ def token_multiple(recipe: str, *, gathers: bool) -> int:
     return BLOCK if recipe == "blockwise" and gathers else get_fp8_align_size(recipe)
 
 
-def check_dimensions(precision: PrecisionConfig, sizes: Mapping[str, int], *, gathers: bool = False) -> None:
-    """Raises UserError where a dimension of a rank's matrix products is not a multiple of what FP8 needs.
-
-    sizes: the dimensions by what they are ("hidden size"), as one tensor-parallel rank has them. gathers: as for
-    ``token_multiple``.
-    """
+def check_dimensions(precision: PrecisionConfig, model, parallelism: ParallelismConfig) -> None:
+    """Raises UserError where a dimension of a rank's matrix products is not a multiple of what FP8 needs. model:
+    Megatron's config of it."""
     if precision.fp8 is None:
         return
-    step, of_hidden = get_fp8_align_size(precision.fp8_recipe), token_multiple(precision.fp8_recipe, gathers=gathers)
-    if sizes[HIDDEN] % of_hidden and not sizes[HIDDEN] % step:
+    tensor = parallelism.tensor_model_parallel_size
+    groups = model.num_query_groups or model.num_attention_heads
+    sizes = {
+        "hidden size": model.hidden_size,
+        "queries, keys and values": (model.num_attention_heads + 2 * groups) * model.kv_channels // tensor,
+        "attention output": model.num_attention_heads * model.kv_channels // tensor,
+    }
+    if model.num_moe_experts:
+        expert = parallelism.expert_tensor_parallel_size or tensor
+        sizes["units of an expert"] = model.moe_ffn_hidden_size // expert
+    else:
+        sizes["units of an MLP"] = model.ffn_hidden_size // tensor
+    step, gathers = get_fp8_align_size(precision.fp8_recipe), parallelism.sequence_parallel and tensor > 1
+    of_hidden = token_multiple(precision.fp8_recipe, gathers=gathers)
+    if model.hidden_size % of_hidden and not model.hidden_size % step:
         raise UserError(
             f"precision.fp8_recipe {precision.fp8_recipe} with parallelism.sequence_parallel needs a hidden size that "
-            f"is a multiple of {of_hidden}, the model's is {sizes[HIDDEN]}: set parallelism.sequence_parallel=false or "
-            "precision=fp8"
+            f"is a multiple of {of_hidden}, the model's is {model.hidden_size}: set "
+            "parallelism.sequence_parallel=false or precision=fp8"
         )
     odd = [f"{name} {size}" for name, size in sizes.items() if size % step]
     if odd:
@@ -116,21 +124,6 @@ def check_dimensions(precision: PrecisionConfig, sizes: Mapping[str, int], *, ga
             f"precision.fp8_recipe {precision.fp8_recipe} needs multiples of {step} on each tensor-parallel rank, the "
             f"model has {', '.join(odd)}: choose a smaller parallelism.tensor_model_parallel_size or precision=bf16"
         )
-
-
-def dimensions(model, parallelism: ParallelismConfig) -> dict[str, int]:
-    """The sizes of a rank's matrix products in the layers. model: Megatron's config of it."""
-    tensor = parallelism.tensor_model_parallel_size
-    groups = model.num_query_groups or model.num_attention_heads
-    sizes = {
-        HIDDEN: model.hidden_size,
-        "queries, keys and values": (model.num_attention_heads + 2 * groups) * model.kv_channels // tensor,
-        "attention output": model.num_attention_heads * model.kv_channels // tensor,
-    }
-    if model.num_moe_experts:
-        expert = parallelism.expert_tensor_parallel_size or tensor
-        return sizes | {"units of an expert": model.moe_ffn_hidden_size // expert}
-    return sizes | {"units of an MLP": model.ffn_hidden_size // tensor}
 
 
 CUBLAS_TF32 = "NVIDIA_TF32_OVERRIDE"

@@ -24,13 +24,15 @@ def check_world(parallelism: ParallelismConfig, world: int) -> None:
         "pipeline_model_parallel_size": parallelism.pipeline_model_parallel_size,
         "context_parallel_size": parallelism.context_parallel_size,
     }
-    _divide_world(sizes, parallelism.model_ranks, world)
     expert = {
         "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size or sizes["tensor_model_parallel_size"],
         "expert_model_parallel_size": parallelism.expert_model_parallel_size,
         "pipeline_model_parallel_size": parallelism.pipeline_model_parallel_size,
     }
-    _divide_world(expert, parallelism.expert_ranks, world)
+    for named, product in ((sizes, parallelism.model_ranks), (expert, parallelism.expert_ranks)):
+        if world % product:
+            split = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1)
+            raise UserError(f"{split} needs a multiple of {product} processes, got {world} (or set parallelism=auto)")
 
 
 def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, machine: DeviceSupport) -> None:
@@ -54,12 +56,6 @@ def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, mac
         )
 
 
-def _divide_world(sizes: dict[str, int], product: int, world: int) -> None:
-    if world % product:
-        split = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise UserError(f"{split} needs a multiple of {product} processes, got {world} (or set parallelism=auto)")
-
-
 def check_splits(model: TransformerConfig | ModelShape, parallelism: ParallelismConfig, vocab_size: int) -> None:
     """Raises UserError where a size does not divide what it splits of ``model``, and says which sizes would do."""
     split = {
@@ -70,11 +66,7 @@ def check_splits(model: TransformerConfig | ModelShape, parallelism: Parallelism
     if not model.num_moe_experts:
         split["units of an MLP"] = model.ffn_hidden_size
     _divides("tensor_model_parallel_size", parallelism.tensor_model_parallel_size, split)
-    _check_layers(model.num_layers, parallelism)
-    _check_experts(model, parallelism)
-
-
-def _check_layers(layers: int, parallelism: ParallelismConfig) -> None:
+    layers = model.num_layers
     pipeline, virtual = parallelism.pipeline_model_parallel_size, parallelism.virtual_pipeline_model_parallel_size
     _divides("pipeline_model_parallel_size", pipeline, {"layers": layers})
     if virtual is not None:
@@ -86,9 +78,6 @@ def _check_layers(layers: int, parallelism: ParallelismConfig) -> None:
             f"parallelism.recompute_num_layers {parallelism.recompute_num_layers} is more than the {in_a_row} layers "
             "that a process has in a row"
         )
-
-
-def _check_experts(model: TransformerConfig | ModelShape, parallelism: ParallelismConfig) -> None:
     expert, tensor = parallelism.expert_model_parallel_size, parallelism.expert_tensor_parallel_size
     if not model.num_moe_experts:
         for name, size in (("expert_model_parallel_size", expert), ("expert_tensor_parallel_size", tensor or 1)):
@@ -99,11 +88,8 @@ def _check_experts(model: TransformerConfig | ModelShape, parallelism: Paralleli
         raise UserError("experts with biases cannot be split: set parallelism.expert_tensor_parallel_size=1")
     _divides("expert_model_parallel_size", expert, {"experts": model.num_moe_experts})
     tensor = tensor or parallelism.tensor_model_parallel_size
-    _divides(
-        "expert_tensor_parallel_size",
-        tensor,
-        {"units of an expert": model.moe_ffn_hidden_size or model.ffn_hidden_size},
-    )
+    units = {"units of an expert": model.moe_ffn_hidden_size or model.ffn_hidden_size}
+    _divides("expert_tensor_parallel_size", tensor, units)
     if parallelism.tensor_model_parallel_size > 1 and not parallelism.sequence_parallel:
         raise UserError(
             f"parallelism.tensor_model_parallel_size {parallelism.tensor_model_parallel_size} needs "

@@ -26,6 +26,7 @@ from nemo_edo.losses import (
     token_spread,
 )
 from nemo_edo.megatron.forward_backward import LossFunction, Terms, forward_backward
+from nemo_edo.megatron.lora import adapters_off
 from nemo_edo.megatron.policy import Weights
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
 from nemo_edo.types import TrainingBatch
@@ -101,7 +102,7 @@ class MegatronGPTExploringModel(MegatronGPTModel):
         """Inside the block the model computes as the frozen reference."""
         if not self._has_reference:
             raise RuntimeError("no reference policy: call freeze_reference() before training")
-        return self.policy.without_adapters() if self._without_adapters else self.policy.weights(self.reference)
+        return adapters_off(self.policy.chunks) if self._without_adapters else self.policy.weights(self.reference)
 
     @property
     def _without_adapters(self) -> bool:

@@ -82,7 +82,8 @@ class StopSignal:
     @property
     def was_asked(self) -> bool:
         """As ``is_asked``; no sign of life."""
-        return self._received or dispatch.asked_to_stop() or stop_is_asked()
+        workers = dispatch.met()
+        return self._received or (workers is not None and workers.asked_to_stop) or stop_is_asked()
 
     def _end_at_the_second(self) -> None:
         """Ends the process at its second signal to stop."""
@@ -146,11 +147,12 @@ class StallWatch:
                 self._end()
             if over > 0 and asked_at != last:
                 asked_at = last
-                dispatch.write_stacks(self._path.parent)
+                if (workers := dispatch.met()) is not None:
+                    workers.write_stacks(self._path.parent)
             time.sleep(min(1.0, -over if over < 0 else GRACE_S - over))
 
     def _end(self) -> None:
-        silent = dispatch.waited_for()
+        silent = "" if (workers := dispatch.met()) is None else workers.waited_for()
         who = f" ({silent})" if silent else ""
         message = (
             f"nemo-edo: no progress for {self._limit_s:g} s (cluster.stalled_after_s){who}; stacks are in {self._path}"

@@ -147,10 +147,10 @@ class Workers:
         silent = [str(other) for other in self._others if not other.answers] if self._in_call else []
         return f"{', '.join(silent)} did not answer {self._name}" if silent else ""
 
-    def write_stacks(self, folder: str) -> None:
+    def write_stacks(self, folder: Path) -> None:
         """Has the other ranks write the stacks of their threads."""
         for other in self._others:
-            self._send(other, pack((STACKS, folder)))
+            self._send(other, pack((STACKS, str(folder))))
 
     def end(self) -> None:
         """Lets the other ranks end."""
@@ -205,11 +205,6 @@ class Workers:
             return f"{other} failed in {self._name}: {answer.error}\n{answer.trace}".rstrip()
         return None
 
-    def _any_error(self) -> str | None:
-        """An error that rank 0 is to raise as well."""
-        answers = [(other, other.answers[0].error) for other in self._others if other.answers]
-        return next((f"{other} failed in {self._name}: {error}" for other, error in answers if error), None)
-
     def _receive(self) -> None:
         """In a thread: rank 0 may wait for a failed rank in a collective."""
         waiting = {other.connection: other for other in self._others}
@@ -230,7 +225,11 @@ class Workers:
                         continue
                     self.asked_to_stop |= answer.asked_to_stop
                     other.answers.append(answer)
-                failure = self._failure() or self._any_error() if self._is_local_busy else None
+                failure = self._failure() if self._is_local_busy else None
+                if self._is_local_busy and failure is None:  # an error that rank 0 is to raise as well
+                    errors = ((other, other.answers[0].error) for other in self._others if other.answers)
+                    told = (f"{other} failed in {self._name}: {error}" for other, error in errors if error)
+                    failure = next(told, None)
                 self._changed.notify_all()
             if failure is None:
                 failed_at = None
@@ -295,20 +294,9 @@ def dismiss(*, met_only: bool = False) -> None:
             time.sleep(0.05)
 
 
-def asked_to_stop() -> bool:
-    """Whether another rank's process was asked to stop."""
-    return _workers is not None and _workers.asked_to_stop
-
-
-def waited_for() -> str:
-    """The ranks that have not answered the last call, in words; empty: none."""
-    return "" if _workers is None else _workers.waited_for()
-
-
-def write_stacks(folder: Path) -> None:
-    """Has the other ranks write the stacks of their threads."""
-    if _workers is not None:
-        _workers.write_stacks(str(folder))
+def met() -> Workers | None:
+    """This run's workers, where the ranks have met."""
+    return _workers
 
 
 def _place() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +15,7 @@ from nemo_edo.data.shares import joined
 from nemo_edo.interfaces import Arrivals, GenerationEngine, WeightSync
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 from nemo_edo.worker.dispatch import Workers
-from nemo_edo.worker.worker import Place, Responses, Worker
+from nemo_edo.worker.worker import Place, Worker
 
 if TYPE_CHECKING:
     from nemo_edo.models.megatron_gpt_model import MegatronGPTModel
@@ -123,39 +124,23 @@ class RemoteEngine:
         shares = [list(requests[share :: policy.shares]) for share in range(policy.shares)]
         longest = max(len(request.prompt_ids) for request in requests), max(r.limit(sampling) for r in requests)
 
-        def take(rank: int, responses: Responses) -> None:
+        def with_prompts(asked: Sequence[GenerationRequest], found: Sequence[Rollout]) -> list[Rollout]:
+            return [
+                replace(rollout, prompt_ids=request.prompt_ids, policy_version=self.policy_version)
+                for request, rollout in zip(asked, found, strict=True)
+            ]
+
+        def take(rank: int, ended: tuple[Sequence[int], list[Rollout]]) -> None:
             if arrivals is not None:
                 asked = shares[policy.places[rank].share]
-                arrivals.add(self._rollouts([asked[place] for place in responses.places], responses))
+                arrivals.add(with_prompts([asked[place] for place in ended[0]], ended[1]))
 
         policy.workers.on_news = take
         each, own = policy.for_each_rank(shares), partial(take, 0)
         answers = policy.workers.call(Worker.generate, sampling, longest, each=each, own=own)
         parts = zip(shares, policy.of_shares(answers), strict=True)
-        rollouts = [iter(self._rollouts(mine, responses)) for mine, responses in parts]
+        rollouts = [iter(with_prompts(asked, found)) for asked, found in parts]
         return [next(rollouts[place % len(rollouts)]) for place in range(len(requests))]
-
-    def _rollouts(self, requests: Sequence[GenerationRequest], responses: Responses) -> list[Rollout]:
-        end, rollouts = 0, []
-        parts = (responses.lengths, responses.texts, responses.finished, responses.stops, responses.experts)
-        for request, length, text, finished, stop, experts in zip(requests, *parts, strict=True):
-            begin, end = end, end + length
-            rollouts.append(
-                Rollout(
-                    problem_id=request.problem_id,
-                    sample_index=request.sample_index,
-                    prompt_ids=request.prompt_ids,
-                    response_ids=responses.ids[begin:end],
-                    response_logprobs=responses.logprobs[begin:end],
-                    text=text,
-                    finished=finished,
-                    policy_version=self.policy_version,
-                    seed=request.seed,
-                    stop=stop,
-                    routed_experts=experts,
-                )
-            )
-        return rollouts
 
 
 class SameCalls(Workers):

@@ -49,7 +49,10 @@ def _read(connection: Connection, calls: queue.SimpleQueue, busy: threading.Even
         except (EOFError, OSError):
             message = (END,)
         if message[0] == STACKS:
-            _write_stacks(Path(message[1]))
+            folder = Path(message[1])
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"stacks_rank_{os.environ['RANK']}.txt").open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
         elif message[0] == END:
             if busy.is_set() or not calls.empty():
                 os._exit(1)
@@ -57,9 +60,3 @@ def _read(connection: Connection, calls: queue.SimpleQueue, busy: threading.Even
             return
         else:
             calls.put(message)
-
-
-def _write_stacks(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"stacks_rank_{os.environ['RANK']}.txt").open("w", encoding="utf-8") as file:
-        faulthandler.dump_traceback(file, all_threads=True)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, ParallelismConfig, SFTConfig
 from nemo_edo.utils.garbage import free_unused_memory
@@ -39,37 +36,6 @@ class Place:
     layers: int
     """Of the whole model."""
     kernels: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Responses:
-    """Generated responses, end to end."""
-
-    places: Sequence[int]
-    """Of their requests."""
-    ids: np.ndarray
-    """int32"""
-    logprobs: np.ndarray
-    """float32"""
-    lengths: list[int]
-    texts: list[str]
-    finished: list[bool]
-    stops: list[str | None]
-    experts: list[bytes]
-    """``Rollout.routed_experts``"""
-
-    @classmethod
-    def of(cls, rollouts: Sequence[Rollout], places: Sequence[int]) -> Responses:
-        return cls(
-            places=places,
-            ids=np.fromiter(chain.from_iterable(rollout.response_ids for rollout in rollouts), np.int32),
-            logprobs=np.fromiter(chain.from_iterable(rollout.response_logprobs for rollout in rollouts), np.float32),
-            lengths=[len(rollout.response_ids) for rollout in rollouts],
-            texts=[rollout.text for rollout in rollouts],
-            finished=[rollout.finished for rollout in rollouts],
-            stops=[rollout.stop for rollout in rollouts],
-            experts=[rollout.routed_experts for rollout in rollouts],
-        )
 
 
 ALIVE_EVERY_S = 10.0
@@ -267,20 +233,24 @@ class Worker:
         requests: list[GenerationRequest],
         sampling: SamplingParams,
         longest: tuple[int, int],
-        take: Callable[[Responses], None] | None = None,
-    ) -> Responses | None:
-        """Responses to the share's requests. longest: prompt and response of all shares, in tokens. take: gets those
-        that have ended meanwhile, now and then none, in the controller's process; in others ``self.tell`` does."""
+        take: Callable[[tuple[list[int], list[Rollout]]], None] | None = None,
+    ) -> list[Rollout] | None:
+        """Responses to the share's requests, without their prompts, which the controller has. longest: prompt and
+        response of all shares, in tokens. take: gets the places and the responses of those that have ended meanwhile,
+        now and then none, in the controller's process; in others ``self.tell`` does."""
         take, told_at = take or self.tell, time.monotonic()
+
+        def without_prompts(rollouts: list[Rollout]) -> list[Rollout]:
+            return [replace(rollout, prompt_ids=()) for rollout in rollouts]
 
         def ended(places: list[int], rollouts: list[Rollout]) -> None:
             nonlocal told_at
             if self._answers and (places or time.monotonic() > told_at + ALIVE_EVERY_S):
                 told_at = time.monotonic()
-                take(Responses.of(rollouts, places))
+                take((places, without_prompts(rollouts)))
 
         rollouts = self._engine.generate(requests, sampling, longest, ended)
-        return Responses.of(rollouts, range(len(rollouts))) if self._answers else None
+        return without_prompts(rollouts) if self._answers else None
 
     # --- weights for others ---------------------------------------------------------------------------------------
 

@@ -78,7 +78,9 @@ class SDPAttention(MegatronModule):
         only for a single query that follows a cache. Packed: [t, n * d] from [t, n, d] and [t, g, d], each sequence by
         itself, preceded by the prompts that they share. There is no mask: attention is causal by itself."""
         if isinstance(packed_seq_params, SharedPrompts):
-            return self._shared(query, key, value, packed_seq_params)
+            blocks = zip(*(packed_seq_params.spread(part) for part in (query, key, value)), strict=True)
+            contexts = [self._attend(*(part.transpose(1, 2) for part in block), causal=True) for block in blocks]
+            return packed_seq_params.gather([context.transpose(1, 2) for context in contexts]).flatten(1)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
         queries = query.shape[0]
@@ -111,11 +113,6 @@ class SDPAttention(MegatronModule):
         sequences = zip(*parts, strict=True)
         contexts = [self._attend(*(part[None] for part in sequence), causal=True)[0] for sequence in sequences]
         return torch.cat(contexts, dim=1).transpose(0, 1).flatten(1)
-
-    def _shared(self, query: Tensor, key: Tensor, value: Tensor, pack: SharedPrompts) -> Tensor:
-        blocks = zip(*(pack.spread(part) for part in (query, key, value)), strict=True)
-        contexts = [self._attend(*(part.transpose(1, 2) for part in block), causal=True) for block in blocks]
-        return pack.gather([context.transpose(1, 2) for context in contexts]).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         """[b, n, s, d] from [b, n, s, d] and twice [b, g, k, d]."""

@@ -10,9 +10,9 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron.precision import (
     RECIPES,
     DeviceSupport,
+    check_dimensions,
     check_fp8_support,
     configure,
-    dimensions,
 )
 
 A100, ADA, H100, B200, RTX50 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -60,12 +60,12 @@ QWEN_05B = SimpleNamespace(
 
 
 def test_dimensions_are_those_of_one_tensor_parallel_rank():
-    assert dimensions(QWEN_05B, ParallelismConfig(2)) == {
-        "hidden size": 896,
-        "queries, keys and values": (14 + 2 + 2) * 64 // 2,
-        "attention output": 14 * 64 // 2,
-        "units of an MLP": 2432,
-    }
+    check_dimensions(fp8("tensorwise"), QWEN_05B, ParallelismConfig(2))
+    with pytest.raises(UserError, match="queries, keys and values 72, units of an MLP 304"):
+        check_dimensions(fp8("tensorwise"), QWEN_05B, ParallelismConfig(16))
+    with pytest.raises(UserError, match="hidden size that is a multiple of 128, the model's is 848"):
+        model = SimpleNamespace(**{**vars(QWEN_05B), "hidden_size": 848})
+        check_dimensions(fp8("blockwise"), model, ParallelismConfig(2, sequence_parallel=True))
 
 
 @pytest.mark.parametrize("precision", [fp8("delayed", fp8_margin=1), fp8("tensorwise", bf16_layers_at_start=1)])
