@@ -9,8 +9,6 @@ from helpers.synchronisations import counted
 from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.data.shares import MicroBatching
-from nemo_edo.losses import dpo_loss, sequence_logprobs
 from nemo_edo.models import MegatronGPTGRPOModel
 from nemo_edo.models.megatron_gpt_model import model_config
 
@@ -72,21 +70,6 @@ def test_alpha_zero_takes_the_steps_of_exploration_off_to_the_last_bit(arm, as_c
     alpha_zero, off = weights(alpha=0.0, exploration_coefficient=None), weights(exploration_coefficient=0.0)
     assert all(map(torch.equal, alpha_zero, off))
     assert not any(map(torch.equal, alpha_zero, weights()))  # exploration acts from the second step on
-
-
-def test_ed_idpo_with_alpha_zero_takes_the_steps_of_dpo_alone_to_the_last_bit(make_model, tiny, pairs, as_collected):
-    def dpo(logprobs, entropies, micro, _=0.0):
-        policy, ref = (sequence_logprobs(values, micro.mask) for values in (logprobs, micro.ref_logprobs))
-        chosen, rejected = micro.pair_role == 1, micro.pair_role == -1
-        return {"dpo": dpo_loss(policy[chosen], policy[rejected], ref[chosen], ref[rejected], beta=0.3)}, {}
-
-    model, off = make_model(ED_IDPO), make_model(replace(ED_IDPO, exploration_coefficient=0.0))
-    batch = as_collected(model, pairs)
-    model.start_training(3)
-    for _ in range(3):
-        tiny.train_step(model.policy, batch, dpo, loss_counts={"dpo": 2.0}, micro_batching=MicroBatching(2),
-                                temperature=TEMPERATURE)
-    assert all(map(torch.equal, train(off, as_collected(off, pairs))[1], model.policy.snapshot()))
 
 
 def test_exploration_lowers_the_probability_of_what_was_sampled(arm, as_collected):

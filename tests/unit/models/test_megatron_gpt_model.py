@@ -134,3 +134,12 @@ def test_a_training_config_with_an_unknown_key_is_an_error_that_names_it(model):
     settings.training.alhpa = 0.1
     with pytest.raises(errors.ConfigKeyError, match="alhpa"):
         type(model)(settings)
+
+
+def test_the_loss_of_sft_is_the_mean_negative_log_likelihood_of_response_tokens(make_model, tiny):
+    model, batch = make_model(CONFIGS["sft"]), tiny.random_batch()
+    logprobs, entropies = over(model).logprobs(batch)
+    terms, metrics = model.loss(logprobs, entropies, batch, 0.0)
+    assert metrics == {}
+    assert float(terms["sft"].sum) == pytest.approx(-float((logprobs * batch.mask).sum()), rel=1e-6)
+    assert float(terms["sft"].count) == model.loss_counts(batch)["sft"] == float(batch.mask.sum())

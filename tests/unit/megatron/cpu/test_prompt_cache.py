@@ -4,32 +4,13 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_edo.generation import megatron_engine
-from nemo_edo.megatron.decoding_cache import CacheContext, CachedPrompts, PromptCacheContext, PromptRows
+from nemo_edo.megatron.decoding_cache import CacheContext, PromptCacheContext
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 STOPS = range(1, 12)
 MODELS = {"qwen2": {}, "qwen3": {"num_key_value_heads": 4}, "llama": {}}
-
-
-@st.composite
-def owners(draw) -> tuple[torch.Tensor, int]:
-    prompts = draw(st.integers(1, 5))
-    return torch.tensor(draw(st.lists(st.integers(0, prompts - 1), min_size=1, max_size=12))), prompts
-
-
-@given(owners(), st.integers(1, 3), st.integers(1, 2))
-def test_scores_and_contexts_are_those_of_a_copy_for_each_row(case, groups: int, queries: int):
-    owner, prompts = case
-    keys, values = torch.randn(2, prompts, groups, 7, 4, dtype=torch.float64)
-    cached = CachedPrompts(keys, values, PromptRows.of(owner, prompts))
-    asked = torch.randn(len(owner), groups, queries, 4, dtype=torch.float64)
-    scores = cached.scores(asked)
-    torch.testing.assert_close(scores, asked @ keys[owner].transpose(-1, -2))
-    torch.testing.assert_close(cached.context(scores), scores @ values[owner])
 
 
 @pytest.fixture(params=MODELS)
