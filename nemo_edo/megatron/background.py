@@ -89,21 +89,17 @@ def _write(
         _, written[place] = FileSystemWriterAsync.write_preloaded_data(
             transforms, place, write_bucket=bucket, results_queue=None, count_queue=None, use_fsync=True
         )
-        if isinstance(written[place], Exception):
-            results.put(_system_error(written[place]))
+        if isinstance(failed := written[place], Exception):
+            # The system's error behind a library's; where torch's writer of archives hides it, that of a full disk.
+            behind: BaseException | None = failed
+            while behind is not None and not isinstance(behind, OSError):
+                behind = behind.__cause__ or behind.__context__
+            hidden = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if "unexpected pos" in str(failed) else failed
+            results.put(behind or hidden)
             return
     results.put(written)
     paths = [Path(path) for path, *_ in buckets]
     checksums.put({path.name: checksum(path) for path in paths if path.is_file()})
-
-
-def _system_error(error: BaseException) -> BaseException:
-    """The system's error behind a library's; where torch's writer of archives hides it, that of a full disk."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):
-        behind = behind.__cause__ or behind.__context__
-    hidden = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if "unexpected pos" in str(error) else error
-    return behind or hidden
 
 
 class _Mailbox:

@@ -153,9 +153,8 @@ def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> N
     if there is None:
         raise UserError(f"{folder} has weights only, no optimizer state to resume from")
     here = {**_layout(), **_optimizer_needs(policy, reshardable=True)}
-    different = [key for key in there if there[key] != here[key]]
-    if different:
-        raise UserError(f"{folder} holds another optimizer's state: {_sides(there, here, different)}")
+    if different := _differences(there, {key: here[key] for key in there}):
+        raise UserError(f"{folder} holds another optimizer's state: {different}")
 
 
 def _architecture(policy: MegatronPolicy) -> dict[str, Any]:
@@ -176,9 +175,7 @@ def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any
 
 def changed_layout(folder: Path) -> str | None:
     """How the checkpoint's layout differs from this one, in words; None: not at all."""
-    there, here = _about(folder)["layout"], _layout()
-    different = [key for key in here if there[key] != here[key]]
-    return _sides(there, here, different) if different else None
+    return _differences(_about(folder)["layout"], _layout()) or None
 
 
 def _layout() -> dict[str, int]:
@@ -191,8 +188,9 @@ def _layout() -> dict[str, int]:
     }
 
 
-def _sides(there: dict[str, Any], here: dict[str, Any], keys: list[str]) -> str:
-    return ", ".join(f"{key} is {there[key]} there and {here[key]} here" for key in keys)
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """In words; empty: there are none."""
+    return ", ".join(f"{key} is {there[key]} there and {here[key]} here" for key in here if there[key] != here[key])
 
 
 def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict, *, is_loading: bool) -> dict:

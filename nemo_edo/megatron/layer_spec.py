@@ -59,7 +59,21 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
     if device.type == "cpu":
         without_cuda.configure(provider)
     elif not HAVE_TE:
-        _do_without_transformer_engine(provider)
+        try:
+            import transformer_engine.pytorch  # noqa: F401
+
+            why = "its import has failed before"
+        except ImportError as error:
+            why = str(error)
+        logger.warning(
+            "Transformer Engine is absent (%s): torch's and Megatron's own layers replace its faster ones, and FP8 and "
+            "context parallelism are not available",
+            why,
+        )
+        # The kernels that come with it or with apex.
+        provider.apply_rope_fusion = provider.moe_permute_fusion = False
+        if find_spec("scaled_masked_softmax_cuda") is None:
+            provider.masked_softmax_fusion = False
 
 
 NEEDS_TE = {
@@ -91,25 +105,6 @@ def check_family(model_type: str | None, source: str) -> None:
             f"{source}: model_type {model_type} has {NEEDS_TE[model_type]}, which need Transformer Engine and a GPU "
             "here; docs/models.md lists the families that train without"
         )
-
-
-def _do_without_transformer_engine(provider) -> None:
-    """On a GPU: says that and why it is absent, and turns off the kernels that come with it or with apex."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-
-        why = "its import has failed before"
-    except ImportError as error:
-        why = str(error)
-    logger.warning(
-        "Transformer Engine is absent (%s): torch's and Megatron's own layers replace its faster ones, and FP8 and "
-        "context parallelism are not available",
-        why,
-    )
-    for name in ("apply_rope_fusion", "moe_permute_fusion"):
-        setattr(provider, name, False)
-    if find_spec("scaled_masked_softmax_cuda") is None:
-        provider.masked_softmax_fusion = False
 
 
 def choose_attention(attention: str, config: TransformerConfig, device: torch.device, *, has_te: bool) -> str:

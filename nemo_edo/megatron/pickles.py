@@ -10,9 +10,9 @@ import contextlib
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from megatron.core.optimizer import Adam, CPUAdam
@@ -32,6 +32,7 @@ _PLAIN = {
     for name in names
 }
 _PLAIN |= {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+_PLAIN |= {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """What the metadata of a checkpoint is made of: classes without side effects."""
 
 
@@ -51,18 +52,14 @@ _SCALES |= {
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, allowed: Collection[tuple[str, str]]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
     def find_class(self, module: str, name: str) -> Any:
-        if self.is_allowed(module, name):
+        if (module, name) in self._allowed:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
-
-    def is_allowed(self, module: str, name: str) -> bool:
-        return (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-
-
-class _ScalesUnpickler(_Unpickler):
-    def is_allowed(self, module: str, name: str) -> bool:
-        return (module, name) in _SCALES
 
 
 def check_metadata(folder: Path) -> None:
@@ -70,7 +67,7 @@ def check_metadata(folder: Path) -> None:
     path = folder / FILE
     try:
         with path.open("rb") as file:
-            read = _Unpickler(file).load()
+            read = _Unpickler(file, _PLAIN).load()
         files = {Path(place.relative_path) for place in read.storage_data.values()}
     except Exception as error:  # a damaged or forged pickle raises any type
         raise UserError(f"{path} is not loaded: {error}") from error
@@ -85,7 +82,7 @@ def check_scales(folder: Path, state: Mapping[str, Any]) -> None:
     for name, part in state.items():
         if "_extra_state" in name and isinstance(part, torch.Tensor) and part.numel():
             try:
-                _ScalesUnpickler(io.BytesIO(part.cpu().numpy().tobytes())).load()
+                _Unpickler(io.BytesIO(part.cpu().numpy().tobytes()), _SCALES).load()
             except Exception as error:  # as in check_metadata
                 raise UserError(f"{folder} is not loaded: its {name}: {error}") from error
 

@@ -50,7 +50,13 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
 
         platform.init_process_group(platform.enter())
         with contextlib.ExitStack() as cleanup:
-            unpacked = self._unpack(Path(restore_path), cleanup)
+            archive, folder = Path(restore_path), [None]
+            if torch.distributed.get_rank() == 0:
+                folder = [tempfile.mkdtemp(prefix=f"{archive.name}.", dir=archive.parent)]
+                cleanup.callback(shutil.rmtree, folder[0])
+                self._unpack_nemo_file(path2file=str(archive), out_folder=folder[0])
+            torch.distributed.broadcast_object_list(folder)
+            unpacked = Path(folder[0])
             config = OmegaConf.load(unpacked / self.model_config_yaml)
             torch.distributed.barrier()  # every rank has read it
             if override_config_path is not None:
@@ -63,13 +69,3 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
             # An export copies the tokenizer from the folder, so it lasts as long as the model.
             weakref.finalize(instance, cleanup.pop_all().close)
         return instance
-
-    def _unpack(self, archive: Path, cleanup: contextlib.ExitStack) -> Path:
-        """A new folder next to the archive with its contents; the first rank's ``cleanup`` removes it."""
-        folder = [None]
-        if torch.distributed.get_rank() == 0:
-            folder = [tempfile.mkdtemp(prefix=f"{archive.name}.", dir=archive.parent)]
-            cleanup.callback(shutil.rmtree, folder[0])
-            self._unpack_nemo_file(path2file=str(archive), out_folder=folder[0])
-        torch.distributed.broadcast_object_list(folder)
-        return Path(folder[0])

@@ -46,10 +46,6 @@ class _Config(ctypes.Structure):
 
     _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
 
-    @classmethod
-    def non_blocking(cls) -> _Config:
-        return cls(ctypes.sizeof(cls), 0xCAFEBEEF, OLDEST, 0)
-
 
 _FUNCTIONS: dict[str, tuple] = {
     "ncclGetVersion": (POINTER(c_int),),
@@ -139,7 +135,10 @@ class Communicator:
     def join(self, rank: int, size: int, check: Callable[[], None]) -> None:
         """Returns once all ranks have joined, and have added up a number, as vLLM's workers do first."""
         self._communicator = c_void_p()
-        shared, config = _UniqueId.from_buffer_copy(self.unique_id), _Config.non_blocking()
+        shared, config = (
+            _UniqueId.from_buffer_copy(self.unique_id),
+            _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, OLDEST, 0),
+        )
         place = byref(self._communicator)
         self._call("ncclCommInitRankConfig", check, place, size, shared, rank, byref(config), waits=False)
         self._collective("ncclAllReduce", torch.zeros(1, device=self._device), _SUM, check)

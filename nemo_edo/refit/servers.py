@@ -69,12 +69,14 @@ class SleepOnTrainersGPUs:
     def begin(self, replicas: Sequence[Replica]) -> None:
         """The servers lose their weights. Raises ServerError where one does not sleep, or its memory is not free
         afterwards."""
-        before = self._free_memory()
+        before = self._workers.call(Worker.free_gpu_memory)[0]
         for replica in replicas:
             replica.request("POST", "/sleep", params={"level": LEVEL})
             if not _is_sleeping(replica):
                 raise ServerError(f"{replica} does not sleep: it was started without --enable-sleep-mode, or on a CPU")
-        self._released = [now - then for now, then in zip(self._free_memory(), before, strict=True)]
+        self._released = [
+            now - then for now, then in zip(self._workers.call(Worker.free_gpu_memory)[0], before, strict=True)
+        ]
         if sum(self._released) < ENOUGH * self._expected:
             raise ServerError(
                 f"sleeping servers have freed {sum(self._released) / 2**30:.2f} GiB of GPU memory, but use "
@@ -85,7 +87,7 @@ class SleepOnTrainersGPUs:
     def make_room(self) -> None:
         """Releases the ranks' cached memory. Raises ServerError where a server could not have what it
         gave back, as weights, gradients and the optimizer's states have taken it."""
-        free = self._free_memory()
+        free = self._workers.call(Worker.free_gpu_memory)[0]
         for rank, (has, needs) in enumerate(zip(free, self._released or [0] * len(free), strict=True)):
             if has < needs:
                 raise ServerError(
@@ -104,10 +106,6 @@ class SleepOnTrainersGPUs:
         replica.request("POST", "/wake_up", params={"tags": "kv_cache"})
         if _is_sleeping(replica):
             raise ServerError(f"{replica} still sleeps after it was woken")
-
-    def _free_memory(self) -> list[int]:
-        """Free bytes on each rank's GPU, once the ranks have released what they do not use."""
-        return self._workers.call(Worker.free_gpu_memory)[0]
 
 
 def _is_sleeping(replica: Replica) -> bool:

@@ -60,7 +60,7 @@ class Worker:
         device_and_groups(parallelism, seed, threads)
 
     def enter(self, threads: int | None) -> None:
-        """Joins the other ranks before the model's split is known."""
+        """As ``begin``, before the model's split is known."""
         from nemo_edo.megatron import platform
 
         platform.init_process_group(platform.enter(threads))
