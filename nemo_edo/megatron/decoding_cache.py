@@ -177,7 +177,9 @@ class PromptCacheContext(CacheContext):
         for layer, cached in self._prompts.items():
             added = (part[: prompts.sequence_len_offset] for part in prompts.key_value_memory_dict.pop(layer))
             both = ((old[used], new.permute(1, 2, 0, 3)) for old, new in zip(cached, added, strict=True))
-            self._prompts[layer] = tuple(torch.cat([_padded(part, longest) for part in pair]) for pair in both)
+            # Each [prompts, groups, length, width].
+            padded = ([F.pad(part, (0, 0, 0, longest - part.shape[2])) for part in pair] for pair in both)
+            self._prompts[layer] = tuple(torch.cat(pair) for pair in padded)
             parts = self.key_value_memory_dict[layer]
             grown = tuple(empty_rows(part, count, self._places, by_head=True) for part in parts)
             for part, before in zip(grown, parts, strict=True):
@@ -221,8 +223,3 @@ class PromptCacheContext(CacheContext):
         if self.starts is not None:
             self.starts, self._outside = self.starts[rows], self._outside[rows]
         self._rows = PromptRows.of(self._rows.owner[rows], self._rows.prompts)
-
-
-def _padded(prompts: Tensor, length: int) -> Tensor:
-    """[prompts, groups, length, width]."""
-    return F.pad(prompts, (0, 0, 0, length - prompts.shape[2]))

@@ -40,25 +40,20 @@ def enter(threads: int | None = None) -> torch.device:
         if find_spec("transformer_engine") is None:
             without_cuda.import_bridge()
         else:
-            _require_transformer_engine()
+            try:  # Megatron would compute without it, and Megatron-Bridge would end halfway through its imports
+                import transformer_engine.pytorch  # noqa: F401
+            except (ImportError, OSError) as error:
+                raise UserError(
+                    f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
+                    "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's "
+                    "kernels"
+                ) from error
         return _entered
     if threads is not None:
         torch.set_num_threads(threads)
     without_cuda.adapt()
     _entered = torch.device("cpu")
     return _entered
-
-
-def _require_transformer_engine() -> None:
-    """Raises UserError where it is installed and cannot be imported: Megatron would compute without it, and
-    Megatron-Bridge would end halfway through its imports."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError) as error:
-        raise UserError(
-            f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
-            "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's kernels"
-        ) from error
 
 
 def local_gpu(local_rank: int) -> torch.device:
@@ -75,20 +70,16 @@ def local_gpu(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank if visible > 1 else 0)
 
 
-def backend(device: torch.device) -> str:
-    """The torch.distributed backend for a device that ``enter`` returned."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def init_process_group(device: torch.device) -> None:
     """torch.distributed over torchrun's environment, or a world of one process where there is none."""
     if torch.distributed.is_initialized():
         return
     end_with_torchrun()
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        torch.distributed.init_process_group(backend(device))
+        torch.distributed.init_process_group(backend)
     else:  # a store in memory: no port that could be taken
-        torch.distributed.init_process_group(backend(device), store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | None) -> torch.device:
