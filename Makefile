@@ -83,6 +83,7 @@ docs: docs-env ## build the site into site/, every link checked
 PICTURES := $(patsubst %.dot,%.svg,$(wildcard docs/images/*.dot))
 pictures: $(PICTURES) env ## draw the diagrams and charts, and take the screenshots of the reports in runs/
 	$(VENV)/bin/python tools/docs/study_charts.py
+	$(VENV)/bin/python tools/docs/theory_charts.py
 	$(VENV)/bin/python tools/docs/screenshots.py
 
 docs/images/%.svg: docs/images/%.dot tools/docs/draw.py

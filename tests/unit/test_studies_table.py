@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import studies_table
 import study_charts
+import theory_charts
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
 from nemo_edo.experiments import study as study_module
@@ -62,3 +63,11 @@ def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
     ]
     del rows[-1]
     assert studies_table.tables(study)[-1] == "The candidates are judged when every cell is done."
+
+
+def test_the_theorys_page_compares_the_terms_gradient_with_its_closed_form():
+    old, moved = theory_charts.policies()
+    p = old.softmax(0)
+    for logits in (old, moved):
+        expected = ((p - logits.softmax(0)).square().sum() + (1 - p.square().sum()) / 64) ** 0.5
+        assert theory_charts.mean_gradient_norm(logits, old, 64) == pytest.approx(float(expected), rel=0.05)
