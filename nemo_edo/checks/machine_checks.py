@@ -20,7 +20,7 @@ from nemo_edo.checks.findings import Finding, failed, impossible, passed
 from nemo_edo.checks.machine import Machine
 from nemo_edo.errors import UserError
 from nemo_edo.utils import host_memory
-from nemo_edo.utils.slurm_tasks import first_that_resolves
+from nemo_edo.utils.ranks import first_that_resolves
 
 NEIGHBOURS = 4
 """Ranks that each rank connects to: with all, 512 ranks would open 260,000 connections."""

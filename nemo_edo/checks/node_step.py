@@ -22,7 +22,7 @@ from nemo_edo.checks.check_list import CHECKS
 from nemo_edo.checks.findings import FAIL, PASS, RunsIn
 from nemo_edo.checks.machine import Machine
 from nemo_edo.checks.selftest import carried_out
-from nemo_edo.utils.slurm_tasks import variables_of_torchrun
+from nemo_edo.utils.ranks import variables_of_torchrun
 
 UNHEALTHY = 4
 START_LIMIT_S = 300.0

@@ -17,7 +17,7 @@ from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.run.control import control_folder
 from nemo_edo.utils.files import replacing
-from nemo_edo.utils.slurm_tasks import first_that_resolves
+from nemo_edo.utils.ranks import first_that_resolves
 
 KEY = "NEMO_EDO_SERVER_KEY"
 """The environment variable with the servers' key."""

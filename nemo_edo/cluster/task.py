@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nemo_edo.cluster.serve import overrides_of_servers, serve
 from nemo_edo.errors import UserError
-from nemo_edo.utils.slurm_tasks import variables_of_torchrun
+from nemo_edo.utils.ranks import variables_of_torchrun
 
 
 def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str]) -> list[str]:

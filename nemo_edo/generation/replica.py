@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 
 from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
-from nemo_edo.utils.api_key import ApiKey
-from nemo_edo.utils.http import Fault, ServerError, exchange, open_session
+from nemo_edo.utils.http import ApiKey, Fault, ServerError, exchange, open_session
 from nemo_edo.utils.processes import end_session, kept
 
 POLL_EVERY_S = 0.25

@@ -21,8 +21,7 @@ from nemo_edo.generation.server_api import ServerAPI, server_python
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.trtllm_server import TRTLLM
 from nemo_edo.generation.vllm_server import VLLM
-from nemo_edo.utils.api_key import ApiKey, key_of_environment
-from nemo_edo.utils.http import ServerError
+from nemo_edo.utils.http import ApiKey, ServerError, key_of_environment
 from nemo_edo.utils.processes import package_file
 
 APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}

@@ -31,8 +31,7 @@ from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, reque
 from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
 from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout, ScoredRollout
-from nemo_edo.utils.api_key import key_of_environment
-from nemo_edo.utils.http import Fault, ServerError, exchange, open_session, retrying, run_tasks
+from nemo_edo.utils.http import Fault, ServerError, exchange, key_of_environment, open_session, retrying, run_tasks
 
 CHAT = "/chat/completions"
 REFUSES_ONE_REQUEST = (400, 413, 422)

@@ -1,4 +1,4 @@
-"""JSON over HTTP, with one client (aiohttp) and one policy of retries.
+"""JSON over HTTP, with one client (aiohttp), one policy of retries, and keys that appear in no message, log or file.
 
 httpx (0.28) scans its connection pool at the start and end of each request, which keeps a core busy, and answers
 waiting, at a few hundred requests in flight.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Coroutine, Mapping
@@ -21,8 +22,10 @@ import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from nemo_edo.errors import UserError
-from nemo_edo.utils.api_key import ApiKey
 
+HIDDEN = "***"
+SHORTEST_HIDDEN = 8
+"""Characters. A shorter key is not hidden: it is no secret, and may be part of ordinary text."""
 RETRIABLE = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 SHOWN_CHARACTERS = 500
@@ -53,6 +56,43 @@ class TimeLimit(Fault):
     """No answer came in time."""
 
 
+class ApiKey:
+    """Sent in each request's headers. Servers quote what they refuse, so all that comes from one goes through ``hide``
+    before it is shown or kept."""
+
+    def __init__(self, value: str | None) -> None:
+        """value: None: the server asks for none."""
+        self.value = value
+        self.headers = {} if value is None else {"Authorization": f"Bearer {value}"}
+
+    def __repr__(self) -> str:
+        return f"ApiKey({None if self.value is None else HIDDEN})"
+
+    def hide(self, text: str) -> str:
+        """The text without the key, as it is and as JSON may write it."""
+        key = self.value or ""
+        if len(key) >= SHORTEST_HIDDEN:
+            for form in (key, json.dumps(key)[1:-1], key.replace("/", r"\/")):
+                text = text.replace(form, HIDDEN)
+        return text
+
+
+def key_of_environment(setting: str, variable: str | None) -> ApiKey:
+    """The key in an environment variable; None: no key. setting: what names the variable. Raises UserError, which does
+    not show the key, where there is none that a header can hold."""
+    if variable is None:
+        return ApiKey(None)
+    value = os.environ.get(variable)
+    if value is None:
+        raise UserError(f"{setting} is {variable}, which is not set in the environment")
+    if not value or not all("!" <= letter <= "~" for letter in value):
+        raise UserError(
+            f"{setting} is {variable}, which has {len(value)} characters in the environment; expected a key alone, of "
+            "printable ASCII without white space or line ends"
+        )
+    return ApiKey(value)
+
+
 def retrying(attempts: int, backoff_s: float, backoff_limit_s: float) -> AsyncRetrying:
     """Calls again after a Fault; the longest wait doubles with each attempt. Raises the last Fault."""
     return AsyncRetrying(
@@ -70,39 +110,26 @@ def open_session(key: ApiKey) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=key.headers, timeout=timeout)
 
 
-def proxy_for(url: str) -> tuple[str, str] | None:
-    """The environment variable that names the URL's proxy, and the proxy's URL; None: there is none, as for loopback
-    addresses always. Raises ServerError for a proxy that cannot be used. aiohttp's own reading (``trust_env``) sends
-    requests to loopback through the proxy, too, and has no message for values that it cannot use."""
+def proxy_for(url: str) -> str | None:
+    """The environment's proxy for a URL; None: there is none, as for loopback addresses always, which aiohttp's own
+    reading (``trust_env``) would send through it."""
     parts = urlsplit(url)
     host, known = parts.hostname or "", getproxies_environment()
-    excepted = [one.strip().strip("[]") for one in known.get("no", "").split(",")]
-    if host in excepted or is_loopback(host) or proxy_bypass_environment(host, known) or parts.scheme not in known:
+    if _is_loopback(host) or proxy_bypass_environment(host, known) or parts.scheme not in known:
         return None
-    name, text = f"{parts.scheme}_proxy", known[parts.scheme]
-    text = text if "://" in text else f"http://{text}"
-    try:
-        proxy = urlsplit(text)
-        fits = proxy.scheme in ("http", "https") and bool(proxy.hostname) and proxy.port != 0
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ServerError(
-            f"{name} is {_without_password(text)}, which {url} would be asked through: expected an HTTP proxy, "
-            f"http://HOST:PORT (SOCKS is not supported), or {host} in no_proxy"
-        )
-    return name, text
+    proxy = known[parts.scheme]
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def _without_password(url: str) -> str:
-    return re.sub(r"(?<=//)[^/]*@", "", url)
+def _without_password(text: str) -> str:
+    return re.sub(r"(?<=//)[^/]*@", "", text)
 
 
 async def exchange(
@@ -121,13 +148,14 @@ async def exchange(
     """The value of the answer's JSON; None where it is empty, or not wanted (``answers_json``).
 
     server: for messages. limit_s: until the whole answer is here. is_own: the server is the run's, to which no proxy of
-    the environment leads. Raises Fault where a retry may succeed, otherwise
-    ServerError. Neither shows the key.
+    the environment leads. Raises Fault where a retry may succeed, otherwise ServerError. Neither shows the key.
     """
-    asked, proxy = f"{method} {urlsplit(url).path}", None
-    if not is_own and (named := proxy_for(url)) is not None:
-        name, proxy = named
-        asked += f" through {name}={_without_password(proxy)}"
+    parts, proxy = urlsplit(url), None if is_own else proxy_for(url)
+    asked = f"{method} {parts.path}"
+    if proxy is not None:
+        asked += _without_password(f" through {parts.scheme}_proxy={proxy}")
+        if not proxy.startswith(("http://", "https://")):
+            raise ServerError(f"{server}: {asked}: expected an HTTP proxy, or {parts.hostname} in no_proxy")
     try:
         async with asyncio.timeout(limit_s):
             # A redirect would send the key elsewhere.
@@ -138,7 +166,9 @@ async def exchange(
     except TimeoutError:
         raise TimeLimit(f"{asked}: no answer within {limit_s:g} s") from None
     except aiohttp.ClientError as error:  # some have no message
-        raise Fault(key.hide(f"{asked}: {type(error).__name__}: {error}".removesuffix(": "))) from None
+        raise Fault(
+            _without_password(key.hide(f"{asked}: {type(error).__name__}: {error}".removesuffix(": ")))
+        ) from None
     line = " ".join(text.split())
     shown = line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
     if response.status >= 500 or response.status in RETRIABLE:

@@ -7,7 +7,7 @@ import pytest
 from nemo_edo.cluster import serve, task
 from nemo_edo.errors import UserError
 from nemo_edo.run import control
-from nemo_edo.utils.slurm_tasks import variables_of_torchrun
+from nemo_edo.utils.ranks import variables_of_torchrun
 
 SLURM = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
          "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "n1", "MASTER_PORT": "20001",
