@@ -47,7 +47,7 @@ USER 10001
 WORKDIR /home/edo
 ENTRYPOINT ["nemo-edo"]
 
-# Adds TensorRT-LLM's servers: docker build --target trtllm, with the release that generation/trtllm_server.py names.
+# Adds TensorRT-LLM's servers: docker build --target trtllm, with the release that generation/server_api.py names.
 # It needs PyTorch 2.9.1 for CUDA 13.0; the image has the OpenMPI and CUDA toolkit that its installation needs.
 # pip and not uv: NVIDIA's package on PyPI fetches the wheel while it is installed, which NVIDIA describes for pip.
 FROM trainer AS trtllm

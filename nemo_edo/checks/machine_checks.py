@@ -136,8 +136,8 @@ def _nccl() -> str | None:
 def no_server() -> str | None:
     """Why this machine can start no vLLM server; None where it can."""
     from nemo_edo.config import ServersConfig
+    from nemo_edo.generation.server_api import VLLM
     from nemo_edo.generation.servers import check_environment
-    from nemo_edo.generation.vllm_server import VLLM
 
     try:
         check_environment(ServersConfig(), VLLM, gpus=0)

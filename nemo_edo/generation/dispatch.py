@@ -12,15 +12,12 @@ from typing import Any
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.replica import Replica
-from nemo_edo.utils.http import Fault, ServerError, TimeLimit, exchange, retrying, run_tasks
+from nemo_edo.utils.http import Fault, ServerError, TimeLimit, retrying, run_tasks
 
 CHECK_AFTER_S = 10.0
 """Silence after which a managed replica with requests in flight is checked."""
-ALLOWANCE_S = 300.0
-ASSUMED_TOKEN_S = 0.1
-MEASURED_ANSWERS, PACE_FACTOR = 64, 4.0
-"""A request may take so many times as long a token as answers so far, on average over their tokens: the first ones are
-short, and what runs beside a long one changes."""
+ALLOWANCE_S, TOKEN_S = 300.0, 0.5
+"""What a request may take: its wait in the server's queue, and each of its tokens on a server that is full."""
 CHECK_EVERY_S = 0.2
 HAND_OVER_EVERY_S = 20.0
 FILES_OF_A_RUN = 512
@@ -28,9 +25,9 @@ FILES_OF_A_RUN = 512
 log = logging.getLogger(__name__)
 
 
-def limit_s(tokens: int, of_a_token: float = ASSUMED_TOKEN_S) -> float:
+def limit_s(tokens: int) -> float:
     """Seconds that a response of so many tokens may take."""
-    return ALLOWANCE_S + of_a_token * tokens
+    return ALLOWANCE_S + TOKEN_S * tokens
 
 
 class Dispatcher:
@@ -53,8 +50,6 @@ class Dispatcher:
         self._replicas = replicas
         self._settings = settings
         self._after_restart = after_restart
-        self._measured, self._tokens, self._seconds = 0, 0, 0.0
-        """Of the requests so far."""
 
     def post_all(
         self,
@@ -69,36 +64,30 @@ class Dispatcher:
         then, in another thread. What either raises ends the requests.
 
         Raises ServerError where a server refuses a request for good, where all of its attempts have failed, and where
-        every replica is retired; and an error of supervision, which is a bug. All other requests have been cancelled by
-        then.
+        every replica is retired. All other requests have been cancelled by then.
         """
-        allow_open_files(len(self._replicas) * self._settings.max_in_flight)
-        with contextlib.suppress(_AllAnswered):
-            run_tasks(self._post_all(path, bodies, read, check, hand_over))
 
-    async def _post_all(
-        self,
-        path: str,
-        bodies: Sequence[Any],
-        read: Callable[[int, Any], None],
-        check: Callable[[], None] | None,
-        hand_over: Callable[[], None] | None,
-    ) -> None:
-        self._changed = asyncio.Condition()
-        """Notified when a replica may take a request, and when one is retired."""
-        async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as supervision:
-            self._servers = [_ReplicaState(replica) for replica in self._replicas]
-            for server in self._servers:
-                sessions.push_async_callback(server.session.close)
-                supervision.create_task(self._supervise(server))
-            if check is not None:
-                supervision.create_task(_every(CHECK_EVERY_S, check))
-            if hand_over is not None:
-                supervision.create_task(_every(HAND_OVER_EVERY_S, partial(asyncio.to_thread, hand_over)))
-            async with asyncio.TaskGroup() as requests:
-                for index, body in enumerate(bodies):
-                    requests.create_task(self._post(path, body, index, read))
-            raise _AllAnswered  # ends supervision
+        async def post_all() -> None:
+            self._changed = asyncio.Condition()
+            """Notified when a replica may take a request, and when one is retired."""
+            async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as group:
+                self._servers = [_ReplicaState(replica) for replica in self._replicas]
+                for server in self._servers:
+                    sessions.push_async_callback(server.session.close)
+                background = [self._supervise(server) for server in self._servers]
+                if check is not None:
+                    background.append(_every(CHECK_EVERY_S, check))
+                if hand_over is not None:
+                    background.append(_every(HAND_OVER_EVERY_S, partial(asyncio.to_thread, hand_over)))
+                tasks = [group.create_task(work) for work in background]
+                async with asyncio.TaskGroup() as requests:
+                    for index, body in enumerate(bodies):
+                        requests.create_task(self._post(path, body, index, read))
+                for task in tasks:
+                    task.cancel()
+
+        allow_open_files(len(self._replicas) * self._settings.max_in_flight)
+        run_tasks(post_all())
 
     # --- one request ----------------------------------------------------------------------------------------------
 
@@ -123,10 +112,9 @@ class Dispatcher:
             server = min(self._with_room(), key=lambda server: server.in_flight)
             server.in_flight += 1
         start, sent_at = server.replica.starts, _now()
+        limit = self._settings.request_limit_s or limit_s(body.get("max_tokens", 0))
         try:
-            answer = await server.exchange("POST", path, self._limit_of(body), body)
-            read(index, answer)
-            self._measure(answer, _now() - sent_at)
+            read(index, await server.replica.exchange(server.session, "POST", path, limit, body))
         except Fault as fault:
             if start == server.replica.starts and server.is_available:
                 server.last_error = str(fault)
@@ -142,22 +130,6 @@ class Dispatcher:
                 self._changed.notify()
         if start == server.replica.starts:
             server.last_answer, server.restarts = _now(), 0
-            server.answered.set()
-
-    def _limit_of(self, body: Any) -> float:
-        """Seconds that a request may take, its wait in the server's queue included."""
-        if self._settings.request_limit_s is not None:
-            return self._settings.request_limit_s
-        is_known = self._measured >= MEASURED_ANSWERS
-        of_a_token = PACE_FACTOR * self._seconds / self._tokens if is_known else ASSUMED_TOKEN_S
-        return limit_s(body.get("max_tokens", 0), of_a_token)
-
-    def _measure(self, answer: Any, seconds: float) -> None:
-        tokens = (answer.get("usage") or {}).get("completion_tokens") if isinstance(answer, dict) else None
-        if tokens:
-            self._measured += 1
-            self._tokens += tokens
-            self._seconds += seconds
 
     def _with_room(self) -> list[_ReplicaState]:
         return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
@@ -178,26 +150,20 @@ class Dispatcher:
                 self._changed.notify_all()
 
     async def _answers(self, server: _ReplicaState) -> bool:
-        """Whether it answers a health check or a request within the limit: many requests can delay the check."""
-        server.answered.clear()
-        signs = [asyncio.create_task(self._health_check(server)), asyncio.create_task(server.answered.wait())]
-        try:
-            await asyncio.wait(signs, timeout=self._settings.health_limit_s, return_when=asyncio.FIRST_COMPLETED)
-            return not server.replica.has_ended and any(sign.done() and sign.result() for sign in signs)
-        finally:
-            for sign in signs:
-                sign.cancel()
-
-    async def _health_check(self, server: _ReplicaState) -> bool:
-        """True once the server calls itself healthy; False once its process has ended."""
+        """Whether it answers a health check or, as many requests can delay the check, a request within the limit."""
+        begun = _now()
         while not server.replica.has_ended:
             try:
-                await server.exchange("GET", server.replica.health, self._settings.health_limit_s)
+                await server.replica.exchange(
+                    server.session, "GET", server.replica.health, self._settings.health_limit_s, answers_json=False
+                )
                 return True
             except (Fault, ServerError) as error:
                 server.last_error = str(error)
                 if isinstance(error, ServerError) and server.replica.means_health(error):
                     return True
+            if _now() - begun > self._settings.health_limit_s:
+                return server.last_answer > begun
             await asyncio.sleep(self._settings.backoff_s)
         server.last_error = server.replica.ending()
         return False
@@ -238,15 +204,6 @@ class _ReplicaState:
         """Whether it let a request's time pass without any answer: it is restarted whatever its health check says."""
         self.wait_s = 0.0
         """Seconds for which it has asked for no requests."""
-        self.answered = asyncio.Event()
-
-    async def exchange(self, method: str, path: str, limit_s: float, body: Any = None) -> Any:
-        replica, wants_json = self.replica, body is not None
-        url, server = replica.url + path, str(replica)
-        return await exchange(
-            self.session, method, url, replica.key, server=server, limit_s=limit_s, body=body, answers_json=wants_json,
-            is_own=replica.is_own,
-        )  # fmt: skip
 
     async def wait_until_in_doubt(self) -> None:
         """Until a fault, the end of its process, or, of a managed replica, silence in spite of requests."""
@@ -256,10 +213,6 @@ class _ReplicaState:
             is_silent = self.in_flight > 0 and self.last_answer < _now() - CHECK_AFTER_S
             if self.replica.is_managed and is_silent:
                 return
-
-
-class _AllAnswered(Exception):
-    """Every request has its answer."""
 
 
 async def _every(seconds: float, call: Callable[[], Any]) -> None:

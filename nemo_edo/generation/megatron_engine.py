@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -128,14 +129,15 @@ class MegatronEngine:
         """Responses to the requests, ``rows`` of them at a time: at each step those that have ended, by their place."""
         strings = StopStrings(sampling.stop, self._decode)
         decoding = _Decoding(requests, rows, sampling, strings, self._device, whole_prompts=self._shares_prompts)
-        logits, done = self._prefill(decoding), 0
+        logits = self._prefill_whole(decoding) if decoding.after_prompts else self._prefill_equal(decoding)
+        done = 0
         for step in itertools.count():
             tokens, logprobs = self._choose(logits, decoding, step, sampling)
             decoding.record(step, tokens, logprobs, self._stop_ids)
             alive = int(decoding.alive.sum())
             before, done = done, decoding.begun - alive
             new = decoding.take_ended() if done > before else {}
-            yield {place: self._rollout(requests[place], *response) for place, response in new.items()}
+            yield {place: self._rollout(requests[place], response) for place, response in new.items()}
             if done == len(requests):
                 break
             if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
@@ -144,16 +146,9 @@ class MegatronEngine:
                     self._refill(decoding, step)
             logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
 
-    def _prefill(self, decoding: _Decoding) -> Tensor | None:
-        """Logits of each row's next token. Distinct prompts are computed once, to their ends where the rows' positions
-        may differ, otherwise to the end of the shortest."""
-        if decoding.after_prompts:
-            return self._prefill_whole(decoding)
-        return self._prefill_equal(decoding)
-
     def _prefill_whole(self, decoding: _Decoding) -> Tensor | None:
-        """All but a prompt's last token goes to a cache that rows with the same prompt share. The last one is each
-        row's first query, since the prompts' ends are at different places."""
+        """Logits of each row's next token, where positions may differ. All but a prompt's last token goes to a cache
+        that rows with the same prompt share; the last one is each row's first query, as the prompts' ends differ."""
         context, owner = self._read_prompts(decoding, decoding.rows)
         lengths = decoding.prompt_lengths[decoding.rows]
         length = context.max_sequence_length + decoding.places
@@ -186,7 +181,8 @@ class MegatronEngine:
         decoding.context.add(context, owner, decoding.prompt_lengths[requests] - 1)
 
     def _prefill_equal(self, decoding: _Decoding) -> Tensor | None:
-        """Rows with the same prompt share its cache where their attention can, otherwise each gets a copy."""
+        """Logits of each row's next token, where all are at the end of the shortest prompt. Rows with the same prompt
+        share its cache where their attention can, otherwise each gets a copy."""
         prefixes, owner = torch.unique(decoding.prompts[:, : decoding.prefix], dim=0, return_inverse=True)
         shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
         length = decoding.prefix if shared else decoding.length
@@ -234,28 +230,16 @@ class MegatronEngine:
                     torch.distributed.broadcast(tensor, src=source, group=group)
         return tokens, logprobs
 
-    def _rollout(
-        self,
-        request: GenerationRequest,
-        ids: list[int],
-        logprobs: list[float],
-        finished: bool,
-        stop: str | None,
-        experts: bytes,
-    ) -> Rollout:
-        text_ids = ids[:-1] if finished else ids
+    def _rollout(self, request: GenerationRequest, response: dict[str, Any]) -> Rollout:
+        ids = response["response_ids"]
         return Rollout(
             problem_id=request.problem_id,
             sample_index=request.sample_index,
             prompt_ids=request.prompt_ids,
-            response_ids=ids,
-            response_logprobs=logprobs,
-            text=self._decode(text_ids),
-            finished=finished,
+            text=self._decode(ids[:-1] if response["finished"] else ids),
             policy_version=self.policy_version,
             seed=request.seed,
-            stop=stop,
-            routed_experts=experts,
+            **response,
         )
 
 
@@ -346,17 +330,13 @@ class _Decoding:
         self.stopped[rows] = stop
         self.alive[writing] = ~stop & (index + 1 < self.limits[rows])
         if self.strings:
-            self._find_stop_strings(writing & ~torch.isin(tokens, stop_ids), tokens)
+            asked = writing & ~torch.isin(tokens, stop_ids)
+            places = asked.nonzero().squeeze(-1).tolist()
+            for place, row, token in zip(places, self.rows[asked].tolist(), tokens[asked].tolist(), strict=True):
+                if self.strings.may_complete(token):
+                    self.stop_of[row] = self.strings.ended_by(self.tokens[row, : self.response_lengths[row]].tolist())
+                    self.alive[place] = self.stop_of[row] is None and bool(self.alive[place])
         self.last = tokens
-
-    def _find_stop_strings(self, asked: Tensor, tokens: Tensor) -> None:
-        """Ends those of the ``asked`` rows that have met a stop string with the token that was just recorded."""
-        places = asked.nonzero().squeeze(-1).tolist()
-        for place, row, token in zip(places, self.rows[asked].tolist(), tokens[asked].tolist(), strict=True):
-            if self.strings.may_complete(token):
-                self.stop_of[row] = self.strings.ended_by(self.tokens[row, : self.response_lengths[row]].tolist())
-                if self.stop_of[row] is not None:
-                    self.alive[place] = False
 
     def keep_experts(self, requests: Tensor, positions: Tensor, experts: Tensor) -> None:
         """Stores the experts [n, s, layers * k] of the requests' tokens at positions [n, s]. Rows that have ended are
@@ -383,22 +363,25 @@ class _Decoding:
         self.last = torch.cat([self.last, self.ends_of_prompts(requests)])
         return requests
 
-    def take_ended(self) -> dict[int, tuple[list[int], list[float], bool, str | None, bytes]]:
-        """Tokens, log-probabilities, whether it stopped by itself, by which stop string, and the experts of all tokens
-        but the last, of each request that has ended since the last call."""
+    def take_ended(self) -> dict[int, dict[str, Any]]:
+        """Fields of a Rollout for each request that has ended since the last call."""
         rows = self.rows[~self.alive]
         rows = rows[~self.taken[rows]]
         self.taken[rows] = True
         columns = (rows, self.tokens[rows], self.logprobs[rows], self.response_lengths[rows], self.stopped[rows])
-        return {
-            row: (tokens[:length], logprobs[:length], stopped, self.stop_of[row], self._experts_of(row, length))
-            for row, tokens, logprobs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
-        }
-
-    def _experts_of(self, row: int, length: int) -> bytes:
-        if self._experts is None:
-            return b""
-        return self._experts[row, : int(self.prompt_lengths[row]) + length - 1].cpu().numpy().tobytes()
+        ended = {}
+        for row, tokens, logprobs, length, stopped in zip(*(column.tolist() for column in columns), strict=True):
+            experts = b""
+            if self._experts is not None:
+                experts = self._experts[row, : int(self.prompt_lengths[row]) + length - 1].cpu().numpy().tobytes()
+            ended[row] = {
+                "response_ids": tokens[:length],
+                "response_logprobs": logprobs[:length],
+                "finished": stopped,
+                "stop": self.stop_of[row],
+                "routed_experts": experts,
+            }
+        return ended
 
     def _response_index(self, step: int) -> Tensor:
         return step - self.to_read[self.rows]

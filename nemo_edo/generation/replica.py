@@ -135,20 +135,41 @@ class Replica:
         timeout_s: float = 60.0,
         answers_json: bool = True,
     ) -> Any:
-        """As ``exchange``; raises ServerError for every outcome without a value. timeout_s: until the whole answer is
-        here."""
+        """As ``utils.http.exchange``, but blocking, and with ServerError for every outcome without a value. timeout_s:
+        until the whole answer is here."""
 
         async def one_request() -> Any:
             async with self.open_session() as session:
-                return await exchange(
-                    session, method, self.url + path, self.key, server=str(self), limit_s=timeout_s, body=json,
-                    params=params, answers_json=answers_json, is_own=self.is_own,
-                )  # fmt: skip
+                return await self.exchange(session, method, path, timeout_s, json, params, answers_json)
 
         try:
             return asyncio.run(one_request())
         except Fault as fault:
             raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
+
+    async def exchange(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        limit_s: float,
+        body: Any = None,
+        params: Mapping[str, Any] | None = None,
+        answers_json: bool = True,
+    ) -> Any:
+        """``utils.http.exchange`` with this server."""
+        return await exchange(
+            session,
+            method,
+            self.url + path,
+            self.key,
+            server=str(self),
+            limit_s=limit_s,
+            body=body,
+            params=params,
+            answers_json=answers_json,
+            is_own=self.is_own,
+        )
 
     def open_session(self) -> aiohttp.ClientSession:
         return open_session(self.key)
@@ -233,6 +254,30 @@ class ManagedReplica(Replica):
             return ""
         lines = self.api.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         return self.key.hide("\n".join([f"; the end of {self.api.log}:", *(f"  | {line}" for line in lines)]))
+
+
+class PlainReplica(Replica):
+    """An endpoint of OpenAI's API that need not have vLLM's health check, nor tell its models."""
+
+    health = MODELS
+
+    def __init__(self, name: str, url: str, key: str | None, *, ready_limit_s: float, model: str | None) -> None:
+        """url: with or without its last part, /v1. model: what requests ask for; None: the first that it lists."""
+        super().__init__(name, url.rstrip("/").removesuffix("/v1"), key, ready_limit_s=ready_limit_s)
+        self._model = model
+
+    def means_health(self, error: ServerError) -> bool:
+        return error.status is not None  # it answers; many have no such path, or refuse it
+
+    def read_models(self) -> None:
+        if self._model is not None:
+            self.model_name = self._model
+            return
+        try:
+            super().read_models()
+        except (ServerError, KeyError, IndexError, TypeError) as error:
+            why = error if isinstance(error, ServerError) else "its list of models has no id"
+            raise ServerError(f"{self}: {why}; name the model with generation.servers.model=...") from error
 
 
 def starts_in(log: Path) -> int:

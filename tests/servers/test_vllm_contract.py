@@ -13,8 +13,7 @@ from helpers import nccl_stub
 from helpers.scripted_server import ScriptedReplica, engine_of
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, completion_body
-from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, VLLM, completion_body
 from nemo_edo.megatron import platform
 from nemo_edo.refit.disk import AdapterSync, DiskSync
 from nemo_edo.refit.libnccl import Library

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.generation.server_api import completion_body, read_answer
-from nemo_edo.generation.trtllm_server import TRTLLM
+from nemo_edo.generation.server_api import TRTLLM, completion_body, read_answer
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,9 @@ from helpers.chat_server import ChatServer
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import UserError
-from nemo_edo.generation.plain_endpoint import PlainEngine, PlainReplica
-from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.generation.replica import PlainReplica, Replica
+from nemo_edo.generation.server_api import VLLM
+from nemo_edo.generation.server_engine import PlainEngine, ServerEngine
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 END = 0

@@ -5,9 +5,7 @@ import math
 
 import pytest
 
-from nemo_edo.generation.server_api import completion_body, read_answer
-from nemo_edo.generation.trtllm_server import TRTLLM
-from nemo_edo.generation.vllm_server import VLLM
+from nemo_edo.generation.server_api import TRTLLM, VLLM, completion_body, read_answer
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 

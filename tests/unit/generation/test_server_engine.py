@@ -171,15 +171,6 @@ def test_responses_are_handed_over_while_others_are_generated_once_the_weights_a
     assert kept.rollouts == []
 
 
-@pytest.mark.parametrize(("answers", "limit"), [(0, 300 + 0.1 * 1000), (100, 300 + 4 * 0.5 * 1000)])
-def test_a_request_may_take_as_long_as_its_tokens_do_at_the_measured_pace(answers: int, limit: float):
-    dispatcher = dispatch.Dispatcher([], ServersConfig())
-    for _ in range(answers):
-        dispatcher._measure({"usage": {"completion_tokens": 10}}, 5.0)
-    assert dispatcher._limit_of({"max_tokens": 1000}) == pytest.approx(limit)
-    assert dispatch.Dispatcher([], ServersConfig(request_limit_s=7.0))._limit_of({"max_tokens": 1000}) == 7.0
-
-
 def test_a_killed_server_is_restarted_until_all_requests_are_answered(start):
     replicas = start({"die_after": 5})
     assert_answers_all(engine(replicas, max_in_flight=2), 10)  # weights are none of an evaluation's

@@ -7,8 +7,8 @@ import pytest
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
+from nemo_edo.generation.server_api import VLLM
 from nemo_edo.generation.servers import build_replicas, check_servers
-from nemo_edo.generation.vllm_server import VLLM
 
 SERVERS = "generation.servers"
 

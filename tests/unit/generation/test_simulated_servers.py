@@ -19,8 +19,8 @@ from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.errors import RunStopped
 from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import Replica
+from nemo_edo.generation.server_api import VLLM
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.rollouts import resumable
 from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore

@@ -13,8 +13,8 @@ from nemo_edo.config import JudgeConfig, ServersConfig
 from nemo_edo.data.answers import HASHES
 from nemo_edo.errors import UserError
 from nemo_edo.generation.replica import Replica
+from nemo_edo.generation.server_api import VLLM
 from nemo_edo.generation.server_engine import ServerEngine
-from nemo_edo.generation.vllm_server import VLLM
 from nemo_edo.rewards.judge import Judge, JudgeCache
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import ServerError, key_of_environment, proxy_for
