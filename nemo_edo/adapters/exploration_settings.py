@@ -42,6 +42,10 @@ def warn_of_untested(package: str) -> None:
         warnings.warn(f"nemo_edo's adapter was tested with {package} {tested}; this is {installed}", stacklevel=3)
 
 
+WHOLE = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+"""Settings that cut the distribution that responses are sampled from, with the values that cut nothing."""
+
+
 @dataclass(frozen=True)
 class ExplorationSettings:
     """Raises ValueError for a coefficient that is negative or not finite, and for a floor of 0 or above."""
@@ -83,14 +87,14 @@ class ExplorationSettings:
                 f"the exploration term would be zero-mean noise. {change}, or set the exploration coefficient to 0"
             )
 
-    def warn_of_cut_sampling(self, cut: Mapping[str, object]) -> None:
-        """Warns where responses are sampled from a cut distribution (top-p, top-k, min-p) and the term acts.
+    def warn_of_cut_sampling(self, sampling: Mapping[str, object], prefix: str = "") -> None:
+        """Warns where responses are sampled from a cut distribution and the term acts: the log-probabilities are the
+        whole distribution's, so the term's expected gradient is not zero where the policy equals its sampler.
 
-        cut: the settings that cut it. The log-probabilities are the whole distribution's, so the term's expected
-        gradient is not zero where the policy equals its sampler.
-        """
+        sampling: the trainer's settings; those of ``WHOLE`` are read. prefix: of their names in the message."""
+        cut = {name: sampling[name] for name, whole in WHOLE.items() if sampling.get(name) not in whole}
         if self.coefficient != 0 and cut:
-            settings = ", ".join(f"{name}={value}" for name, value in cut.items())
+            settings = ", ".join(f"{prefix}{name}={value}" for name, value in cut.items())
             warnings.warn(
                 f"{settings}: the responses are of a cut distribution and their log-probabilities of the whole one, so "
                 "the exploration term pushes from what was kept towards what was cut off, on average even where the "

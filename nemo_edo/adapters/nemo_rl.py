@@ -176,12 +176,11 @@ def main(arguments: list[str]) -> None:
     """Runs one of NeMo-RL's scripts, with its arguments, after ``install``. Exits with a message without a script."""
     if not arguments:
         sys.exit("usage: python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py [its arguments]")
-    script, *_ = arguments
-    check_script(script)
+    check_script(arguments[0])
     # By its importable name, and not as __main__: Ray's workers must find the class of the loss.
     importlib.import_module("nemo_edo.adapters.nemo_rl").install()
     sys.argv = arguments
-    runpy.run_path(script, run_name="__main__")
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -80,11 +80,13 @@ class _Exploring(_Trainer):
     model card, and a resume with others is refused."""
 
     exploration: ExplorationSettings
+    _record: dict[str, Any]
+    """The settings, by name."""
 
     def _configured(self, args: Any, plain: type, ours: type, coefficient: float | None, floor: float | None) -> Any:
         """A copy of the arguments (None: TRL makes them) with the settings, which may come from both but not differ."""
         warn_of_untested("trl")
-        found: dict[str, float | None] = {"exploration_coefficient": coefficient, "log_ratio_floor": floor}
+        found: dict[str, Any] = {"exploration_coefficient": coefficient, "log_ratio_floor": floor}
         for name, value in found.items():
             stated = getattr(args, name, None)
             if value is not None and stated is not None and value != stated:
@@ -92,7 +94,8 @@ class _Exploring(_Trainer):
             found[name] = stated if value is None else value
         if found["exploration_coefficient"] is None:
             raise ValueError(f"exploration_coefficient is missing: give it to {ours.__name__}, or to the trainer")
-        self.exploration = ExplorationSettings(found["exploration_coefficient"], found["log_ratio_floor"])
+        self.exploration = ExplorationSettings(*found.values())
+        self._record = found
         if args is None:
             return ours(output_dir="trainer_output", **found)
         args = copy.copy(args)
@@ -102,12 +105,6 @@ class _Exploring(_Trainer):
             setattr(args, name, value)
         return args
 
-    def _record(self) -> dict[str, float | None]:
-        return {
-            "exploration_coefficient": self.exploration.coefficient,
-            "log_ratio_floor": self.exploration.log_ratio_floor,
-        }
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """``Trainer.train``. Raises ValueError where the checkpoint was trained with other settings of the term."""
         folder = resume_from_checkpoint or None
@@ -116,23 +113,23 @@ class _Exploring(_Trainer):
         if folder is not None:
             path = Path(folder) / RECORD
             known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-            if (known or {"exploration_coefficient": 0.0, "log_ratio_floor": None}) != self._record():
+            if (known or {"exploration_coefficient": 0.0, "log_ratio_floor": None}) != self._record:
                 trained = f"{path}: {known}" if known else f"{folder} has no {RECORD}: it was trained without the term"
                 raise ValueError(
-                    f"{trained}; this trainer has {self._record()}. Resume with the same settings, or start another "
+                    f"{trained}; this trainer has {self._record}. Resume with the same settings, or start another "
                     "training from the checkpoint as its model"
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        text = json.dumps(self._record(), indent=2) + "\n"
+        text = json.dumps(self._record, indent=2) + "\n"
         (Path(output_dir or self.args.output_dir) / RECORD).write_text(text, encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            lines = "".join(f"- `{name}`: {value}\n" for name, value in self._record().items())
+            lines = "".join(f"- `{name}`: {value}\n" for name, value in self._record.items())
             with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as file:
                 file.write(f"\n\n## Exploration\n\nTrained with the term of *{PAPER['title']}*:\n\n{lines}")
 
@@ -171,8 +168,7 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
         novelty: Novelty | None = None,
         **kwargs: Any,
     ) -> None:
-        """args: an ``EDGRPOConfig``, or any ``GRPOConfig`` where the next two are given. exploration_coefficient,
-        log_ratio_floor: ``ExplorationSettings``. All else: ``GRPOTrainer``'s.
+        """args: an ``EDGRPOConfig``, or any ``GRPOConfig`` where the next two are given (``ExplorationSettings``).
 
         Raises ValueError for a schedule with one optimizer step for each generation batch, a loss type that is not in
         ``LOSS_TYPES``, Liger's fused loss, which never shows its log-probabilities, and a novelty reward that TRL does
@@ -183,7 +179,11 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
         self._logprobs: Tensor | None = None
         self.novelty = novelty
         if novelty is not None:
-            self._correct_column = self._column_of(novelty.reward)
+            names = self.reward_func_names
+            correct = names[0] if novelty.reward is None and len(names) == 1 else novelty.reward
+            if correct not in names:
+                raise ValueError(f"novelty.reward is {correct!r}, expected one of the rewards {', '.join(names)}")
+            self._correct_column = names.index(correct)
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type is {self.loss_type!r}, expected one of {', '.join(LOSS_TYPES)}")
         if self.args.use_liger_kernel and hasattr(self, "compute_liger_loss"):
@@ -196,18 +196,7 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
             f"{self.args.steps_per_generation}) so that their product exceeds gradient_accumulation_steps (now "
             f"{self.args.gradient_accumulation_steps})",
         )
-        cut = {"top_p": (1.0,), "top_k": (None, 0, -1), "min_p": (None, 0.0)}  # and the values that cut nothing
-        self.exploration.warn_of_cut_sampling(
-            {name: value for name, whole in cut.items() if (value := getattr(self.args, name)) not in whole}
-        )
-
-    def _column_of(self, reward: str | None) -> int:
-        names = self.reward_func_names
-        if reward is None and len(names) == 1:
-            return 0
-        if reward not in names:
-            raise ValueError(f"novelty.reward is {reward!r}, expected one of the rewards {', '.join(names)}")
-        return names.index(reward)
+        self.exploration.warn_of_cut_sampling(vars(self.args))
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, *args: Any) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
@@ -304,8 +293,7 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
         sampler_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """args: an ``EDDPOConfig``, or any ``DPOConfig`` where the next two are given. exploration_coefficient,
-        log_ratio_floor: ``ExplorationSettings``. All else: ``DPOTrainer``'s.
+        """args: an ``EDDPOConfig``, or any ``DPOConfig`` where the next two are given (``ExplorationSettings``).
 
         Raises ValueError where TRL runs no reference model that could stand for pi_old (``precompute_ref_log_probs``),
         moves it (``sync_ref_model``) or hides its log-probabilities (Liger); when training starts, for a schedule of

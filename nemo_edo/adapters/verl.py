@@ -163,15 +163,8 @@ def _validate_config_and_sampling(config: DictConfig, *args: Any, **kwargs: Any)
     _validate_config(config, *args, **kwargs)
     rollout, policy_loss = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.policy_loss
     if policy_loss.loss_mode == LOSS_MODE:
-        whole = {"top_p": (1.0,), "top_k": (None, 0, -1), "min_p": (None, 0.0)}  # the values that cut nothing
         settings = ExplorationSettings(policy_loss.exploration_coefficient, policy_loss.get("log_ratio_floor"))
-        settings.warn_of_cut_sampling(
-            {
-                f"rollout.{name}": value
-                for name, none in whole.items()
-                if (value := rollout.get(name)) not in (None, *none)
-            }
-        )
+        settings.warn_of_cut_sampling(rollout, "rollout.")
 
 
 verl_config.validate_config = _validate_config_and_sampling

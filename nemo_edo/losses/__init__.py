@@ -10,8 +10,6 @@ from nemo_edo.losses.advantages import (
     solved_groups,
 )
 from nemo_edo.losses.checks import NotFinite, one_check, without_checks
-from nemo_edo.losses.covariance import clip_cov_selection, kl_cov_selection, token_covariances
-from nemo_edo.losses.diagnostics import token_spread
 from nemo_edo.losses.exploration import (
     exploration_noise_term,
     exploration_per_token,
@@ -23,19 +21,22 @@ from nemo_edo.losses.importance import (
     sampler_gap,
     sampler_mismatch,
     sequence_masked_weights,
+    token_spread,
     truncated_importance_weights,
 )
-from nemo_edo.losses.kl import kl_per_token
 from nemo_edo.losses.novelty import NgramPaths, PathFunction, each_path, novelty_advantages, redundancy_shares
 from nemo_edo.losses.policy_gradient import (
     cispo_config,
+    clip_cov_selection,
     dapo_config,
     dr_grpo_config,
     grpo_exploration,
     grpo_loss,
     gspo_config,
+    kl_cov_selection,
     ppo_clip_loss,
     reinforce_config,
+    token_covariances,
 )
 from nemo_edo.losses.preference import (
     dpo_loss,
@@ -43,14 +44,14 @@ from nemo_edo.losses.preference import (
     ipo_loss,
     preference_loss,
     preference_metrics,
+    ranking_nce_loss,
     selm_loss,
     sequence_logprobs,
     vpo_loss,
     xpo_loss,
 )
-from nemo_edo.losses.ranking import ranking_nce_loss
 from nemo_edo.losses.schedules import Schedule, build_schedule
-from nemo_edo.losses.term import LossTerm, entropy_bonus, reduce_tokens, reduction_count, sft_loss
+from nemo_edo.losses.term import LossTerm, entropy_bonus, kl_per_token, reduce_tokens, reduction_count, sft_loss
 
 __all__ = [
     "DPOLossConfig",

@@ -71,8 +71,7 @@ def group_advantages(
     baseline: "mean" of the group, or "leave-one-out", the mean of the group's other rewards (RLOO).
     deviation: "population", its squares divided by the group's size n, or "sample", by n - 1 (TRL, verl).
     singletons: what a group of one gives: "error", ValueError, or "zero", advantage 0.
-    A group whose rewards are all equal gets exact zeros.
-    Raises ValueError for a group of one, rewards that are not finite, and shapes other than [B].
+    A group whose rewards are all equal gets exact zeros. Raises ValueError as ``read_groups`` does.
     """
     for name, value, allowed in (
         ("scale", scale, ("std", "none")),
@@ -110,10 +109,8 @@ def informative_groups(
 
     A group of equal rewards has no advantages and so no policy gradient, but it carries much of the exploration term:
     as 0/1 weights of that term, the result is the control that leaves such groups out.
-    rewards: [B]. group_ids: [B], as for ``group_advantages``.
-    low, high: where given, only groups with a mean reward in [low, high] are kept (a filter by difficulty), both ends
-        included. Groups are kept or dropped whole.
-    Raises ValueError for a group of one, rewards that are not finite, shapes other than [B], and low above high.
+    low, high: where given, only groups with a mean reward in [low, high] are kept (a filter by difficulty).
+    Raises ValueError as ``read_groups`` does, for a group of one, and for low above high.
     """
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if not low <= high:
@@ -126,12 +123,8 @@ def informative_groups(
 
 
 def solved_groups(successes: Tensor | Sequence[bool], group_ids: GroupIds) -> Tensor:
-    """[B] bool: True where all responses of the response's group succeed.
-
-    As 0/1 weights of the exploration term these leave it the groups that have no policy gradient and nothing to learn.
-    successes: [B], bool or 0 and 1. group_ids: [B], as for ``group_advantages``.
-    Raises ValueError for other values, and for shapes other than [B].
-    """
+    """[B] bool: True where all responses of the response's group succeed (successes: [B], bool or 0 and 1). As 0/1
+    weights of the exploration term these leave it the groups that have no policy gradient and nothing to learn."""
     groups, (successes,) = read_groups(group_ids, successes=successes)
     require_values("successes", successes, (0, 1))
     return (groups.sum_G(successes.double()) == groups.size_G)[groups.of_B]
@@ -140,18 +133,16 @@ def solved_groups(successes: Tensor | Sequence[bool], group_ids: GroupIds) -> Te
 def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: GroupIds, k: int) -> Tensor:
     """Advantages of the best of k responses; [B] (Pass@k Training, Chen et al. 2025, their analytical form).
 
-    All k-subsets of a group are rewarded with their highest reward and normalised over the subsets; a response gets
-    the mean over the subsets that include it. With n wrong ones of G responses, P = 1 - C(n, k) / C(G, k) and
+    All k-subsets of a group are rewarded with their highest reward and normalised over the subsets; a response gets the
+    mean over the subsets that include it. With n wrong ones of G responses, P = 1 - C(n, k) / C(G, k) and
     s = sqrt(P (1 - P)):
 
         correct   (1 - P) / s
         wrong     (1 - P - C(n - 1, k - 1) / C(G - 1, k - 1)) / s
 
     and zeros where s = 0: no correct response, or fewer than k wrong ones. Groups may differ in size. k = 1 gives
-    ``group_advantages`` with epsilon 0.
-    rewards: [B], 0 and 1. group_ids: [B], as for ``group_advantages``.
-    Raises ValueError for rewards other than 0 and 1, a group of one or of fewer than k, k below 1, and shapes other
-    than [B].
+    ``group_advantages`` with epsilon 0. rewards: [B], 0 and 1.
+    Raises ValueError as ``read_groups`` does, for other rewards, a group of one or of fewer than k, and k below 1.
     """
     if k < 1:
         raise ValueError(f"k is {k}, expected at least 1")
@@ -173,10 +164,9 @@ def positive_downweighted_advantages(
     """REINFORCE that learns mostly from mistakes (W-REINFORCE, Zhu et al. 2025, "The Surprising Effectiveness of
     Negative Reinforcement in LLM Reasoning"): +positive for correct responses, -negative for wrong ones; [B].
 
-    rewards: [B], 1 where correct; 0 (as verifiers have it) or -1 (as that paper has it) where wrong. No baseline and
-    no scale, hence no groups. positive = negative = 1 is plain REINFORCE with rewards +1 and -1; positive = 0 learns
-    from wrong responses alone.
-    Raises ValueError for other rewards, a shape other than [B], and weights that are negative or not finite.
+    rewards: [B], 1 where correct; 0 (as verifiers have it) or -1 (as that paper has it) where wrong. No baseline and no
+    scale, hence no groups. positive = negative = 1 is plain REINFORCE with rewards +1 and -1; positive = 0 learns from
+    wrong responses alone. Raises ValueError for other rewards and for weights that are negative or not finite.
     """
     for name, weight in (("positive", positive), ("negative", negative)):
         check_coefficient(name, weight)
@@ -192,9 +182,7 @@ def soft_overlong_penalty(lengths: Tensor, *, max_length: float, cache_length: f
     """DAPO's soft overlong punishment, to be added to the reward (Yu et al. 2025, eq. 13); in [-1, 0].
 
     With L_max = max_length and L_cache = cache_length, a response of length L gets 0 up to L_max - L_cache, then
-    (L_max - L_cache - L) / L_cache, which is -1 at L_max, and -1 beyond.
-
-    lengths: response lengths in tokens, of any shape, which the result keeps; integers give the default floating type.
+    (L_max - L_cache - L) / L_cache, which is -1 at L_max, and -1 beyond. lengths: in tokens, of any shape.
     Raises ValueError for lengths that are negative or not finite, and unless 0 < cache_length <= max_length.
     """
     if not 0 < cache_length <= max_length < float("inf"):
@@ -208,11 +196,9 @@ def soft_overlong_penalty(lengths: Tensor, *, max_length: float, cache_length: f
 
 
 def read_groups(group_ids: GroupIds, **values_B: Tensor | Sequence[float]) -> tuple[Groups, list[Tensor]]:
-    """The groups, and the named values as detached tensors on the first one's device.
-
-    Raises ValueError, naming the argument, for shapes other than one [B], values that are not finite and tensors or
-    arrays of ids that are not whole numbers.
-    """
+    """The groups, and the named values as detached tensors on the first one's device. Raises ValueError, naming the
+    argument, for shapes other than one [B], values that are not finite, and tensors or arrays of ids that are not whole
+    numbers."""
     device = torch.as_tensor(next(iter(values_B.values()))).device
     values = [torch.as_tensor(value, device=device).detach() for value in values_B.values()]
     shape = tuple(group_ids.shape) if isinstance(group_ids, (Tensor, np.ndarray)) else (len(group_ids),)

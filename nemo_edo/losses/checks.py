@@ -34,11 +34,9 @@ class NotFinite(ValueError):
 
 @contextmanager
 def one_check() -> Iterator[None]:
-    """The value checks of all losses in the block are read at its end, with one synchronisation.
-
-    For a training step with several losses. Raises the error of the first check that fails. Where the block itself
-    raises, its checks are not read.
-    """
+    """The value checks of all losses in the block (a training step's, say) are read at its end, with one
+    synchronisation.
+    Raises the error of the first check that fails. Where the block itself raises, its checks are not read."""
     checks: list[Check] = []
     token = _collected.set(checks)
     try:
@@ -51,10 +49,8 @@ def one_check() -> Iterator[None]:
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """Inside, losses check shapes and settings but no values, and never wait for the device.
-
-    ``torch.func.vmap`` needs it, because no value can be read there. ``torch.compile`` leaves the checks out by itself.
-    """
+    """Inside, losses check shapes and settings but no values, and never wait for the device. ``torch.func.vmap`` needs
+    it, because no value can be read there. ``torch.compile`` leaves the checks out by itself."""
     token = _enabled.set(False)
     try:
         yield

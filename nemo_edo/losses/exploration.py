@@ -20,10 +20,9 @@ from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_tokens, to
 
 
 def step_weight(config: GRPOLossConfig | DPOLossConfig, exploration_weight: float | None) -> float:
-    """What multiplies the term in an optimizer step: the given weight, or the configured one where none is given.
-
-    Raises ValueError for a weight that is negative or not finite: the term's sign is in the loss.
-    """
+    """The term's weight in an optimizer step: the given one, or the configured one. Raises ValueError for a weight that
+    is
+    negative or not finite: the term's sign is in the loss."""
     if exploration_weight is None:
         return config.exploration_weight
     check_coefficient("exploration_weight", exploration_weight)
@@ -40,17 +39,16 @@ def exploration_per_token(
     weights: Tensor | None = None,
     on_empty: str = "error",
 ) -> Tensor:
-    """log pi_theta - log pi_old of sampled tokens, floored and weighted but not reduced; [B, T], zeros at padding.
+    """log pi_theta - log pi_old of sampled tokens, floored and weighted but not reduced; [B, T], zeros at padding. For
+    trainers that reduce a matrix of token losses themselves, with their own denominators.
 
-    For trainers that reduce a matrix of token losses themselves, with their own denominators.
     logprobs: [B, T] natural log-probabilities under pi_theta; the gradient flows through these alone.
     old_logprobs: [B, T] under pi_old, the frozen policy that produced the samples.
     mask: [B, T], 1 where a response token counts.
     log_ratio_floor: nats, below 0. A token whose log-ratio is below it has the floor as value and gradient zero.
-    weights: [B] or [B, T] factors on tokens, used as constants: truncated ratios pi_old/mu for samples of another
-        policy mu.
+    weights: [B] or [B, T] constant factors on tokens: truncated ratios pi_old/mu for samples of another policy mu.
     on_empty: "error" or "zero", for a mask without a 1 (``term.read_tokens``).
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, and a floor of 0 or above.
+    Raises ValueError as ``term.read_tokens`` does, and for a floor of 0 or above.
     """
     _, log_ratio, weights = _read(logprobs, old_logprobs, mask, weights, on_empty)
     return weighted_log_ratio(log_ratio, weights, log_ratio_floor)
@@ -69,10 +67,8 @@ def exploration_term(
     rows: str = "non-empty",
     on_empty: str = "error",
 ) -> LossTerm:
-    """``exploration_per_token``, reduced as ``reduce_tokens`` says: sums, counts, norm_length and rows are there.
-
-    Arguments and errors are those of these two. Weights do not enter the count.
-    """
+    """``exploration_per_token``, reduced as ``reduce_tokens`` says, with the arguments and errors of these two. Weights
+    do not enter the count."""
     valid, log_ratio, weights = _read(logprobs, old_logprobs, mask, weights, on_empty)
     return Reduction(valid, reduction, norm_length, rows)(weighted_log_ratio(log_ratio, weights, log_ratio_floor))
 
@@ -94,10 +90,8 @@ def exploration_noise_term(
 
     E_{y_t~pi_old}[ratio * grad log pi_theta] = sum over y_t of grad pi_theta = 0 after every prefix, for every
     pi_theta. Unfloored and with a denominator that no sample changes ("seq-sum", "seq-mean-token-sum-norm"), the
-    expected gradient is thus zero off-policy too: what a run with it shows is noise of the term's size, no drift.
-    The floor removes the gradient at the same tokens as in the term.
-
-    Arguments, sum, count and errors are those of ``exploration_term``, and ValueError for a ratio that overflows.
+    expected gradient is thus zero off-policy too: what a run with it shows is noise of the term's size, no drift. The
+    floor removes the gradient at the same tokens as in the term. Raises ValueError, too, for a ratio that overflows.
     """
     valid, log_ratio, weights = _read(logprobs, old_logprobs, mask, weights, on_empty)
     noise = noise_weights(log_ratio, weights)
@@ -129,10 +123,8 @@ def below_floor(log_ratio: Tensor, log_ratio_floor: float | None) -> Tensor:
 
 
 def first_tokens(valid: Tensor, number: int) -> Tensor:
-    """[B, T] bool: the first ``number`` valid tokens of each response; as weights of the term.
-
-    The term's count stays that of all valid tokens. Raises ValueError for a number below 1.
-    """
+    """[B, T] bool: the first ``number`` (at least 1) valid tokens of each response; as weights of the term, whose count
+    stays that of all valid tokens."""
     if number < 1:
         raise ValueError(f"number is {number}, expected at least 1")
     return valid & (valid.cumsum(dim=1) <= number)
@@ -140,11 +132,8 @@ def first_tokens(valid: Tensor, number: int) -> Tensor:
 
 @checked
 def floor_share(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, log_ratio_floor: float | None) -> LossTerm:
-    """How much of the term the floor has switched off: valid tokens with a log-ratio below it; count = valid tokens.
-
-    Arguments and errors as for ``exploration_per_token``; without a floor the share is 0, and for an empty mask sum
-    and count are. Has no gradient.
-    """
+    """The share of the term that the floor has switched off: valid tokens with a log-ratio below it; count = valid
+    tokens. 0 without a floor or a valid token; no gradient."""
     valid, log_ratio, _ = _read(logprobs.detach(), old_logprobs, mask, None, "zero")
     return token_mean(below_floor(log_ratio, log_ratio_floor).to(log_ratio.dtype), valid)
 

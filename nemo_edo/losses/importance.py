@@ -1,4 +1,4 @@
-"""Importance weights for tokens that another policy than the intended one has sampled.
+"""Importance weights for tokens that another policy than the intended one has sampled, and how far the two differ.
 
 The generation server's pi_gen differs from the trainer's pi_old by its kernels and its precision, and samples may come
 from another policy mu altogether. The behaviour policy is the one that sampled. All weights are constants: no gradient
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.losses.checks import checked, one_check, require_finite
-from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import LossTerm, read_tokens, token_mean
+from nemo_edo.losses.term import LossTerm, kl_per_token, read_tokens, token_mean
 
 CHI2_BOUND = 20.0
 """Nats. The log-ratio of a long response may be hundreds, and the square of its ratio beyond all numbers."""
@@ -32,20 +31,14 @@ def truncated_importance_weights(
     TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") with pi = pi_old and
     behavior = pi_gen; with behavior = mu, the weights of ``exploration_term`` for samples of mu.
 
-    logprobs, behavior_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi and the policy that
-        sampled them.
-    mask: [B, T], 1 where a response token counts.
-    level: "token", a ratio for each token; "sequence", the ratio of the whole response, exp of the sum of its tokens'
-        log-ratios, at each of its tokens.
-    Truncation comes first, in log space, so that no ratio overflows.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, a cap that is not finite and above 0,
-    and an unknown level.
+    logprobs, behavior_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi and their sampler.
+    mask: [B, T], 1 where a response token counts. cap: finite, above 0; truncation is in log space, so no ratio
+    overflows.
+    level: "token", a ratio for each token; "sequence", that of the whole response, exp of the sum of its log-ratios.
+    Raises ValueError for other settings, and as ``term.read_tokens`` does.
     """
     valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
-    return _truncated(_at_level(log_ratio, level), valid, cap)
-
-
-def _truncated(log_ratio: Tensor, valid: Tensor, cap: float) -> Tensor:
+    log_ratio = _at_level(log_ratio, level)
     if not 0 < cap <= torch.finfo(log_ratio.dtype).max:
         raise ValueError(f"cap is {cap}, expected a number above 0 that is finite in {log_ratio.dtype}")
     log_cap = math.log(cap)
@@ -60,23 +53,15 @@ def icepop_weights(
 ) -> Tensor:
     """k = pi / behavior where low <= k <= high, otherwise 0; detached: [B, T], 0 at padding.
 
-    IcePop (Ling team 2025, "Every step evolves: scaling reinforcement learning for trillion-scale thinking model"):
-    M(k) = k within the bounds and 0 outside, with pi = pi_old and behavior = pi_gen. A token outside the bounds does
-    not train; one inside is weighted by its ratio, not by 1. Their bounds are 0.5 and 5. With level "sequence" and low
-    0, responses above a cap are left out instead of truncated (TRL's sequence_mask).
-
-    Arguments as for ``truncated_importance_weights``. Multiplied into token values, the weights leave the count of a
-    ``LossTerm`` as it is: a token that is dropped still counts.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, and bounds other than
-    0 <= low < high, high finite.
+    IcePop (Ling team 2025, "Every step evolves: scaling reinforcement learning for trillion-scale thinking model") with
+    pi = pi_old and behavior = pi_gen: a token outside the bounds does not train (but counts); one inside is weighted by
+    its ratio, not by 1. Their bounds are 0.5 and 5. With level "sequence" and low 0, responses above a cap are left out
+    instead of truncated (TRL's sequence_mask). Arguments as for ``truncated_importance_weights``; 0 <= low < high, high
+    finite, otherwise ValueError.
     """
     valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
-    return _within(_at_level(log_ratio, level), valid, low, high)
-
-
-def _within(log_ratio: Tensor, valid: Tensor, low: float, high: float) -> Tensor:
     _check_bounds(low, high, log_ratio)
-    ratio = log_ratio.exp()  # an overflow is infinity: outside, as it should be
+    ratio = _at_level(log_ratio, level).exp()  # an overflow is infinity: outside, as it should be
     return torch.where(valid & (ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
@@ -90,16 +75,10 @@ def sequence_masked_weights(
     Sequence-masked TIS (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
     Training-Inference Mismatch"; NeMo-RL's seq-mask-tis): a response that its sampler's numbers fit badly does not
     train at all, and the tokens of the others have their own ratios, which nothing truncates. The bounds are close to
-    1: 0.999 and 1.002.
-    Arguments as for ``truncated_importance_weights``.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, bounds other than 0 <= low < high, high
-    finite, and a ratio that overflows in a response that trains.
+    1: 0.999 and 1.002. Arguments as for ``icepop_weights``. Raises ValueError, too, for a ratio that overflows in a
+    response that trains.
     """
     valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
-    return _of_kept_sequences(log_ratio, valid, low, high)
-
-
-def _of_kept_sequences(log_ratio: Tensor, valid: Tensor, low: float, high: float) -> Tensor:
     _check_bounds(low, high, log_ratio)
     mean_B = log_ratio.sum(dim=1) / valid.sum(dim=1).clamp(min=1)
     kept_B = (mean_B.exp() >= low) & (mean_B.exp() <= high)
@@ -112,11 +91,8 @@ def sampler_weights(
     old_logprobs: Tensor, sampler_logprobs: Tensor | None, valid: Tensor, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, LossTerm]]:
     """[B, T] constants that lead from pi_gen's samples to pi_old's as config.sampler_correction says, ones without a
-    correction; and their metrics (``policy_gradient.grpo_loss``).
-
-    old_logprobs, sampler_logprobs: [B, T] under pi_old and pi_gen, as ``read_tokens`` gives them; None: none are known.
-    Raises ValueError for a correction without sampler_logprobs, and for ratios that overflow.
-    """
+    correction; and their metrics (``policy_gradient.grpo_loss``). Of tensors from ``read_tokens``; sampler_logprobs:
+    None where none are known, which a correction refuses (ValueError). Raises ValueError for ratios that overflow."""
     correction = config.sampler_correction
     if sampler_logprobs is None:
         if correction != "none":
@@ -129,15 +105,15 @@ def sampler_weights(
     metrics = _gap(log_ratio, valid)
     if correction == "none":
         return torch.ones_like(old_logprobs), metrics
-    at_level = _at_level(log_ratio, config.sampler_level)
+    tokens, level = (old_logprobs, sampler_logprobs, valid), config.sampler_level
     if correction == "tis":
-        weights = _truncated(at_level, valid, config.tis_cap)
-        bounded = at_level > math.log(config.tis_cap)
+        weights = truncated_importance_weights(*tokens, cap=config.tis_cap, level=level)
+        bounded = _at_level(log_ratio, level) > math.log(config.tis_cap)
     elif correction == "icepop":
-        weights = _within(at_level, valid, config.icepop_low, config.icepop_high)
+        weights = icepop_weights(*tokens, low=config.icepop_low, high=config.icepop_high, level=level)
         bounded = weights == 0
     else:
-        weights = _of_kept_sequences(log_ratio, valid, config.sequence_mask_low, config.sequence_mask_high)
+        weights = sequence_masked_weights(*tokens, low=config.sequence_mask_low, high=config.sequence_mask_high)
         bounded = weights == 0
     return weights, {
         **metrics,
@@ -155,9 +131,9 @@ def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dic
 
     - "sampler_gap": |log pi_old - log pi_gen|, in nats.
     - "sampler_ratio": pi_old / pi_gen; 1 in expectation.
-    - "sampler_kl_k1", "sampler_kl_k3": estimates of KL(pi_gen || pi_old) in nats (``kl_per_token``, Schulman 2020).
+    - "sampler_kl_k1", "sampler_kl_k3": estimates of KL(pi_gen || pi_old) in nats (``kl_per_token``).
 
-    No gradients. Raises ValueError for shapes that differ, NaN or infinity at a valid token, and ratios that overflow.
+    No gradients. Raises ValueError as ``term.read_tokens`` does, and for ratios that overflow.
     """
     valid, log_ratio = _read(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
     return _gap(log_ratio, valid)
@@ -191,8 +167,7 @@ def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
     - "sampler_chi2_sequence", "sampler_ess_sequence": the same of the responses' ratios, the products of their tokens'.
 
     In float64, from sorted values, so that no order of rows changes a bit. A ratio that overflows is infinity, and so
-    are the means that include it: the gap, which a guard checks, chi2 and the effective sample sizes stay finite.
-    Raises ValueError for shapes that differ, an empty mask, and NaN or infinity at a valid token.
+    are the means that include it; the gap, which a guard checks, chi2 and the effective sample sizes stay finite.
     """
     with one_check():
         valid_BT, log_ratio_BT = _read(
@@ -224,6 +199,34 @@ def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -
         "sampler_ess_sequence": _effective_share(log_ratio_B),
     }
     return {name: float(value) for name, value in values.items()}
+
+
+def token_spread(logprobs: Tensor, entropies: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """The spread of a global batch's response tokens, which means of micro-batches cannot give; numbers to log.
+
+    logprobs, old_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi_theta and pi_old.
+    entropies: [B, T] exact entropies of pi_theta, nats. mask: [B, T], 1 where a response token counts.
+
+    - "entropy_p10", "entropy_p90": percentiles of the entropies, nats.
+    - "ratio_mean", "ratio_std", "ratio_min", "ratio_max", "ratio_p99": of pi_theta / pi_old at each token.
+
+    Percentiles, order of rows and errors as for ``sampler_mismatch``; the spread is that of the whole population.
+    """
+    with one_check():
+        valid, tensors = read_tokens(mask, logprobs=logprobs, entropies=entropies, old_logprobs=old_logprobs)
+    logprobs_N, entropies_N, old_logprobs_N = (tensor[valid].double().numpy(force=True) for tensor in tensors)
+    ratios_N = np.sort(np.exp(logprobs_N - old_logprobs_N))
+    low, high = np.quantile(entropies_N, (0.1, 0.9))
+    spread = {
+        "entropy_p10": low,
+        "entropy_p90": high,
+        "ratio_mean": ratios_N.mean(),
+        "ratio_std": ratios_N.std(),
+        "ratio_min": ratios_N[0],
+        "ratio_max": ratios_N[-1],
+        "ratio_p99": np.quantile(ratios_N, 0.99),
+    }
+    return {name: float(value) for name, value in spread.items()}
 
 
 def _effective_share(log_weights_N: np.ndarray) -> float:

@@ -77,15 +77,15 @@ class NgramPaths:
 def redundancy_shares(
     paths: Sequence[Hashable | None], correct: Tensor | Sequence[bool], group_ids: GroupIds
 ) -> Tensor:
-    """w_i: of the *other* correct responses in the group, the share that took the same path as this correct one.
+    """w_i: of the *other* correct responses in the group, the share that took the same path as this correct one; [B], 0
+    for wrong responses and for a lone correct one.
 
-    [B], in ``correct``'s floating type (torch's default for bool); 0 for wrong responses and for a lone correct one.
-    paths: [B] labels, compared within a group. Those of None count as one and the same path: a response whose path
-        is unknown is not a discovery: with a separate path for each, garbled solutions would earn the most.
+    paths: [B] labels, compared within a group. Those of None count as one and the same path: a response whose path is
+        unknown is not a discovery: with a separate path for each, garbled solutions would earn the most.
     correct: [B], bool or 0 and 1. group_ids: [B], as for ``group_advantages``.
 
-    As ``exploration_term(..., weights=shares)`` (the count stays the same) these give the softer form of the novelty
-    advantage: the term then lowers correct answers on repeated paths alone, more the more they are repeated.
+    As ``exploration_term(..., weights=shares)`` these give the softer form of the novelty advantage: the term then
+    lowers correct answers on repeated paths alone, more the more they are repeated.
     Raises ValueError for lengths that differ and for ``correct`` other than 0 and 1.
     """
     groups, (correct,) = read_groups(group_ids, correct=correct)
@@ -114,13 +114,12 @@ def novelty_advantages(
 ) -> Tensor:
     """A_i - strength * (w_i - mean of w over the group's correct responses) for correct responses; others keep A_i.
 
-    Advantage moves from repeated to rare correct solutions, and the group's total stays what it was. Groups with no
-    or one correct response, or where all correct ones are equally redundant, keep theirs bit for bit.
-    advantages: [B], of any kind (``group_advantages``, ``pass_at_k_advantages``); the result has their type.
-    shares: [B], w (``redundancy_shares``). correct: [B], bool or 0 and 1. group_ids: [B].
-    strength: units of advantage for each unit of w, at least 0.
-    Raises ValueError for shapes other than [B], values that are not finite, ``correct`` other than 0 and 1, and a
-    strength below 0. No gradient.
+    Advantage moves from repeated to rare correct solutions, and the group's total stays what it was. Groups with no or
+    one correct response, or where all correct ones are equally redundant, keep theirs bit for bit.
+    advantages: [B], of any kind; the result has their type. shares: [B], w (``redundancy_shares``). correct, group_ids:
+    as there. strength: units of advantage for each unit of w, at least 0.
+    Raises ValueError as ``read_groups`` does, for ``correct`` other than 0 and 1, and for a strength below 0. No
+    gradient.
     """
     check_coefficient("strength", strength)
     groups, (advantages, shares, correct) = read_groups(

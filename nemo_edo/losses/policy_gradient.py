@@ -16,11 +16,10 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
-from nemo_edo.losses.checks import checked, constant, require_finite, require_values
+from nemo_edo.losses.checks import checked, constant, one_check, require_finite, require_values
 from nemo_edo.losses.exploration import below_floor, first_tokens, noise_weights, step_weight, weighted_log_ratio
 from nemo_edo.losses.importance import sampler_weights
-from nemo_edo.losses.kl import kl_per_token
-from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_tokens, token_mean
+from nemo_edo.losses.term import LossTerm, Reduction, kl_per_token, per_token, read_tokens, token_mean
 
 
 def dapo_config(**changes: Any) -> GRPOLossConfig:
@@ -79,13 +78,11 @@ def ppo_clip_loss(
     logprobs, old_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi_theta and under pi_old,
         which produced them; ratio = pi_theta / pi_old at each token. The gradient flows through the first alone.
     advantages: [B], one for each response, or [B, T]. mask: [B, T], 1 where a response token counts.
-    dual_clip: as in ``clipped_surrogate``. reduction, norm_length, rows: as in ``reduce_tokens``, where the counts are.
-    on_empty: "error" or "zero", for a mask without a 1 (``term.read_tokens``).
+    dual_clip: as in ``clipped_surrogate``. reduction, norm_length, rows, on_empty: as in ``reduce_tokens``.
 
     The metrics log_ratio (log pi_theta - log pi_old), clip_fraction, and of it clip_low_fraction, clip_high_fraction
     and clip_dual_fraction are means over valid tokens, without gradient.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and clips or
-    reductions that are out of range.
+    Raises ValueError as ``reduce_tokens`` does, for ratios that overflow, and for clips out of range.
     """
     require(0 <= clip_low < 1, "clip_low", clip_low, "a number in [0, 1)")
     require(clip_high >= 0, "clip_high", clip_high, "a number of at least 0")
@@ -124,10 +121,9 @@ def grpo_loss(
     """The minimised ED-GRPO loss and its metrics; with exploration weight 0, GRPO (Shao et al. 2024) to the last bit.
 
     logprobs, old_logprobs, ref_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi_theta, under
-        pi_old, which produced them, and under pi_ref. The gradient flows through the first alone. ref_logprobs may be
-        None if config.beta is 0.
-    advantages: [B], one for each response, or [B, T].
-    mask: [B, T], 1 where a response token counts.
+        pi_old, which produced them, and under pi_ref (None only if config.beta is 0). The gradient flows through the
+        first alone.
+    advantages: [B], one for each response, or [B, T]. mask: [B, T], 1 where a response token counts.
     sampler_logprobs: [B, T] under pi_gen, pi_old as the generation server computed it. config.sampler_correction turns
         pi_old / pi_gen into constant weights on every term but the KL to pi_ref; with "none" they only give metrics.
     exploration_factors: [B] or [B, T] constant factors of the exploration term. No weight enters a count.
@@ -135,8 +131,7 @@ def grpo_loss(
         (``clip_cov_selection``, ``kl_cov_selection``); required with one, refused without.
     exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
         config.exploration_weight.
-    rows: the sequences that the loss's count includes (``reduction_count``).
-    on_empty: "error" or "zero", for a mask without a 1 (``term.read_tokens``).
+    rows, on_empty: as in ``reduce_tokens``.
 
     The loss, and the metrics policy_loss (the negated surrogate), kl (the estimate, without beta; absent without
     ref_logprobs), exploration (log-ratio with the floor, without its coefficient) and kl_cov (its penalty, likewise),
@@ -144,8 +139,8 @@ def grpo_loss(
     - log pi_old), clip_fraction with its parts (``ppo_clip_loss``), floor_fraction, selected_fraction, sampler_weight,
     sampler_bounded (weights that the correction has cut off or set to 0) and those of ``sampler_gap`` are means over
     valid tokens. None has a gradient.
-    Raises ValueError for shapes that differ, NaN or infinity at a valid token, ratios that overflow, and a missing
-    ref_logprobs, sampler_logprobs or selected.
+    Raises ValueError as ``reduce_tokens`` does, for ratios that overflow, and for a missing ref_logprobs,
+    sampler_logprobs or selected.
     """
     weight = step_weight(config, exploration_weight)
     valid, (advantages, logprobs, old_logprobs, ref_logprobs, sampler_logprobs, factors, selected) = read_tokens(
@@ -184,7 +179,12 @@ def grpo_loss(
         loss = loss.plus(penalty, config.kl_cov_coefficient)
 
     if ref_logprobs is not None:
-        kl = reduced(_kl_to_reference(logprobs, old_logprobs, ref_logprobs, config))
+        kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
+        if config.kl_importance != "none":
+            sampler = old_logprobs if config.kl_importance == "ratio" else logprobs.detach()
+            kl_BT = (logprobs - sampler).exp() * kl_BT
+        require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
+        kl = reduced(kl_BT)
         metrics["kl"] = kl.detached()
         loss = loss.plus(kl, config.beta) if config.beta > 0 else loss
     elif config.beta > 0:
@@ -210,10 +210,7 @@ def grpo_exploration(
     rows: str = "non-empty",
     on_empty: str = "error",
 ) -> LossTerm:
-    """The exploration term of ``grpo_loss`` by itself, without its coefficient: for measuring its gradient.
-
-    Arguments, weights, reduction, count and errors are those of ``grpo_loss``.
-    """
+    """The exploration term of ``grpo_loss`` by itself, without its coefficient: for measuring its gradient."""
     valid, (logprobs, old_logprobs, sampler_logprobs, factors) = read_tokens(
         mask,
         on_empty,
@@ -258,7 +255,6 @@ def cispo_surrogate(
 
     The ratio is a constant, so that no token loses its gradient, unlike in ``clipped_surrogate``. clip_low 1: no lower
     bound. The value is not PPO's: it is that of REINFORCE, weighted.
-    Arguments of one shape, not reduced. Raises ValueError for ratios that overflow.
     """
     ratio = log_ratio.detach().exp()
     require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
@@ -278,28 +274,11 @@ def _surrogate(
         nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
         return advantages * logprobs, {"low": nowhere, "high": nowhere, "dual": nowhere}
     if config.importance_sampling_level == "sequence":
-        log_ratio = _sequence_log_ratio(log_ratio, lengths_B)
+        # GSPO-token (Zheng et al. 2025, eq. 14): the value at every token is the mean over its sequence's valid tokens,
+        # the gradient that of its own log pi_theta. With [B] advantages and "seq-mean-token-mean", plain GSPO's.
+        mean_B = log_ratio.detach().sum(dim=1) / lengths_B.clamp(min=1)
+        log_ratio = mean_B[:, None] + (log_ratio - log_ratio.detach())
     return clipped_surrogate(log_ratio, advantages, **clips, dual_clip=config.dual_clip)
-
-
-def _sequence_log_ratio(log_ratio: Tensor, lengths_B: Tensor) -> Tensor:
-    """GSPO-token's log-ratio (Zheng et al. 2025, eq. 14); [B, T].
-
-    The value at every token is the mean of log_ratio over its sequence's valid tokens, and the gradient that of the
-    token's own log pi_theta. With [B] advantages and "seq-mean-token-mean", loss and gradient are plain GSPO's.
-    log_ratio: [B, T] log pi_theta - log pi_old, zero at padding.
-    """
-    mean_B = log_ratio.detach().sum(dim=1) / lengths_B.clamp(min=1)
-    return mean_B[:, None] + (log_ratio - log_ratio.detach())
-
-
-def _kl_to_reference(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, config: GRPOLossConfig) -> Tensor:
-    kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
-    if config.kl_importance != "none":
-        sampler = old_logprobs if config.kl_importance == "ratio" else logprobs.detach()
-        kl_BT = (logprobs - sampler).exp() * kl_BT
-    require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
-    return kl_BT
 
 
 def _exploration(
@@ -332,3 +311,78 @@ def _clip_shares(held: dict[str, Tensor], valid: Tensor) -> dict[str, LossTerm]:
     """clip_fraction, and of it the share of each bound: no token is clipped by two."""
     shares = {f"clip_{bound}_fraction": token_mean(at_BT, valid) for bound, at_BT in held.items()}
     return {"clip_fraction": token_mean(torch.stack(list(held.values())).any(dim=0), valid), **shares}
+
+
+# --- Clip-Cov and KL-Cov --------------------------------------------------------------------------------------------
+#
+# Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models": entropy falls at the
+# rate of the covariance between log-probability and advantage, and few tokens carry it, which these functions select
+# for ``grpo_loss``. Run them over the whole global batch, before it is split: means and ranks inside a micro-batch
+# would make the gradient depend on the split. The log-probabilities may be those of pi_old, which are at hand then.
+
+
+@checked
+def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(log pi - mean log pi)(A - mean A) at each token; [B, T], zero at padding, without gradient (eq. 10).
+
+    logprobs: [B, T] natural log-probabilities of the sampled tokens. advantages: [B] or [B, T].
+    mask: [B, T], 1 where a response token counts. Both means are over all tokens with mask 1, in double precision; the
+    result has the type of logprobs, and nats times the advantages' unit. Raises ValueError as ``term.read_tokens``
+    does.
+    """
+    valid_BT, (logprobs_BT, advantages_BT) = read_tokens(
+        mask, logprobs=logprobs.detach(), advantages=per_token(advantages.detach(), mask)
+    )
+    count = valid_BT.sum()
+
+    def deviation(values_BT: Tensor) -> Tensor:
+        values_BT = values_BT.double()
+        return values_BT - values_BT.sum() / count
+
+    covariances_BT = deviation(logprobs_BT) * deviation(advantages_BT)
+    return torch.where(valid_BT, covariances_BT, 0.0).to(logprobs.dtype)
+
+
+def clip_cov_selection(
+    covariances: Tensor, mask: Tensor, *, share: float, low: float, high: float, seed: int
+) -> Tensor:
+    """The tokens that Clip-Cov removes from the policy gradient, sampled at random; [B, T] bool (eq. 11).
+
+    covariances: [B, T] from ``token_covariances``. Eligible are valid tokens with low <= covariance <= high: absolute
+    bounds, in the covariances' own unit (the authors use 1 and 5, far above the mean covariance).
+    share: int(share * valid tokens) are sampled without replacement, but at least 1 if share is above 0, as in the
+    authors' code; all eligible tokens where there are fewer. The seed fixes the selection.
+    Raises ValueError as ``term.read_tokens`` does, for a share outside [0, 1] and for low > high.
+    """
+    if not low <= high:
+        raise ValueError(f"low is {low}, expected a number of at most high = {high}")
+    with one_check():
+        valid_BT, (covariances_BT,) = read_tokens(mask, "zero", covariances=covariances)
+    eligible = (valid_BT & (covariances_BT >= low) & (covariances_BT <= high)).flatten().nonzero().flatten()
+    generator = torch.Generator().manual_seed(seed)  # a CPU generator: the same selection on every device
+    order = torch.randperm(len(eligible), generator=generator).to(eligible.device)
+    return _at(eligible[order[: _selected_count(share, valid_BT)]], mask)
+
+
+def kl_cov_selection(covariances: Tensor, mask: Tensor, *, share: float) -> Tensor:
+    """The tokens that KL-Cov keeps close to pi_old, those with the highest covariances; [B, T] bool (eq. 13).
+
+    covariances, share: as for ``clip_cov_selection``. Among equal covariances, the first in row-major order wins."""
+    with one_check():
+        valid_BT, (covariances_BT,) = read_tokens(mask, "zero", covariances=covariances)
+    positions = valid_BT.flatten().nonzero().flatten()
+    order = covariances_BT[valid_BT].argsort(descending=True, stable=True)
+    return _at(positions[order[: _selected_count(share, valid_BT)]], mask)
+
+
+def _selected_count(share: float, valid_BT: Tensor) -> int:
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is {share}, expected a number in [0, 1]")
+    return max(int(share * int(valid_BT.sum())), 1 if share > 0 else 0)
+
+
+def _at(positions: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] bool, True at the given row-major positions."""
+    selected = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    selected[positions] = True
+    return selected.view(mask.shape)

@@ -1,4 +1,4 @@
-"""Losses on preference pairs: DPO, its relatives, and ED-iDPO.
+"""Losses on preference pairs (DPO, its relatives, and ED-iDPO), and the ranking loss of reward models.
 
 All of them are a loss of the margin between the implicit rewards of a chosen and a rejected response,
 
@@ -27,7 +27,8 @@ VPO             ``vpo_loss``               initial policy       +alpha beta (log
 Which policy the reference is, is the caller's choice: the functions see log-probabilities only. Pairs and samples
 differ in number, so a bias is a separate term: each is divided by its global count, and then they are added.
 
-Dimensions: P pairs, B sampled responses, T response tokens of a padded sequence. Log-probabilities are natural logs.
+Dimensions: P pairs, B sampled responses, T response tokens, Q questions, K negatives of a question.
+Log-probabilities are natural logs.
 """
 
 from __future__ import annotations
@@ -39,18 +40,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_edo.config import DPOLossConfig
-from nemo_edo.losses.checks import check_coefficient, checked, constant
+from nemo_edo.losses.checks import check_coefficient, checked, constant, require_finite
 from nemo_edo.losses.exploration import below_floor, step_weight, weighted_log_ratio
-from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_rows, read_tokens, sum_over_rows, token_mean
+from nemo_edo.losses.term import (
+    LossTerm,
+    Reduction,
+    per_token,
+    read_rows,
+    read_tokens,
+    sum_over_rows,
+    token_mean,
+    valid_entries,
+)
 
 
 @checked
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, length_normalized: bool = False) -> Tensor:
-    """log pi(y|x) of each sequence: the sum over its tokens, or with length_normalized their mean; [B].
-
-    logprobs: [B, T] of the response tokens. mask: [B, T], 1 where a token counts. A sequence without such a token: 0.
-    Raises ValueError for shapes that differ and NaN or infinity at a valid token.
-    """
+    """log pi(y|x) of each sequence: the sum over its tokens (logprobs, mask: [B, T]), or with length_normalized their
+    mean; [B]. A sequence without a token: 0."""
     valid, (logprobs,) = read_tokens(mask, "zero", logprobs=logprobs)
     sums_B = logprobs.sum(dim=1)
     return sums_B / valid.sum(dim=1).clamp(min=1) if length_normalized else sums_B
@@ -94,8 +101,8 @@ def ipo_loss(
 ) -> LossTerm:
     """(margin - 1 / (2 beta))^2, summed over pairs; count = pairs (Azar et al. 2024, eq. 17, where beta is tau).
 
-    Arguments and errors as for ``dpo_loss``. The equation takes token sums. TRL's implementation averages over the
-    tokens of each response instead: ``sequence_logprobs`` with length_normalized gives that.
+    The equation takes token sums. TRL's implementation averages over the tokens of each response instead:
+    ``sequence_logprobs`` with length_normalized gives that.
     """
     _check_beta(beta)
     valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
@@ -112,7 +119,7 @@ def preference_loss(
     *,
     mask: Tensor | None = None,
 ) -> LossTerm:
-    """``dpo_loss`` or ``ipo_loss``, as config.preference_loss says; count = pairs. Arguments and errors as theirs."""
+    """``dpo_loss`` or ``ipo_loss``, as config.preference_loss says; count = pairs."""
     valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
     return sum_over_rows(_of_config(_margin(pairs), config), valid_P)
 
@@ -127,7 +134,7 @@ def preference_metrics(
     beta: float,
     mask: Tensor | None = None,
 ) -> dict[str, LossTerm]:
-    """What the pairs say about the policy; no gradient, count = pairs. Arguments and errors as for ``dpo_loss``.
+    """What the pairs say about the policy; no gradient, count = pairs. Arguments as for ``dpo_loss``.
 
     reward_chosen, reward_rejected: implicit rewards beta * (log pi_theta - log pi_ref), in nats. reward_margin: their
     difference. reward_accuracy: 1 where it is above 0 (a tie does not count). logprobs_chosen, logprobs_rejected:
@@ -155,33 +162,31 @@ def ed_idpo_loss(
 ) -> tuple[LossTerm, LossTerm, dict[str, LossTerm]]:
     """The minimised ED-iDPO loss in two terms, to be divided by two global counts and added, and its metrics:
 
-        total = preference.mean() + exploration.mean()
-        L = E_pairs[-log sigmoid(beta * margin)] + alpha * beta * E_{y~pi_old}[log pi_theta(y) - log pi_old(y)]
+        total = preference.mean() + exploration.mean() L = E_pairs[-log sigmoid(beta * margin)] + alpha * beta *
+        E_{y~pi_old}[log pi_theta(y) - log pi_old(y)]
 
     preference: ``preference_loss``; count = pairs. exploration: ``exploration_term`` times the exploration weight;
     count = sampled responses. With weight 0 (ETO) it is a constant 0 without graph, and the total is bit-equal to the
     preference loss, in value and gradient.
 
-    The preference term ignores lowering y_w and y_l together, and exploration rewards it: for any alpha > 0 the sum
-    has no lower bound unless config.log_ratio_floor gives one. For a chosen response alone, explored with its own pair
-    and y_l fixed, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
+    The preference term ignores lowering y_w and y_l together, and exploration rewards it: for any alpha > 0 the sum has
+    no lower bound unless config.log_ratio_floor gives one. For a chosen response alone, explored with its own pair and
+    y_l
+    fixed, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
 
-    policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P], as for ``dpo_loss``.
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P], as for ``dpo_loss``; pair_mask: [P], 1 where one
+    counts.
     sample_logprobs, sample_old_logprobs: [B, T] of **all** responses that pi_old gave to the batch's prompts, with or
         without a pair, under pi_theta and pi_old. The gradient flows through the first.
     sample_mask: [B, T], 1 where a response token counts. A micro-batch without samples gives [0, T] for all three.
     config.length_normalized: the exploration term takes means over tokens ("seq-mean-token-mean"), not sums
-        ("seq-sum"); the caller gives pairs to match (``sequence_logprobs``).
-    pair_mask: [P], 1 where a pair counts; None: all count.
+    ("seq-sum"); the caller gives pairs to match (``sequence_logprobs``).
     sample_weights: [B] or [B, T] constants on the exploration term's tokens (``exploration_term``).
-    exploration_weight: what multiplies the exploration term in this step, at least 0 (``build_schedule``); None:
-        config.exploration_weight.
-    on_empty: "error" or "zero", for a sample_mask without a 1 (``term.read_tokens``).
+    exploration_weight: as for ``grpo_loss``. on_empty: for a sample_mask without a 1 (``term.read_tokens``).
 
     Metrics, without gradient: those of ``preference_metrics``; preference_loss; exploration (with the floor, without
     its weight; count = sampled responses), log_ratio (log pi_theta - log pi_old) and floor_fraction (count = tokens),
     response_length (tokens; count = sampled responses).
-    Raises ValueError for shapes that differ and NaN or infinity at a pair or token that counts.
     """
     valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, pair_mask, "pair_mask")
     preference = sum_over_rows(_of_config(_margin(pairs), config), valid_P)
@@ -223,13 +228,10 @@ def xpo_loss(
 ) -> tuple[LossTerm, LossTerm]:
     """DPO, and alpha * log pi_theta(y) for samples y of the *reference* policy (Xie et al. 2024, Algorithm 1).
 
-    Returns the DPO term (count = pairs) and the bonus (count = samples; a constant 0 for alpha = 0), each to be
-    divided by its own count and added. alpha, at least 0, is not multiplied by beta. The published sums over both
-    sets are means here. The bonus has no lower bound.
-
-    The first four arguments, beta and mask: as for ``dpo_loss``.
-    policy_on_reference_samples: [B] sequence log-probabilities under pi_theta. sample_mask: [B], 1 where one counts.
-    Raises ValueError for shapes that differ, NaN or infinity where mask is 1, and settings out of range.
+    Returns the DPO term (count = pairs) and the bonus (count = samples; a constant 0 for alpha = 0), each to be divided
+    by its own count and added. alpha, at least 0, is not multiplied by beta. The published sums over both sets are
+    means here. The bonus has no lower bound. policy_on_reference_samples: [B] sequence log-probabilities under
+    pi_theta; sample_mask: [B], 1 where one counts; all else as for ``dpo_loss``.
     """
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
@@ -261,14 +263,8 @@ def vpo_loss(
     - setting "online": DPO - alpha J*, optimism: plus the log-ratio, which lowers the calibration samples' likelihood;
     - setting "offline": DPO + alpha J*, pessimism: minus the log-ratio, which raises it.
 
-    Returns the DPO term (count = pairs) and the bias (count = calibration samples; a constant 0 for alpha = 0), each
-    to be divided by its own count and added. The published sum over pairs is a mean here. Online the bias has no
-    lower bound.
-
-    The first four arguments, beta and mask: as for ``dpo_loss``. alpha: at least 0.
-    policy_calibration, ref_calibration: [B] sequence log-probabilities of the calibration policy's samples under
-        pi_theta and pi_ref. calibration_mask: [B], 1 where one counts.
-    Raises ValueError for shapes that differ, NaN or infinity where mask is 1, and settings out of range.
+    Terms and counts as for ``xpo_loss``. Online the bias has no lower bound. policy_calibration, ref_calibration: [B]
+    sequence log-probabilities of the calibration policy's samples under pi_theta and pi_ref; calibration_mask: [B].
     """
     if setting not in ("online", "offline"):
         raise ValueError(f"setting is {setting!r}, expected online or offline")
@@ -293,15 +289,65 @@ def selm_loss(
     mask: Tensor | None = None,
     sample_mask: Tensor | None = None,
 ) -> tuple[LossTerm, LossTerm]:
-    """DPO, and alpha * beta * (log pi_theta(y) - log pi_ref(y)) for the selected responses y (Zhang et al. 2024).
-
-    The form of online ``vpo_loss`` with another sampler, the responses that SELM selects in each iteration. Terms,
-    counts, arguments and errors are the same; policy_samples, ref_samples, sample_mask: [B].
-    """
+    """DPO, and alpha * beta * (log pi_theta(y) - log pi_ref(y)) for the selected responses y (Zhang et al. 2024): the
+    form of online ``vpo_loss`` with another sampler, the responses that SELM selects in each iteration; [B] each."""
     check_coefficient("alpha", alpha)
     preference = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=beta, mask=mask)
     samples = {"policy_samples": policy_samples, "ref_samples": ref_samples.detach()}
     return preference, _bias(alpha * beta, sample_mask, "sample_mask", **samples)
+
+
+@checked
+def ranking_nce_loss(
+    positive_scores: Tensor,
+    negative_scores: Tensor,
+    *,
+    l2: float = 0.0,
+    negative_mask: Tensor | None = None,
+    weighting: str = "softmax",
+) -> LossTerm:
+    """One positive against K sampled negatives, in nats, summed over questions Q; count = questions with a negative.
+
+    | weighting | loss of a question                         | gradient                        |
+    |-----------|--------------------------------------------|---------------------------------|
+    | "softmax" | -r_+ + log(exp(r_+) + sum_k exp(r_k))      | p_+ - 1 on r_+, and p_k on r_k  |
+    | "uniform" | -r_+ + mean_k r_k                          | -1 on r_+, and 1/K on each r_k  |
+
+    with p the softmax over the K + 1 scores; both add l2 * (r_+^2 + mean_k r_k^2).
+
+    "softmax" is the ranking loss of Ma and Collins (2018), which the paper's SearchLLM takes from BBox-Adapter (Sun et
+    al. 2024): 0 for a perfect ranking, log(K + 1) for equal scores, and with K = 1 the Bradley-Terry loss. "uniform" is
+    what BBox-Adapter's published code computes: its gradient does not look at the scores, and without l2 it is
+    unbounded below.
+
+    positive_scores: [Q] rewards r_+. negative_scores: [Q, K] rewards r_k. The gradient flows through both.
+    negative_mask: [Q, K], 1 where a negative counts; None: all count. Means over k are over those. A question without
+        any negative contributes nothing, the penalty and NaN included, and is not counted.
+    Raises ValueError for other shapes, NaN or infinity at a score that counts, a negative or infinite l2, and an
+    unknown weighting.
+    """
+    if weighting not in ("softmax", "uniform"):
+        raise ValueError(f"weighting is {weighting!r}, expected softmax or uniform")
+    check_coefficient("l2", l2)
+    if negative_scores.ndim != 2 or positive_scores.shape != negative_scores.shape[:1]:
+        raise ValueError(
+            f"positive_scores has shape {tuple(positive_scores.shape)} and negative_scores "
+            f"{tuple(negative_scores.shape)}, expected [Q] and [Q, K]"
+        )
+    valid_QK = valid_entries("negative_mask", negative_mask, negative_scores)
+    negatives_QK = torch.where(valid_QK, negative_scores, 0.0)
+    require_finite("negative_scores", negatives_QK)
+    valid_Q, (positives_Q,) = read_rows(valid_QK.any(dim=1), positive_scores=positive_scores)
+    count_Q = valid_QK.sum(dim=1).clamp(min=1)  # a question without negatives: 0 / 1
+
+    if weighting == "softmax":
+        # -log p_+ as -log sigmoid(r_+ - log sum_k exp(r_k)): no overflow, and exact where p_+ is all but 1.
+        losses_Q = -F.logsigmoid(positives_Q - negatives_QK.masked_fill(~valid_QK, -torch.inf).logsumexp(dim=1))
+    else:
+        losses_Q = negatives_QK.sum(dim=1) / count_Q - positives_Q
+    if l2 > 0:
+        losses_Q = losses_Q + l2 * (positives_Q.square() + negatives_QK.square().sum(dim=1) / count_Q)
+    return sum_over_rows(losses_Q, valid_Q)
 
 
 def _read_pairs(

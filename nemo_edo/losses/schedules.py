@@ -36,12 +36,12 @@ class Schedule(ABC):
 
     @abstractmethod
     def step(self, *, entropy: float | None = None, gradient_ratio: float | None = None) -> None:
-        """Call after each optimizer step. A schedule ignores the measurements that it does not need.
+        """Call after each optimizer step. A schedule ignores the measurements that it does not need, and raises
+        ValueError for one that it needs and that is missing or not valid.
 
         entropy: mean entropy of the policy at sampled positions, nats.
         gradient_ratio: norm of the exploration term's gradient at weight 1 over that of the task's gradient (the loss
             without the term), of the same batch at the same parameters.
-        Raises ValueError for a measurement that is needed and missing or not valid.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,10 +49,8 @@ class Schedule(ABC):
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes where ``state_dict`` was taken. The settings are not part of it: this schedule keeps its own.
-
-        Raises ValueError, and changes nothing, for the state of another kind of schedule, or other keys.
-        """
+        """Resumes where ``state_dict`` was taken, with this schedule's own settings. Raises ValueError, and changes
+        nothing, for the state of another kind of schedule, or other keys."""
         own = self._state
         if state.keys() != own.keys() or state["kind"] != own["kind"]:
             raise ValueError(
@@ -187,10 +185,8 @@ class GradientShareController(Controller):
 
 def build_schedule(config: ScheduleConfig, weight: float) -> Schedule:
     """The schedule of ``config`` around the configured exploration weight (``exploration_weight`` of a loss's config).
-
-    Raises ValueError for a weight that is not finite, and for one outside [min_weight, max_weight] with a controller:
-    0 is outside, so that a baseline without exploration never gets any.
-    """
+    Raises ValueError for a weight that is not finite, and for one outside [min_weight, max_weight] with a controller: 0
+    is outside, so that a baseline without exploration never gets any."""
     if not math.isfinite(weight):
         raise ValueError(f"the exploration weight is {weight}, expected a finite number")
     controllers = {"entropy": EntropyController, "gradient-share": GradientShareController}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_edo.config.losses import KL_ESTIMATORS
 from nemo_edo.losses.checks import checked, require_finite, require_logprobs, require_values
 
 REDUCTIONS = ("seq-sum", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
@@ -155,13 +156,8 @@ class Reduction:
 
 @checked
 def reduction_count(mask_BT: Tensor, reduction: str, *, rows: str = "non-empty", on_empty: str = "error") -> Tensor:
-    """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values.
-
-    mask_BT: [B, T]. The result is a scalar int64: valid tokens for "token-mean", otherwise sequences.
-    rows: which sequences count: "non-empty", those with at least one valid token, or "all", those without one too
-        (TRL). on_empty: see ``read_tokens``.
-    Raises ValueError for an unknown reduction or an invalid mask.
-    """
+    """What ``reduce_tokens`` divides by, from the mask alone: the trainer needs it before it has any values. A scalar
+    int64: valid tokens for "token-mean", otherwise sequences."""
     valid_BT, _ = read_tokens(mask_BT, on_empty)
     return Reduction(valid_BT, reduction, 1.0, rows).count
 
@@ -186,11 +182,11 @@ def reduce_tokens(
     | "seq-mean-token-sum-norm"   | over all tokens, divided by ``norm_length``       | sequences |
 
     values_BT, mask_BT: [B, T]; the mask is 1 where a token counts.
-    norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025); the other
-    reductions do not read it.
-    rows: the sequences that the count includes (``reduction_count``). on_empty: see ``read_tokens``.
-    Raises ValueError for shapes that differ, an empty mask, NaN or infinity at a valid token, an unknown reduction or
-    a missing norm_length.
+    norm_length: the constant length, in tokens, of "seq-mean-token-sum-norm" (Dr.GRPO, Liu et al. 2025).
+    rows: which sequences count: "non-empty", those with at least one valid token, or "all", those without one too
+    (TRL).
+    on_empty: see ``read_tokens``.
+    Raises ValueError as ``read_tokens`` does, and for an unknown reduction or a missing norm_length.
     """
     valid_BT, (values_BT,) = read_tokens(mask_BT, on_empty, values_BT=values_BT)
     return Reduction(valid_BT, reduction, norm_length, rows)(values_BT)
@@ -206,16 +202,12 @@ def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:
     return LossTerm(torch.where(valid, values, 0.0).sum(), valid.sum())
 
 
-# --- the two plainest losses ---------------------------------------------------------------------------------------
+# --- the two plainest losses, and the KL -----------------------------------------------------------------------------
 
 
 @checked
 def sft_loss(logprobs_BT: Tensor, mask_BT: Tensor, *, on_empty: str = "error") -> LossTerm:
-    """Negative log-likelihood in nats, summed over tokens with mask 1; count = such tokens.
-
-    logprobs_BT: [B, T] natural log-probabilities of the tokens; mask_BT: [B, T].
-    Raises ValueError for shapes that differ and for NaN or infinity at a valid token.
-    """
+    """Negative log-likelihood in nats (logprobs_BT: [B, T]), summed over tokens with mask 1; count = such tokens."""
     valid_BT, (logprobs_BT,) = read_tokens(mask_BT, on_empty, logprobs_BT=logprobs_BT)
     return Reduction(valid_BT, "token-mean")(-logprobs_BT)
 
@@ -231,9 +223,41 @@ def entropy_bonus(
     on_empty: str = "error",
 ) -> LossTerm:
     """The **negative** entropy: multiplied by a positive coefficient and added to a minimised loss, it raises entropy.
-
-    entropies_BT: exact entropies in nats of pi_theta(. | x, y_<t) at the sampled positions.
-    Sum, count, the other arguments and errors are those of ``reduce_tokens``.
-    """
+    entropies_BT: exact entropies in nats of pi_theta(. | x, y_<t) at the sampled positions. All else as
+    ``reduce_tokens``."""
     valid_BT, (entropies_BT,) = read_tokens(mask_BT, on_empty, entropies_BT=entropies_BT)
     return Reduction(valid_BT, reduction, norm_length, rows)(-entropies_BT)
+
+
+def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimates of KL(pi_theta || pi_ref) at each token, in nats, not reduced (Schulman 2020, "Approximating KL
+    divergence"; for their gradients, Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for
+    RL").
+
+    With d = log pi_theta - log pi_ref on a token sampled from pi_theta:
+
+    - "k1" = d: unbiased. Its gradient is zero in expectation: minimising it alone descends no KL.
+    - "k2" = d^2 / 2: biased. Its gradient descends the reverse KL(pi_theta || pi_ref).
+    - "k3" = exp(-d) - 1 + d: unbiased, never negative. Its gradient descends the forward KL(pi_ref || pi_theta).
+    - "k1+" and "k3+": the value of k1 or k3, unbiased, with the gradient of k2, which descends the reverse KL(pi_theta
+      || pi_ref) (straight-through; the names are verl's).
+
+    Those gradients are in expectation over tokens from pi_theta, taken through the value and not through sampling.
+    logprobs: natural log-probabilities under pi_theta, of any shape. ref_logprobs: under pi_ref, a constant.
+    Raises ValueError for shapes that differ or an unknown estimator. The caller, who knows the padding, refuses values
+    that are not finite: k3 overflows where pi_theta is far below pi_ref.
+    """
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(f"ref_logprobs has shape {tuple(ref_logprobs.shape)}, but logprobs {tuple(logprobs.shape)}")
+    d = logprobs - ref_logprobs.detach()
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k3":
+        return torch.expm1(-d) + d  # exp(-d) - 1 would cancel to noise, and below zero, for small d
+    if estimator in ("k1+", "k3+"):
+        value = kl_per_token(logprobs, ref_logprobs, estimator.removesuffix("+")).detach()
+        k2 = kl_per_token(logprobs, ref_logprobs, "k2")
+        return value + (k2 - k2.detach())  # the bracket is exactly 0: the value stays k1's or k3's to the last bit
+    raise ValueError(f"estimator is {estimator!r}, expected one of {', '.join(KL_ESTIMATORS)}")
