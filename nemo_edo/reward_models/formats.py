@@ -28,7 +28,7 @@ from nemo_edo.data.markup import Markup
 from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.test_time.search_llm import StepPath
-from nemo_edo.utils.files import replacing
+from nemo_edo.utils.files import read_object, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +70,12 @@ class OwnSettings:
     separate sequence."""
     separator: str
     version: int = 1
+
+
+def split_steps(text: str, separator: str) -> tuple[str, ...]:
+    """The texts between separators, without surrounding line breaks; blank steps are dropped."""
+    steps = (step.strip("\r\n") for step in text.split(separator))
+    return tuple(step for step in steps if step.strip())
 
 
 class QwenFormat:
@@ -177,11 +183,11 @@ class RewardFolder:
 
 def read_reward_folder(path: Path) -> RewardFolder:
     """Raises UserError for a folder that is not a supported process reward model."""
-    config = _read_json(path / "config.json")
+    config = read_object(path / "config.json", ())
     architecture = next(iter(config.get("architectures") or []), None)
     own = path / OWN_FILE
     if own.is_file():
-        values = _read_json(own)
+        values = read_object(own, ())
         known = values.keys() == {"kind", "separator", "version"} and values["version"] == 1
         if not known or values["kind"] not in (DECODER, ENCODER) or not isinstance(values["separator"], str):
             raise UserError(f"{own}: has {values}, expected version 1, a kind decoder or encoder, and a separator")
@@ -194,16 +200,6 @@ def read_reward_folder(path: Path) -> RewardFolder:
     return RewardFolder(path, architecture, config, None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read, and a reward model's folder has it ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: is not a JSON object")
-    return value
-
-
 def load_format(folder: RewardFolder) -> RewardFormat:
     """The folder's format, with its tokenizer. Raises UserError for a tokenizer that lacks what the format needs."""
     tokenizer = load_tokenizer(folder.path)
@@ -213,8 +209,7 @@ def load_format(folder: RewardFolder) -> RewardFormat:
 
 
 def write_own_settings(folder: Path, settings: OwnSettings) -> None:
-    with replacing(folder / OWN_FILE) as file:
-        file.write((json.dumps(asdict(settings), indent=2) + "\n").encode())
+    write_text(folder / OWN_FILE, json.dumps(asdict(settings), indent=2) + "\n")
 
 
 def too_long(encoded: Sequence[Sequence[Encoded]], limit: int | None) -> list[int]:

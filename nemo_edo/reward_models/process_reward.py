@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.errors import UserError
-from nemo_edo.reward_models.formats import Encoded, RewardFormat, load_format, read_reward_folder, too_long
-from nemo_edo.reward_models.steps import split_steps
+from nemo_edo.reward_models.formats import Encoded, RewardFormat, load_format, read_reward_folder, split_steps, too_long
 from nemo_edo.rollouts.score_store import StepScores
 from nemo_edo.test_time.search_llm import StepPath, StepScore
 from nemo_edo.types import Rollout

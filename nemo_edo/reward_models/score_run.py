@@ -44,9 +44,7 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
         return _score(stored, about, maker, name, arm, cfg)
 
 
-def _score(
-    stored: StoredRun, about: RewardFolder, maker: str, name: str, arm: str | None, cfg: ScoreConfig
-) -> list[str]:
+def _score(stored: StoredRun, about: RewardFolder, maker: str, name: str, arm: str | None, cfg: ScoreConfig):
     form, questions = load_format(about), stored.questions("test")
     pending, lines = [], []
     for policy, kind in product(stored.evaluated([arm] if arm else []), KINDS):

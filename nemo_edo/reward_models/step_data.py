@@ -1,8 +1,13 @@
-"""Training and test data of a reward model: a run's stored responses as groups of token ids."""
+"""Training and test data of a reward model: labelled steps of a run's stored responses, as groups of token ids.
+
+A path is a question's steps up to and including the labelled one. The ranking loss takes, for each question, one
+positive step (of a correct solution) and K - 1 sampled negative ones (``losses.ranking_nce_loss``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +16,29 @@ from torch import Tensor
 from nemo_edo.builtin_task.arithmetic import first_wrong_step
 from nemo_edo.config.reward_model import ARITHMETIC, RewardDataConfig
 from nemo_edo.errors import UserError
-from nemo_edo.reward_models.formats import OwnFormat
+from nemo_edo.reward_models.formats import OwnFormat, split_steps
 from nemo_edo.reward_models.process_reward import padded
-from nemo_edo.reward_models.steps import StepGroup, held_out, step_groups
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.test_time.search_llm import StepPath
+from nemo_edo.types import UNVERIFIED, ScoredRollout
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
+
+
+Path = tuple[str, ...]
+FirstWrong = Callable[[str, Path], int | None]
+"""(question, steps) -> the index of the first step that is wrong, None where all are right."""
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """A right step of a question, and wrong ones."""
+
+    problem_id: str
+    question: str
+    positive: Path
+    negatives: tuple[Path, ...]
+    """At least one; first those that share the positive's prefix and differ in the last step only."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +101,20 @@ def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, see
         VALIDATION: [group for group in trained if group.question in validation],
         TEST: step_groups(test_questions, tested, data, checker, seed),
     }
-    encoded = {part: [_encoded(group, form) for group in found] for part, found in groups.items()}
-    fitting = {
-        part: [group for group in found if max(map(len, group.paths)) <= data.max_tokens]
-        for part, found in encoded.items()
-    }
-    for part, found in fitting.items():
-        if not found:
+    fitting: dict[str, list[EncodedGroup]] = {part: [] for part in groups}
+    for part, found in groups.items():
+        for group in found:
+            texts = (group.positive, *group.negatives)
+            paths = tuple(form.last(StepPath(group.question, path)) for path in texts)
+            shared = tuple(path[:-1] == group.positive[:-1] for path in group.negatives)
+            if max(map(len, paths)) <= data.max_tokens:
+                fitting[part].append(EncodedGroup(group.problem_id, paths, shared))
+        if not fitting[part]:
             raise UserError(
                 f"data.run: the stored responses of {run.folder.path} make no group of a right and a wrong step for "
-                f"{part} ({len(groups[part])} before data.max_tokens = {data.max_tokens})"
+                f"{part} ({len(found)} before data.max_tokens = {data.max_tokens})"
             )
-    return StepData(fitting, sum(map(len, encoded.values())) - sum(map(len, fitting.values())))
+    return StepData(fitting, sum(map(len, groups.values())) - sum(map(len, fitting.values())))
 
 
 def collate(groups: Sequence[EncodedGroup], pad_id: int) -> dict[str, Tensor]:
@@ -107,10 +130,64 @@ def collate(groups: Sequence[EncodedGroup], pad_id: int) -> dict[str, Tensor]:
     }
 
 
-def _encoded(group: StepGroup, form: OwnFormat) -> EncodedGroup:
-    paths = (group.positive, *group.negatives)
-    return EncodedGroup(
-        group.problem_id,
-        tuple(form.last(StepPath(group.question, path)) for path in paths),
-        tuple(path[:-1] == group.positive[:-1] for path in group.negatives),
-    )
+def labelled_paths(
+    question: str, responses: Iterable[ScoredRollout], separator: str, first_wrong: FirstWrong | None
+) -> tuple[list[Path], list[Path]]:
+    """The distinct right paths of a question's responses, and the wrong ones, in the order of their first occurrence.
+
+    The steps of correct responses are right. With ``first_wrong``, a response's first wrong step and all later ones are
+    wrong: a path never becomes right again, whatever its last step says (otherwise the model would never see the last
+    step of a wrong solution). Without it, all steps of a wrong response are wrong, unless a correct response has the
+    same path. The last step of a response that did not finish is dropped, as it may be cut; responses that could not be
+    verified are ignored.
+    """
+    right: dict[Path, None] = {}
+    wrong: dict[Path, None] = {}
+    for response in responses:
+        if response.reason.startswith(UNVERIFIED):
+            continue
+        steps = split_steps(response.rollout.text, separator)
+        if not response.rollout.finished:
+            steps = steps[:-1]
+        first = None if first_wrong is None else first_wrong(question, steps)
+        prefixes = [steps[:length] for length in range(1, len(steps) + 1)]
+        if first is not None:
+            wrong |= dict.fromkeys(prefixes[first:])
+        elif response.reward == 1:
+            right |= dict.fromkeys(prefixes)
+        elif first_wrong is None:
+            wrong |= dict.fromkeys(prefixes)
+    return list(right), [path for path in wrong if path not in right]
+
+
+def step_groups(
+    questions: Mapping[str, str],
+    responses: Iterable[ScoredRollout],
+    data: RewardDataConfig,
+    first_wrong: FirstWrong | None,
+    seed: int,
+) -> list[StepGroup]:
+    """For each question (problem id -> text), up to ``data.positives`` right paths, sampled at random, each with up to
+    ``data.negatives`` wrong ones: first those that share the right one's prefix, then those of its length, then others.
+    A question without a right or a wrong path has none.
+
+    A question's groups depend on the seed, its id and its responses only.
+    """
+    of_question: dict[str, list[ScoredRollout]] = {problem_id: [] for problem_id in questions}
+    for response in responses:
+        of_question[response.rollout.problem_id].append(response)
+    groups = []
+    for problem_id, question in questions.items():
+        right, wrong = labelled_paths(question, of_question[problem_id], data.step_separator, first_wrong)
+        rng = random.Random(f"step groups {seed} {problem_id}")
+        for positive in rng.sample(right, min(data.positives, len(right))) if wrong else ():
+            order = rng.sample(wrong, len(wrong))
+            order.sort(key=lambda path, p=positive: (path[:-1] != p[:-1], len(path) != len(p)))  # stable: random within
+            groups.append(StepGroup(problem_id, question, positive, tuple(order[: data.negatives])))
+    return groups
+
+
+def held_out(questions: Iterable[str], share: float, seed: int) -> set[str]:
+    """The questions that are not trained on: a function of the seed and of each question's text up to white space."""
+    normal = {question: " ".join(question.split()) for question in questions}
+    return {question for question, text in normal.items() if random.Random(f"held out {seed} {text}").random() < share}

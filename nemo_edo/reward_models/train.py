@@ -53,7 +53,13 @@ def train_reward_model(cfg: RewardModelRunConfig) -> Path:
     kind = own_class(network_config, source)
     settings = OwnSettings(own_kind(kind), cfg.data.step_separator)
     data = build_step_data(run, cfg.data, OwnFormat(tokenizer, settings), cfg.seed)
-    _check_fit(cfg, network_config, len(data.groups[TRAIN]))
+    if (groups := len(data.groups[TRAIN])) < cfg.train.batch_size:
+        raise UserError(f"train.batch_size is {cfg.train.batch_size}, but there are {groups} right steps to train on")
+    longest = getattr(network_config, "max_position_embeddings", None)
+    if longest is not None and cfg.data.max_tokens > longest:
+        raise UserError(
+            f"data.max_tokens is {cfg.data.max_tokens}, but the model takes {longest} tokens (max_position_embeddings)"
+        )
     earlier = folder.open(config)
     try:
         if earlier:
@@ -99,16 +105,6 @@ def _sources(cfg: RewardModelRunConfig, run: StoredRun) -> tuple[str, PreTrained
     # Padding is masked, so any token works.
     pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     return where, tokenizer, own_config(source, pad)
-
-
-def _check_fit(cfg: RewardModelRunConfig, config: Any, groups: int) -> None:
-    if groups < cfg.train.batch_size:
-        raise UserError(f"train.batch_size is {cfg.train.batch_size}, but there are {groups} right steps to train on")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and cfg.data.max_tokens > longest:
-        raise UserError(
-            f"data.max_tokens is {cfg.data.max_tokens}, but the model takes {longest} tokens (max_position_embeddings)"
-        )
 
 
 def _new_network(cfg: RewardModelRunConfig, kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.data.answers import AnswerFormat
 from nemo_edo.interfaces import GenerationEngine
-from nemo_edo.reward_models.steps import split_steps
+from nemo_edo.reward_models.formats import split_steps
 from nemo_edo.test_time.search_llm import Step, StepPath
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from nemo_edo.errors import UserError
-from nemo_edo.reward_models.skywork import write_servable
+from nemo_edo.reward_models.vllm_pooling import write_servable
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_edo.builtin_task.arithmetic import first_wrong_step
 from nemo_edo.config.reward_model import RewardDataConfig
-from nemo_edo.reward_models.steps import held_out, labelled_paths, split_steps, step_groups
+from nemo_edo.reward_models.step_data import held_out, labelled_paths, split_steps, step_groups
 from nemo_edo.types import ScoredRollout
 
 QUESTION = "6 + 1 + 3 + 1"

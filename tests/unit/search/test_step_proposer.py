@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_edo.data.answers import HASHES, answer_format
-from nemo_edo.reward_models.steps import split_steps
+from nemo_edo.reward_models.formats import split_steps
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import Step, StepPath
 from nemo_edo.types import GenerationRequest, SamplingParams
