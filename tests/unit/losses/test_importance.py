@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from nemo_edo.losses import (
     icepop_weights,
+    kl_per_token,
     sampler_gap,
     sampler_mismatch,
     sequence_masked_weights,
+    token_spread,
     truncated_importance_weights,
 )
 
@@ -93,3 +95,57 @@ def test_caps_levels_and_bounds_that_do_not_fit_are_errors(call, name, values):
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=f"^{name} (is|are) "):
         call(x, x, torch.ones(1, 1), **values)
+
+
+@few
+@given(log_p=st.floats(-40, 0, width=32), log_q=st.floats(-40, 0, width=32))
+def test_each_estimator_is_its_formula(log_p, log_q):
+    x, y = torch.tensor([log_p], dtype=torch.float64), torch.tensor([log_q], dtype=torch.float64)
+    d = x - y
+    torch.testing.assert_close(kl_per_token(x, y, "k1"), d)
+    torch.testing.assert_close(kl_per_token(x, y, "k2"), d**2 / 2)
+    torch.testing.assert_close(kl_per_token(x, y, "k3"), torch.exp(-d) - 1 + d, rtol=1e-12, atol=1e-14)
+    for name in ("k1", "k3"):
+        assert torch.equal(kl_per_token(x, y, f"{name}+"), kl_per_token(x, y, name))
+
+
+@few
+@given(seed=st.integers(0, 2**32 - 1), size=st.floats(-8, 1))
+def test_k3_is_never_negative_in_single_precision(seed, size):
+    d = 10**size * torch.randn(10_000, generator=torch.Generator().manual_seed(seed))
+    assert (kl_per_token(d, torch.zeros_like(d), "k3") >= 0).all()
+
+
+@few
+@given(seed=st.integers(0, 2**32 - 1))
+def test_expected_values_and_gradients_are_those_of_the_kl_that_the_docstring_names(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits, ref_logits = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    log_p, log_q = logits.log_softmax(0), ref_logits.log_softmax(0)
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    (reverse,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    (forward,) = torch.autograd.grad((log_q.exp() * (log_q - log_p)).sum(), logits, retain_graph=True)
+    gradients = {"k1": torch.zeros_like(logits), "k2": reverse, "k3": forward, "k1+": reverse, "k3+": reverse}
+    for estimator, gradient in gradients.items():
+        expected = (log_p.detach().exp() * kl_per_token(log_p, log_q, estimator)).sum()
+        torch.testing.assert_close(torch.autograd.grad(expected, logits, retain_graph=True)[0], gradient)
+        if estimator != "k2":  # which is biased
+            torch.testing.assert_close(expected, kl)
+
+
+@few
+@given(seed=seeds)
+def test_token_spread_is_that_of_the_valid_tokens_in_any_order_to_the_last_bit(random_batch, seed):
+    batch = random_batch(seed)
+    valid, entropies = batch.mask == 1, batch.logprobs.detach().square()
+    given_ = [batch.logprobs.detach(), entropies, batch.old]
+    found = token_spread(*given_, batch.mask)
+    ratios = np.exp(given_[0][valid].double().numpy() - given_[2][valid].double().numpy())
+    expected = {"entropy_p10": np.percentile(given_[1][valid].double(), 10),
+                "entropy_p90": np.percentile(given_[1][valid].double(), 90), "ratio_mean": ratios.mean(),
+                "ratio_std": ratios.std(), "ratio_min": ratios.min(), "ratio_max": ratios.max(),
+                "ratio_p99": np.percentile(ratios, 99)}
+    assert found == pytest.approx(expected, rel=1e-12)
+    order = torch.randperm(len(valid), generator=torch.Generator().manual_seed(seed))
+    assert token_spread(*(tensor[order] for tensor in given_), batch.mask[order]) == found

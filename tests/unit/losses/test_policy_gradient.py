@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import pytest
 import torch
@@ -10,13 +11,16 @@ from nemo_edo.config import AGGREGATIONS
 from nemo_edo.config.losses import KL_ESTIMATORS, SAMPLER_CORRECTIONS
 from nemo_edo.losses import (
     GRPOLossConfig,
+    clip_cov_selection,
     dapo_config,
     dr_grpo_config,
     exploration_term,
     grpo_exploration,
     grpo_loss,
     gspo_config,
+    kl_cov_selection,
     ppo_clip_loss,
+    token_covariances,
 )
 from nemo_edo.losses.term import ROWS
 
@@ -272,25 +276,6 @@ def test_settings_that_exclude_each_other_are_named(changes, message):
         config(**changes)
 
 
-def test_the_kl_weighted_by_the_ratio_is_unbiased_off_policy_with_the_gradient_of_the_exact_kl(policy):
-    logits, other = policy.random_logits(3), policy.random_logits(4)
-    logprobs, old = policy.logprobs(logits), policy.logprobs(other).detach()
-    ref = policy.logprobs(policy.random_logits(5)).detach()
-    first = policy.mask[:, :1]  # of first tokens, whose exact KL is a sum over three
-    columns = [torch.where(policy.mask == 1, x, 0.0)[:, :1] for x in (logprobs, old, ref)]
-    by_old = policy.probabilities(old)[:, None]  # each response once, weighted by what its sampler gives it
-    settings_ = config(beta=1.0, kl_estimator="k3", kl_importance="ratio", aggregation="token-mean")
-    rows = [slice(row, row + 1) for row in range(len(first))]
-    losses = [grpo_loss(*(x[row] for x in columns), torch.zeros(1), first[row], settings_)[0] for row in rows]
-    value = sum(weight * loss.mean() for weight, loss in zip(by_old, losses, strict=True))
-    root, root_ref = (policy.probabilities(x)[:, None] for x in (logprobs, ref))
-    exact = sum((root[rows].sum() * (root[rows].sum() / root_ref[rows].sum()).log())
-                for rows in ([i for i, y in enumerate(policy.responses) if y[0] == token] for token in range(3)))
-    torch.testing.assert_close(value.squeeze(), exact, rtol=0, atol=1e-12)
-    gradients = [grad(x.sum(), logits, retain_graph=True)[0] for x in (value, exact)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-
-
 def test_ratios_that_overflow_are_an_error_rather_than_a_nan_gradient():
     logprobs, old, mask = torch.zeros(1, 1, requires_grad=True), torch.full((1, 1), -100.0), torch.ones(1, 1)
     with pytest.raises(ValueError, match="the ratio exp"):
@@ -358,3 +343,83 @@ def test_metrics_tell_the_mean_weight_and_the_share_of_bounded_tokens(changes, w
 def test_options_and_their_tensors_must_fit_each_other(random_batch, changes, options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         loss_of(random_batch(0), config(**changes), **options)
+
+
+# Clip-Cov and KL-Cov
+
+BOUNDS = {"low": -0.5, "high": 1.0}
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+@few
+@given(seed=seeds)
+def test_covariances_are_the_products_of_deviations_from_the_means_over_valid_tokens(random_batch, seed):
+    batch = random_batch(seed)
+    places = [(b, t) for b in range(6) for t in range(int(batch.lengths[b]))]
+    mean_logprob = statistics.fmean(batch.old[place].item() for place in places)
+    mean_advantage = statistics.fmean(batch.advantages[b].item() for b, _ in places)
+    expected = torch.zeros_like(batch.old)
+    for b, t in places:
+        expected[b, t] = (batch.old[b, t] - mean_logprob) * (batch.advantages[b] - mean_advantage)
+    found = token_covariances(batch.old, batch.advantages, batch.mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    assert torch.equal(found[batch.mask == 0], torch.zeros(int((batch.mask == 0).sum()), dtype=torch.float64))
+
+
+def test_means_are_taken_in_double_precision():
+    advantages = torch.full((1, 4), 1e8) + torch.tensor([[0.0, 8.0, 16.0, 24.0]])
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0, -4.0]])
+    found = token_covariances(logprobs, advantages, torch.ones(1, 4))
+    assert found.tolist() == [[1.5 * -12.0, 0.5 * -4.0, -0.5 * 4.0, -1.5 * 12.0]]
+
+
+@few
+@given(seed=seeds, share=st.floats(0, 1))
+def test_clip_cov_samples_the_share_of_all_tokens_from_those_within_the_bounds(random_batch, seed, share):
+    batch = random_batch(seed)
+    covariances = token_covariances(batch.old, batch.advantages, batch.mask)
+    selected = clip_cov_selection(covariances, batch.mask, share=share, seed=seed, **BOUNDS)
+    eligible = (batch.mask == 1) & (covariances >= -0.5) & (covariances <= 1.0)
+    number = max(int(share * int(batch.mask.sum())), 1 if share > 0 else 0)
+    assert selected.dtype == torch.bool and selected.shape == batch.mask.shape
+    assert not (selected & ~eligible).any()
+    assert int(selected.sum()) == min(number, int(eligible.sum()))
+
+
+@pytest.mark.parametrize(("values", "share", "selected"), [
+    ((0.99, 1.0, 3.0, 5.0, 5.01), 1.0, 3),  # absolute bounds, both of which belong to the range
+    ((2.0,) * 4, 2e-4, 1), ((2.0,) * 4, 0.0, 0), ((0.5,) * 4, 1.0, 0),
+])
+def test_clip_cov_selects_eligible_tokens_alone_one_at_least_and_none_for_a_share_of_zero(values, share, selected):
+    found = clip_cov_selection(row(*values), torch.ones(1, len(values)), share=share, low=1.0, high=5.0, seed=0)
+    assert int(found.sum()) == selected
+    assert all(1 <= value <= 5 for value in row(*values)[found])
+
+
+def test_the_seed_alone_fixes_clip_covs_selection_and_every_eligible_token_is_as_likely():
+    covariances, mask = row(2.0, 0.0, 2.0, 2.0, 2.0), torch.ones(1, 5)
+
+    def selection(seed: int) -> torch.Tensor:
+        return clip_cov_selection(covariances, mask, share=0.4, low=1.0, high=5.0, seed=seed)
+
+    state = torch.random.get_rng_state()
+    assert all(torch.equal(selection(seed), selection(seed)) for seed in range(10))
+    assert torch.equal(torch.random.get_rng_state(), state)  # the global random state is left alone
+    shares = torch.stack([selection(seed) for seed in range(800)]).double().mean(0)
+    torch.testing.assert_close(shares, row(0.5, 0.0, 0.5, 0.5, 0.5), rtol=0, atol=0.07)  # 4 standard errors
+
+
+@few
+@given(seed=seeds, share=st.floats(0, 1))
+def test_kl_cov_selects_the_share_of_tokens_with_the_highest_covariances(random_batch, seed, share):
+    batch = random_batch(seed)
+    covariances = token_covariances(batch.old, batch.advantages, batch.mask)
+    selected = kl_cov_selection(covariances, batch.mask, share=share)
+    left = (batch.mask == 1) & ~selected
+    assert selected.dtype == torch.bool and not (selected & (batch.mask == 0)).any()
+    assert int(selected.sum()) == max(int(share * int(batch.mask.sum())), 1 if share > 0 else 0)
+    if selected.any() and left.any():
+        assert covariances[selected].min() >= covariances[left].max()

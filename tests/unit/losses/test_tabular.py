@@ -1,14 +1,12 @@
-"""The closed forms that the method rests on, as exact expectations over all responses of a policy."""
+"""Gradients of ED-GRPO as exact expectations over all responses of a policy."""
 
 from functools import partial
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import grad
 
-from nemo_edo.losses import GRPOLossConfig, exploration_term, grpo_loss, sequence_logprobs
+from nemo_edo.losses import GRPOLossConfig, grpo_loss
 
 BETA = 0.7
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
@@ -16,38 +14,6 @@ close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def optimum(policy, table: Tensor, ref_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi_r(a|s) = (Q*(s, a) - V*(s)) / beta and V*(root), with Q* = r + beta log pi_ref + V*(next)."""
-    ref = ref_logits.log_softmax(-1)
-    logits, value = torch.zeros_like(table), torch.zeros(len(policy.row), dtype=torch.float64)
-    for prefix in sorted(policy.row, key=len, reverse=True):  # from the leaves up
-        row = policy.row[prefix]
-        children = [policy.row.get((*prefix, token)) for token in range(policy.VOCABULARY)]
-        ahead = torch.stack([table.new_zeros(()) if child is None else value[child] for child in children])
-        q = table[row] + ahead + BETA * ref[row]
-        value[row] = BETA * (q / BETA).logsumexp(0)
-        logits[row] = (q - value[row]) / BETA
-    return logits, value[policy.row[()]]
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_token_rewards_telescope_into_log_ratios_and_the_value_of_the_root(policy, seed):
-    """The paper's token-level derivation: sum_t r = beta sum_t log(pi_r / pi_ref) + V*(root), and E_old of it."""
-    table = normal(seed, len(policy.row), policy.VOCABULARY)  # a reward for each prefix and next token
-    ref_logits, old_logits = (policy.random_logits(seed + i).detach() for i in (1, 2))
-    logits, value = optimum(policy, table, ref_logits)
-    close(logits.exp().sum(-1), torch.ones(len(policy.row), dtype=torch.float64))
-    pi_r, ref = policy.logprobs(logits), policy.logprobs(ref_logits)
-    returns = torch.stack([sum(table[policy.row[y[:t]], y[t]] for t in range(len(y))) for y in policy.responses])
-    close(BETA * (sequence_logprobs(pi_r, policy.mask) - sequence_logprobs(ref, policy.mask)) + value, returns)
-    tilted = policy.probabilities(ref) * (returns / BETA).exp()
-    close(policy.probabilities(pi_r), tilted / tilted.sum())
-    p_old = policy.probabilities(policy.logprobs(old_logits))
-    log_ratio_form = -BETA * exploration_term(pi_r, ref, policy.mask, reduction="seq-sum", weights=p_old).sum
-    close(log_ratio_form, value - (p_old * returns).sum())  # J*, with rewards normalised to E_old[r] = 0
 
 
 def expected_grpo(policy, logits: Tensor, old_logits: Tensor, rewards_B: Tensor, **changes) -> Tensor:
