@@ -31,7 +31,6 @@ def ed_grpo(
 
     inputs: [T] of one sequence. pi_old is the policy that sampled it (``inference_logprobs``); its tokens have
         ``loss_weights``, as in the default loss. With a coefficient of 0 the loss is the default to the last bit.
-    exploration_coefficient, log_ratio_floor: ``ExplorationSettings``.
     default_loss: settings of ``DefaultLossConfig``, which a custom loss takes out of the config.
     Warns, once, that the term needs samples older than the weights: the schedule is not to be seen from here.
     Metrics: the default's, ``exploration`` (mean over tokens, in nats, floored, without the coefficient), and
@@ -43,11 +42,8 @@ def ed_grpo(
     one_row = inputs.trainer_logprobs[None], inputs.inference_logprobs[None], inputs.loss_mask[None]
     weights = None if inputs.loss_weights is None else inputs.loss_weights[None]
     values_BT, (total, below, tokens) = exploration.term(*one_row, weights)
-    metrics = {
-        **outputs.metrics,
-        "exploration": total / tokens.clamp(min=1),
-        "floor_share": below / tokens.clamp(min=1),
-    }
+    tokens = tokens.clamp(min=1)
+    metrics = {**outputs.metrics, "exploration": total / tokens, "floor_share": below / tokens}
     loss = outputs.loss
     if exploration.coefficient != 0:
         warnings.warn(STALENESS, stacklevel=2)

@@ -27,10 +27,10 @@ def ed_grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """slime's policy loss with the term; with a coefficient of 0, that loss to the last bit.
 
-    args.exploration_coefficient and args.log_ratio_floor: ``ExplorationSettings``; the second may be absent.
-    Tokens have the weights of slime's importance correction (``--use-tis``) and are rejected as it rejects them.
-    Metrics: slime's, ``exploration`` (in nats, floored, without the coefficient) and ``floor_share``, reduced like all
-    of slime's.
+    args.exploration_coefficient and args.log_ratio_floor: ``ExplorationSettings``; the second may be absent. Tokens
+    have the weights of slime's importance correction (``--use-tis``) and are rejected as it rejects them. Metrics:
+    slime's, ``exploration`` (in nats, floored, without the coefficient) and ``floor_share``, reduced like all of
+    slime's.
     Raises ValueError for a schedule with one optimizer step for each rollout.
     """
     warn_of_untested("slime")
@@ -58,9 +58,24 @@ def ed_grpo_loss(
         "exploration": sum_of_sample_mean(values.detach()),
         "floor_share": sum_of_sample_mean(below),
     }
-    if exploration.coefficient != 0:
-        loss = loss + exploration.coefficient * _corrected(args, batch, values, log_probs, sum_of_sample_mean)
-    return loss, metrics
+    if exploration.coefficient == 0:
+        return loss, metrics
+    if args.use_tis or args.get_mismatch_metrics:  # slime's correction for the sampler's mismatch, as slime asks
+        path = args.custom_tis_function_path
+        correct = slime_loss.vanilla_tis_function if path is None else load_function(path)
+        lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
+        values, masks, _ = correct(
+            args=args,
+            pg_loss=values,
+            train_log_probs=batch.get("log_probs") or [x.detach() for x in log_probs],
+            rollout_log_probs=batch["rollout_log_probs"],
+            loss_masks=batch["loss_masks"],
+            **lengths,
+        )
+        sum_of_sample_mean = slime_loss.get_sum_of_sample_mean(
+            *lengths.values(), masks, batch["rollout_mask_sums"], args.calculate_per_token_loss
+        )
+    return loss + exploration.coefficient * sum_of_sample_mean(values), metrics
 
 
 @contextmanager
@@ -78,31 +93,3 @@ def _seen_log_probs() -> Iterator[list[list[Tensor]]]:
         yield seen
     finally:
         slime_loss.get_log_probs_and_entropy = compute
-
-
-def _corrected(
-    args: Namespace,
-    batch: dict[str, Any],
-    values: Tensor,
-    log_probs: list[Tensor],
-    sum_of_sample_mean: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The reduced values, weighted and masked by slime's correction for the sampler's mismatch where it is on."""
-    if not (args.use_tis or args.get_mismatch_metrics):  # as slime asks
-        return sum_of_sample_mean(values)
-    path = args.custom_tis_function_path
-    correct = slime_loss.vanilla_tis_function if path is None else load_function(path)
-    weighted, masks, _ = correct(
-        args=args,
-        pg_loss=values,
-        train_log_probs=batch.get("log_probs") or [x.detach() for x in log_probs],
-        rollout_log_probs=batch["rollout_log_probs"],
-        loss_masks=batch["loss_masks"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-    )
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    reduce = slime_loss.get_sum_of_sample_mean(
-        *lengths, masks, batch["rollout_mask_sums"], args.calculate_per_token_loss
-    )
-    return reduce(weighted)

@@ -136,10 +136,10 @@ class _Exploring(_Trainer):
 
 @dataclass(frozen=True)
 class Novelty:
-    """Moves advantage from repeated to rare correct completions of a group (``novelty_advantages``)."""
+    """Moves advantage from repeated to rare correct completions of a group (``novelty_advantages``), by ``strength``
+    units."""
 
     strength: float
-    """Units of advantage, at least 0."""
     paths: PathFunction = field(default_factory=NgramPaths)
     """Which completions took the same path; questions are the prompts' last messages."""
     reward: str | None = None
@@ -149,10 +149,10 @@ class Novelty:
 class EDGRPOTrainer(_Exploring, GRPOTrainer):
     """``GRPOTrainer`` with the exploration term; with a coefficient of 0 its losses and gradients to the last bit.
 
-    The term is reduced as ``args.loss_type`` says. With vLLM's importance sampling correction its tokens have the same
-    weights as TRL's; entropy and off-policy masks, which TRL applies to the surrogate alone, leave it as it is.
-    Logged with TRL's metrics, as means over the completion tokens of all processes: ``exploration`` (nats, floored,
-    without the coefficient) and ``floor_share``.
+    The term is reduced as ``args.loss_type`` says. With vLLM's importance sampling correction its tokens have TRL's
+    weights; entropy and off-policy masks, which TRL applies to the surrogate alone, leave it as it is. Logged with
+    TRL's metrics, as means over the completion tokens of all processes: ``exploration`` (nats, floored, without the
+    coefficient) and ``floor_share``.
     """
 
     _name, _paper, _tag_names = "ED-GRPO", PAPER, [*GRPOTrainer._tag_names, "ed-grpo"]
@@ -344,9 +344,7 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
                 hook.remove()
 
 
-class _SeveralSteps(TrainerCallback):
-    """The number of steps is known when training starts, and not before."""
-
+class _SeveralSteps(TrainerCallback):  # the number of steps is known when training starts, and not before
     def __init__(self, exploration: ExplorationSettings) -> None:
         self.exploration = exploration
 

@@ -114,7 +114,7 @@ class Dispatcher:
         start, sent_at = server.replica.starts, _now()
         limit = self._settings.request_limit_s or limit_s(body.get("max_tokens", 0))
         try:
-            read(index, await server.replica.exchange(server.session, "POST", path, limit, body))
+            read(index, await server.replica.exchange(server.session, "POST", path, limit, body=body))
         except Fault as fault:
             if start == server.replica.starts and server.is_available:
                 server.last_error = str(fault)

@@ -86,7 +86,7 @@ class Replica:
         self.wait_until_ready()
 
     def restart(self, model_folder: Path | None = None) -> None:
-        """Waits for the return of a server that the run does not manage; errors as for ``wait_until_ready``."""
+        """Waits for the return of a server that the run does not manage."""
         self.wait_until_ready()
 
     def stop(self) -> None:
@@ -140,7 +140,9 @@ class Replica:
 
         async def one_request() -> Any:
             async with self.open_session() as session:
-                return await self.exchange(session, method, path, timeout_s, json, params, answers_json)
+                return await self.exchange(
+                    session, method, path, timeout_s, body=json, params=params, answers_json=answers_json
+                )
 
         try:
             return asyncio.run(one_request())
@@ -148,27 +150,12 @@ class Replica:
             raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
 
     async def exchange(
-        self,
-        session: aiohttp.ClientSession,
-        method: str,
-        path: str,
-        limit_s: float,
-        body: Any = None,
-        params: Mapping[str, Any] | None = None,
-        answers_json: bool = True,
+        self, session: aiohttp.ClientSession, method: str, path: str, limit_s: float, **options: Any
     ) -> Any:
         """``utils.http.exchange`` with this server."""
+        url, server = self.url + path, str(self)
         return await exchange(
-            session,
-            method,
-            self.url + path,
-            self.key,
-            server=str(self),
-            limit_s=limit_s,
-            body=body,
-            params=params,
-            answers_json=answers_json,
-            is_own=self.is_own,
+            session, method, url, self.key, server=server, limit_s=limit_s, is_own=self.is_own, **options
         )
 
     def open_session(self) -> aiohttp.ClientSession:

@@ -23,13 +23,12 @@ from nemo_edo.utils.processes import package_file
 
 
 def check_servers(cfg: RunConfig, gpus: int) -> None:
-    """Raises UserError where the config's servers cannot be started or reached without an environment, GPUs or a key
-    that is missing. gpus: number of GPUs of this machine."""
     check_environment(cfg.generation.servers, APIS.get(cfg.generation.backend, ServerAPI), gpus)
 
 
 def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
-    """``check_servers`` for any kind of server."""
+    """Raises UserError where servers cannot be started or reached without an environment, GPUs or a key that is
+    missing. gpus: number of GPUs of this machine."""
     if settings.urls:
         _user_key(settings)
         return

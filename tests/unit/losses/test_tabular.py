@@ -8,7 +8,6 @@ from torch.autograd import grad
 
 from nemo_edo.losses import GRPOLossConfig, grpo_loss
 
-BETA = 0.7
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
