@@ -20,7 +20,7 @@ VLLM_VENV := .venv-vllm
 DOCS_VENV := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env vllm-env docs-env newest quickstart real test test-rest test-all test-pythons lint docs pictures release-check clean
+.PHONY: help env vllm-env docs-env newest quickstart real test test-rest test-all test-pythons coverage lint docs pictures release-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,11 @@ test-rest: env ## the other tests: whole runs, layouts, servers, Slurm, browser,
 
 # Each test once. The rest also runs after a failure in the first part with make --keep-going.
 test-all: test test-rest ## every test that this machine can run
+
+# The quick tests again, with the share of nemo_edo's lines that they run in coverage.md. Processes that tests start and
+# whole runs are not seen: the share is a lower bound.
+coverage: env ## the quick tests' coverage, in coverage.md
+	COVERAGE_CORE=sysmon $(TEST) --numprocesses $(WORKERS) -m "$(QUICK)" --cov nemo_edo --cov-report markdown:coverage.md
 
 # The functions' tests on other Pythons, from the wheel. Installs torch for each: gigabytes.
 test-pythons: env ## the functions on Python 3.10, 3.11 and 3.13 (downloads gigabytes)
