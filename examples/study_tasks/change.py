@@ -95,7 +95,7 @@ def _with_mistakes(amount: int, coins: Sequence[int], mistakes: Mistakes, rng: r
         fitting = [coin for coin in coins if coin <= left and fewest_coins(left - coin, coins) == needed - 1]
         coin = rng.choice(fitting)
         right = left - coin
-        wrong = [right + error for error in ERRORS if 0 <= right + error]
+        wrong = [right + error for error in ERRORS if right + error >= 0]
         stated = mistakes.stated(f"{left} - {coin}", right, wrong, rng)
         lines.append(f"{left} - {coin} = {stated}")
         left = stated

@@ -60,7 +60,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="np") as file:
-                headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                headers = {name: file.get_slice(name) for name in file.keys()}
                 stored = {
                     name: StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
                     for name, header in headers.items()

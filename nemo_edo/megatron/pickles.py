@@ -45,8 +45,10 @@ _SCALES = {
 }
 _SCALES |= {
     ("transformer_engine.common.recipe", name)
-    for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
-    + ("NVFP4BlockScaling", "Format", "_FormatHelper", "MMParams", "QParams")
+    for name in (
+        *("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
+        *("NVFP4BlockScaling", "Format", "_FormatHelper", "MMParams", "QParams"),
+    )
 }
 """What Transformer Engine's layers keep: FP8's recipe, and tensors, which ``torch.load`` builds."""
 

@@ -79,7 +79,7 @@ def match_accuracy(curves: Mapping[str, np.ndarray], baseline: str | None = None
     needs collections in the range: where they are too far apart, arms cannot be compared.
     """
     if len(curves) < 2:
-        return Matched(None, {}, {arm: "it is the only arm" for arm in curves})
+        return Matched(None, {}, dict.fromkeys(curves, "it is the only arm"))
     fits = {arm: _fitted(curve) for arm, curve in curves.items()}
     needed = max(MIN_GAIN, MIN_SHARE_OF_BEST_GAIN * max(fit.rise for fit in fits.values()))
     reasons = {
@@ -98,7 +98,7 @@ def match_accuracy(curves: Mapping[str, np.ndarray], baseline: str | None = None
     }
     matched = {arm: fit for arm, fit in learned.items() if arm not in reasons}
     if len(matched) < 2:
-        return Matched(None, {}, reasons | {arm: "no other arm to match it with" for arm in matched})
+        return Matched(None, {}, reasons | dict.fromkeys(matched, "no other arm to match it with"))
     start = max(fit.points[0, 0] for fit in matched.values())
     low, high = (start + share * (top - start) for share in LEVELS)
     first = baseline if baseline in matched else next(iter(matched))

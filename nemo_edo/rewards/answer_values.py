@@ -326,7 +326,7 @@ def _set(text: str, letters: bool) -> Value | None:
     if len(parts) == 1 and (brackets == "()" or inside.startswith(r"\begin")):
         return read(inside)
     values = tuple(read(part) for part in parts)
-    return _NOTHING if None in values or "{" in brackets and brackets != "{}" else Items(brackets, values)
+    return _NOTHING if None in values or ("{" in brackets and brackets != "{}") else Items(brackets, values)
 
 
 def region(value: Value | None) -> Region | None:

@@ -60,7 +60,7 @@ def undisturbed(job: Job, folder: Path) -> Undisturbed:
     """Raises Wrong where the job does not end well by itself."""
     with ExitStack() as stack:
         folder.mkdir(parents=True)
-        servers, urls = _servers(stack, job, folder)
+        _, urls = _servers(stack, job, folder)
         job.prepare(folder / "run")
         begun, running = time.monotonic(), Running(job, folder / "run", urls)
         if running.finish():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "tools" / "benchmarks"))  # peer_environment
 
-from .prepare import NotHere, environment  # noqa: E402
+from .prepare import NotHere, environment
 
 try:
     found = environment()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_after_each_refit_greedy_texts_and_log_probabilities_are_the_trainers(fo
         assert push["largest_gap"] < 1e-3
         assert push["versions"] == [version]
     texts = [push["greedy"] for push in pushes]
-    assert all(one != other for one, other in zip(texts, texts[1:], strict=False))
+    assert all(one != other for one, other in pairwise(texts))
 
 
 def test_a_refit_leaves_one_folder_and_the_same_version_is_not_sent_again(results: dict):

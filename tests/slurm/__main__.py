@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))  # helpers
 
-from . import cluster  # noqa: E402
+from . import cluster
 
 
 def main() -> int:

@@ -130,12 +130,12 @@ def test_a_sweep_is_an_array_with_one_report_whose_failed_members_run_again_alon
     """Of two seeds, one's job ends at its first line, until the second launch."""
     folder = launcher.folder / "sweep"
     sweep = ["seed=1,2", "-m", f"cluster.setup=['[[ $SLURM_ARRAY_TASK_ID != 1 || -e {folder}/repaired ]] || exit 9']"]
-    [array, report] = launcher.launch("sweep", *sweep, "cluster.requeues=0")
+    [_, report] = launcher.launch("sweep", *sweep, "cluster.requeues=0")
     launcher.cluster.wait_for(report, "FAILED", limit_s=300)
     said = (folder / "launch" / f"report_{report}.log").read_text()
     assert "1 of 2 members have finished" in said and "not finished: seed=2" in said
     (folder / "repaired").touch()
-    array, report = launcher.launch("sweep", *sweep, "cluster.requeues=0")
+    _, report = launcher.launch("sweep", *sweep, "cluster.requeues=0")
     assert "#SBATCH --array=1\n" in (folder / "launch" / "job.sh").read_text()
     launcher.wait("sweep", report, "COMPLETED")
     assert json.loads((folder / "launch" / "members.json").read_text()) == {"0": "seed=1", "1": "seed=2"}

@@ -199,7 +199,7 @@ def anchors(page: Path) -> set[str]:
 def leads_nowhere(page: Path, link: str) -> bool:
     path, _, anchor = link.partition("#")
     target = page.parent / path if path else page
-    return not target.exists() or bool(anchor) and anchor not in anchors(target)
+    return not target.exists() or (bool(anchor) and anchor not in anchors(target))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *API, "CHANGELOG.md", "CONTRIBUTING.md"])

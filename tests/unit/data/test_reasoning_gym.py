@@ -10,7 +10,7 @@ from nemo_edo.data.problems import Columns, made_problems
 from nemo_edo.data.rows import plain_values
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")  # it needs a C compiler
-from nemo_edo.data.reasoning_gym import make, score  # noqa: E402
+from nemo_edo.data.reasoning_gym import make, score
 
 SOURCE = "nemo_edo.data.reasoning_gym:make"
 

@@ -1,5 +1,6 @@
 import math
 import statistics
+from itertools import pairwise
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(optioned_batch, se
     batch = optioned_batch(seed, settings_)
     whole, whole_metrics = loss_and_metrics(batch, settings_, rows=counts)
     parts, edges = [], [0, *sorted(cuts), 6]
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         part = {name: value[start:end] for name, value in vars(batch).items()}
         parts.append(loss_and_metrics(batch, settings_, **part, rows=counts, on_empty="zero"))
     total = sum((term for term, _ in parts[1:]), start=parts[0][0])

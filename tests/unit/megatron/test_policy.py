@@ -136,7 +136,7 @@ def test_a_norm_above_the_limit_is_not_stepped_on_and_one_at_the_limit_is(policy
 
     norm = apply(0.0)["grad_norm"]
     assert all(map(torch.equal, policy.snapshot(), start))
-    assert not any(chunk_grad.any() for chunk_grad in map(lambda p: p.main_grad, policy._parameters()))
+    assert not any(chunk_grad.any() for chunk_grad in (p.main_grad for p in policy._parameters()))
     assert apply(norm * (1 - 1e-6))["skipped"] == 1.0
     assert all(map(torch.equal, policy.snapshot(), start))
     assert apply(norm)["skipped"] == 0.0

@@ -29,7 +29,7 @@ def test_counts_of_texts_and_of_ids_of_any_width_agree_with_sets_of_tuples(data,
     low, high = data.draw(
         st.sampled_from([(0, 1), (-3, 3), (0, 151_999), (0, 2**31), (-(2**40), 2**40), (-(2**63), 2**63 - 1)])
     )
-    pool = data.draw(st.lists(st.integers(low, high), min_size=1, max_size=20)) + [low, high]
+    pool = [*data.draw(st.lists(st.integers(low, high), min_size=1, max_size=20)), low, high]
     corpus = data.draw(st.lists(st.lists(st.sampled_from(pool), max_size=30), max_size=6))
     ngrams = [tuple(y[i : i + n]) for y in corpus for i in range(len(y) - n + 1)]
     texts, counts = ("  ".join(map(str, y)) + "\n" for y in corpus), (len(set(ngrams)), len(ngrams))

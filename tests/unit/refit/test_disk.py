@@ -81,7 +81,7 @@ def test_folders_are_removed_once_all_servers_have_the_next_and_with_the_sync(sy
     ("/reset_prefix_cache", CACHE_RESETS - 1, 1), ("/collective_rpc", 3, 2)])
 def test_a_managed_server_that_fails_is_retried_and_in_the_end_restarted(sync_of, path, failures, starts):
     server = ScriptedReplica(faults={path: failures})
-    engine, sync = sync_of(server)
+    _, sync = sync_of(server)
     sync.push(1)
     assert server.weights == server.version == str(server.model_folder) and server.starts == starts
 
@@ -180,7 +180,7 @@ def sleeping(server, each: int = 400, **more) -> SleepOnTrainersGPUs:
 
 def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_weights(sync_of):
     server = ScriptedReplica()
-    engine, sync = sync_of(server, sleep=sleeping(server))
+    _, sync = sync_of(server, sleep=sleeping(server))
     sync.push(1)
     server.asked.clear()
     sync.release()

@@ -28,7 +28,7 @@ def compared(evaluations, names=("a", "b"), baseline="a") -> Comparison:
 
 def test_one_runs_estimates_are_over_problems_and_what_only_one_arm_has_is_not_compared():
     ones = np.ones(50)
-    rows = {name: ones for name in ("vote_at_4", "vote_at_16", "well_formed")}
+    rows = dict.fromkeys(("vote_at_4", "vote_at_16", "well_formed"), ones)
     ours, theirs = evaluation("a", accuracy=BASE**2, entropy=ones, **rows), evaluation("b", accuracy=BASE, **rows)
     result = compared([ours, theirs])
     assert result.table["a"]["accuracy"].interval == share_interval(BASE**2, ones, resamples=200, seed=7)
@@ -91,7 +91,7 @@ def test_differences_are_paired_by_common_seeds_and_one_of_them_shows_nothing(ru
     assert difference.shown == (difference.p_adjusted < 0.05)
     alone = comparison.difference(ALONE, "entropy")
     assert (list(alone.by_seed), alone.known, alone.shown) == ([1], False, False)
-    assert list(comparison.labels)[0] == START
+    assert next(iter(comparison.labels)) == START
     assert list(comparison.table[START]["greedy_accuracy"].by_seed) == list(SEEDS)  # once for each seed
 
 

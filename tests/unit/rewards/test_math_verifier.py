@@ -88,7 +88,7 @@ def test_each_distinct_pair_is_verified_once_and_failures_are_counted_each_time(
         verdicts = counting.verify([("x", "hang"), ("x", "same"), ("x", "hang"), ("y", "same"), ("x", "hang")])
     assert verdicts[0] == Verdict(False, "hang", UNVERIFIED + "timed out")
     assert verdicts[1] == Verdict(True, "form")
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="timed out: 1"):
         counting.verify([("x", "hang")])
     assert pool.asked == [("x", "hang"), ("x", "same"), ("y", "same")]
     assert counting.failures == {UNVERIFIED + "timed out": 4}
