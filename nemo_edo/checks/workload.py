@@ -14,7 +14,7 @@ from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import read_fields
-from nemo_edo.data.packs import COPIES
+from nemo_edo.data.shares import COPIES
 from nemo_edo.errors import UserError
 from nemo_edo.generation.batch_size import MOST_ON_CPU
 from nemo_edo.megatron.splits import check_adapters, check_splits, check_world

@@ -1,21 +1,26 @@
-"""Token ids to training batches, and the order in which an epoch visits them. Integers and tensors only."""
+"""Token ids to training batches, the order in which an epoch visits them, and a batch on disk."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_edo.data.packs import Prompts, split_into_packs
+from nemo_edo.errors import UserError
 from nemo_edo.types import TrainingBatch
+from nemo_edo.utils.files import replacing
 
 T = TypeVar("T")
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
+RENAMED = {"exploration_weights": "exploration_factors"}
+"""Tensors' names in files of earlier versions: a run that was stopped under one resumes under this one."""
 
 
 def build_batch(
@@ -79,74 +84,6 @@ def sequence_lengths(batch: TrainingBatch) -> list[int]:
     return ((batch.mask != 0) * positions).amax(dim=1).add(1).clamp(min=2).tolist()
 
 
-def plan_micro_batches(
-    lengths: Sequence[int],
-    *,
-    ranks: int,
-    rows: int,
-    tokens: int | None = None,
-    unit: int = 1,
-    packing: bool = False,
-    prompts: Prompts | None = None,
-) -> list[list[list[int]]]:
-    """For each data-parallel rank its micro-batches, each a list of rows: as many on every rank, and some may be empty.
-
-    lengths: tokens of each row of the global batch. rows: at most this many per micro-batch. tokens: at most this
-    many per micro-batch, padding included; rows of similar length then share one. unit: consecutive rows that stay
-    together.
-    packing: rows are packed, as many as ``tokens`` allows, whatever ``rows`` says. prompts: shared by rows of a pack,
-    which stores each prompt once; rows of one prompt are then consecutive.
-    Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
-    """
-    if packing:
-        return split_into_packs(lengths, ranks, tokens, unit, prompts)
-    if rows < unit or len(lengths) % unit:
-        raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
-    longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
-    order = list(range(len(longest)))
-    if tokens is not None:
-        if max(longest, default=0) * unit > tokens:
-            raise ValueError(f"{unit} rows of {max(longest)} tokens exceed the {tokens} tokens of a micro-batch")
-        order.sort(key=lambda index: -longest[index])  # stable: the plan is the same on every rank
-    plans = [_fill(order[rank::ranks], longest, rows // unit, tokens, unit) for rank in range(ranks)]
-    most = max(len(plan) for plan in plans)
-    return [plan + [[]] * (most - len(plan)) for plan in plans]
-
-
-def _fill(order: list[int], longest: list[int], units: int, tokens: int | None, unit: int) -> list[list[int]]:
-    """Micro-batches of consecutive units, each as full as it may be."""
-    micro_batches: list[list[int]] = []
-    width = 0
-    for index in order:
-        here = len(micro_batches[-1]) // unit if micro_batches else units
-        width = max(width, longest[index])
-        if here == units or (tokens is not None and (here + 1) * unit * width > tokens):
-            micro_batches.append([])
-            width = longest[index]
-        micro_batches[-1].extend(range(index * unit, (index + 1) * unit))
-    return micro_batches
-
-
-def input_shape(lengths: Sequence[int], *, packing: bool, saved: int = 0) -> tuple[int, int]:
-    """[rows, length] of what the model sees of a micro-batch with rows of these lengths: all tokens but the last.
-    saved: tokens of a pack that are stored once for several rows."""
-    inputs = [length - 1 for length in lengths]
-    return (1, sum(inputs) - saved) if packing else (len(inputs), max(inputs))
-
-
-def padding_share(lengths: Sequence[int], shapes: Iterable[tuple[int, int]], saved: int = 0) -> float:
-    """Share of padding among the tokens that forward passes of these input shapes compute."""
-    return 1 - (sum(lengths) - len(lengths) - saved) / sum(rows * length for rows, length in shapes)
-
-
-def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> TrainingBatch:
-    """The given rows, cut to ``length`` tokens; without any, rows that are all padding (``batch.unit`` of them)."""
-    if not rows:
-        empty = batch.rows(slice(0, batch.unit)).cut(length)
-        return TrainingBatch(**{name: torch.zeros_like(value) for name, value in empty.tensors().items()})
-    return batch.rows(torch.tensor(rows, device=batch.tokens.device)).cut(length)
-
-
 def epoch_order(num_items: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(num_items), determined by the seed and the epoch, the same on every rank."""
     order = list(range(num_items))
@@ -159,3 +96,27 @@ def minibatches(order: Sequence[T], size: int) -> list[list[T]]:
     if size < 1:
         raise ValueError(f"the minibatch size is {size}, expected at least 1")
     return [list(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def write_batch(batch: TrainingBatch, about: dict[str, Any], path: Path) -> None:
+    """Writes one safetensors file, which appears when it is whole. about: values for JSON, by name; NaN and infinities
+    survive."""
+    from safetensors.torch import save
+
+    tensors = {name: tensor.contiguous() for name, tensor in batch.tensors().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(save(tensors, metadata={name: json.dumps(value) for name, value in about.items()}))
+
+
+def read_batch(path: Path) -> tuple[TrainingBatch, dict[str, Any]]:
+    """What ``write_batch`` was given, to the last bit. Raises UserError for a file that is not a batch."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {RENAMED.get(name, name): file.get_tensor(name) for name in file.keys()}
+            about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+        return TrainingBatch(**tensors), about
+    except (SafetensorError, OSError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not a batch ({error})") from error

@@ -1,18 +1,56 @@
-"""A global batch in shares, one for each data-parallel rank, with its own rows cut into micro-batches."""
+"""A global batch in shares, one for each data-parallel rank, with its own rows cut into micro-batches.
+
+Rows of a micro-batch are padded to the longest, or packed one after the other, and may then share their prompts.
+"""
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from nemo_edo.data.batching import input_shape, padding_share, plan_micro_batches, sequence_lengths, take_rows
-from nemo_edo.data.packs import Prompts
+from nemo_edo.data.batching import sequence_lengths
 from nemo_edo.types import TrainingBatch
+
+COPIES = 4
+"""A pack's rows together have at most this many times its tokens, if shared tokens are counted for each row: attention
+computes queries, keys and values for every row."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What rows of a batch may share: for each row the tokens before its response, and which rows have the same."""
+
+    lengths: list[int]
+    """Tokens that a row may share: all before the prompt's last one, which predicts the response's first token."""
+    groups: list[int]
+    """Rows with the same number have the same prompt."""
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> Prompts:
+        """The prompts of a batch whose mask begins, in each row, at the prompt's last token."""
+        begins = (batch.mask != 0).int().argmax(dim=1).tolist()
+        tokens = batch.tokens.cpu().numpy()
+        numbers: dict[bytes, int] = {}
+        texts = (tokens[row, : begin + 1].tobytes() for row, begin in enumerate(begins))
+        return cls(begins, [numbers.setdefault(text, len(numbers)) for text in texts])
+
+    @classmethod
+    def none(cls, rows: int) -> Prompts:
+        """No row shares its prompt."""
+        return cls([0] * rows, list(range(rows)))
+
+    def take(self, rows: Sequence[int]) -> Prompts:
+        return Prompts([self.lengths[row] for row in rows], [self.groups[row] for row in rows])
+
+    def saved(self, rows: Sequence[int]) -> int:
+        """Tokens that are not stored again where consecutive rows have the same prompt."""
+        return sum(self.lengths[row] for before, row in pairwise(rows) if self.groups[row] == self.groups[before])
 
 
 @dataclass(frozen=True)
@@ -71,7 +109,7 @@ class Share:
     packing: bool
     prompts: Prompts | None
     """Prompts that rows of a pack share; None: each row includes its prompt."""
-    padding_share: float
+    padding_share: float = 0.0
     """Share of padding in what the model computes of the global batch."""
     loss_counts: Mapping[str, float] = field(default_factory=dict)
     """For each term of the loss its count over the global batch, which the term is divided by; empty where no loss is
@@ -87,7 +125,7 @@ def cut(
 ) -> list[Share]:
     """Each of so many data-parallel ranks' share of a global batch, with the counts of the loss's terms."""
     lengths = sequence_lengths(batch)
-    prompts = Prompts.of(batch) if how.share_prompts else None
+    prompts = Prompts.of(batch) if how.share_prompts else Prompts.none(batch.size)
     plans = plan_micro_batches(
         lengths,
         ranks=ranks,
@@ -97,17 +135,136 @@ def cut(
         packing=how.packing,
         prompts=prompts,
     )
-    plans = [plan + [[]] * (-len(plan) % required.group) for plan in plans]
+    shares, needed, computed = [], sum(lengths) - len(lengths), 0  # the model sees all tokens of a row but the last
+    for plan in plans:
+        plan += [[]] * (-len(plan) % required.group)
+        shapes = []
+        for rows in plan:
+            inputs = [length - 1 for length in row_lengths(rows, lengths, batch.unit)]
+            saved = prompts.saved(rows)
+            needed -= saved
+            shapes.append((1, sum(inputs) - saved) if how.packing else (len(inputs), max(inputs)))
+        shapes = required.fit(shapes)
+        computed += sum(rows * length for rows, length in shapes)
+        places = sorted(chain.from_iterable(plan))
+        number = {place: row for row, place in enumerate(places)}
+        own = [lengths[place] for place in places]
+        shares.append(Share(
+            rows=take_rows(batch, places, max(own, default=2)),
+            places=places,
+            lengths=own,
+            micro_batches=[[number[place] for place in rows] for rows in plan],
+            shapes=shapes,
+            packing=how.packing,
+            prompts=prompts.take(places) if how.share_prompts else None,
+            loss_counts=loss_counts or {},
+        ))  # fmt: skip
+    return [replace(share, padding_share=1 - needed / computed) for share in shares]
 
-    def shape(rows: list[int]) -> tuple[int, int]:
-        saved = _saved(rows, prompts)
-        return input_shape(row_lengths(rows, lengths, batch.unit), packing=how.packing, saved=saved)
 
-    shapes = [required.fit([shape(rows) for rows in plan]) for plan in plans]
-    saved = sum(_saved(rows, prompts) for plan in plans for rows in plan)
-    padding = padding_share(lengths, itertools.chain(*shapes), saved)
-    shares = [_share(batch, lengths, *one, how.packing, prompts, padding) for one in zip(plans, shapes, strict=True)]
-    return [replace(share, loss_counts=loss_counts or {}) for share in shares]
+def plan_micro_batches(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    rows: int,
+    tokens: int | None = None,
+    unit: int = 1,
+    packing: bool = False,
+    prompts: Prompts | None = None,
+) -> list[list[list[int]]]:
+    """For each data-parallel rank its micro-batches, each a list of rows: as many on every rank, and some may be empty.
+
+    lengths: tokens of each row of the global batch. rows: at most this many per micro-batch. tokens: at most this
+    many per micro-batch, padding included; rows of similar length then share one. unit: consecutive rows that stay
+    together.
+    packing: rows are packed, as many as ``tokens`` allows, whatever ``rows`` says. prompts: shared by rows of a pack,
+    which stores each prompt once; rows of one prompt are then consecutive.
+    Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
+    """
+    if packing:
+        return _packs(lengths, ranks, tokens, unit, prompts or Prompts.none(len(lengths)))
+    if rows < unit or len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
+    longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
+    order = list(range(len(longest)))
+    if tokens is not None:
+        if max(longest, default=0) * unit > tokens:
+            raise ValueError(f"{unit} rows of {max(longest)} tokens exceed the {tokens} tokens of a micro-batch")
+        order.sort(key=lambda index: -longest[index])  # stable: the plan is the same on every rank
+    plans: list[list[list[int]]] = []
+    for rank in range(ranks):  # consecutive units, each micro-batch as full as it may be
+        plan: list[list[int]] = []
+        width = 0
+        for index in order[rank::ranks]:
+            units = len(plan[-1]) // unit if plan else rows // unit
+            width = max(width, longest[index])
+            if units == rows // unit or (tokens is not None and (units + 1) * unit * width > tokens):
+                plan.append([])
+                width = longest[index]
+            plan[-1].extend(range(index * unit, (index + 1) * unit))
+        plans.append(plan)
+    most = max(map(len, plans))
+    return [plan + [[]] * (most - len(plan)) for plan in plans]
+
+
+def _packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int, prompts: Prompts) -> list[list[list[int]]]:
+    """Packs of at most ``tokens`` tokens, split over the ranks: for each rank its packs' rows. Neither two packs nor
+    two ranks differ by more tokens than the longest piece has: a unit, or units that share a prompt.
+
+    Each piece, the longest first, goes to the pack with the fewest tokens (Graham's rule for equal loads): first with
+    as few packs as could do, then with as many more as it takes.
+    """
+    if len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows in packs cannot keep {unit} rows together")
+    longest = max((sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)), default=0)
+    if longest > tokens:
+        raise ValueError(f"{unit} rows of {longest} tokens together exceed the {tokens} tokens of a pack")
+    pieces, sizes = zip(*_pieces(lengths, prompts, ranks, tokens, unit), strict=True)
+    count = ranks * math.ceil(sum(sizes) / tokens / ranks)
+    while (packs := _even_packs(sizes, count, tokens)) is None:
+        count += ranks
+    packs.sort(key=lambda pack: -sum(sizes[index] for index in pack))
+    rows = [[row for index in sorted(pack) for row in pieces[index]] for pack in packs]
+    return [rows[rank::ranks] for rank in range(ranks)]
+
+
+def _pieces(
+    lengths: Sequence[int], prompts: Prompts, ranks: int, tokens: int, unit: int
+) -> Iterator[tuple[list[int], int]]:
+    """The rows, cut into pieces that stay together: units of one prompt, as many as a pack and a fair share of the
+    ranks have room for. With each, what it takes of a pack's tokens."""
+    of_prompt: dict[int, list[range]] = {}
+    for start in range(0, len(lengths), unit):
+        of_prompt.setdefault(prompts.groups[start], []).append(range(start, start + unit))
+    most = math.ceil(len(lengths) / unit / ranks) * unit
+    for units in of_prompt.values():
+        piece: list[int] = []
+        copies = saved = 0
+        for rows in units:
+            more, again = sum(lengths[row] for row in rows), prompts.saved([*piece[-1:], *rows])
+            if piece and (len(piece) + unit > most or _weight(copies + more, saved + again) > tokens):
+                yield piece, _weight(copies, saved)
+                piece, copies, saved, again = [], 0, 0, prompts.saved(rows)
+            piece, copies, saved = [*piece, *rows], copies + more, saved + again
+        yield piece, _weight(copies, saved)
+
+
+def _weight(copies: int, saved: int) -> int:
+    """The tokens of a pack that rows with ``copies`` tokens take, ``saved`` of which are shared."""
+    return max(copies - saved, math.ceil(copies / COPIES))
+
+
+def _even_packs(sizes: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
+    """``count`` packs of the indices of ``sizes``; None where one would exceed ``tokens``."""
+    packs: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, place) for place in range(count)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable: the same on every rank
+        load, place = loads[0]
+        if load + sizes[index] > tokens:
+            return None
+        packs[place].append(index)
+        heapq.heapreplace(loads, (load + sizes[index], place))
+    return packs
 
 
 def require_tokens(batch: TrainingBatch) -> None:
@@ -116,26 +273,12 @@ def require_tokens(batch: TrainingBatch) -> None:
         raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")
 
 
-def _share(
-    batch: TrainingBatch,
-    lengths: list[int],
-    plan: list[list[int]],
-    shapes: list[tuple[int, int]],
-    packing: bool,
-    prompts: Prompts | None,
-    padding: float,
-) -> Share:
-    places = sorted(row for rows in plan for row in rows)
-    number = {place: row for row, place in enumerate(places)}
-    own = [lengths[place] for place in places]
-    rows = take_rows(batch, places, max(own, default=2))
-    micro_batches = [[number[place] for place in micro] for micro in plan]
-    prompts = None if prompts is None else prompts.take(places)
-    return Share(rows, places, own, micro_batches, shapes, packing, prompts, padding)
-
-
-def _saved(rows: list[int], prompts: Prompts | None) -> int:
-    return 0 if prompts is None else prompts.saved(rows)
+def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> TrainingBatch:
+    """The given rows, cut to ``length`` tokens; without any, rows that are all padding (``batch.unit`` of them)."""
+    if not rows:
+        empty = batch.rows(slice(0, batch.unit)).cut(length)
+        return TrainingBatch(**{name: torch.zeros_like(value) for name, value in empty.tensors().items()})
+    return batch.rows(torch.tensor(rows, device=batch.tokens.device)).cut(length)
 
 
 def row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:

@@ -19,9 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.data.batching import take_rows
-from nemo_edo.data.packs import Prompts
-from nemo_edo.data.shares import Share, row_lengths
+from nemo_edo.data.shares import Prompts, Share, row_lengths, take_rows
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, context_share, packed_inputs, row_inputs

@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from nemo_edo.data.packs import Prompts
+from nemo_edo.data.shares import Prompts
 from nemo_edo.megatron.packing import ModelInputs, is_padding, read_places
 from nemo_edo.types import TrainingBatch
 

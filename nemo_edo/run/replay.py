@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config.compose import arm_configs, compose_run
-from nemo_edo.data.batch_file import read_batch
+from nemo_edo.data.batching import read_batch
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.run.build import Builder

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.services import Position
 from nemo_edo.config import CheckpointConfig
-from nemo_edo.data.batch_file import read_batch, write_batch
+from nemo_edo.data.batching import read_batch, write_batch
 from nemo_edo.errors import DamagedCheckpoint, RunStopped, StoppedByGuard, UserError
 from nemo_edo.megatron import checkpoint
 from nemo_edo.rollouts.store import RolloutStore

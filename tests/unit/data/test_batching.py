@@ -3,15 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_edo.data.batching import (
-    build_batch,
-    epoch_order,
-    input_shape,
-    minibatches,
-    padding_share,
-    plan_micro_batches,
-    sequence_lengths,
-)
+from nemo_edo.data.batching import build_batch, epoch_order, minibatches, sequence_lengths
+from nemo_edo.data.shares import InputShapes, MicroBatching, cut, plan_micro_batches
 
 PAD = 0
 TOKENS = st.integers(1, 50)
@@ -65,14 +58,14 @@ def test_without_a_token_bound_rows_stay_in_their_order_dealt_to_the_ranks():
 
 
 def test_a_token_bound_puts_rows_of_like_length_together():
-    plan = plan_micro_batches([2, 9, 3, 10], ranks=1, rows=4, tokens=20)
-    assert plan == [[[3, 1], [2, 0]]]
     lengths = [2, 9, 3, 10]
-    shapes = [input_shape([lengths[row] for row in rows], packing=False) for rows in plan[0]]
-    assert shapes == [(2, 9), (2, 2)]
-    assert padding_share(lengths, shapes) == pytest.approx(1 - 20 / 22)
-    assert padding_share(lengths, [(4, 9)]) == pytest.approx(1 - 20 / 36)
-    assert padding_share(lengths, [input_shape(lengths, packing=True)]) == 0
+    assert plan_micro_batches(lengths, ranks=1, rows=4, tokens=20) == [[[3, 1], [2, 0]]]
+    batch = build_batch([([1], [1] * (length - 1)) for length in lengths], pad_id=PAD)
+    for how, shapes, padding in ((MicroBatching(4, 20), [(2, 9), (2, 2)], 1 - 20 / 22),
+                                 (MicroBatching(4), [(4, 9)], 1 - 20 / 36),
+                                 (MicroBatching(1, 24, packing=True), [(1, 20)], 0)):  # fmt: skip
+        [share] = cut(batch, how, 1, InputShapes())
+        assert share.shapes == shapes and share.padding_share == pytest.approx(padding)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 2), st.integers(0, 60))

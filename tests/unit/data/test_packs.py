@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_edo.data.batching import build_batch, plan_micro_batches
-from nemo_edo.data.packs import COPIES, Prompts
+from nemo_edo.data.batching import build_batch
+from nemo_edo.data.shares import COPIES, Prompts, plan_micro_batches
 
 
 def test_rows_share_a_prompt_where_all_its_tokens_are_the_same():

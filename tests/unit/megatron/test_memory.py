@@ -12,7 +12,7 @@ from nemo_edo.checks import estimates as memory
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.batching import build_batch, sequence_lengths
-from nemo_edo.data.packs import Prompts
+from nemo_edo.data.shares import Prompts
 from nemo_edo.megatron.shared_prompts import SharedPrompts, shared_inputs
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}

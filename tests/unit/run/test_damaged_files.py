@@ -17,7 +17,7 @@ from helpers.stored_run import write_stored_run
 from helpers.tiny_models import random_batch, write_tiny_model
 
 from nemo_edo.config.compose import resolved_yaml
-from nemo_edo.data.batch_file import read_batch, write_batch
+from nemo_edo.data.batching import read_batch, write_batch
 from nemo_edo.data.model_folder import check_files
 from nemo_edo.data.problems import load_problems
 from nemo_edo.data.stop_tokens import read_stop_tokens

@@ -20,7 +20,7 @@ from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.guards import Alarm, respond
 from nemo_edo.algorithms.services import Position
 from nemo_edo.config import CheckpointConfig, OptimizerConfig
-from nemo_edo.data.batch_file import read_batch
+from nemo_edo.data.batching import read_batch
 from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.losses import sft_loss
