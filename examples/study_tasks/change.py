@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from examples.study_tasks.family import Item
-from nemo_edo.builtin_task.mistakes import Mistakes
+from nemo_edo.builtin_task.arithmetic import Mistakes
 
 AMOUNTS = range(15, 61)
 COINS = (3, 4, 5, 6, 7, 8, 9, 11, 12, 13)

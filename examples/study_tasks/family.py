@@ -20,7 +20,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from nemo_edo.builtin_task.mistakes import Mistakes
+from nemo_edo.builtin_task.arithmetic import Mistakes
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean

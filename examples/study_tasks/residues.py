@@ -13,8 +13,7 @@ import random
 from collections.abc import Iterator
 
 from examples.study_tasks.family import Item
-from nemo_edo.builtin_task.arithmetic import derive, unordered
-from nemo_edo.builtin_task.mistakes import Mistakes
+from nemo_edo.builtin_task.arithmetic import Mistakes, derive, unordered
 from nemo_edo.errors import UserError
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from examples.study_tasks.family import Item
-from nemo_edo.builtin_task.mistakes import Mistakes
+from nemo_edo.builtin_task.arithmetic import Mistakes
 from nemo_edo.errors import UserError
 
 CHUNK = 1024

@@ -13,7 +13,6 @@ other step now and then.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 
-from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
@@ -37,21 +35,31 @@ Operands = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ArithmeticFiles:
-    warmup: Path
-    train: Path
-    test: Path
+class Mistakes:
+    """Which steps of the warm-up's solutions are wrong, and how: its policy is wrong in a known way, with room to
+    improve. A greedy answer has weak facts wrong, too, and only sampling finds the right result."""
 
+    task: str
+    """Tasks with the same seed have different weak facts."""
+    seed: int
+    weak_fact_share: float
+    """Share of the facts that are weak."""
+    weak_fact_accuracy: float
+    """How often a weak fact is right."""
+    step_noise: float
+    """Share of the other steps that are wrong."""
 
-def write_dataset(folder: str | Path, config: ArithmeticConfig) -> ArithmeticFiles:
-    """Writes ``make_problems`` as warmup.jsonl, train.jsonl and test.jsonl in GSM8K's format."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, problems in make_problems(config, folder).items():
-        records = [{"question": problem.question, "answer": problem.solution} for problem in problems]
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return ArithmeticFiles(folder / "warmup.jsonl", folder / "train.jsonl", folder / "test.jsonl")
+    def is_weak(self, fact: str) -> bool:
+        return self._rng("fact", fact).random() < self.weak_fact_share
+
+    def stated(self, fact: str, right: int, wrong: Sequence[int], rng: random.Random) -> int:
+        """The result of a step that uses the fact: ``right``, or one of ``wrong``, always the same for a weak fact."""
+        if self.is_weak(fact):
+            return right if rng.random() < self.weak_fact_accuracy else self._rng("misconception", fact).choice(wrong)
+        return right if rng.random() < 1 - self.step_noise else rng.choice(wrong)
+
+    def _rng(self, what: str, fact: str) -> random.Random:
+        return random.Random(f"{self.task} {what} {self.seed} {fact}")
 
 
 def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Problem]]:
@@ -130,11 +138,6 @@ def first_wrong_step(question: str, steps: Sequence[str]) -> int | None:
             return index
         left[total] += 1
     return None
-
-
-def max_number(config: ArithmeticConfig) -> int:
-    """The largest number that the data can hold: every operand at its largest, every step wrong upwards."""
-    return config.num_operands * config.max_operand + max(STEP_ERRORS) * (config.num_operands - 1)
 
 
 def _sample_questions(config: ArithmeticConfig) -> tuple[list[Operands], list[Operands], list[Operands]]:

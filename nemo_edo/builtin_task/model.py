@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.builtin_task.arithmetic import max_number
+from nemo_edo.builtin_task.arithmetic import STEP_ERRORS
 from nemo_edo.config import ArithmeticConfig
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import did_you_mean
@@ -32,8 +32,9 @@ def vocabulary(config: ArithmeticConfig) -> list[str]:
     Every number of the data is one token, and those up to 99 are there whatever the operands. Unused tokens fill up
     to a multiple of 64, so that tensor-parallel ranks get equal shares.
     """
-    numbers = range(max(max_number(config), _SMALLEST_MAX_NUMBER) + 1)
-    return _filled_up([*_WORDS, *map(str, numbers)])
+    # Every operand at its largest, every step wrong upwards.
+    largest = config.num_operands * config.max_operand + max(STEP_ERRORS) * (config.num_operands - 1)
+    return _filled_up([*_WORDS, *map(str, range(max(largest, _SMALLEST_MAX_NUMBER) + 1))])
 
 
 def word_vocabulary(texts: Iterable[str]) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -42,47 +41,42 @@ def make(
     if train_problems < 0 or test_problems < 1:
         raise UserError(f"data.source_args: {train_problems=} and {test_problems=}, expected at least 0 and 1")
     settings = {"seed": seed, "size": ITEMS_PER_PROBLEM * wanted, **settings}
-    problems = []
-    for problem in _different(name, settings):
-        problems.append(problem)
+    dataset, problems = new_dataset(name, settings), {}
+    for index in range(settings["size"]):
+        item, answer, solution = dataset[index], "", ""
+        if item["question"] in problems:
+            continue
+        if item["answer"] is not None:
+            answer, worked = str(item["answer"]), item["metadata"].get("answer_cot", "").partition("####")[0].strip()
+            solution = f"{worked}\n#### {answer}".lstrip()
+        source, metadata = f"{name}-{index}", {"task": name, "settings": settings}
+        problems[item["question"]] = Problem(source, item["question"], solution, answer, source, metadata=metadata)
         if len(problems) == wanted:
-            return {"train": problems[:train_problems], "test": problems[train_problems:]}
+            made = list(problems.values())
+            return {"train": made[:train_problems], "test": made[train_problems:]}
     raise UserError(
         f"data.source_args: {name} has {len(problems)} different questions among {settings['size']}, fewer than "
         f"train_problems + test_problems = {wanted}"
     )
 
 
-def score(*, final_answer: str | None, metadata: dict[str, Any]) -> float:
-    """The task's own score of the answer, 1 where it is right; 0 without an answer, or with one it cannot read."""
+def score(*, question: str, final_answer: str | None, metadata: dict[str, Any], problem_id: str) -> float:
+    """The task's own score of the answer, 1 where it is right; 0 without an answer, or with one it cannot read. The
+    item is made again: its values are of more types than JSON has, and scores tell tuples from lists.
+
+    Raises UserError where reasoning-gym makes another question than the problem's.
+    """
     if final_answer is None:
         return 0.0
     dataset = _dataset(metadata["task"], json.dumps(metadata["settings"]))
-    item = _restored(metadata["item"])
+    item = dataset[int(problem_id.rpartition("-")[2])]
+    if item["question"] != question:
+        raise UserError(f"reasoning-gym {reasoning_gym.__version__} makes another problem {problem_id} than the run's")
     try:
         found = float(dataset.score_answer(final_answer, item))
     except UNREADABLE:
         return 0.0
     return found if math.isfinite(found) else 0.0
-
-
-def _different(name: str, settings: dict[str, Any]) -> Iterator[Problem]:
-    dataset, seen = new_dataset(name, settings), set()
-    for index in range(settings["size"]):
-        item = dataset[index]
-        if item["question"] in seen:
-            continue
-        seen.add(item["question"])
-        answer = "" if item["answer"] is None else str(item["answer"])
-        metadata = {"task": name, "settings": settings, "item": _kept(item)}
-        problem_id = f"{name}-{index}"
-        yield Problem(problem_id, item["question"], _solution(item), answer, problem_id, metadata=metadata)
-
-
-def _solution(item: dict[str, Any]) -> str:
-    """The task's worked solution, if it has one, and its answer after ``####``; empty where it gives no answer."""
-    worked = item["metadata"].get("answer_cot", "").partition("####")[0].strip()
-    return "" if item["answer"] is None else f"{worked}\n#### {item['answer']}".lstrip()
 
 
 @cache
@@ -98,25 +92,3 @@ def new_dataset(name: str, settings: dict[str, Any]) -> ProceduralDataset:
         return reasoning_gym.create_dataset(name, **settings)
     except (TypeError, ValueError, AssertionError) as error:  # what its settings raise where they do not fit
         raise UserError(f"data.source_args: the task {name} does not take them: {error}") from error
-
-
-def _kept(value: Any) -> Any:
-    """An item as JSON keeps it: scores tell tuples from lists, and 1 from "1" as a key. Numbers that JSON does not have
-    (fractions) become texts, which no task's score reads."""
-    if isinstance(value, dict):
-        return {"dict": [[_kept(key), _kept(one)] for key, one in value.items()]}
-    if isinstance(value, tuple):
-        return {"tuple": [_kept(one) for one in value]}
-    if isinstance(value, list):
-        return [_kept(one) for one in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if "tuple" in value:
-        return tuple(_restored(value["tuple"]))
-    return {_restored(key): _restored(one) for key, one in value["dict"]}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.errors import UserError
+from nemo_edo.utils.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,3 +60,71 @@ def check_tokenizer_file(folder: Path) -> None:
 def _unusable(folder: Path, error: Exception) -> UserError:
     why = str(error).strip().partition("\n")[0]  # transformers lists what it has looked for
     return UserError(f"the tokenizer of {folder} cannot be loaded ({why}); copy the model's own there")
+
+
+KEY = "eos_token_id"
+SETTING = "sampling.stop_token_ids"
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """The union of what every source names."""
+
+    named_by: Mapping[str, tuple[int, ...]]
+    """The ids that a source names; sources that name none are left out."""
+    texts: Mapping[int, str]
+    """Each token as the vocabulary writes it."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(self.texts))
+
+    def lines(self) -> list[str]:
+        """What a person should know of them: all of them, and a disagreement between the files."""
+        tokens = ", ".join(f"{token} {text!r}" for token, text in sorted(self.texts.items()))
+        said = [f"a response ends with {'any of ' if len(self.texts) > 1 else ''}{tokens}"]
+        files = {source: ids for source, ids in self.named_by.items() if source != SETTING}
+        if any(not set(one) & set(other) for one in files.values() for other in files.values()):
+            each = "; ".join(f"{source} has {', '.join(map(str, ids))}" for source, ids in files.items())
+            said.append(
+                f"warning: the model's files disagree about the end token ({each}); all of them end a response here. "
+                "If one is wrong, correct that file"
+            )
+        return said
+
+
+def read_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, more: Iterable[int] = ()) -> StopTokens:
+    """The end tokens of the tokenizer, of ``generation_config.json`` and of ``config.json``, and ``more``
+    (``sampling.stop_token_ids``).
+
+    Raises UserError where no source names one, and for an id that is not in the vocabulary, naming its source.
+    """
+    named = {"the tokenizer": tokenizer.eos_token_id}
+    size = len(tokenizer)
+    for name in ("generation_config.json", "config.json"):
+        fields = read_object(folder / name, ()) if (folder / name).is_file() else {}
+        named[name] = fields.get(KEY)
+        model_size = fields.get("vocab_size") if name == "config.json" else None
+        size = max(size, model_size if isinstance(model_size, int) else 0)  # the model's may be larger
+    named[SETTING] = list(more)
+    named_by = {}
+    for source, value in named.items():
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        where = source if source in (SETTING, "the tokenizer") else f"{folder / source}: {KEY}"
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise UserError(f"{where} is {value!r}, expected a token id or a list of token ids")
+        for token in ids:
+            if not 0 <= token < size:
+                raise UserError(f"{where} names the end token {token}; the model's vocabulary has 0 to {size - 1}")
+        if ids:
+            named_by[source] = tuple(ids)
+    if not named_by:
+        raise UserError(
+            f"nothing in {folder} names an end token, so responses could not end: set eos_token in "
+            f"tokenizer_config.json, {KEY} in generation_config.json, or {SETTING}"
+        )
+    found = sorted({token for ids in named_by.values() for token in ids})
+    return StopTokens(
+        named_by, {token: tokenizer.convert_ids_to_tokens(token) or "(not in the tokenizer)" for token in found}
+    )

@@ -18,8 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.data.model_folder import check_files, read_fields
-from nemo_edo.data.model_weights import unread_files
+from nemo_edo.data.model_folder import check_files, read_fields, unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import check_family, set_layer_spec

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from nemo_edo.data.model_weights import StoredTensor, read_headers
+from nemo_edo.data.model_folder import StoredTensor, read_headers
 from nemo_edo.errors import UserError
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -15,9 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_edo.data.exported_files import usual_modes, write_files
-from nemo_edo.data.model_weights import StoredTensor
-from nemo_edo.data.truncated_model import LAYER
+from nemo_edo.data.exported_files import LAYER, usual_modes, write_files
+from nemo_edo.data.model_folder import StoredTensor
 from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:

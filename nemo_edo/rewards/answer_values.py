@@ -20,7 +20,7 @@ from sympy.logic.boolalg import Boolean
 
 from nemo_edo.data.answers import simple_fraction
 from nemo_edo.data.units import FUNCTIONS, NO_UNIT, TEXT, Measure, Unit, measure
-from nemo_edo.rewards.words import number_in_words
+from nemo_edo.rewards.spelling import number_in_words
 
 _NORMALIZED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False

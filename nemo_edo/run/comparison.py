@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config import PrecisionConfig, RunConfig
+from nemo_edo.data.exported_files import parameters, write_truncated
 from nemo_edo.data.model_folder import read_fields
-from nemo_edo.data.truncated_model import parameters, write_truncated
 from nemo_edo.errors import UserError
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils import host_memory

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
-from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields
-from nemo_edo.data.model_weights import unread_files
+from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields, unread_files
 from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.problems import made_problems as source_problems
 from nemo_edo.data.prompt_checks import check_rows
@@ -26,8 +25,7 @@ from nemo_edo.data.prompts import (
     prompt_style,
     warnings_of,
 )
-from nemo_edo.data.stop_tokens import SETTING, StopTokens, read_stop_tokens
-from nemo_edo.data.tokenizer import Decoder, load_tokenizer
+from nemo_edo.data.tokenizer import SETTING, Decoder, StopTokens, load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.rewards.scorers import build_scorer

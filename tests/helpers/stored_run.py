@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from nemo_edo.builtin_task.arithmetic import write_dataset
+from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.builtin_task.model import write_base_model
 from nemo_edo.config import (
     ArithmeticConfig,
@@ -13,7 +13,7 @@ from nemo_edo.config import (
     RewardTrainConfig,
 )
 from nemo_edo.config.compose import compose_run, resolved_yaml
-from nemo_edo.data.problems import load_problems
+from nemo_edo.data.problems import write_problems
 from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
@@ -35,10 +35,13 @@ def write_stored_run(path: Path, *, iterations: int = 2, arms: tuple[str, ...] =
                  f"arms=[{','.join(arms)}]", "replicate_baseline=false"]
     cfg = compose_run("quickstart", overrides)
     folder = RunFolder(path)
-    files = write_dataset(folder.data, DATA)
+    made = make_problems(DATA, folder.data)
+    for split, problems in made.items():
+        path_there = folder.data / f"{split}.jsonl"
+        write_problems(path_there, problems, benchmark="arithmetic", split=split, source={}, skipped=0)
     write_base_model(folder.base, cfg.model.architecture, DATA)
     (path / "config.yaml").write_text(resolved_yaml(cfg))
-    train, test = (load_problems(file, on_bad_rows="error").problems for file in (files.train, files.test))
+    train, test = made["train"], made["test"]
     rng = random.Random(f"stored run {path.name}")
     for arm in arms:
         for iteration in range(iterations):

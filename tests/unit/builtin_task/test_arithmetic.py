@@ -1,18 +1,18 @@
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 
 from nemo_edo.builtin_task.arithmetic import (
     STEP_ERRORS,
+    Mistakes,
     first_wrong_step,
+    make_problems,
     solution_path,
     unordered,
-    write_dataset,
 )
-from nemo_edo.builtin_task.mistakes import Mistakes
 from nemo_edo.config import ArithmeticConfig
-from nemo_edo.data.problems import load_problems
 from nemo_edo.types import Problem
 
 SMALL = ArithmeticConfig(warmup_problems=300, train_problems=20, test_problems=30)
@@ -37,14 +37,9 @@ def steps(problem: Problem) -> list[tuple[int, int, int]]:
     return [tuple(int(word) for word in line.replace("+", "=").split(" = ")) for line in lines]
 
 
-def load(path) -> list[Problem]:
-    return load_problems(path, on_bad_rows="error").problems
-
-
 @pytest.fixture(scope="module")
-def default(tmp_path_factory) -> dict[str, list[Problem]]:
-    files = write_dataset(tmp_path_factory.mktemp("arithmetic"), ArithmeticConfig())
-    return {name: load(getattr(files, name)) for name in ("warmup", "train", "test")}
+def default() -> dict[str, list[Problem]]:
+    return make_problems(ArithmeticConfig(), Path("folder"))
 
 
 def test_no_test_question_is_a_permutation_of_another_question(default):
@@ -79,16 +74,11 @@ def test_warmup_steps_are_right_as_often_as_the_config_says_and_weak_facts_wrong
         assert len(often) > 5 and all((ways == 1) is weak for ways in often)
 
 
-def test_files_depend_on_the_seed_alone_and_noise_leaves_questions_as_they_are(tmp_path):
-    def contents(name: str, **changes: object) -> list[bytes]:
-        files = write_dataset(tmp_path / name, dataclasses.replace(SMALL, **changes))
-        return [path.read_bytes() for path in (files.warmup, files.train, files.test)]
-
-    first = contents("first")
-    assert contents("again") == first != contents("noisy", step_noise=0.9)
-    assert contents("other", seed=1)[2] != first[2]
-    first, noisy = (load(tmp_path / name / "warmup.jsonl") for name in ("first", "noisy"))
-    assert [problem.question for problem in first] == [problem.question for problem in noisy]
+def test_problems_depend_on_the_seed_alone_and_noise_leaves_questions_as_they_are():
+    first, again, noisy, other = (make_problems(dataclasses.replace(SMALL, **changes), Path("folder"))
+                                  for changes in ({}, {}, {"step_noise": 0.9}, {"seed": 1}))  # fmt: skip
+    assert first == again != noisy and first["test"] != other["test"]
+    assert [problem.question for problem in first["warmup"]] == [problem.question for problem in noisy["warmup"]]
 
 
 QUESTION = "6 + 1 + 3 + 1"

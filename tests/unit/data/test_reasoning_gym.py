@@ -1,6 +1,7 @@
 """reasoning-gym's tasks as problems with their own scores."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers.responses import scored
@@ -8,11 +9,16 @@ from helpers.responses import scored
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.problems import Columns, made_problems
 from nemo_edo.data.rows import plain_values
+from nemo_edo.types import Problem
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")  # it needs a C compiler
 from nemo_edo.data.reasoning_gym import make, score
 
 SOURCE = "nemo_edo.data.reasoning_gym:make"
+
+
+def score_of(problem: Problem, answer: str | None) -> float:
+    return score(question=problem.question, final_answer=answer, metadata=problem.metadata, problem_id=problem.id)
 
 
 @pytest.mark.parametrize("task", ["gsm_symbolic", "chain_sum", "rearc", "word_sorting", "mini_sudoku"])
@@ -21,20 +27,20 @@ def test_a_tasks_own_solution_scores_1_after_storage_and_another_answer_is_no_su
     extract = answer_format("hashes_text").extract
     problems = [*made["train"], *made["test"]]
     for problem in problems:
-        stored = json.loads(json.dumps(plain_values(problem.metadata)))
+        stored = replace(problem, metadata=json.loads(json.dumps(plain_values(problem.metadata))))
         final = extract(problem.solution)
         assert final == problem.answer.strip()  # of any kind, and several lines
-        assert score(final_answer=final, metadata=stored) == 1
-        wrong = score(final_answer=extract("#### nothing of the kind"), metadata=stored)
+        assert score_of(stored, final) == 1
+        wrong = score_of(stored, extract("#### nothing of the kind"))
         assert 0 <= wrong < 1 and not scored(reward=wrong).success
-        assert score(final_answer=None, metadata=stored) == 0
+        assert score_of(stored, None) == 0
     assert len({problem.question for problem in problems}) == len({problem.id for problem in problems}) == 9
     assert made == made_problems(SOURCE, {"name": task, "train_problems": 6, "test_problems": 3}, Columns())
 
 
 def test_a_wrong_numbers_reward_is_seen_and_is_no_success():
     [problem] = make("gsm_symbolic", train_problems=0, test_problems=1)["test"]
-    assert score(final_answer="-1", metadata=problem.metadata) == 0.01
+    assert score_of(problem, "-1") == 0.01
     assert "so he works for 6 days/week" in problem.solution  # what a warm-up learns
 
 
@@ -42,4 +48,4 @@ def test_a_wrong_numbers_reward_is_seen_and_is_no_success():
 def test_an_answer_that_a_task_cannot_read_is_wrong_and_ends_no_run(task: str):
     [problem] = make(task, train_problems=0, test_problems=1)["test"]
     for odd in ("", "139 = 1", "[1, 2", "{}", "[[]]", "nan", "1e999", "\N{SUPERSCRIPT TWO}"):
-        assert score(final_answer=odd, metadata=problem.metadata) < 1
+        assert score_of(problem, odd) < 1

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny_models import write_tiny_model
 
-from nemo_edo.data.stop_tokens import read_stop_tokens
-from nemo_edo.data.tokenizer import load_tokenizer
+from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
 
 

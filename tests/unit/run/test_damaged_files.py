@@ -20,8 +20,7 @@ from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.data.batching import read_batch, write_batch
 from nemo_edo.data.model_folder import check_files
 from nemo_edo.data.problems import load_problems
-from nemo_edo.data.stop_tokens import read_stop_tokens
-from nemo_edo.data.tokenizer import load_tokenizer
+from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
 from nemo_edo.report.run_record import read_run
 from nemo_edo.report.run_set import find_runs, read_runs
