@@ -1,4 +1,5 @@
-"""The files of an exported model folder other than its weights: one configuration, and the source's other files."""
+"""Model folders that are written: the files of an export other than its weights (one configuration, and the source's
+other files), and a folder's first and last layers, for a comparison where the whole has no room."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,17 @@ def write_files(source: Path, out: Path, config: Any, dtype: str) -> None:
             shutil.copyfile(file, out / file.name)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, out / TEMPLATES, copy_function=shutil.copyfile, dirs_exist_ok=True)
-    fields = exported_fields(read_object(source / "config.json", ()), config)
-    _write(out / "config.json", {**fields, "dtype": dtype})
-    if (out / "tokenizer_config.json").is_file():
-        _write(out / "tokenizer_config.json", for_both_versions(read_object(out / "tokenizer_config.json", ())))
+    _write(out / "config.json", {**_both_versions(read_object(source / "config.json", ()), config), "dtype": dtype})
+    if (out / "tokenizer_config.json").is_file():  # under the names of version 4, which version 5 reads too
+        fields = read_object(out / "tokenizer_config.json", ())
+        if fields.get("tokenizer_class") == "TokenizersBackend":
+            fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(fields.get("extra_special_tokens"), list):
+            fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+        _write(out / "tokenizer_config.json", fields)
 
 
-def exported_fields(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _both_versions(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The fields of a config.json that versions 4 and 5 of transformers read alike: version 5's, and those of the
     source and under other names that say the same."""
     now = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
@@ -43,30 +48,14 @@ def exported_fields(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
     fields = {**aliases, **same, **now}
     for name in ("rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"):
         fields.pop(name, None)
-    return {**fields, **dict(_version_4_positions(now.get("rope_parameters")))}
-
-
-def _version_4_positions(positions: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    """The same rotary positions as version 4 has them; of models that have two kinds, as Gemma 3's config has them."""
-    if not positions:
-        return
-    if "sliding_attention" in positions:
-        yield "rope_local_base_freq", positions["sliding_attention"]["rope_theta"]
-        positions = positions["full_attention"]
-    yield "rope_theta", positions["rope_theta"]
-    if "partial_rotary_factor" in positions:
-        yield "partial_rotary_factor", positions["partial_rotary_factor"]
-    if positions.get("rope_type", "default") != "default":
-        elsewhere = ("rope_theta", "partial_rotary_factor")
-        yield "rope_scaling", {name: value for name, value in positions.items() if name not in elsewhere}
-
-
-def for_both_versions(fields: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer_config.json under the names of version 4, which version 5 reads too."""
-    if fields.get("tokenizer_class") == "TokenizersBackend":
-        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(fields.get("extra_special_tokens"), list):
-        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    if positions := now.get("rope_parameters"):
+        if "sliding_attention" in positions:  # of models that have two kinds, as Gemma 3's config has them
+            fields["rope_local_base_freq"] = positions["sliding_attention"]["rope_theta"]
+            positions = positions["full_attention"]
+        elsewhere = {name: positions[name] for name in ("rope_theta", "partial_rotary_factor") if name in positions}
+        fields |= elsewhere
+        if positions.get("rope_type", "default") != "default":
+            fields["rope_scaling"] = {name: value for name, value in positions.items() if name not in elsewhere}
     return fields
 
 
@@ -120,14 +109,8 @@ def write_truncated(folder: Path, out: Path, multiple: int) -> list[int]:
             weight_map |= dict.fromkeys(chosen, file.name)
     if not (out / WEIGHTS).is_file():
         (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
-    (out / "config.json").write_text(json.dumps(_with_layers(fields, kept)), encoding="utf-8")
-    return kept
-
-
-def _with_layers(fields: dict[str, Any], kept: list[int]) -> dict[str, Any]:
-    """The fields of a config.json for these layers alone: lists with an entry for each layer, lists of layers, and
-    numbers of the first layers that are of another kind."""
-    layers, changed = fields["num_hidden_layers"], {**fields, "num_hidden_layers": len(kept)}
+    # Lists with an entry for each layer, lists of layers, and numbers of the first layers that are of another kind.
+    changed = {**fields, "num_hidden_layers": len(kept)}
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == layers:
             changed[name] = [value[layer] for layer in kept]
@@ -138,4 +121,5 @@ def _with_layers(fields: dict[str, Any], kept: list[int]) -> dict[str, Any]:
             changed[name] = sum(layer < fields[name] for layer in kept)
     if fields.get("num_nextn_predict_layers"):
         changed["num_nextn_predict_layers"] = 0
-    return changed
+    (out / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    return kept

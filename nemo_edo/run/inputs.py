@@ -16,9 +16,9 @@ from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields, unread_files
 from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.problems import made_problems as source_problems
-from nemo_edo.data.prompt_checks import check_rows
 from nemo_edo.data.prompts import (
     PromptStyle,
+    check_rows,
     encode_prompts,
     encode_solutions,
     left_out_tokens,

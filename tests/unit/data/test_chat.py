@@ -11,8 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.chat import question_of
 from nemo_edo.data.problems import Columns
-from nemo_edo.data.prompt_checks import check_rows
-from nemo_edo.data.prompts import encode_prompts, encode_solutions, left_out_tokens, prompt_style, warnings_of
+from nemo_edo.data.prompts import (
+    check_rows,
+    encode_prompts,
+    encode_solutions,
+    left_out_tokens,
+    prompt_style,
+    warnings_of,
+)
 from nemo_edo.data.rows import Row
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
