@@ -153,22 +153,25 @@ def chat_of(value: Sequence[Any], column: str) -> tuple[Message, ...]:
 
 
 def _message(value: Any, name: str) -> Message:
-    given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
+    given = _given(value)
     if given.get("type") == "message":  # as OpenAI's Responses API has it, and NeMo-Gym
         del given["type"]
     if given.keys() != {"role", "content"}:
         raise RowError(f'"{name}" is {shown(value)}, expected a message: {{"role": "user", "content": "..."}}')
     content = given["content"]
     if isinstance(content, list):
-        content = "".join(_part(one, f"{name}.content[{place}]") for place, one in enumerate(content))
+        texts = []
+        for place, value in enumerate(content):
+            part, of_part = _given(value), f"{name}.content[{place}]"
+            if part.keys() != {"type", "text"} or part["type"] not in ("text", "input_text"):
+                raise RowError(f'"{of_part}" is {shown(value)}, expected a part {{"type": "text", "text": "..."}}')
+            texts.append(text_of(part["text"], of_part, may_be_blank=True))
+        content = "".join(texts)
     return {"role": text_of(given["role"], f"{name}.role"), "content": text_of(content, f"{name}.content")}
 
 
-def _part(value: Any, name: str) -> str:
-    given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
-    if given.keys() != {"type", "text"} or given["type"] not in ("text", "input_text"):
-        raise RowError(f'"{name}" is {shown(value)}, expected a part {{"type": "text", "text": "..."}}')
-    return text_of(given["text"], name, may_be_blank=True)
+def _given(value: Any) -> dict[str, Any]:
+    return {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
 
 
 def question_of(chat: Sequence[Message]) -> str:

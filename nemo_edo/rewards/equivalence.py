@@ -129,7 +129,10 @@ def _same(gold: Value, answer: Value) -> bool:
         return False  # x + y = 5 states 5, and 2x = 5 does not
     gold, answer = (one.value if isinstance(one, Named) else one for one in (gold, answer))
     if isinstance(gold, Time) or isinstance(answer, Time):
-        return _same_time(gold, answer)
+        if not isinstance(gold, Time) or not isinstance(answer, Time):
+            return False
+        are_known = None not in (gold.since_midnight, answer.since_midnight)
+        return gold.since_midnight == answer.since_midnight if are_known else gold.shown == answer.shown
     if isinstance(gold, Text) or isinstance(answer, Text):
         return _same_text(gold, answer)
     if isinstance(gold, Number) and isinstance(answer, Number):
@@ -156,14 +159,6 @@ def _same_text(gold: Value, answer: Value) -> bool:
         letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
         return len(letters) == 1 and not all(getattr(one, "rest", "") for one in (gold, answer))
     return False
-
-
-def _same_time(gold: Value, answer: Value) -> bool:
-    if not isinstance(gold, Time) or not isinstance(answer, Time):
-        return False
-    if gold.since_midnight is None or answer.since_midnight is None:
-        return gold.shown == answer.shown
-    return gold.since_midnight == answer.since_midnight
 
 
 def _same_items(gold: Items, answer: Items) -> bool:

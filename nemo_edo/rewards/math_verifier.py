@@ -27,8 +27,6 @@ TIMED_OUT = f"{UNVERIFIED}{workers.TIMED_OUT.reason}"
 TOO_LONG = f"{UNVERIFIED}refused an answer above {LONGEST_ANSWER} characters"
 _EQUIVALENCE = "nemo_edo.rewards.equivalence"
 """Called by import path: only workers import it."""
-_REMEMBERED = 100_000
-"""Pairs whose verdict is cached: evaluations repeat many pairs."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +43,27 @@ class MathVerifier:
 
     def __init__(self, limits: Limits) -> None:
         self._pool = WorkerPool(limits, prepare=f"{_EQUIVALENCE}:warm_up")
-        self._known: dict[tuple[str, str], Verdict] = {}
-        self.failures: Counter[str] = Counter()
-        """Answers that could not be verified, by reason."""
 
     def begin(self, timed_out: int) -> None:
         """The budget of the pool's limits is for all that is verified from here to the next ``begin``. timed_out: how
         many distinct pairs of the same collection have timed out already."""
         self._pool.begin(timed_out)
-        # With time left they may be verified; and what is right must not depend on what the process has seen before.
-        self._known = {pair: verdict for pair, verdict in self._known.items() if verdict.failure != TIMED_OUT}
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """A verdict for each (problem's answer, given answer), in order. An answer that exceeds the pool's limits, or
-        is too long, is wrong."""
-        if len(self._known) > _REMEMBERED:
-            self._known.clear()
-        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-        verdicts = {pair: _without_parser(*pair) for pair in new}
-        hard = [pair for pair in new if verdicts[pair] is None]
+        is too long, is wrong. Warns of those that could not be verified."""
+        verdicts: dict[tuple[str, str], Verdict] = {}
+        hard = []
+        for pair in dict.fromkeys(pairs):
+            gold, answer = pair
+            meant, given = simple_fraction(gold), simple_fraction(answer)
+            if len(answer) > LONGEST_ANSWER:
+                verdicts[pair] = Verdict(False, answer[:LONGEST_ANSWER] + "...", TOO_LONG)
+            # Numbers and fractions need no parser, but a decimal may be rounded.
+            elif None not in (meant, given) and (meant == given or "." not in gold + answer):
+                verdicts[pair] = Verdict(meant == given, str(given))
+            else:
+                hard.append(pair)
         for (gold, answer), result in zip(hard, self._run("compare", hard), strict=True):
             if not isinstance(result, TaskFailure):
                 verdicts[gold, answer] = Verdict(*result)
@@ -71,10 +71,8 @@ class MathVerifier:
                 verdicts[gold, answer] = Verdict(True, text)
             else:
                 verdicts[gold, answer] = Verdict(False, text, f"{UNVERIFIED}{result.reason}")
-        self._known |= verdicts
-        found = [self._known[pair] for pair in pairs]
+        found = [verdicts[pair] for pair in pairs]
         failures = Counter(verdict.failure for verdict in found if verdict.failure is not None)
-        self.failures += failures
         if failures:
             named = ", ".join(f"{failure}: {count}" for failure, count in failures.most_common())
             warnings.warn(f"answers that could not be verified count as wrong: {named}", stacklevel=2)
@@ -142,18 +140,6 @@ class MathScorer:
                 expected = f"final answer {_shortened(verdict.answer)}, expected {response.problem.answer}"
                 scored.append(response.scored(0.0, verdict.answer, verdict.failure or expected))
         return scored
-
-
-def _without_parser(gold: str, answer: str) -> Verdict | None:
-    """The verdict where no parser is needed: for numbers and fractions, and texts that are too long. None: ask a
-    worker."""
-    if len(answer) > LONGEST_ANSWER:
-        return Verdict(False, answer[:LONGEST_ANSWER] + "...", TOO_LONG)
-    meant, given = simple_fraction(gold), simple_fraction(answer)
-    if meant is None or given is None:
-        return None
-    exact = "." not in gold + answer  # a decimal may be rounded
-    return Verdict(meant == given, str(given)) if exact or meant == given else None
 
 
 def _shortened(text: str) -> str:

@@ -170,37 +170,33 @@ class _ServerProcess:
             self.workers.append(self._fork())
 
     def run(self, function: str, arguments: Sequence[tuple], wall_s: float, budget_s: float) -> tuple[list, float]:
-        """The results in order, and what is left of the budget. Raises EOFError where the trainer has ended."""
+        """The results in order, and what is left of the budget: each task gets at most its limit, until those that
+        reached it have used up the budget. Raises EOFError where the trainer has ended."""
         seconds = 0.0 if self._limits is None else self._limits.seconds  # 0: no limit
         results: list[Any] = [TIMED_OUT] * len(arguments)
-        if math.isfinite(budget_s):
-            self._try(function, arguments, results, min(_FIRST_TRY_S, seconds), wall_s, math.inf)
-        return results, self._try(function, arguments, results, seconds, wall_s, budget_s)
-
-    def _try(self, function: str, arguments: Sequence[tuple], results: list, cpu_s: float, wall_s: float,
-             budget_s: float) -> float:  # fmt: skip
-        """Gives each task without a result at most so many seconds, until those that took them have used up the budget.
-        Returns what is left of it."""
-        waiting = deque(task for task, result in enumerate(results) if result is TIMED_OUT)
-        while True:
-            for worker in self.workers:
-                if worker.task is None and waiting and budget_s > 0:
-                    worker.task, worker.deadline = waiting.popleft(), time.monotonic() + wall_s
-                    with contextlib.suppress(ConnectionError):  # it has ended, which ``_take`` finds
-                        worker.connection.send((function, arguments[worker.task], cpu_s))
-            busy = [worker for worker in self.workers if worker.task is not None]
-            if not busy:
-                return budget_s
-            left = min(worker.deadline for worker in busy) - time.monotonic()
-            connections = [self._trainer, *(worker.connection for worker in busy)]
-            ready = wait(connections, None if left == math.inf else max(0.0, left))
-            if self._trainer in ready:
-                raise EOFError
-            for worker in busy:
-                if worker.connection in ready or time.monotonic() >= worker.deadline:
-                    task, result = worker.task, self._take(worker, is_late=worker.connection not in ready)
-                    results[task] = result
-                    budget_s -= cpu_s if result is TIMED_OUT else 0
+        first = [(min(_FIRST_TRY_S, seconds), math.inf)] if math.isfinite(budget_s) else []
+        for cpu_s, left_s in [*first, (seconds, budget_s)]:
+            waiting = deque(task for task, result in enumerate(results) if result is TIMED_OUT)
+            while True:
+                for worker in self.workers:
+                    if worker.task is None and waiting and left_s > 0:
+                        worker.task, worker.deadline = waiting.popleft(), time.monotonic() + wall_s
+                        with contextlib.suppress(ConnectionError):  # it has ended, which ``_take`` finds
+                            worker.connection.send((function, arguments[worker.task], cpu_s))
+                busy = [worker for worker in self.workers if worker.task is not None]
+                if not busy:
+                    break
+                until = min(worker.deadline for worker in busy) - time.monotonic()
+                connections = [self._trainer, *(worker.connection for worker in busy)]
+                ready = wait(connections, None if until == math.inf else max(0.0, until))
+                if self._trainer in ready:
+                    raise EOFError
+                for worker in busy:
+                    if worker.connection in ready or time.monotonic() >= worker.deadline:
+                        task, result = worker.task, self._take(worker, is_late=worker.connection not in ready)
+                        results[task] = result
+                        left_s -= cpu_s if result is TIMED_OUT else 0
+        return results, left_s
 
     def _take(self, worker: _Worker, *, is_late: bool) -> Any:
         """The result of a worker's task. Replaces a worker that has ended, or is late."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.tiny_models import write_tiny_model
+from tokenizers import Tokenizer
 
 from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
@@ -70,3 +71,10 @@ def test_a_model_without_any_end_token_is_refused(folder: Path):
     write(folder, "config.json", None)
     with pytest.raises(UserError, match=r"eos_token.*sampling.stop_token_ids"):
         read(folder, eos=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_token_ids_are_those_of_the_file_whatever_the_models_type(tmp_path, model_type):
+    folder, text = write_tiny_model(tmp_path, model_type), "1 + 2 + 3 = 6"
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    assert load_tokenizer(folder)(text)["input_ids"] == ids and len(ids) == 7
